@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 UV := 0.13.8
 LOWEST_VENV := .venv-lowest
 LOWEST_READY := $(LOWEST_VENV)/.ready
-# In-process tests of what uses private parts of torch (worker/adascale_worker/torch_private.py), and of the
+# In-process tests of what uses private parts of torch (worker/adascale_worker/torch_private/), and of the
 # Kubernetes client.
 LOWEST_TESTS := $(patsubst %,tests/worker/test_%.py,torch_private adascale adascale_adam adascale_ranks \
 	data_parallel hyperparameters patching previous_gradient program_gradients) \

@@ -52,8 +52,10 @@ from kubernetes import client, config, watch
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_client.transport import Transport
 from adascale_core import names
-from adascale_core.instruction import Instruction, instruction
-from adascale_core.messages import GainReport, MemberView, Registration, ReplicaState
+from adascale_core.messages.allocation import MemberView
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport
+from adascale_core.rendezvous.instruction import Instruction, instruction
 from api.client import ServiceProcess, environment
 from cluster.conftest import fresh_namespace
 from support.launch import free_port, wait_until

@@ -8,7 +8,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from adascale_api.request_models import GainReportBody
+from adascale_api.bodies.requests import GainReportBody
 
 
 class Stored(BaseModel):

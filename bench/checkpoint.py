@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from adascale_worker import ElasticTrainer
-from adascale_worker.checkpoint_writer import CheckpointWriter
+from adascale_worker.state.checkpoints.writer import CheckpointWriter
 
 BATCH = 8
 

@@ -24,16 +24,16 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 from scipy.sparse import lil_matrix  # type: ignore[import-untyped]
 
-from adascale_core.batch import BatchBounds, BatchPlan
-from adascale_core.capacity import NodeCapacity
-from adascale_core.decision import DecisionProblem
-from adascale_core.exact_allocation import maximize
-from adascale_core.gain import GradientEstimate
-from adascale_core.job_state import JobState
-from adascale_core.job_utility import UTILITY_UNIT, JobUtility, weighted
-from adascale_core.messages import StepTime
-from adascale_core.packing import Demand, Node
-from adascale_core.throughput import StepTimeModel
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import BatchBounds, BatchPlan
+from adascale_core.decision.decide import DecisionProblem
+from adascale_core.decision.exact_allocation import maximize
+from adascale_core.decision.job_state import JobState
+from adascale_core.decision.job_utility import UTILITY_UNIT, JobUtility, weighted
+from adascale_core.messages.reports import StepTime
+from adascale_core.performance.throughput import StepTimeModel
+from adascale_core.placement.capacity import NodeCapacity
+from adascale_core.placement.packing import Demand, Node
 
 NODE = 8
 SIZES = ((160, 512), (1000, 8192), (10_000, 100_000))

@@ -34,18 +34,14 @@ from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, ApiObject, Resource, timestamp
 from adascale_core import names
-from adascale_core.instruction import Instruction, instruction
-from adascale_core.messages import (
-    Allocation,
-    AllocationView,
-    GainReport,
-    JobSpec,
-    Registration,
-    ReplicaState,
-    StepTime,
-)
-from adascale_core.rendezvous import Rendezvous, allocate, register
-from adascale_core.views import DecisionView, JobChanges, JobList, JobView, ReplicaView
+from adascale_core.messages.allocation import Allocation, AllocationView
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.rendezvous.instruction import Instruction, instruction
+from adascale_core.rendezvous.rendezvous import Rendezvous, allocate, register
+from adascale_core.views.decision import DecisionView
+from adascale_core.views.jobs import JobChanges, JobList, JobView, ReplicaView
 
 Object = dict[str, Any]
 TEMPLATES = 20

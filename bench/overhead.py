@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python bench/overhead.py [--optimizer adamw] [--blocks 15] [--steps 8] [networks ...]
     python bench/overhead.py --device cuda [--profile] [--blocks 3] [networks ...]
 
-Two gloo ranks on this machine, or `--ranks`, one thread each. SGD with momentum 0.9, or AdamW (fused). All contenders are
-in one process per rank and take turns in short runs of steps, in an order that changes from block to block.
+Two gloo ranks on this machine, or `--ranks`, one thread each. SGD with momentum 0.9, or AdamW (fused). All
+contenders are in one process per rank and take turns in short runs of steps, in an order that changes
+from block to block.
 Each turn is next to a turn of plain DDP, so that other load of the machine affects both in the same way.
 Printed are the median over all turns of the ratio of step times, with its quartiles, and the median ratio of
 processor times, which does not depend on other load.
@@ -51,13 +52,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from adascale_worker.adascale import AdaScale
-from adascale_worker.device import select_device
-from adascale_worker.process_group import backend_of
-from adascale_worker.statistics.sampling import FIRST_STEPS, MAX_INTERVAL
+from adascale_worker.membership.process_group import backend_of
+from adascale_worker.process.device import select_device
+from adascale_worker.scaling.statistics.sampling import FIRST_STEPS, MAX_INTERVAL
 
 Step = Callable[[], None]
 Turn = tuple[float, float, float, float]
 """Seconds and processor seconds of a step of a contender, and of a plain step."""
+
 
 def wide() -> tuple[nn.Module, Tensor, int]:
     model = nn.Sequential(

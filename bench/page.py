@@ -26,12 +26,15 @@ from metrics_service import RunningService, metrics_service
 from playwright.sync_api import Page, sync_playwright
 from reports_per_second import REPORT
 
-from adascale_api.database import Database
-from adascale_api.sql import Transaction
-from adascale_api.store import jobs, replicas, reports
-from adascale_api.store.jobs import write_changes
-from adascale_api.store.reports import Retention
-from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
+from adascale_api.data.database import Database
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import jobs, replicas, reports
+from adascale_api.data.store.jobs import write_changes
+from adascale_api.data.store.reports import Retention
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport
 
 HOUR = 3600.0
 TARGET = 100_000

@@ -30,7 +30,7 @@ from typing import Any
 
 from metrics_service import metrics_service, running
 
-from adascale_core.messages import GainReport
+from adascale_core.messages.reports import GainReport
 
 PROCESSES = 2
 REPORT = GainReport(

@@ -58,10 +58,10 @@ import torch.distributed as dist
 import urllib3
 from torch.multiprocessing.spawn import spawn
 
-from adascale_core.messages import JobSpec
+from adascale_core.messages.job_spec import JobSpec
 from adascale_worker.agent.trainer_process import DEFAULTS
-from adascale_worker.device import select_device
-from adascale_worker.process_group import backend_of
+from adascale_worker.membership.process_group import backend_of
+from adascale_worker.process.device import select_device
 
 FOLDER = Path(__file__).parent
 PROGRAM = FOLDER / "rescale_program.py"

@@ -27,10 +27,12 @@ import uvloop
 from metrics_service import RunningService, metrics_service
 from reports_per_second import REPORT
 
-from adascale_api.database import Database
-from adascale_api.store import jobs, replicas, reports
-from adascale_core.messages import Allocation, JobSpec, Registration, ReplicaState
-from adascale_core.pacing import REPORTS_PER_POST, change_wait, heartbeat_interval, post_interval
+from adascale_api.data.database import Database
+from adascale_api.data.store import jobs, replicas, reports
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.pacing import REPORTS_PER_POST, change_wait, heartbeat_interval, post_interval
+from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_worker.agent.heartbeat import CHANGE_TIMEOUT
 
 KINDS = ("heartbeats", "reports", "waits")

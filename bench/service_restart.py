@@ -34,7 +34,8 @@ from metrics_service import metrics_service
 from service_at_scale import registrations, store_jobs
 
 from adascale_client import JobClient, MetricsServiceClient, ServiceError
-from adascale_core.messages import AllocationView, MemberView, Registration
+from adascale_core.messages.allocation import AllocationView, MemberView
+from adascale_core.messages.registration import Registration
 from adascale_worker.agent.heartbeat import Heartbeat
 
 PER_PROCESS = 10

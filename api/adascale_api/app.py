@@ -7,15 +7,15 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from adascale_api.authorization import Authorizer
-from adascale_api.body_limit import BodyLimit
-from adascale_api.connection_limits import ConnectionLimits
-from adascale_api.database import Database
-from adascale_api.error_handlers import add_error_handlers
-from adascale_api.openapi import DescribedApp
-from adascale_api.prometheus import RequestMetrics
+from adascale_api.auth.authorization import Authorizer
+from adascale_api.data.database import Database
+from adascale_api.http.body_limit import BodyLimit
+from adascale_api.http.connection_limits import ConnectionLimits
+from adascale_api.http.openapi import DescribedApp
 from adascale_api.routes import allocation, changes, decision, gain, jobs, page, probes
-from adascale_api.service import Service, Settings
+from adascale_api.routes.error_handlers import add_error_handlers
+from adascale_api.service.prometheus import RequestMetrics
+from adascale_api.service.service import Service, Settings
 
 _DESCRIPTION = """
 Workers post gain reports and register here; the controller declares jobs and sets replica counts.

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from adascale_api.authorization import Authorizer
-from adascale_api.connection_limits import MAX_CONNECTIONS, REQUEST_TIMEOUT
-from adascale_api.field_types import MAX_INTEGER
-from adascale_api.log_limit import LogLimit
-from adascale_api.read_token import ReadTokenAuthorizer
-from adascale_api.retention import DAY, JobRetention
+from adascale_api.auth.authorization import Authorizer
+from adascale_api.auth.read_token import ReadTokenAuthorizer
+from adascale_api.auth.service_accounts import DEFAULT_CONTROLLER, ServiceAccountAuthorizer
+from adascale_api.auth.shared_token import SharedToken, SharedTokenFile
+from adascale_api.bodies.field_types import MAX_INTEGER
+from adascale_api.data.store.reports import Retention
+from adascale_api.http.connection_limits import MAX_CONNECTIONS, REQUEST_TIMEOUT
 from adascale_api.server import UsageError, is_loopback, serve
-from adascale_api.service import DEFAULT_JOBS, DEFAULT_REPORTS, Settings
-from adascale_api.service_accounts import DEFAULT_CONTROLLER, ServiceAccountAuthorizer
-from adascale_api.shared_token import SharedToken, SharedTokenFile
-from adascale_api.store.reports import Retention
+from adascale_api.service.log_limit import LogLimit
+from adascale_api.service.retention import DAY, JobRetention
+from adascale_api.service.service import DEFAULT_JOBS, DEFAULT_REPORTS, Settings
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import (
     DEFAULT_API_PORT,
@@ -221,6 +221,6 @@ def _service_account_authorizer(
                 f"--token-review and {name} contradict each other: unset {name}, or remove --token-review"
             )
     # Imported here because importing the Kubernetes client takes as long as all other imports together.
-    from adascale_api.kubernetes_token_review import KubernetesTokenReviewer
+    from adascale_api.auth.kubernetes_token_review import KubernetesTokenReviewer
 
     return ServiceAccountAuthorizer(KubernetesTokenReviewer(environment), options.controller_account)

@@ -18,7 +18,7 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from adascale_core.errors import AdaScaleError
-from adascale_core.messages import AllocationView
+from adascale_core.messages.allocation import AllocationView
 
 MAX_FIELD_ERRORS = 20
 """Invalid fields in one answer."""

@@ -11,12 +11,12 @@ from types import FrameType
 import uvicorn
 
 from adascale_api.app import create_app
-from adascale_api.authorization import Authorizer
-from adascale_api.connection_limits import ConnectionLimits
-from adascale_api.database import Database, without_password
-from adascale_api.http_protocol import limited_protocol
-from adascale_api.service import Settings
-from adascale_api.worker_endpoints import WorkerEndpoints
+from adascale_api.auth.authorization import Authorizer
+from adascale_api.data.database import Database, without_password
+from adascale_api.http.connection_limits import ConnectionLimits
+from adascale_api.http.protocol import limited_protocol
+from adascale_api.routes.worker_endpoints import WorkerEndpoints
+from adascale_api.service.service import Settings
 from adascale_core.errors import AdaScaleError
 
 BACKLOG = 16384

@@ -10,23 +10,13 @@ from urllib.parse import quote
 
 from adascale_client.errors import ServiceUnreachableError
 from adascale_client.transport import Transport
-from adascale_core.messages import (
-    Allocation,
-    AllocationView,
-    GainReport,
-    JobSpec,
-    MemberView,
-    Registration,
-)
-from adascale_core.views import (
-    DecisionView,
-    GainView,
-    HistoryView,
-    JobChanges,
-    JobList,
-    JobView,
-    StoredReports,
-)
+from adascale_core.messages.allocation import Allocation, AllocationView, MemberView
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration
+from adascale_core.messages.reports import GainReport
+from adascale_core.views.decision import DecisionView
+from adascale_core.views.gain import GainView, HistoryView, StoredReports
+from adascale_core.views.jobs import JobChanges, JobList, JobView
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ ServiceError
 from __future__ import annotations
 
 from adascale_core.errors import AdaScaleError
-from adascale_core.exit_codes import EXIT_SERVICE_UNAVAILABLE
+from adascale_core.failures.exit_codes import EXIT_SERVICE_UNAVAILABLE
 
 
 class ServiceError(AdaScaleError):

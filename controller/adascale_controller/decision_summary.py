@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from adascale_controller.formatting import clock, duration, plural, significant
-from adascale_core.views import CountView, DecisionView
+from adascale_core.views.decision import CountView, DecisionView
 
 
 def render_decision(decision: DecisionView, now: float) -> RenderableType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from adascale_core.decision import Decision
+from adascale_core.decision.decide import Decision
 
 INTERVAL = 30.0
 """Seconds after which an unchanged decision is explained again, with newer predictions."""

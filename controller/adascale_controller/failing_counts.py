@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from adascale_controller.formatting import plural
-from adascale_core.views import JobView
+from adascale_core.views.jobs import JobView
 
 MIN_STEPS = 10
 """Steps after which a program is taken to work on a replica count."""

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from adascale_controller.fitting_table import Column, FittingTable
 from adascale_controller.formatting import clock, count, memory, percent, plural, significant, trimmed
-from adascale_core.views import GainView, PredictionView
+from adascale_core.views.gain import GainView, PredictionView
 
 MAX_FRESH_SECONDS = 10.0
 """The age of a report is shown if it is older than this."""

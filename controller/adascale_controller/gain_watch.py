@@ -13,7 +13,7 @@ from rich.live import Live
 
 from adascale_client import MetricsServiceClient, ServiceRefusedError, ServiceUnreachableError
 from adascale_controller.gain_summary import gain_line, render_gain
-from adascale_core.views import GainView
+from adascale_core.views.gain import GainView
 
 INTERVAL = 1.0
 """Seconds between two reads of the gain."""

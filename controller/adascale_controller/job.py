@@ -15,8 +15,8 @@ from adascale_controller.schema import (
 from adascale_core import names
 from adascale_core.checkpoint_manifest import normalized_url
 from adascale_core.job_id import job_id
-from adascale_core.messages import JobSpec
-from adascale_core.replica_gpus import requested_gpus
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.placement.replica_gpus import requested_gpus
 
 
 @dataclass(frozen=True)

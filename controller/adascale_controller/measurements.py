@@ -7,10 +7,10 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from adascale_controller.job import Job
-from adascale_core.gain import GradientEstimate
-from adascale_core.job_state import JobState
-from adascale_core.messages import GainReport, StepTime
-from adascale_core.views import JobView
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.decision.job_state import JobState
+from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.views.jobs import JobView
 
 DEFAULT_DOWNTIME = 1.0
 """Seconds that training stands still for a change of replicas, until one has been measured."""

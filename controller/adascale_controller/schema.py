@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, field_v
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
-from adascale_core.batch import AUTO, Auto
+from adascale_core.batch.plans import AUTO, Auto
 from adascale_core.job_id import InvalidJobIdError, job_id
 from adascale_core.names import (
     DEFAULT_BACKOFF_LIMIT,

@@ -8,7 +8,7 @@ from rich.text import Text
 from adascale_controller.fitting_table import Column, FittingTable
 from adascale_controller.formatting import count, plural, trimmed
 from adascale_controller.job import Job
-from adascale_core.batch import BatchChoice, batch_choice, require_valid_replicas
+from adascale_core.batch.plans import BatchChoice, batch_choice, require_valid_replicas
 
 MAX_ROWS = 64
 

@@ -24,7 +24,7 @@ from adascale_controller.schema import (
     AdaScaleJobSpec,
 )
 from adascale_core import names
-from adascale_core.batch import (
+from adascale_core.batch.plans import (
     AUTO,
     BatchBounds,
     InvalidBoundsError,

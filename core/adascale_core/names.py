@@ -1,7 +1,7 @@
 """Names and numbers that several packages share.
 
 Names of Kubernetes objects and environment variables, defaults, limits and timeouts.
-Exit codes are in `exit_codes`, job ids in `job_id`, file names of checkpoints in `checkpoint_manifest`.
+Exit codes are in `failures`, job ids in `job_id`, file names of checkpoints in `checkpoint_manifest`.
 """
 
 from __future__ import annotations

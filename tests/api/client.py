@@ -16,7 +16,8 @@ from uuid import uuid4
 
 import urllib3
 
-from adascale_core.messages import GainReport, Registration, ReplicaState
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport
 
 TOKEN = "the-token-of-these-tests"
 TIMEOUT = 30.0

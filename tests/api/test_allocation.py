@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from adascale_core.messages import AllocationView, ReplicaState
+from adascale_core.messages.allocation import AllocationView
+from adascale_core.messages.registration import ReplicaState
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, run_service
 
 

@@ -19,21 +19,23 @@ from typing import Any
 
 import pytest
 
-from adascale_api.change_notifier import MAX_ANONYMOUS_FOLLOWERS, MAX_ANONYMOUS_WAITS
-from adascale_api.connection_limits import MAX_DATA
-from adascale_api.database import Database
+from adascale_api.data.database import Database
+from adascale_api.data.job import Job
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import jobs, replicas
+from adascale_api.data.store.jobs import MAX_UNDECLARED
 from adascale_api.errors import InvalidInputError
-from adascale_api.generation_limit import EPOCH, require_reachable
-from adascale_api.http_protocol import HEADER_OVERHEAD, MAX_HEAD
-from adascale_api.job import Job
-from adascale_api.job_feed import MAX_CLIENTS, MAX_JOBS
-from adascale_api.log_limit import INTERVAL, MAX_RECORDS, LogLimit
-from adascale_api.sql import Transaction
-from adascale_api.store import jobs, replicas
-from adascale_api.store.jobs import MAX_UNDECLARED
-from adascale_core.messages import Allocation, JobSpec, ReplicaState
-from adascale_core.rendezvous import Rendezvous
-from adascale_core.views import JobView
+from adascale_api.http.connection_limits import MAX_DATA
+from adascale_api.http.protocol import HEADER_OVERHEAD, MAX_HEAD
+from adascale_api.service.change_notifier import MAX_ANONYMOUS_FOLLOWERS, MAX_ANONYMOUS_WAITS
+from adascale_api.service.generation_limit import EPOCH, require_reachable
+from adascale_api.service.job_feed import MAX_CLIENTS, MAX_JOBS
+from adascale_api.service.log_limit import INTERVAL, MAX_RECORDS, LogLimit
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import ReplicaState
+from adascale_core.rendezvous.rendezvous import Rendezvous
+from adascale_core.views.jobs import JobView
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
 from api.events import Events
 

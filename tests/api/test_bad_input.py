@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from adascale_core.messages import JobSpec, ReplicaState
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import ReplicaState
 from api.client import TOKEN, Answer, Client, ServiceProcess, a_registration, a_report, wait_until
 
 NUMBERS = [

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_api.change_log import ChangeLog, CursorExpiredError
-from adascale_api.database import Database
-from adascale_api.job import Job
-from adascale_core.messages import JobSpec
-from adascale_core.rendezvous import Rendezvous
+from adascale_api.data.database import Database
+from adascale_api.data.job import Job
+from adascale_api.service.change_log import ChangeLog, CursorExpiredError
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.rendezvous.rendezvous import Rendezvous
 from api.client import Client, ServiceProcess, a_registration, a_report
 
 

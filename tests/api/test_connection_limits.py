@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_api.connection_limits import MAX_DATA, REQUEST_TIMEOUT, RESPONSE_TIMEOUT, ConnectionLimits
+from adascale_api.http.connection_limits import MAX_DATA, REQUEST_TIMEOUT, RESPONSE_TIMEOUT, ConnectionLimits
 
 
 class Connection:

@@ -12,13 +12,13 @@ import pytest
 from fastapi import FastAPI
 
 from adascale_api.app import create_app
-from adascale_api.database import Database
-from adascale_api.request_models import MAX_DECISION_COUNTS, MAX_DECISION_GIVEN
-from adascale_api.service import Settings
-from adascale_core.explanation import MAX_COUNTS, MAX_GIVING
-from adascale_core.messages import JobSpec
+from adascale_api.bodies.requests import MAX_DECISION_COUNTS, MAX_DECISION_GIVEN
+from adascale_api.data.database import Database
+from adascale_api.service.service import Settings
+from adascale_core.decision.explanation import MAX_COUNTS, MAX_GIVING
+from adascale_core.messages.job_spec import JobSpec
 from adascale_core.names import API_AUDIENCE, MAX_REPLICAS, job_audience
-from adascale_core.views import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
+from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
 from api.client import Client, a_report
 from api.test_messages import as_lists
 from api.test_token_review import OPERATOR, WORKER, Cluster, a_token

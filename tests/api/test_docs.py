@@ -9,12 +9,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from adascale_api.app import create_app
+from adascale_api.auth.shared_token import SharedToken
+from adascale_api.bodies.requests import GainReportBody
 from adascale_api.cli import DEFAULT_DATABASE, main
-from adascale_api.database import Database
+from adascale_api.data.database import Database
 from adascale_api.errors import ErrorBody
-from adascale_api.request_models import GainReportBody
-from adascale_api.shared_token import SharedToken
-from adascale_core.views import JobChanges, StoredReports
+from adascale_core.views.gain import StoredReports
+from adascale_core.views.jobs import JobChanges
 from api.client import TOKEN, Client, a_report
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()

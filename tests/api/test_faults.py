@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from adascale_core.messages import ReplicaState
+from adascale_core.messages.registration import ReplicaState
 from adascale_core.names import MAX_METRICS
 from api.client import (
     TOKEN,

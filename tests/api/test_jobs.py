@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from adascale_core.messages import JobSpec, Registration, ReplicaState, StepTime
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import StepTime
 from api.client import Client, a_registration, a_report
 
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from adascale_api.request_models import (
+from adascale_api.bodies.requests import (
     AllocationBody,
     CountBody,
     DecisionBody,
@@ -18,16 +18,14 @@ from adascale_api.request_models import (
     LimitBody,
     RegistrationBody,
 )
-from adascale_core.messages import Allocation, GainReport, JobSpec, Message, Registration
-from adascale_core.views import (
-    CountView,
-    DecisionView,
-    GainView,
-    GivenReplicas,
-    JobList,
-    JobView,
-    LimitView,
-)
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.message import Message
+from adascale_core.messages.registration import Registration
+from adascale_core.messages.reports import GainReport
+from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitView
+from adascale_core.views.gain import GainView
+from adascale_core.views.jobs import JobList, JobView
 from api.client import Client, a_registration, a_report
 
 

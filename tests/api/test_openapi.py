@@ -15,17 +15,17 @@ from schemathesis.engine import events
 from schemathesis.engine.run import PhaseName
 
 from adascale_api.app import create_app
-from adascale_api.database import Database
-from adascale_api.request_models import (
+from adascale_api.auth.shared_token import SharedToken
+from adascale_api.bodies.requests import (
     AllocationBody,
     DecisionBody,
     GainReportBody,
     JobSpecBody,
     RegistrationBody,
 )
+from adascale_api.data.database import Database
 from adascale_api.routes.common import JOB_ID_PATTERN
-from adascale_api.service import Settings
-from adascale_api.shared_token import SharedToken
+from adascale_api.service.service import Settings
 from adascale_core.job_id import InvalidJobIdError, parse_job_id
 from api.client import TOKEN
 

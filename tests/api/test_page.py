@@ -11,9 +11,10 @@ from urllib.parse import urljoin
 import pytest
 
 from adascale_api.errors import UnavailableError
-from adascale_api.followers import Followers
-from adascale_api.job_feed import MAX_CLIENTS
-from adascale_core.messages import JobSpec, ReplicaState
+from adascale_api.service.followers import Followers
+from adascale_api.service.job_feed import MAX_CLIENTS
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import ReplicaState
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
 from api.events import Events
 

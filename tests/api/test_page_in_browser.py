@@ -11,8 +11,9 @@ from typing import Literal
 
 import pytest
 
-from adascale_core.messages import JobSpec, Registration, ReplicaState
-from adascale_core.views import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")

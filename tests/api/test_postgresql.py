@@ -13,9 +13,9 @@ import psycopg
 import pytest
 import urllib3
 
-from adascale_api.databases.base import UnusableDatabaseError
-from adascale_api.databases.postgresql import PostgresqlConnector
-from adascale_core.messages import ReplicaState
+from adascale_api.data.backends.base import UnusableDatabaseError
+from adascale_api.data.backends.postgresql import PostgresqlConnector
+from adascale_core.messages.registration import ReplicaState
 from api.client import Client, ServiceProcess, a_registration, a_report, wait_until
 from support.cutting_proxy import cutting_proxy
 from support.postgresql import PostgresqlServer, postgresql_server

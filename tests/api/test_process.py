@@ -18,7 +18,7 @@ import urllib3
 
 from adascale_api import cli
 from adascale_api.cli import main
-from adascale_api.retention import DAY, JobRetention
+from adascale_api.service.retention import DAY, JobRetention
 from adascale_core.names import DEFAULT_API_PORT
 from api.client import (
     TOKEN,

@@ -11,21 +11,22 @@ from typing import Any
 
 import pytest
 
-from adascale_api import job_feed, retention
-from adascale_api.change_notifier import ChangeNotifier
-from adascale_api.database import Database, DatabaseError
-from adascale_api.job import Job, UnreadableJobError
-from adascale_api.job_cache import JobCache
-from adascale_api.job_feed import JobFeed
-from adascale_api.retention import JobRetention, Remover
-from adascale_api.service import Service, Settings, repeat
-from adascale_api.sql import Sql, Transaction
-from adascale_api.store import jobs, reports
-from adascale_core import pacing
-from adascale_core.messages import Allocation, AllocationView, ReplicaState
+from adascale_api.data.database import Database, DatabaseError
+from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.job_cache import JobCache
+from adascale_api.data.sql import Sql, Transaction
+from adascale_api.data.store import jobs, reports
+from adascale_api.service import job_feed, retention
+from adascale_api.service.change_notifier import ChangeNotifier
+from adascale_api.service.job_feed import JobFeed
+from adascale_api.service.retention import JobRetention, Remover
+from adascale_api.service.service import Service, Settings, repeat
+from adascale_core.messages import pacing
+from adascale_core.messages.allocation import Allocation, AllocationView
+from adascale_core.messages.pacing import heartbeat_timeout
+from adascale_core.messages.registration import ReplicaState
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
-from adascale_core.pacing import heartbeat_timeout
-from adascale_core.rendezvous import Rendezvous, StaleAllocationError
+from adascale_core.rendezvous.rendezvous import Rendezvous, StaleAllocationError
 from api.client import a_registration, a_report
 
 

@@ -14,16 +14,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adascale_api.database import Database
-from adascale_api.job import Job, UnreadableJobError
-from adascale_api.retention import JobRetention, Remover
-from adascale_api.sql import Sql, Transaction
-from adascale_api.store import generations, heartbeats, jobs, replicas
-from adascale_api.store import reports as report_store
-from adascale_api.store.jobs import JobNotFoundError
-from adascale_core import rendezvous
-from adascale_core.messages import Allocation, GainReport, JobSpec, ReplicaState, StepTime
-from adascale_core.rendezvous import Rendezvous
+from adascale_api.data.database import Database
+from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.sql import Sql, Transaction
+from adascale_api.data.store import generations, heartbeats, jobs, replicas
+from adascale_api.data.store import reports as report_store
+from adascale_api.data.store.jobs import JobNotFoundError
+from adascale_api.service.retention import JobRetention, Remover
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import ReplicaState
+from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.rendezvous import rendezvous
+from adascale_core.rendezvous.rendezvous import Rendezvous
 from api.client import a_registration, a_report
 from support.postgresql import PostgresqlServer
 

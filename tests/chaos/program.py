@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from adascale_worker import ElasticTrainer
-from adascale_worker.stream import SampleStream
+from adascale_worker.batches.stream import SampleStream
 
 SAMPLES = 96
 BUGGY_STEP = 40

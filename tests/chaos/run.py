@@ -20,7 +20,7 @@ from adascale_controller.local import scale_requests, service_file
 from adascale_controller.local.scale_requests import ScaleError
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.errors import AdaScaleError
-from adascale_core.messages import Allocation
+from adascale_core.messages.allocation import Allocation
 from chaos import network
 from chaos.processes import MARK, Process, kill_all, processes
 from chaos.schedule import Fault, Kind, Schedule

@@ -16,7 +16,10 @@ import pytest
 from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError, ServiceUnreachableError
 from adascale_client import client as client_module
 from adascale_client import transport as transport_module
-from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport
 from adascale_core.names import HEARTBEAT_TIMEOUT
 from support.launch import free_port
 from support.service import TOKEN, Service

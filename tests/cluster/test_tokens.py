@@ -12,7 +12,7 @@ import pytest
 import yaml
 from kubernetes import client
 
-from adascale_core.messages import GainReport
+from adascale_core.messages.reports import GainReport
 from adascale_core.names import API_AUDIENCE, job_audience
 from api.client import Answer, Client, ServiceProcess, a_registration, a_report
 from cluster.system import wait_until

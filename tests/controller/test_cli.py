@@ -18,10 +18,12 @@ from rich.console import Console
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
 from adascale_controller.gain_watch import GainLines, LiveGain, watch_gain
-from adascale_core.decision import DecisionProblem, decide
-from adascale_core.explanation import explain
-from adascale_core.messages import Allocation, JobSpec
-from adascale_core.views import DecisionView, GainView
+from adascale_core.decision.decide import DecisionProblem, decide
+from adascale_core.decision.explanation import explain
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.views.decision import DecisionView
+from adascale_core.views.gain import GainView
 from e2e.local_run import adascale as adascale_process
 from e2e.local_run import adascale_in_process as adascale
 from e2e.local_run import write_job

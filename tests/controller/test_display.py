@@ -20,8 +20,9 @@ from adascale_controller.local.generations import GenerationSummary, Range
 from adascale_controller.local.generations_table import generations_table, repeated_steps
 from adascale_controller.local.run_report import format_result
 from adascale_controller.valid_replicas import render_valid_replicas
-from adascale_core.messages import GainReport, JobSpec
-from adascale_core.views import GainView, PredictionView
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.reports import GainReport
+from adascale_core.views.gain import GainView, PredictionView
 
 REPORT = GainReport(
     generation=2, step=1704, progress=4512.4, epoch=3, replicas=2, local_bsz=32, accumulation=1, scale=16.0,

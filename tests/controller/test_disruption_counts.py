@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adascale_core.messages import LocalBszLimit
+from adascale_core.messages.job_spec import LocalBszLimit
 from support.observed_jobs import actions_for, indexed_job, job, observed, view
 
 

@@ -14,9 +14,10 @@ from adascale_controller.local.event_messages import LOSS_TIMEOUT, STALL_TIMEOUT
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.state_dir import StateDir
-from adascale_core.exit_codes import EXIT_PEER_LOST
-from adascale_core.messages import GainReport, Registration, ReplicaState
-from adascale_core.views import JobView, ReplicaView
+from adascale_core.failures.exit_codes import EXIT_PEER_LOST
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport
+from adascale_core.views.jobs import JobView, ReplicaView
 
 REPORT = GainReport(
     generation=2, step=10, progress=10.0, epoch=0, replicas=2, local_bsz=4, accumulation=3, scale=6.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adascale_controller.explanation_schedule import INTERVAL, MAX_JOBS, ExplanationSchedule
-from adascale_core.decision import Decision
+from adascale_core.decision.decide import Decision
 
 STAYS = Decision(2, "unchanged")
 GROWS = Decision(4, "grows")

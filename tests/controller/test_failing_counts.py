@@ -12,9 +12,10 @@ from adascale_controller.failing_counts import MAX_GENERATIONS, MIN_STEPS, Faili
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType, Reason
-from adascale_core.decision import Decision, DecisionProblem
-from adascale_core.messages import ReplicaState, StepTime
-from adascale_core.views import JobView
+from adascale_core.decision.decide import Decision, DecisionProblem
+from adascale_core.messages.registration import ReplicaState
+from adascale_core.messages.reports import StepTime
+from adascale_core.views.jobs import JobView
 from support.decisions import result_of
 from support.observed_jobs import (
     actions_for,

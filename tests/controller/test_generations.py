@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from adascale_controller.local.generations import Range, summarize_generations
-from adascale_core.messages import GainReport
+from adascale_core.messages.reports import GainReport
 
 REPORT = GainReport(
     generation=1, step=10, progress=10.0, epoch=0, replicas=1, local_bsz=4, accumulation=1, scale=1.0,

@@ -12,8 +12,9 @@ import pytest
 from adascale_client import MetricsServiceClient, ServiceRefusedError, ServiceUnreachableError
 from adascale_controller.operator.runtime import control_loop, job_follower
 from adascale_controller.operator.runtime.job_follower import JobFollower
-from adascale_core.messages import Allocation, JobSpec
-from adascale_core.views import JobChanges, JobList
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.views.jobs import JobChanges, JobList
 from support.fake_service import JOB_ID, FakeService
 from support.service import TOKEN, Service
 from support.world import World

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from adascale_controller.job import CheckpointSettings, trainer_environment
 from adascale_controller.jobfile import JobFileError, load_job, parse_job
-from adascale_core.messages import JobSpec
+from adascale_core.messages.job_spec import JobSpec
 
 VALID: dict[str, Any] = {
     "apiVersion": "adascale.dev/v1alpha1",

@@ -10,7 +10,7 @@ import pytest
 
 from adascale_controller.job import CheckpointSettings, Job
 from adascale_controller.local.local_command import LocalCommandError, resolve_command
-from adascale_core.messages import JobSpec
+from adascale_core.messages.job_spec import JobSpec
 
 JOB = Job("default.digits", JobSpec(4, 64, (4, 16), 1, 4, 1000), command=("python", "-c", "pass"))
 

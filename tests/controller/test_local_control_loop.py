@@ -20,7 +20,8 @@ from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.scale_requests import ScaleRequests
 from adascale_controller.local.state_dir import StateDir
 from adascale_controller.local.stop_signals import StopSignals
-from adascale_core.messages import Allocation, AllocationView, JobSpec
+from adascale_core.messages.allocation import Allocation, AllocationView
+from adascale_core.messages.job_spec import JobSpec
 from support.observed_jobs import report
 from support.service import TOKEN, Service
 

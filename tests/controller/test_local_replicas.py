@@ -20,9 +20,10 @@ from adascale_controller.local.replicas import JobFailure, Replicas, backoff
 from adascale_controller.local.state_dir import StateDir
 from adascale_controller.local.state_lock import StateLock
 from adascale_core import names
-from adascale_core.exit_codes import EXIT_REFUSED
-from adascale_core.messages import Allocation, Registration, ReplicaState
-from adascale_core.views import JobView, ReplicaView
+from adascale_core.failures.exit_codes import EXIT_REFUSED
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.views.jobs import JobView, ReplicaView
 
 VIEW = replace(JobView.empty("default.digits"), desired=Allocation(1, 1))
 MAX_RESTARTS = 2

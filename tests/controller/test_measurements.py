@@ -8,10 +8,12 @@ import pytest
 
 from adascale_controller.job import Job
 from adascale_controller.measurements import DEFAULT_DOWNTIME, DEFAULT_PREPARATION, JobMeasurements
-from adascale_core.batch import candidate_plans
-from adascale_core.goodput_table import candidate_counts
-from adascale_core.messages import ActiveAllocation, Allocation, GainReport, JobSpec, LocalBszLimit, StepTime
-from adascale_core.views import JobView
+from adascale_core.batch.plans import candidate_plans
+from adascale_core.messages.allocation import ActiveAllocation, Allocation
+from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
+from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.performance.goodput_table import candidate_counts
+from adascale_core.views.jobs import JobView
 
 REPORT = GainReport(
     generation=1, step=10, progress=10.0, epoch=0, replicas=1, local_bsz=4, accumulation=1, scale=1.0,

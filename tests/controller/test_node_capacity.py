@@ -17,7 +17,7 @@ from adascale_controller.operator.schedule.nodes import (
     pod_request,
 )
 from adascale_core import names
-from adascale_core.packing import Node
+from adascale_core.placement.packing import Node
 
 GI = 2**30
 

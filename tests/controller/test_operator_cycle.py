@@ -11,8 +11,9 @@ from adascale_client import ServiceUnreachableError
 from adascale_controller.operator.apply.cluster import ClusterError
 from adascale_controller.operator.runtime import control_loop
 from adascale_controller.operator.types.kubernetes import Resource
-from adascale_core.messages import GainReport, ReplicaState
-from adascale_core.views import LimitKind, Verdict
+from adascale_core.messages.registration import ReplicaState
+from adascale_core.messages.reports import GainReport
+from adascale_core.views.decision import LimitKind, Verdict
 from support.fake_cluster import FakeCluster
 from support.world import World
 

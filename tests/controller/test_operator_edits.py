@@ -10,7 +10,8 @@ from adascale_controller.operator.observe.pods import Pod, PodExit
 from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_core import names
-from adascale_core.messages import JobSpec, ReplicaState
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import ReplicaState
 from support.observed_jobs import (
     NOW,
     SPEC,

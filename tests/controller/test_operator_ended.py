@@ -11,8 +11,8 @@ import pytest
 from adascale_controller.operator.observe.observed_job import CheckpointClaim
 from adascale_controller.operator.reconcile.status import TELEMETRY
 from adascale_controller.operator.types.kubernetes import Resource
-from adascale_core.job_summary import JobPhase, summarize
-from adascale_core.messages import Allocation
+from adascale_core.messages.allocation import Allocation
+from adascale_core.views.job_summary import JobPhase, summarize
 from support.observed_jobs import (
     SPEC,
     actions_for,

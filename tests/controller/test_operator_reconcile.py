@@ -21,9 +21,12 @@ from adascale_controller.operator.reconcile.status import has_changed
 from adascale_controller.operator.runtime.control_loop import is_waited_for
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
-from adascale_core.messages import Allocation, JobSpec, ReplicaState, StepTime
-from adascale_core.termination_message import TerminationMessage
-from adascale_core.views import JobView
+from adascale_core.failures.termination_message import TerminationMessage
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import ReplicaState
+from adascale_core.messages.reports import StepTime
+from adascale_core.views.jobs import JobView
 from support.observed_jobs import (
     NOW,
     SPEC,

@@ -23,8 +23,9 @@ from adascale_controller.operator.runtime import error_isolation
 from adascale_controller.operator.schedule.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core import names
-from adascale_core.decision import Decision, DecisionProblem
-from adascale_core.messages import Allocation, ReplicaState
+from adascale_core.decision.decide import Decision, DecisionProblem
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.registration import ReplicaState
 from support.examples import examples
 from support.world import World
 

@@ -9,7 +9,7 @@ import pytest
 from adascale_controller.operator.observe.failed_pods import is_program_failure
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, read_pod
 from adascale_controller.operator.types.conditions import Reason
-from adascale_core.termination_message import TerminationMessage
+from adascale_core.failures.termination_message import TerminationMessage
 
 # -- builders ----------------------------------------------------------------------------------------------
 

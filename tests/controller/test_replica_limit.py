@@ -15,7 +15,7 @@ from adascale_controller.local import machine
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.replica_limit import ReplicaLimitError, replica_limit
 from adascale_controller.local.runner import RunOptions, run_job
-from adascale_core.messages import JobSpec
+from adascale_core.messages.job_spec import JobSpec
 
 JOB = Job("default.digits", JobSpec(4, 64, (4, 16), 2, 8, 1000), command=("python", "-c", "pass"))
 

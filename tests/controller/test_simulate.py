@@ -16,15 +16,15 @@ import pytest
 from typer.testing import CliRunner
 
 from adascale_controller.cli.app import app
-from adascale_controller.simulation.policy import AdaScalePolicy
+from adascale_controller.simulation.adascale_policy import AdaScalePolicy
+from adascale_controller.simulation.application import ProfileError
+from adascale_controller.simulation.cluster import PlacementMode, place
+from adascale_controller.simulation.competitors import EqualShares, FirstComeFirstServed, Tiresias
+from adascale_controller.simulation.engine import Settings, SimulatedJob, SimulationError, simulate
 from adascale_controller.simulation.profiles import read_application, read_workload
 from adascale_controller.simulation.recording import read_recording
+from adascale_controller.simulation.results import Results
 from adascale_core.errors import AdaScaleError
-from adascale_core.simulation.application import ProfileError
-from adascale_core.simulation.cluster import PlacementMode, place
-from adascale_core.simulation.engine import Settings, SimulatedJob, SimulationError, simulate
-from adascale_core.simulation.policies import EqualShares, FirstComeFirstServed, Tiresias
-from adascale_core.simulation.results import Results
 from support.workload import write_profiles, write_workload
 
 SETTINGS = Settings([4] * 2)

@@ -13,11 +13,14 @@ from typer.testing import CliRunner, Result
 
 from adascale_client import MetricsServiceClient
 from adascale_controller.cli.app import app
-from adascale_controller.simulation.policy import AdaScalePolicy
+from adascale_controller.simulation.adascale_policy import AdaScalePolicy
+from adascale_controller.simulation.engine import Settings
+from adascale_controller.simulation.engine import simulate as simulate_jobs
 from adascale_controller.simulation.recording import record
-from adascale_core.messages import Allocation, GainReport, JobSpec, Registration, ReplicaState
-from adascale_core.simulation.engine import Settings
-from adascale_core.simulation.engine import simulate as simulate_jobs
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport
 from support.service import TOKEN, Service
 
 SIZES = ((1, 32, 1.0), (2, 32, 1.8), (2, 64, 2.5))

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_controller.simulation.policy import AdaScalePolicy
+from adascale_controller.simulation.adascale_policy import AdaScalePolicy
+from adascale_controller.simulation.application import ProfiledApplication
+from adascale_controller.simulation.cluster import PlacementMode
+from adascale_controller.simulation.engine import Settings, Submission, simulate
 from adascale_controller.simulation.profiles import read_application
-from adascale_core.simulation.application import ProfiledApplication
-from adascale_core.simulation.cluster import PlacementMode
-from adascale_core.simulation.engine import Settings, Submission, simulate
 from support.examples import examples
 from support.workload import write_profiles
 

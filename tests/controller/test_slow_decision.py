@@ -13,8 +13,8 @@ from adascale_controller.operator.runtime import control_loop
 from adascale_controller.operator.runtime.control_loop import ControlLoop
 from adascale_controller.operator.schedule import scheduler
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
-from adascale_core.decision import Decision, DecisionProblem
-from adascale_core.messages import Allocation, AllocationView
+from adascale_core.decision.decide import Decision, DecisionProblem
+from adascale_core.messages.allocation import Allocation, AllocationView
 from support.fake_cluster import FakeCluster
 from support.fake_service import FakeService
 from support.observed_jobs import report

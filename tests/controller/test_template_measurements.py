@@ -10,9 +10,10 @@ import pytest
 from adascale_controller.measurements import MeasuredTemplate, TemplateMeasurements
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_core.gain import GradientEstimate
-from adascale_core.messages import JobSpec, StepTime
-from adascale_core.views import JobView
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.reports import StepTime
+from adascale_core.views.jobs import JobView
 from support.decisions import decided
 from support.observed_jobs import SPEC, job, observed, report, training_job
 

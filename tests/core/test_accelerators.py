@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.accelerators import TypeOptions, choose_types
-from adascale_core.capacity import NodeCapacity
-from adascale_core.decision import DecisionProblem, decide
-from adascale_core.packing import Demand, Node
+from adascale_core.decision.accelerators import TypeOptions, choose_types
+from adascale_core.decision.decide import DecisionProblem, decide
+from adascale_core.placement.capacity import NodeCapacity
+from adascale_core.placement.packing import Demand, Node
 from support.job_states import NOW, job
 
 GPU = "nvidia.com/gpu"

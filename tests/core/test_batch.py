@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from adascale_core.batch import (
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import (
     BatchBounds,
     BatchPlan,
     InvalidBoundsError,
@@ -21,7 +22,6 @@ from adascale_core.batch import (
     valid_replicas,
 )
 from adascale_core.errors import InvalidJobError
-from adascale_core.gain import GradientEstimate
 from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 
 NOISY = GradientEstimate(grad_sqr=1.0, grad_var=100.0)

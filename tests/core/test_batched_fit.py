@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchPlan
-from adascale_core.batched_fit import MAX_BATCH, MIN_BATCH, fit_all
-from adascale_core.messages import StepTime
-from adascale_core.throughput import StepTimeModel
+from adascale_core.batch.plans import BatchPlan
+from adascale_core.messages.reports import StepTime
+from adascale_core.performance.batched_fit import MAX_BATCH, MIN_BATCH, fit_all
+from adascale_core.performance.throughput import StepTimeModel
 from support.examples import examples
 
 step_times = st.builds(

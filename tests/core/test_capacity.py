@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_core.capacity import NodeCapacity, ReplicaCapacity
-from adascale_core.packing import Demand, Node
+from adascale_core.placement.capacity import NodeCapacity, ReplicaCapacity
+from adascale_core.placement.packing import Demand, Node
 from support.examples import examples
 
 GPU = "nvidia.com/gpu"

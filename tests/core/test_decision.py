@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchBounds
-from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
-from adascale_core.decision import Decision, DecisionProblem, decide
-from adascale_core.exact_allocation import maximize_exactly, maximize_greedily
-from adascale_core.job_state import JobState
-from adascale_core.job_utility import (
+from adascale_core.batch.plans import BatchBounds
+from adascale_core.decision.decide import Decision, DecisionProblem, decide
+from adascale_core.decision.exact_allocation import maximize_exactly, maximize_greedily
+from adascale_core.decision.job_state import JobState
+from adascale_core.decision.job_utility import (
     HORIZON,
     MAX_GROWTH,
     MIN_CHANGE,
@@ -26,9 +25,10 @@ from adascale_core.job_utility import (
     stabilization_seconds,
     weighted,
 )
-from adascale_core.packing import Demand, Node
-from adascale_core.prediction import Prediction, predict
-from adascale_core.throughput import StepTimeModel
+from adascale_core.performance.prediction import Prediction, predict
+from adascale_core.performance.throughput import StepTimeModel
+from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
+from adascale_core.placement.packing import Demand, Node
 from support.examples import examples
 from support.job_states import (
     ANY,

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.capacity import Capacity, NodeCapacity
-from adascale_core.decision import DecisionProblem, decide
-from adascale_core.explanation import MAX_COUNTS, MAX_GIVING, explain
-from adascale_core.job_state import JobState
-from adascale_core.job_utility import JobUtility, weighted
-from adascale_core.packing import Demand, Node
-from adascale_core.views import DecisionView, LimitKind, Verdict
+from adascale_core.decision.decide import DecisionProblem, decide
+from adascale_core.decision.explanation import MAX_COUNTS, MAX_GIVING, explain
+from adascale_core.decision.job_state import JobState
+from adascale_core.decision.job_utility import JobUtility, weighted
+from adascale_core.placement.capacity import Capacity, NodeCapacity
+from adascale_core.placement.packing import Demand, Node
+from adascale_core.views.decision import DecisionView, LimitKind, Verdict
 from support.job_states import (
     CLEAR,
     COMPUTE,

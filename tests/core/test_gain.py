@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.gain import (
-    GradientEstimate,
-    default_smoothing,
-    require_smoothing,
-    total,
-)
+from adascale_core.batch.gain import GradientEstimate, default_smoothing, require_smoothing, total
 
 numbers = st.floats(min_value=-1e150, max_value=1e150)
 sizes = st.just(0.0) | st.floats(min_value=1e-6, max_value=1e3)

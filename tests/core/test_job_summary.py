@@ -4,16 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from adascale_core.job_summary import JobPhase, summarize
-from adascale_core.messages import (
-    ActiveAllocation,
-    Allocation,
-    GainReport,
-    JobSpec,
-    Registration,
-    ReplicaState,
-)
-from adascale_core.rendezvous import Rendezvous
+from adascale_core.messages.allocation import ActiveAllocation, Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport
+from adascale_core.rendezvous.rendezvous import Rendezvous
+from adascale_core.views.job_summary import JobPhase, summarize
 
 REPORT = GainReport(
     generation=2, step=100, progress=400.0, epoch=0, replicas=2, local_bsz=8, accumulation=1, scale=4.0,

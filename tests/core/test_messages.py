@@ -8,20 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchBounds, BatchPlan
-from adascale_core.messages import (
-    ActiveAllocation,
-    Allocation,
-    AllocationView,
-    GainReport,
-    JobSpec,
-    Member,
-    MemberView,
-    Message,
-    Registration,
-    ReplicaState,
-    StepTime,
-)
+from adascale_core.batch.plans import BatchBounds, BatchPlan
+from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView, Member, MemberView
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.message import Message
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport, StepTime
 
 sizes = st.integers(1, 10**7)
 numbers = st.floats(allow_nan=False, allow_infinity=False)

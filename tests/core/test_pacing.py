@@ -2,8 +2,7 @@
 
 import pytest
 
-from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, REPORT_INTERVAL
-from adascale_core.pacing import (
+from adascale_core.messages.pacing import (
     MISSED_HEARTBEATS,
     change_wait,
     heartbeat_interval,
@@ -11,6 +10,7 @@ from adascale_core.pacing import (
     post_interval,
     report_interval,
 )
+from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, REPORT_INTERVAL
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from adascale_core.batch import is_valid_replicas
-from adascale_core.instruction import Instruction, instruction
-from adascale_core.messages import (
-    ActiveAllocation,
-    Allocation,
-    AllocationView,
-    JobSpec,
-    Registration,
-    ReplicaState,
-)
-from adascale_core.rendezvous import (
+from adascale_core.batch.plans import is_valid_replicas
+from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.rendezvous.instruction import Instruction, instruction
+from adascale_core.rendezvous.rendezvous import (
     DEPARTED_STATES,
     EXITED_STATES,
     Rendezvous,

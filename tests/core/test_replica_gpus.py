@@ -2,7 +2,7 @@
 
 import pytest
 
-from adascale_core.replica_gpus import describe_unused_gpus, requested_gpus
+from adascale_core.placement.replica_gpus import describe_unused_gpus, requested_gpus
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.resource_prices import Consumer, choose_counts
+from adascale_core.decision.resource_prices import Consumer, choose_counts
 
 tables = st.dictionaries(st.integers(1, 12), st.integers(-20, 20), min_size=1, max_size=6)
 requests = st.tuples(st.integers(0, 3), st.integers(1, 8))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.termination_message import LIMIT, TerminationMessage
+from adascale_core.failures.termination_message import LIMIT, TerminationMessage
 
 texts = st.text(st.characters(codec="utf-8"), max_size=200)
 messages = st.builds(

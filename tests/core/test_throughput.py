@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchPlan
-from adascale_core.messages import StepTime
-from adascale_core.throughput import StepTimeModel
+from adascale_core.batch.plans import BatchPlan
+from adascale_core.messages.reports import StepTime
+from adascale_core.performance.throughput import StepTimeModel
 
 plans = st.builds(BatchPlan, st.integers(1, 64), st.integers(1, 4096), st.integers(1, 16))
 

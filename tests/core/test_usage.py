@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.usage import UsageGroup, UsedReplicas, usage
+from adascale_core.views.usage import UsageGroup, UsedReplicas, usage
 
 
 def test_the_means_of_intervals_count_parts_of_them() -> None:

@@ -6,16 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_core.messages import GainReport, Message
-from adascale_core.views import (
-    GainView,
-    HistoryView,
-    JobChanges,
-    JobList,
-    JobView,
-    ReplicaView,
-    StoredReports,
-)
+from adascale_core.messages.message import Message
+from adascale_core.messages.reports import GainReport
+from adascale_core.views.gain import GainView, HistoryView, StoredReports
+from adascale_core.views.jobs import JobChanges, JobList, JobView, ReplicaView
 from support.examples import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")

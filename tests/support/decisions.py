@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.scheduler import DecisionResult, Scheduler
-from adascale_core.decision import Decision
+from adascale_core.decision.decide import Decision
 
 
 def decided(scheduler: Scheduler, *jobs: ObservedJob) -> Mapping[str, Decision]:

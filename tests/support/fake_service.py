@@ -7,18 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from adascale_client import ServiceRefusedError
-from adascale_core.instruction import Instruction, instruction
-from adascale_core.messages import (
-    Allocation,
-    AllocationView,
-    GainReport,
-    JobSpec,
-    Registration,
-    ReplicaState,
-    StepTime,
-)
-from adascale_core.rendezvous import Rendezvous, StaleAllocationError, allocate, expire, register
-from adascale_core.views import DecisionView, JobChanges, JobList, JobView, ReplicaView
+from adascale_core.messages.allocation import Allocation, AllocationView
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.rendezvous.instruction import Instruction, instruction
+from adascale_core.rendezvous.rendezvous import Rendezvous, StaleAllocationError, allocate, expire, register
+from adascale_core.views.decision import DecisionView
+from adascale_core.views.jobs import JobChanges, JobList, JobView, ReplicaView
 
 JOB_ID = "team.digits"
 

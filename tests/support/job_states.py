@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchBounds, valid_replicas
-from adascale_core.gain import GradientEstimate
-from adascale_core.job_state import JobState
-from adascale_core.messages import StepTime
-from adascale_core.throughput import StepTimeModel
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import BatchBounds, valid_replicas
+from adascale_core.decision.job_state import JobState
+from adascale_core.messages.reports import StepTime
+from adascale_core.performance.throughput import StepTimeModel
 
 NOW = 10_000.0
 ANY = BatchBounds(32, 4096, (1, 128))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adascale_core.exit_codes import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REENTRY
+from adascale_core.failures.exit_codes import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REENTRY
 from adascale_core.names import LEAVE_GRACE
 from support.fast_python import Program
 from support.launch import wait_until

@@ -15,18 +15,13 @@ from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
 from adascale_controller.operator.types.conditions import Condition, ConditionType, Reason, condition_of
-from adascale_core.decision import Decision
-from adascale_core.messages import (
-    ActiveAllocation,
-    Allocation,
-    GainReport,
-    JobSpec,
-    Member,
-    Registration,
-    ReplicaState,
-)
-from adascale_core.termination_message import TerminationMessage
-from adascale_core.views import JobView, ReplicaView
+from adascale_core.decision.decide import Decision
+from adascale_core.failures.termination_message import TerminationMessage
+from adascale_core.messages.allocation import ActiveAllocation, Allocation, Member
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport
+from adascale_core.views.jobs import JobView, ReplicaView
 
 NOW = 1_800_000_000.0
 DIGEST = "current-template"

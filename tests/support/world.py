@@ -20,8 +20,8 @@ from adascale_controller.operator.schedule.nodes import eligible_nodes
 from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, Resource, timestamp
 from adascale_core import names
-from adascale_core.messages import ReplicaState
-from adascale_core.termination_message import TerminationMessage
+from adascale_core.failures.termination_message import TerminationMessage
+from adascale_core.messages.registration import ReplicaState
 from support.fake_cluster import FakeCluster, Object
 from support.fake_service import FakeAgent, FakeService
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from adascale_worker.adascale import AdaScale
-from adascale_worker.supported_optimizers import UnsupportedOptimizerError
+from adascale_worker.scaling.supported_optimizers import UnsupportedOptimizerError
 from worker.adascale_problem import (
     PUBLIC_VALUES,
     Net,

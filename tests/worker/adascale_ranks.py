@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from adascale_worker import gloo_threads
+from adascale_worker.membership import gloo_threads
 from support.fast_python import PYTHON
 
 TIMEOUT = timedelta(seconds=20)

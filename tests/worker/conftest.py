@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from adascale_worker import ElasticTrainer, shutdown
-from adascale_worker.checkpoint_writer import CheckpointWriter
+from adascale_worker import ElasticTrainer
+from adascale_worker.process import exit as shutdown
+from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from support.members import Members
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

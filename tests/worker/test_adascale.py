@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from adascale_core.gain import GradientEstimate
+from adascale_core.batch.gain import GradientEstimate
 from adascale_worker.adascale import AdaScale
-from adascale_worker.statistics.parameters import SparseGradientError
-from adascale_worker.supported_optimizers import UnsupportedOptimizerError
+from adascale_worker.scaling.statistics.parameters import SparseGradientError
+from adascale_worker.scaling.supported_optimizers import UnsupportedOptimizerError
 from worker.adascale_problem import (
     PUBLIC_VALUES,
     Net,

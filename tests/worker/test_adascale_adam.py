@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from adascale_worker import AdaScale, SecondMomentOptimizer
-from adascale_worker.scaling_rules import AdamRule, adam_hyperparameters
-from adascale_worker.statistics import metric
-from adascale_worker.supported_optimizers import UnsupportedOptimizerError
-from adascale_worker.torch_private import weighted_sqr_norms, weighted_sqr_norms_together
+from adascale_worker.scaling.rules import AdamRule, adam_hyperparameters
+from adascale_worker.scaling.statistics import metric
+from adascale_worker.scaling.supported_optimizers import UnsupportedOptimizerError
+from adascale_worker.torch_private.tensors import weighted_sqr_norms, weighted_sqr_norms_together
 from worker.adascale_problem import Net, backward, batches, network, one_group, squared_error, two_groups
 from worker.reference import Batch, Reference
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from adascale_core.exit_codes import EXIT_INVALID_PROGRAM
-from adascale_core.termination_message import TerminationMessage
-from adascale_worker.step_watchdog import EXPLAIN_AFTER
+from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_core.failures.termination_message import TerminationMessage
+from adascale_worker.loop.step_watchdog import EXPLAIN_AFTER
 from support.launch import TIMEOUT, AgentProcess, Journal, free_port, wait_until
 from support.service import Service
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from adascale_worker.agent_channel import AgentChannel, Release
+from adascale_worker.membership.agent_channel import AgentChannel, Release
 
 LONG = 60.0
 """Seconds that no wait of these tests may take."""

@@ -13,8 +13,8 @@ from urllib.error import HTTPError
 
 import pytest
 
-from adascale_core.exit_codes import EXIT_INVALID_PROGRAM, EXIT_REENTRY, EXIT_REFUSED, classify_exit
-from adascale_core.termination_message import TerminationMessage
+from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM, EXIT_REENTRY, EXIT_REFUSED, classify_exit
+from adascale_core.failures.termination_message import TerminationMessage
 from adascale_worker.agent.restart_backoff import RestartBackoff
 from support.launch import PROGRAM, TIMEOUT, wait_until
 from support.service import Service

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adascale_core.batch import BatchBounds, BatchPlan
+from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.errors import InvalidJobError
 from adascale_worker import AdaScale, StaleBatchSizeError
-from adascale_worker.batch_planning import BatchPlanner
-from adascale_worker.environment import RankAssignment
-from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.step_timer import StepTimer
+from adascale_worker.batches.planning import BatchPlanner
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.environment import RankAssignment
+from adascale_worker.reporting.step_timer import StepTimer
 
 
 def group(replicas: int, rank: int = 0, *, is_elastic: bool) -> ReplicaGroup:

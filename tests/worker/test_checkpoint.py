@@ -15,13 +15,17 @@ import pytest
 import torch
 
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
 from adascale_worker.errors import CheckpointError
-from adascale_worker.snapshot import Snapshot
-from adascale_worker.state_file import StateFileLayout
-from adascale_worker.storage import open_storage
-from adascale_worker.storage.folder import Folder
-from adascale_worker.storage.interface import NameTakenError, StorageError, WriteCancelledError
+from adascale_worker.state.checkpoints.snapshot import Snapshot
+from adascale_worker.state.checkpoints.storage import open_storage
+from adascale_worker.state.checkpoints.storage.folder import Folder
+from adascale_worker.state.checkpoints.storage.interface import (
+    NameTakenError,
+    StorageError,
+    WriteCancelledError,
+)
+from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.file import StateFileLayout
 from support.fast_python import PYTHON
 
 INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
@@ -404,12 +408,12 @@ KILLER = """
 import os, signal, sys, threading
 from pathlib import Path
 import torch
-from adascale_worker import shutdown
-from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
-from adascale_worker.checkpoint_writer import CheckpointWriter
-from adascale_worker.checkpointing import Checkpointing
-from adascale_worker.snapshot import Snapshot
-from adascale_worker.storage.folder import Folder
+from adascale_worker.process import exit as shutdown
+from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+from adascale_worker.state.checkpoints.snapshot import Snapshot
+from adascale_worker.state.checkpoints.storage.folder import Folder
 
 torch.set_num_threads(1)
 directory, end = Path(sys.argv[1]), sys.argv[2]

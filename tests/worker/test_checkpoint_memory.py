@@ -24,9 +24,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 import torch
-from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
-from adascale_worker.checkpoint_writer import CheckpointWriter
-from adascale_worker.storage.folder import Folder
+from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.state.checkpoints.storage.folder import Folder
 
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_worker import checkpoint_writer
-from adascale_worker import checkpointing as checkpointing_module
-from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
-from adascale_worker.checkpoint_writer import CheckpointWriter
-from adascale_worker.checkpointing import Checkpointing
 from adascale_worker.errors import CheckpointError
-from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.snapshot import Snapshot
-from adascale_worker.storage.folder import Folder
-from adascale_worker.storage.interface import Part, StorageError
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.state.checkpoints import checkpointing as checkpointing_module
+from adascale_worker.state.checkpoints import writer as checkpoint_writer
+from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+from adascale_worker.state.checkpoints.snapshot import Snapshot
+from adascale_worker.state.checkpoints.storage.folder import Folder
+from adascale_worker.state.checkpoints.storage.interface import Part, StorageError
+from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.checkpoints.writer import CheckpointWriter
 
 INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
 

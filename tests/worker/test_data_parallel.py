@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from adascale_worker.data_parallel import DataParallelModel, warm_up
-from adascale_worker.environment import RankAssignment
-from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.gradients.data_parallel import DataParallelModel, warm_up
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.environment import RankAssignment
 from support.memory import release_free_memory
 
 SIZE = 3000

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from adascale_core.batch import BatchPlan
-from adascale_worker.device_clock import CudaClock, HostClock, PendingTimes, clock_of
-from adascale_worker.step_timer import StepTimer
+from adascale_core.batch.plans import BatchPlan
+from adascale_worker.process.device_clock import CudaClock, HostClock, PendingTimes, clock_of
+from adascale_worker.reporting.step_timer import StepTimer
 from support.training import WAITS
 
 GPU = torch.device("cuda", 0)

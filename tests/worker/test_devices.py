@@ -16,12 +16,12 @@ from torch.utils.data import TensorDataset
 
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker import AdaScale, ElasticTrainer
-from adascale_worker.checkpoint import CheckpointStore
-from adascale_worker.environment import RankAssignment
-from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.snapshot import Snapshot
-from adascale_worker.state_tree import flatten, on_host
-from adascale_worker.weight_checks import all_finite
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.environment import RankAssignment
+from adascale_worker.program.weight_checks import all_finite
+from adascale_worker.state.checkpoints.snapshot import Snapshot
+from adascale_worker.state.checkpoints.store import CheckpointStore
+from adascale_worker.state.tree import flatten, on_host
 from e2e.local_run import adascale, write_job
 from support.fast_python import PYTHON
 from support.gan import Gan, noise_of

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from adascale_worker.environment import (
+from adascale_worker.errors import EnvironmentVariableError
+from adascale_worker.process.environment import (
     JobSettings,
     RankAssignment,
     ServiceAddress,
@@ -20,7 +21,6 @@ from adascale_worker.environment import (
     read_termination_log,
     take_agent_channel,
 )
-from adascale_worker.errors import EnvironmentVariableError
 
 
 def test_an_empty_environment_means_one_replica_without_a_service() -> None:

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adascale_core.gain import GradientEstimate, total
-from adascale_worker.statistics.estimates import (
+from adascale_core.batch.gain import GradientEstimate, total
+from adascale_worker.scaling.statistics.estimates import (
     StepEstimate,
     from_consecutive_gradients,
     from_micro_gradients,
 )
-from adascale_worker.statistics.moving_averages import MovingAverages
+from adascale_worker.scaling.statistics.moving_averages import MovingAverages
 from worker import reference
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from adascale_worker import ElasticTrainer
 from adascale_worker.errors import DatasetError, WorkerError
-from adascale_worker.evaluation import ExactSum
+from adascale_worker.loop.evaluation import ExactSum
 from support.training import ACCUMULATING, FIXED, MakeTrainer, learn, network, samples, sgd
 
 

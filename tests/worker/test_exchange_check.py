@@ -6,8 +6,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from adascale_worker.exchange_check import CHECKED_STEPS, MAX_NONFINITE_STEPS, ExchangeCheck
-from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.gradients.exchange_check import CHECKED_STEPS, MAX_NONFINITE_STEPS, ExchangeCheck
+from adascale_worker.membership.process_group import ReplicaGroup
 
 
 class TwoEqualReplicas:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from adascale_core.gain import GradientEstimate
+from adascale_core.batch.gain import GradientEstimate
 from support.launch import wait_until
 from support.members import Members
 from support.training import (

@@ -10,7 +10,7 @@ from chaos import network
 
 WAITS = """
 import socket, subprocess, time
-from adascale_worker import gloo_sockets
+from adascale_worker.membership import gloo_sockets
 
 subprocess.run(["ip", "link", "set", "dev", "lo", "up"], check=True)
 listener = socket.create_server(("127.0.0.1", 0))
@@ -36,8 +36,8 @@ import os, subprocess, sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from adascale_worker import gloo_sockets
-from adascale_worker.process_group import is_lost_peer
+from adascale_worker.membership import gloo_sockets
+from adascale_worker.torch_private.distributed import is_lost_peer
 
 subprocess.run(["ip", "link", "set", "dev", "lo", "up"], check=True)
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -8,7 +8,8 @@ from typing import NoReturn
 import pytest
 
 from adascale_client import ServiceRefusedError, ServiceUnreachableError
-from adascale_core.messages import Allocation, AllocationView, MemberView, Registration, ReplicaState
+from adascale_core.messages.allocation import Allocation, AllocationView, MemberView
+from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.names import HEARTBEAT_TIMEOUT
 from adascale_worker.agent.heartbeat import REFUSAL_GRACE, Heartbeat
 from support.launch import wait_until

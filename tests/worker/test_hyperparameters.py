@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.hyperparameters import Choice
+from adascale_worker.program.hyperparameters import Choice
 from support.training import FIXED, MakeTrainer, network, samples, sgd, train
 
 pytestmark = pytest.mark.usefixtures("durable_checkpoints")

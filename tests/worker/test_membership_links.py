@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from adascale_worker import membership_links
-from adascale_worker.agent_channel import AgentChannel, Assignment, Member
-from adascale_worker.environment import RankAssignment
-from adascale_worker.membership import Membership
-from adascale_worker.membership_links import MembershipLinks, OtherVersionError, listen
-from adascale_worker.package_version import package_version
-from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.membership import links as membership_links
+from adascale_worker.membership.agent_channel import AgentChannel, Assignment, Member
+from adascale_worker.membership.generations import Membership
+from adascale_worker.membership.links import MembershipLinks, OtherVersionError, listen
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.environment import RankAssignment
+from adascale_worker.process.package_version import package_version
 from support.launch import wait_until
 
 ADDRESS = "127.0.0.1"

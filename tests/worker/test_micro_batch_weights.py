@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from adascale_worker import ElasticTrainer
+from adascale_worker.batches.stream import SampleStream
 from adascale_worker.errors import WorkerError
-from adascale_worker.stream import SampleStream
 from support.training import MakeTrainer, adamw, network, parameters_of, sgd
 from worker import reference
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from adascale_worker.model_buffers import ModelBuffers
+from adascale_worker.program.buffers import ModelBuffers
 
 
 class Network(nn.Module):

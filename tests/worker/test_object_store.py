@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from adascale_core.checkpoint_manifest import manifest_number
-from adascale_worker import ElasticTrainer, checkpoint_writer
-from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
-from adascale_worker.checkpoint_writer import CheckpointWriter
+from adascale_worker import ElasticTrainer
 from adascale_worker.errors import CheckpointError
-from adascale_worker.snapshot import Snapshot
-from adascale_worker.storage import is_url, object_store, open_storage
-from adascale_worker.storage.interface import NameTakenError, StorageError
+from adascale_worker.state.checkpoints import writer as checkpoint_writer
+from adascale_worker.state.checkpoints.snapshot import Snapshot
+from adascale_worker.state.checkpoints.storage import is_url, object_store, open_storage
+from adascale_worker.state.checkpoints.storage.interface import NameTakenError, StorageError
+from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from support import s3
 from support.fast_python import PYTHON
 from support.training import FIXED, MakeTrainer, learn, network, samples, sgd
@@ -367,9 +368,9 @@ KILLED = """
 import json, os, signal, sys
 from types import SimpleNamespace
 import torch
-from adascale_worker.checkpoint import CheckpointInfo, CheckpointStore
-from adascale_worker.snapshot import Snapshot
-from adascale_worker.storage import object_store, open_storage
+from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.checkpoints.snapshot import Snapshot
+from adascale_worker.state.checkpoints.storage import object_store, open_storage
 
 object_store.MULTIPART_BYTES = 5 * 2**20
 store = CheckpointStore(open_storage(sys.argv[1]), 2**20)

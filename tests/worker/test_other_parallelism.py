@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.torch_private import local_process_group
+from adascale_worker.torch_private.distributed import local_process_group
 from support.gan import Gan
 from support.training import FIXED, MakeTrainer, learn, network, samples, sgd, train
 

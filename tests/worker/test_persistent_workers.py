@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from adascale_core.batch import BatchBounds, BatchPlan
-from adascale_worker.data_feed import DataFeed
-from adascale_worker.environment import RankAssignment
+from adascale_core.batch.plans import BatchBounds, BatchPlan
+from adascale_worker.batches.feed import DataFeed
+from adascale_worker.batches.stream import MicroBatches
 from adascale_worker.errors import DatasetError
-from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.stream import MicroBatches
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.environment import RankAssignment
 from support.training import ACCUMULATING, FIXED, MakeTrainer, equal, network, parameters_of, sgd
 
 WORKER = {"num_workers": 1, "multiprocessing_context": "fork"}

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.adascale import AdaScale
-from adascale_worker.statistics.metric import EuclideanMetric
-from adascale_worker.statistics.previous_gradient import PreviousGradient
-from adascale_worker.torch_private import local_process_group
+from adascale_worker.scaling.statistics.metric import EuclideanMetric
+from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient
+from adascale_worker.torch_private.distributed import local_process_group
 from worker.adascale_problem import backward, batches, network, squared_error
 
 HOST = torch.device("cpu")

@@ -12,10 +12,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from adascale_core.exit_codes import EXIT_PEER_LOST
-from adascale_worker import process_group, stuck_collective
-from adascale_worker.device import describe_shared_gpu, gpu_names
-from adascale_worker.environment import RankAssignment
+from adascale_core.failures.exit_codes import EXIT_PEER_LOST
 from adascale_worker.errors import (
     CheckpointError,
     ReplicationError,
@@ -25,20 +22,24 @@ from adascale_worker.errors import (
     error_of_kind,
     kind_of_error,
 )
-from adascale_worker.membership_links import PeersLostError
-from adascale_worker.process_group import ReplicaGroup, backend_of, exchange_values, is_lost_peer
+from adascale_worker.membership import process_group, stuck_collective
+from adascale_worker.membership.links import PeersLostError
+from adascale_worker.membership.process_group import ReplicaGroup, backend_of, exchange_values
+from adascale_worker.process.device import describe_shared_gpu, gpu_names
+from adascale_worker.process.environment import RankAssignment
+from adascale_worker.torch_private.distributed import is_lost_peer
 from support.fast_python import PYTHON
 from support.launch import free_port, wait_until
 
 PROGRAM = """
 import datetime, socket, sys
 import torch
-from adascale_core.exit_codes import EXIT_PEER_LOST
-from adascale_worker import process_group, stuck_collective
-from adascale_worker.agent_channel import Assignment, Member
-from adascale_worker.environment import RankAssignment
-from adascale_worker.membership_links import PeersLostError
-from adascale_worker.torch_private import tcp_store
+from adascale_core.failures.exit_codes import EXIT_PEER_LOST
+from adascale_worker.membership import process_group, stuck_collective
+from adascale_worker.membership.agent_channel import Assignment, Member
+from adascale_worker.process.environment import RankAssignment
+from adascale_worker.membership.links import PeersLostError
+from adascale_worker.torch_private.distributed import tcp_store
 
 rank, port, failures = map(int, sys.argv[1:4])
 members = tuple(Member(replica, "", "127.0.0.1", 0, None) for replica in range(2))

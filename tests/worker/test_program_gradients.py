@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from adascale_worker import AdaScale, ElasticTrainer
+from adascale_worker.batches.stream import SampleStream
 from adascale_worker.errors import WorkerError
-from adascale_worker.stream import SampleStream
-from adascale_worker.training_loop import MAX_SKIPPED_STEPS
-from adascale_worker.weight_checks import NonFiniteWeightsError
+from adascale_worker.loop.training_loop import MAX_SKIPPED_STEPS
+from adascale_worker.program.weight_checks import NonFiniteWeightsError
 from support.training import (
     ACCUMULATING,
     FIXED,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from adascale_worker.receive_memory import SMALL, InitialWeights, ReceiveMemory, expected_sizes
-from adascale_worker.state_tree import TensorLayout, flatten, layouts, tensor_numbers
+from adascale_worker.state.receive_memory import SMALL, InitialWeights, ReceiveMemory, expected_sizes
+from adascale_worker.state.tree import TensorLayout, flatten, layouts, tensor_numbers
 from support.memory import release_free_memory
 
 LARGE = TensorLayout(torch.float32, (1024, 9001))

@@ -11,19 +11,20 @@ import pytest
 import torch
 
 from adascale_client import MetricsServiceClient, ServiceError
-from adascale_core.batch import BatchBounds, BatchPlan
-from adascale_core.messages import Allocation, AllocationView, GainReport
-from adascale_core.pacing import REPORTS_PER_POST
-from adascale_core.views import StoredReports
-from adascale_worker import reporter as reporter_module
-from adascale_worker.device_clock import HostClock
-from adascale_worker.environment import RankAssignment
+from adascale_core.batch.plans import BatchBounds, BatchPlan
+from adascale_core.messages.allocation import Allocation, AllocationView
+from adascale_core.messages.pacing import REPORTS_PER_POST
+from adascale_core.messages.reports import GainReport
+from adascale_core.views.gain import StoredReports
 from adascale_worker.errors import WorkerError
-from adascale_worker.logged_metrics import require_metrics
-from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.reporter import Reporter
-from adascale_worker.telemetry import Telemetry
-from adascale_worker.training_progress import TrainingProgress
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.device_clock import HostClock
+from adascale_worker.process.environment import RankAssignment
+from adascale_worker.reporting import reporter as reporter_module
+from adascale_worker.reporting.logged_metrics import require_metrics
+from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.reporting.reporter import Reporter
+from adascale_worker.reporting.telemetry import Telemetry
 from support.launch import wait_until
 from support.service import TOKEN, Service
 from support.training import FIXED, MakeTrainer, network, samples, sgd, train
@@ -206,7 +207,7 @@ def test_a_trainer_without_an_agent_reports_every_step(
     monkeypatch.setenv("ADASCALE_API_URL", service_job.service.url)
     monkeypatch.setenv("ADASCALE_JOB_ID", service_job.job)
     monkeypatch.setenv("ADASCALE_TOKEN", TOKEN)
-    monkeypatch.setattr("adascale_worker.telemetry.REPORT_INTERVAL", 0.0)
+    monkeypatch.setattr("adascale_worker.reporting.telemetry.REPORT_INTERVAL", 0.0)
     trainer = make_trainer(**FIXED)
     model = network()
     optimizer = sgd(model)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from adascale_core.batch import BatchBounds, InvalidBoundsError
+from adascale_core.batch.plans import BatchBounds, InvalidBoundsError
 from adascale_core.errors import InvalidJobError
-from adascale_worker.environment import JobSettings
-from adascale_worker.settings import resolve_settings
+from adascale_worker.process.environment import JobSettings
+from adascale_worker.process.settings import resolve_settings
 
 
 def test_the_programs_arguments_are_used_if_the_job_sets_nothing() -> None:

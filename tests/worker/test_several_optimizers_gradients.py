@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from adascale_worker.optimizer_gradients import OptimizerGradients
+from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
 from support.gan import Gan, noise_of
 from support.heads import CASES, CASES_OF_ONE, Heads, plain_parameters
 from support.launch import run_python

@@ -98,7 +98,7 @@ def test_exiting_on_a_full_disk_is_an_error(small_disk: Path) -> None:
 
 EXITS = """
 import atexit
-from adascale_worker.shutdown import FastExit
+from adascale_worker.process.exit import FastExit
 
 fast_exit = FastExit()
 atexit.register(print, "an exit function of the program")
@@ -109,7 +109,7 @@ finally:
 """
 
 LOSES_A_PEER = """
-from adascale_worker.shutdown import FastExit, UncaughtErrorHandler
+from adascale_worker.process.exit import FastExit, UncaughtErrorHandler
 
 handler = UncaughtErrorHandler(FastExit())
 handler.recognizes_lost_peers = True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from adascale_worker.shutdown_request import ShutdownRequest
+from adascale_worker.process.shutdown_request import ShutdownRequest
 
 NUMBER = signal.SIGUSR1
 """A signal that nothing else uses here."""

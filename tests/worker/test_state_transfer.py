@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.spawn import spawn
 
-from adascale_worker import state_transfer
-from adascale_worker.agent_channel import Assignment, Member
-from adascale_worker.environment import RankAssignment
-from adascale_worker.membership_links import PeersLostError
-from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.receive_memory import SMALL, ReceiveMemory
-from adascale_worker.state_transfer import CHUNK, Route, routes
+from adascale_worker.membership.agent_channel import Assignment, Member
+from adascale_worker.membership.links import PeersLostError
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.environment import RankAssignment
+from adascale_worker.state import transfer as state_transfer
+from adascale_worker.state.receive_memory import SMALL, ReceiveMemory
+from adascale_worker.state.transfer import CHUNK, Route, routes
 
 NODES = st.sampled_from(["a", "b", "c"])
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from adascale_worker.state_tree import (
+from adascale_worker.state.tree import (
     MAX_DEPTH,
     InvalidSpecError,
     UnsupportedStateError,

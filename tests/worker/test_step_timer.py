@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchPlan
-from adascale_worker.device_clock import MAX_PENDING
-from adascale_worker.step_timer import StepTimer
+from adascale_core.batch.plans import BatchPlan
+from adascale_worker.process.device_clock import MAX_PENDING
+from adascale_worker.reporting.step_timer import StepTimer
 
 PLAN = BatchPlan(1, 4)
 

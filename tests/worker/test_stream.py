@@ -6,8 +6,8 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.batch import BatchPlan
-from adascale_worker.stream import MicroBatches, SampleStream
+from adascale_core.batch.plans import BatchPlan
+from adascale_worker.batches.stream import MicroBatches, SampleStream
 
 plans = st.builds(
     BatchPlan, replicas=st.integers(1, 5), local_bsz=st.integers(1, 7), accumulation=st.integers(1, 3)

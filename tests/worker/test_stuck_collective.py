@@ -5,14 +5,14 @@ import subprocess
 import pytest
 import torch
 
-from adascale_core.exit_codes import EXIT_PEER_LOST, EXIT_REENTRY
+from adascale_core.failures.exit_codes import EXIT_PEER_LOST, EXIT_REENTRY
 from support.fast_python import PYTHON
 
 PROGRAM = """
 import os, sys, tempfile, threading, time
 import torch
 import torch.distributed as dist
-from adascale_worker import stuck_collective
+from adascale_worker.membership import stuck_collective
 
 stuck_collective.POLL_INTERVAL = 0.05
 store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 2)

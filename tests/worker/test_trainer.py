@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from adascale_core.batch import BatchPlan
+from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import InvalidJobError
 from adascale_worker import AdaScale, StaleBatchSizeError
-from adascale_worker.device import select_device
+from adascale_worker.batches.seeding import seed_generators
+from adascale_worker.batches.stream import SampleStream
 from adascale_worker.errors import DatasetError, WorkerError
-from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.rng_state import seed_generators
-from adascale_worker.statistics.all_reduce import StatisticsAllReduce
-from adascale_worker.stream import SampleStream
-from adascale_worker.supported_optimizers import UnsupportedOptimizerError
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.device import select_device
+from adascale_worker.scaling.statistics.all_reduce import StatisticsAllReduce
+from adascale_worker.scaling.supported_optimizers import UnsupportedOptimizerError
 from support.training import (
     ACCUMULATING,
     FIXED,
@@ -289,10 +289,10 @@ def test_training_with_the_previous_local_batch_size_is_an_error(
     model = network()
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
-    monkeypatch.setattr("adascale_worker.batch_planning.REPLAN_INTERVAL", 0.0)
+    monkeypatch.setattr("adascale_worker.batches.planning.REPLAN_INTERVAL", 0.0)
     train(trainer, model, optimizer)
     # The plan of a single replica does not change; this plan is that of a larger job.
-    monkeypatch.setattr("adascale_worker.batch_planning.plan_batch", lambda *_, **__: BatchPlan(1, 4, 2))
+    monkeypatch.setattr("adascale_worker.batches.planning.plan_batch", lambda *_, **__: BatchPlan(1, 4, 2))
     _, x, y = samples()[:8]
     learn(model, x, y)
     optimizer.step()

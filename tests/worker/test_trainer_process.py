@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from adascale_core.messages import ReplicaState
+from adascale_core.messages.registration import ReplicaState
 from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess
 from adascale_worker.agent.trainer_status import TrainerStatus
 from support.launch import wait_until

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from adascale_worker.adascale import AdaScale as AdaScale
     from adascale_worker.errors import StaleBatchSizeError as StaleBatchSizeError
-    from adascale_worker.evaluation import Evaluation as Evaluation
-    from adascale_worker.scaling_rules import SecondMomentOptimizer as SecondMomentOptimizer
+    from adascale_worker.loop.evaluation import Evaluation as Evaluation
+    from adascale_worker.scaling.rules import SecondMomentOptimizer as SecondMomentOptimizer
     from adascale_worker.trainer import ElasticTrainer as ElasticTrainer
     from adascale_worker.trainer import ReentryState as ReentryState
 
 _MODULE_OF = {
     "AdaScale": "adascale_worker.adascale",
     "ElasticTrainer": "adascale_worker.trainer",
-    "Evaluation": "adascale_worker.evaluation",
+    "Evaluation": "adascale_worker.loop.evaluation",
     "ReentryState": "adascale_worker.trainer",
-    "SecondMomentOptimizer": "adascale_worker.scaling_rules",
+    "SecondMomentOptimizer": "adascale_worker.scaling.rules",
     "StaleBatchSizeError": "adascale_worker.errors",
 }
 

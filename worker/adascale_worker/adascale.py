@@ -2,9 +2,9 @@
 
 The algorithm is AdaScale SGD (Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed
 Training", ICML 2020, arXiv 2007.05105). The interface is that of FairScale's `AdaScale`, so that a user of it
-changes only the import; `docs/adascale.md` lists the differences. The formulas are in `adascale_core.gain`,
-what a gain changes is in `adascale_worker.scaling_rules`, and the measurement of gradients is in
-`adascale_worker.statistics`.
+changes only the import; `docs/adascale.md` lists the differences. The formulas are in
+`adascale_core.batch.gain`, what a gain changes is in `adascale_worker.scaling.rules`, and the measurement of
+gradients is in `adascale_worker.scaling.statistics`.
 """
 
 import warnings
@@ -19,20 +19,21 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from adascale_core.gain import GradientEstimate, require_scale, require_smoothing
-from adascale_worker.statistics.gain_estimator import GainEstimator, GainOptions
-from adascale_worker.statistics.loss_scale import GradScaler
-from adascale_worker.statistics.sampling import Sampling
-from adascale_worker.statistics.step_settings import StepSettings, StepWeights
-from adascale_worker.statistics.uneven_inputs import StatisticsJoinHook
-from adascale_worker.supported_optimizers import (
+from adascale_core.batch.gain import GradientEstimate, require_scale, require_smoothing
+from adascale_worker.scaling.statistics.gain_estimator import GainEstimator, GainOptions
+from adascale_worker.scaling.statistics.loss_scale import GradScaler
+from adascale_worker.scaling.statistics.sampling import Sampling
+from adascale_worker.scaling.statistics.step_settings import StepSettings, StepWeights
+from adascale_worker.scaling.statistics.uneven_inputs import StatisticsJoinHook
+from adascale_worker.scaling.supported_optimizers import (
     UnsupportedOptimizerError,
     require_count,
     require_readable,
     require_whole_parameters,
     scaling_rule_of,
 )
-from adascale_worker.torch_private import divide_in_place, is_optimizer_hook_table
+from adascale_worker.torch_private.optim import is_optimizer_hook_table
+from adascale_worker.torch_private.tensors import divide_in_place
 
 STATE_KEY = "adascale"
 """Key of AdaScale's own state in its state_dict, beside that of the inner optimizer."""
@@ -46,13 +47,13 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     A step at scale S (a batch of S times the initial batch size) makes as much progress as `gain()` steps of
     the initial batch size, 1 <= gain <= S. `step()` multiplies the lr of each group by the gain of the group,
     and restores the lr afterwards. For Adam and AdamW it multiplies the lr by the square root of the gain,
-    and changes betas, eps and the decoupled weight decay too (`adascale_worker.scaling_rules`). Schedules
+    and changes betas, eps and the decoupled weight decay too (`adascale_worker.scaling.rules`). Schedules
     stay as they were for the initial batch size; advance them, and count progress, by `gain()` per step
     instead of by 1.
 
     The estimates come from the n = world_size * num_gradients_to_accumulate gradients that a step is the
-    mean of. With n = 1 they come from the difference of consecutive gradients, which is biased (see
-    `adascale_worker.statistics.estimates.from_consecutive_gradients`) and reported as `estimate.biased`.
+    mean of. With n = 1 they come from the difference of consecutive gradients, which is biased and reported
+    as `estimate.biased` (see `adascale_worker.scaling.statistics.estimates.from_consecutive_gradients`).
 
     Args:
         optimizer: a `torch.optim.SGD`, with or without momentum, or a wrapper of it such as

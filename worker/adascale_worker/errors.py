@@ -1,7 +1,12 @@
 """Errors of a worker that its user can correct."""
 
 from adascale_core.errors import AdaScaleError, InvalidJobError
-from adascale_core.exit_codes import EXIT_INVALID_PROGRAM, EXIT_PEER_LOST, EXIT_REFUSED, EXIT_SINGLE_REPLICA
+from adascale_core.failures.exit_codes import (
+    EXIT_INVALID_PROGRAM,
+    EXIT_PEER_LOST,
+    EXIT_REFUSED,
+    EXIT_SINGLE_REPLICA,
+)
 from adascale_core.job_id import InvalidJobIdError
 
 

@@ -28,49 +28,49 @@ from typing import Any, Literal
 import torch
 
 from adascale_client import MetricsServiceClient
-from adascale_core.batch import LocalBszBounds
+from adascale_core.batch.plans import LocalBszBounds
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
-from adascale_core.replica_gpus import describe_unused_gpus
-from adascale_worker import environment
-from adascale_worker.accumulation import Accumulation
+from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_worker.adascale import AdaScale
-from adascale_worker.agent_channel import AgentChannel
-from adascale_worker.backward_guard import BackwardGuard
-from adascale_worker.batch_planning import BatchPlanner
-from adascale_worker.checkpointing import Checkpointing
-from adascale_worker.components import TrainerComponents
-from adascale_worker.data_feed import DataFeed, require_evaluable
-from adascale_worker.data_loop import DataLoop
-from adascale_worker.data_parallel import warm_up
-from adascale_worker.device import select_device
-from adascale_worker.device_clock import clock_of
+from adascale_worker.batches.feed import DataFeed, require_evaluable
+from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError, exit_code
-from adascale_worker.evaluation import Evaluation
-from adascale_worker.hyperparameters import Choice, describe
-from adascale_worker.learning_rates import LearningRates
-from adascale_worker.logged_metrics import plain_result, require_metrics
-from adascale_worker.loop_checks import check_optimizer_parameters, check_synchronized_norms
-from adascale_worker.loss_scaling import patch_scaler, scaler_of
-from adascale_worker.make_loop import LoopOptions, make_loop
-from adascale_worker.membership import Membership
-from adascale_worker.membership_links import listen
-from adascale_worker.optimizer_set import OptimizerSet
-from adascale_worker.other_parallelism import OtherParallelism
-from adascale_worker.out_of_memory import kind_of
-from adascale_worker.patching import Scheduler, patch_scheduler
-from adascale_worker.process_group import ReplicaGroup
-from adascale_worker.program_checks import Models, OptimizersByName, OtherOptimizers, SchedulersByName
-from adascale_worker.program_parts import ProgramParts, program_parts
-from adascale_worker.program_state import Stateful, require_choice, require_stateful
-from adascale_worker.reporter import Reporter
-from adascale_worker.settings import resolve_settings
-from adascale_worker.shutdown import ExitStatus, FastExit, UncaughtErrorHandler
-from adascale_worker.shutdown_request import ShutdownRequest
-from adascale_worker.step_watchdog import Stall, StepWatchdog
-from adascale_worker.telemetry import Telemetry
-from adascale_worker.training_loop import TrainingLoop
-from adascale_worker.training_progress import TrainingProgress
+from adascale_worker.gradients.accumulation import Accumulation
+from adascale_worker.gradients.backward_guard import BackwardGuard
+from adascale_worker.gradients.data_parallel import warm_up
+from adascale_worker.gradients.loss_scaling import patch_scaler, scaler_of
+from adascale_worker.gradients.out_of_memory import kind_of
+from adascale_worker.loop.checks import check_optimizer_parameters, check_synchronized_norms
+from adascale_worker.loop.data_loop import DataLoop
+from adascale_worker.loop.evaluation import Evaluation
+from adascale_worker.loop.make_loop import LoopOptions, make_loop
+from adascale_worker.loop.step_watchdog import Stall, StepWatchdog
+from adascale_worker.loop.training_loop import TrainingLoop
+from adascale_worker.membership.agent_channel import AgentChannel
+from adascale_worker.membership.generations import Membership
+from adascale_worker.membership.links import listen
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process import environment
+from adascale_worker.process.device import select_device
+from adascale_worker.process.device_clock import clock_of
+from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
+from adascale_worker.process.settings import resolve_settings
+from adascale_worker.process.shutdown_request import ShutdownRequest
+from adascale_worker.program.checks import Models, OptimizersByName, OtherOptimizers, SchedulersByName
+from adascale_worker.program.hyperparameters import Choice, describe
+from adascale_worker.program.learning_rates import LearningRates
+from adascale_worker.program.optimizer_set import OptimizerSet
+from adascale_worker.program.other_parallelism import OtherParallelism
+from adascale_worker.program.parts import ProgramParts, program_parts
+from adascale_worker.program.patching import Scheduler, patch_scheduler
+from adascale_worker.reporting.logged_metrics import plain_result, require_metrics
+from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.reporting.reporter import Reporter
+from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+from adascale_worker.state.components import TrainerComponents
+from adascale_worker.state.program import Stateful, require_choice, require_stateful
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query, Response
 from pydantic import TypeAdapter
 
-from adascale_api.error_handlers import error_response
+from adascale_api.bodies.requests import AllocationBody, RegistrationBody
+from adascale_api.data.job import Job
+from adascale_api.data.store import jobs
 from adascale_api.errors import ConflictBody, ErrorBody, FieldError, InvalidInputError
-from adascale_api.job import Job
-from adascale_api.redaction import redact
-from adascale_api.request_body import JsonBody
-from adascale_api.request_models import AllocationBody, RegistrationBody
+from adascale_api.http.redaction import redact
+from adascale_api.http.request_body import JsonBody
 from adascale_api.routes.common import (
     CONTROLLER,
     DELETED,
@@ -24,10 +24,10 @@ from adascale_api.routes.common import (
     ServiceOf,
     errors,
 )
-from adascale_api.store import jobs
-from adascale_core.messages import AllocationView, MemberView
+from adascale_api.routes.error_handlers import error_response
+from adascale_core.messages.allocation import AllocationView, MemberView
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
-from adascale_core.rendezvous import StaleAllocationError
+from adascale_core.rendezvous.rendezvous import StaleAllocationError
 
 MAX_WAIT = 60.0
 """Seconds that a request may wait for a change."""

@@ -6,13 +6,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 from pydantic import TypeAdapter
 
-from adascale_api.job import UnreadableJobError
+from adascale_api.data.job import UnreadableJobError
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store.jobs import JobNotFoundError, PageRoom
 from adascale_api.routes.allocation import MAX_WAIT
 from adascale_api.routes.common import ClosedOf, MayReadAll, ServiceOf, answer, errors
 from adascale_api.routes.job_views import find_view
-from adascale_api.sql import Transaction
-from adascale_api.store.jobs import JobNotFoundError, PageRoom
-from adascale_core.views import JobChanges, JobView
+from adascale_core.views.jobs import JobChanges, JobView
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import TypeAdapter
 
-from adascale_api.authorization import Role
-from adascale_api.change_notifier import Closed
+from adascale_api.auth.authorization import Role
 from adascale_api.errors import ErrorBody, ForbiddenError, UnauthorizedError
-from adascale_api.http_protocol import CLOSED
-from adascale_api.redaction import redact
-from adascale_api.service import Service
+from adascale_api.http.protocol import CLOSED
+from adascale_api.http.redaction import redact
+from adascale_api.service.change_notifier import Closed
+from adascale_api.service.service import Service
 from adascale_core.job_id import parse_job_id
 
 T = TypeVar("T")

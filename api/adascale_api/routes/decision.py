@@ -5,15 +5,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
+from adascale_api.bodies.requests import DecisionBody
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import decisions, jobs
+from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.errors import FieldError, InvalidInputError
-from adascale_api.request_body import JsonBody
-from adascale_api.request_models import DecisionBody
+from adascale_api.http.request_body import JsonBody
 from adascale_api.routes.common import CONTROLLER, READER, JobId, MayKnowJobs, ServiceOf, errors
-from adascale_api.sql import Transaction
-from adascale_api.store import decisions, jobs
-from adascale_api.store.jobs import JobNotFoundError
 from adascale_core.job_id import parse_job_id
-from adascale_core.views import DecisionView
+from adascale_core.views.decision import DecisionView
 
 router = APIRouter(prefix="/jobs/{job}/decision", tags=["decision"])
 decision_body = JsonBody(DecisionBody)

@@ -7,21 +7,22 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Response
 from pydantic import TypeAdapter
 
-from adascale_api.request_body import ReportsBody
-from adascale_api.request_models import GainReportBody
-from adascale_api.response_models import GainResponse
+from adascale_api.bodies.requests import GainReportBody
+from adascale_api.bodies.responses import GainResponse
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import jobs, reports
+from adascale_api.data.store.jobs import JobNotFoundError
+from adascale_api.data.store.reports import Posted
+from adascale_api.http.request_body import ReportsBody
 from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, answer, errors
-from adascale_api.service import Service
-from adascale_api.sql import Transaction
-from adascale_api.store import jobs, reports
-from adascale_api.store.jobs import JobNotFoundError
-from adascale_api.store.reports import Posted
-from adascale_core.batch import valid_replicas
-from adascale_core.gain import GradientEstimate
-from adascale_core.messages import GainReport, JobSpec, StepTime
-from adascale_core.prediction import predict
-from adascale_core.throughput import StepTimeModel
-from adascale_core.views import GainView, HistoryView, PredictionView, StoredReports
+from adascale_api.service.service import Service
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import valid_replicas
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.performance.prediction import predict
+from adascale_core.performance.throughput import StepTimeModel
+from adascale_core.views.gain import GainView, HistoryView, PredictionView, StoredReports
 
 router = APIRouter(prefix="/jobs/{job}/gain", tags=["gain"])
 reports_body = ReportsBody()

@@ -4,14 +4,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from adascale_api.job import Job, UnreadableJobError
-from adascale_api.service import Service
-from adascale_api.sql import Transaction
-from adascale_api.store import jobs, replicas, reports
-from adascale_api.store.jobs import PageRoom
-from adascale_api.store.replicas import Log
-from adascale_core.messages import GainReport, LocalBszLimit, Registration, StepTime
-from adascale_core.views import JobView, ReplicaView
+from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import jobs, replicas, reports
+from adascale_api.data.store.jobs import PageRoom
+from adascale_api.data.store.replicas import Log
+from adascale_api.service.service import Service
+from adascale_core.messages.job_spec import LocalBszLimit
+from adascale_core.messages.registration import Registration
+from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.views.jobs import JobView, ReplicaView
 
 JOBS_TOGETHER = 25
 """Jobs whose latest reports and step times are read together."""

@@ -6,9 +6,11 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Response
 from pydantic import TypeAdapter
 
-from adascale_api.field_types import NO_NUL
-from adascale_api.request_body import JsonBody
-from adascale_api.request_models import JobSpecBody
+from adascale_api.bodies.field_types import NO_NUL
+from adascale_api.bodies.requests import JobSpecBody
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import decisions, generations, jobs
+from adascale_api.http.request_body import JsonBody
 from adascale_api.routes.common import (
     CONTROLLER,
     DELETED,
@@ -20,10 +22,9 @@ from adascale_api.routes.common import (
     errors,
 )
 from adascale_api.routes.job_views import find_view, list_views
-from adascale_api.sql import Transaction
-from adascale_api.store import decisions, generations, jobs
-from adascale_core.batch import require_valid_replicas
-from adascale_core.views import GenerationsView, JobList, JobView
+from adascale_core.batch.plans import require_valid_replicas
+from adascale_core.views.generations import GenerationsView
+from adascale_core.views.jobs import JobList, JobView
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 spec_body = JsonBody(JobSpecBody)

@@ -7,12 +7,12 @@ from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from adascale_api.job_feed import Subscription
-from adascale_api.page_files import HEADERS, PageFile, load_page
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import generations
+from adascale_api.http.page_files import HEADERS, PageFile, load_page
 from adascale_api.routes.common import READER, Address, MayReadAll, ServiceOf, errors
-from adascale_api.sql import Transaction
-from adascale_api.store import generations
-from adascale_core.usage import UsageGroup, UsageView, usage
+from adascale_api.service.job_feed import Subscription
+from adascale_core.views.usage import UsageGroup, UsageView, usage
 
 MAX_USAGE_SECONDS = 366 * 86400
 MAX_POINTS = 1000

@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter, Response
 
+from adascale_api.bodies.responses import HealthResponse
+from adascale_api.data.sql import Sql
 from adascale_api.errors import UnavailableError
-from adascale_api.response_models import HealthResponse
 from adascale_api.routes.common import READER, ServiceOf, errors
-from adascale_api.sql import Sql
 from adascale_core.names import METRICS_MEDIA_TYPE
 
 router = APIRouter(tags=["probes"])

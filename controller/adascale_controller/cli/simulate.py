@@ -14,17 +14,17 @@ import typer
 from rich.console import Console
 
 from adascale_client import MetricsServiceClient
+from adascale_controller.simulation.adascale_policy import AdaScalePolicy
+from adascale_controller.simulation.application import ProfileError
+from adascale_controller.simulation.cluster import PlacementMode
+from adascale_controller.simulation.competitors import EqualShares, FirstComeFirstServed, Optimus, Tiresias
+from adascale_controller.simulation.engine import Policy, Settings, Submission, simulate
 from adascale_controller.simulation.pictures import draw
-from adascale_controller.simulation.policy import AdaScalePolicy
 from adascale_controller.simulation.profiles import read_workload
 from adascale_controller.simulation.recording import read_recording, record
+from adascale_controller.simulation.results import Results
 from adascale_controller.simulation.results_table import render_results
 from adascale_core import names
-from adascale_core.simulation.application import ProfileError
-from adascale_core.simulation.cluster import PlacementMode
-from adascale_core.simulation.engine import Policy, Settings, Submission, simulate
-from adascale_core.simulation.policies import EqualShares, FirstComeFirstServed, Optimus, Tiresias
-from adascale_core.simulation.results import Results
 
 MAX_SECONDS = 86400.0
 """The largest restart, interval and preparation that can be simulated."""

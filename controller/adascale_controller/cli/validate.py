@@ -7,7 +7,7 @@ from rich.console import Console
 from adascale_controller.cli.arguments import JobFile
 from adascale_controller.jobfile import load_job
 from adascale_controller.valid_replicas import render_valid_replicas
-from adascale_core.replica_gpus import describe_unused_gpus
+from adascale_core.placement.replica_gpus import describe_unused_gpus
 
 
 def validate(file: JobFile) -> None:

@@ -20,10 +20,10 @@ from adascale_controller.local.scale_requests import ScaleRequests
 from adascale_controller.local.service_supervisor import ServiceSupervisor
 from adascale_controller.local.stop_signals import StopSignals
 from adascale_controller.measurements import JobMeasurements, training_target
-from adascale_core.decision import Decision, DecisionProblem, decide
-from adascale_core.explanation import explain
-from adascale_core.messages import Allocation
-from adascale_core.views import JobView
+from adascale_core.decision.decide import Decision, DecisionProblem, decide
+from adascale_core.decision.explanation import explain
+from adascale_core.messages.allocation import Allocation
+from adascale_core.views.jobs import JobView
 
 INTERVAL = 0.25
 """Seconds between two iterations, unless the job's allocation changes before."""

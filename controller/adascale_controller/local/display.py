@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from adascale_controller.formatting import clock, count, percent, plural, significant, trimmed
-from adascale_core.messages import GainReport
+from adascale_core.messages.reports import GainReport
 
 PLAIN_INTERVAL = 10.0
 """Seconds between two status lines where the output is not a terminal."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from adascale_controller.formatting import describe_limit, duration, plural, trimmed
 from adascale_controller.local.display import Display
 from adascale_controller.local.replicas import Replicas
-from adascale_core.exit_codes import EXIT_PEER_LOST, describe_exit
-from adascale_core.messages import GainReport, ReplicaState
-from adascale_core.views import JobView
+from adascale_core.failures.exit_codes import EXIT_PEER_LOST, describe_exit
+from adascale_core.messages.registration import ReplicaState
+from adascale_core.messages.reports import GainReport
+from adascale_core.views.jobs import JobView
 
 STALL_TIMEOUT = 35.0
 """Seconds without a step after which a message shows where the program is. Trainers report it after 30."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean
 
-from adascale_core.messages import GainReport
+from adascale_core.messages.reports import GainReport
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from adascale_controller.local.checkpoints import ObjectStoreError
 from adascale_controller.local.local_jobs import LocalJob
 from adascale_controller.local.run_report import format_result
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_core.messages import ReplicaState
-from adascale_core.views import JobView
+from adascale_core.messages.registration import ReplicaState
+from adascale_core.views.jobs import JobView
 
 _HEADER = (
     "NAME", "STATE", "REPLICAS", "DESIRED", "BATCH", "GAIN", "EFFICIENCY", "PROGRESS", "RESTARTS", "AGE",

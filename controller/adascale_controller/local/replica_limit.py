@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from adascale_controller.formatting import plural
 from adascale_controller.job import Job
 from adascale_controller.local.machine import default_replica_limit
-from adascale_core.batch import require_valid_replicas
+from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import AdaScaleError
 
 

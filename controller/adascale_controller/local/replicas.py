@@ -13,10 +13,10 @@ from adascale_controller.failing_counts import FailingCounts
 from adascale_controller.formatting import plural
 from adascale_controller.local.agents import AgentExit, Agents
 from adascale_controller.local.display import Display
-from adascale_core.exit_codes import ExitClass, classify_exit, describe_exit
-from adascale_core.failure_count import FailureCount
-from adascale_core.messages import ReplicaState
-from adascale_core.views import JobView, ReplicaView
+from adascale_core.failures.count import FailureCount
+from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit
+from adascale_core.messages.registration import ReplicaState
+from adascale_core.views.jobs import JobView, ReplicaView
 
 RESTART_DELAY = 0.5
 """Seconds before an agent that was lost is restarted."""

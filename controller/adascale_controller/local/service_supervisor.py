@@ -9,8 +9,8 @@ from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.local.display import Display
 from adascale_controller.local.service_process import ServiceProcess, ServiceProcessError
 from adascale_controller.local.stop_signals import StopSignals
-from adascale_core.exit_codes import describe_exit
-from adascale_core.views import JobView
+from adascale_core.failures.exit_codes import describe_exit
+from adascale_core.views.jobs import JobView
 
 MIN_WAIT = 0.02
 """Seconds between two reads of the job, at least."""

@@ -1,5 +1,8 @@
-"""Replays workloads for `adascale simulate`: reads files, runs the simulator of the core, and shows results.
+"""A simulator of a cluster, for `adascale simulate`: replays jobs whose step times and gradients are known.
 
-The policy `adascale` builds its input with the code that the operator uses. It may not import `local` or
-`operator`.
+`engine`, `application`, `cluster` and `results` are pure: files are read by the caller, randomness is passed
+in, and time is simulated. A policy sees what the controller of a real cluster would see; the truth stays in
+the engine. `adascale_policy` builds the input of the decision with the code that the operator uses.
+`competitors` has the policies to compare with. The package may not import `local` or `operator`, and only
+`adascale simulate` imports it.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adascale_core.simulation.application import ProfileError
+from adascale_controller.simulation.application import ProfileError
 
 
 def read_text(path: Path) -> str:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from adascale_controller.simulation.engine import Settings, SimulatedJob
 from adascale_core.errors import AdaScaleError
-from adascale_core.simulation.engine import Settings, SimulatedJob
 
 
 class PictureError(AdaScaleError):

@@ -10,16 +10,16 @@ from itertools import pairwise
 from math import inf, isfinite
 from pathlib import Path
 
-from adascale_controller.simulation.files import read_text
-from adascale_core.batch import BatchBounds
-from adascale_core.simulation.application import (
+from adascale_controller.simulation.application import (
     Placement,
     ProfiledApplication,
     ProfileError,
     ValidationRun,
     canonical,
 )
-from adascale_core.simulation.engine import MAX_TIME, Submission
+from adascale_controller.simulation.engine import MAX_TIME, Submission
+from adascale_controller.simulation.files import read_text
+from adascale_core.batch.plans import BatchBounds
 
 PUBLISHED_LIMITS: Mapping[str, Mapping[str, int]] = {
     "yolov3": {"max_local_bsz": 8},

@@ -13,15 +13,16 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from adascale_client import MetricsServiceClient
+from adascale_controller.simulation.application import ProfileError, RecordedApplication
+from adascale_controller.simulation.engine import MAX_TIME, Submission
 from adascale_controller.simulation.files import read_text, write_text
-from adascale_core.batch import require_valid_replicas
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import AdaScaleError
-from adascale_core.gain import GradientEstimate
-from adascale_core.messages import GainReport, JobSpec, StepTime
-from adascale_core.simulation.application import ProfileError, RecordedApplication
-from adascale_core.simulation.engine import MAX_TIME, Submission
-from adascale_core.throughput import StepTimeModel
-from adascale_core.views import JobView
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.performance.throughput import StepTimeModel
+from adascale_core.views.jobs import JobView
 
 FORMAT_VERSION = 1
 HISTORY_POINTS = 200

@@ -6,8 +6,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from adascale_controller.formatting import duration, percent, significant
-from adascale_core.simulation.engine import Settings
-from adascale_core.simulation.results import Results
+from adascale_controller.simulation.engine import Settings
+from adascale_controller.simulation.results import Results
 
 
 def render_results(results: Results, settings: Settings) -> RenderableType:

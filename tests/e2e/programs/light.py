@@ -11,8 +11,8 @@ import signal
 import sys
 import time
 
-from adascale_worker import environment
-from adascale_worker.agent_channel import AgentChannel, Assignment, Release
+from adascale_worker.membership.agent_channel import AgentChannel, Assignment, Release
+from adascale_worker.process import environment
 
 descriptor = environment.take_agent_channel(os.environ)
 assert descriptor is not None

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from adascale_worker import ElasticTrainer
-from adascale_worker.membership_links import PeersLostError
+from adascale_worker.membership.links import PeersLostError
 
 folder, checkpoints = Path(os.environ["JOURNAL"]), Path(os.environ["ADASCALE_CHECKPOINT_DIR"])
 replica = os.environ["REPLICA"]

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adascale_worker import gloo_threads
-from adascale_worker.data_parallel import DataParallelModel
-from adascale_worker.environment import RankAssignment
-from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.gradients.data_parallel import DataParallelModel
+from adascale_worker.membership import gloo_threads
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.environment import RankAssignment
 
 STEPS = 12
 

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from adascale_worker.state_saving import StateSaving
+from adascale_worker.state.saving import StateSaving
 
 save = StateSaving.save
 

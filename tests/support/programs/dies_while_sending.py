@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from adascale_worker.process_group import ReplicaGroup
+from adascale_worker.membership.process_group import ReplicaGroup
 
 SENT = 5
 """Messages: the length of the structure, the structure, and three with tensors."""

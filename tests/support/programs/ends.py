@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from adascale_worker import ElasticTrainer
-from adascale_worker.checkpoint_writer import CheckpointWriter
+from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from support.training import samples
 
 

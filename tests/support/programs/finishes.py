@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer, finish_request, step_watchdog
+from adascale_worker import ElasticTrainer
+from adascale_worker.loop import finish_request, step_watchdog
 from support.training import samples
 
 step_watchdog.EXPLAIN_AFTER = 1.0

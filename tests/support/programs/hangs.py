@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from adascale_worker import ElasticTrainer, step_watchdog
+from adascale_worker import ElasticTrainer
+from adascale_worker.loop import step_watchdog
 
 step_watchdog.WARN_AFTER = 1.0
 step_watchdog.POLL_INTERVAL = 0.1

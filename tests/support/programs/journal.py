@@ -19,7 +19,8 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer, weight_checks
+from adascale_worker import ElasticTrainer
+from adascale_worker.program import weight_checks
 
 if "COMPARISON_INTERVAL" in os.environ:
     weight_checks.COMPARISON_INTERVAL = float(os.environ["COMPARISON_INTERVAL"])

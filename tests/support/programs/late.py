@@ -12,7 +12,7 @@ import runpy
 import time
 from pathlib import Path
 
-from adascale_worker.statistics.all_reduce import StatisticsAllReduce
+from adascale_worker.scaling.statistics.all_reduce import StatisticsAllReduce
 
 folder = Path(os.environ["JOURNAL"])
 wait = StatisticsAllReduce.wait

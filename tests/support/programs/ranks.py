@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from adascale_worker import ElasticTrainer
-from adascale_worker.checkpoint_writer import CheckpointWriter
-from adascale_worker.stream import SampleStream
+from adascale_worker.batches.stream import SampleStream
+from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from worker import reference
 
 OUT = Path(os.environ["OUT"])

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from adascale_client import JobClient, ServiceUnreachableError
-from adascale_core.exit_codes import (
+from adascale_core.failures.exit_codes import (
     EXIT_COMMAND_NOT_FOUND,
     EXIT_FINISHED,
     EXIT_INVALID_PROGRAM,
@@ -19,8 +19,9 @@ from adascale_core.exit_codes import (
     classify_exit,
     describe_exit,
 )
-from adascale_core.instruction import Instruction, instruction
-from adascale_core.messages import ActiveAllocation, AllocationView, Registration, ReplicaState
+from adascale_core.failures.termination_message import TerminationMessage
+from adascale_core.messages.allocation import ActiveAllocation, AllocationView
+from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.names import (
     ENV_ADDRESS,
     ENV_API_URL,
@@ -28,7 +29,7 @@ from adascale_core.names import (
     ENV_JOINS_OTHERS,
     LEAVE_GRACE,
 )
-from adascale_core.termination_message import TerminationMessage
+from adascale_core.rendezvous.instruction import Instruction, instruction
 from adascale_worker.agent.events import Events
 from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.kill_deadline import KILL_INTERVAL, RESCALE_GRACE, KillDeadline
@@ -36,7 +37,7 @@ from adascale_worker.agent.restart_backoff import RestartBackoff
 from adascale_worker.agent.termination_log import TerminationLog
 from adascale_worker.agent.trainer_process import TrainerProcess
 from adascale_worker.errors import ReplicaRefusedError, WorkerError
-from adascale_worker.package_version import package_version
+from adascale_worker.process.package_version import package_version
 
 EXIT_REPORT_TIMEOUT = 3.0
 """Seconds that an agent which exits waits until the metrics service has its last registration."""

@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
-from adascale_core.exit_codes import EXIT_REENTRY
-from adascale_core.termination_message import TerminationMessage
+from adascale_core.failures.exit_codes import EXIT_REENTRY
+from adascale_core.failures.termination_message import TerminationMessage
 from adascale_worker.errors import exit_code
 
 _DESCRIPTION = f"""\
@@ -63,10 +63,10 @@ def _exit(_number: int, _frame: FrameType | None) -> NoReturn:
 def _run(command: list[str]) -> int:
     # Imported here, since signals must be handled before imports that take time.
     from adascale_client import MetricsServiceClient
-    from adascale_worker import environment
     from adascale_worker.agent.agent import Agent
     from adascale_worker.agent.termination_log import TerminationLog
     from adascale_worker.errors import EnvironmentVariableError
+    from adascale_worker.process import environment
 
     environ = os.environ
     termination_log = TerminationLog(environment.read_termination_log(environ))

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 
 from adascale_client import Backoff, JobClient, ServiceError, ServiceRefusedError
-from adascale_core.messages import AllocationView, MemberView, Registration
+from adascale_core.messages.allocation import AllocationView, MemberView
+from adascale_core.messages.pacing import MAX_INTERVAL, change_wait
+from adascale_core.messages.registration import Registration
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
-from adascale_core.pacing import MAX_INTERVAL, change_wait
 
 CHANGE_TIMEOUT = 20.0
 """Seconds for which a request waits for a change of the generations, longer where there are many replicas."""

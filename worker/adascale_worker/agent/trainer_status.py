@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from adascale_core.messages import ReplicaState
+from adascale_core.messages.registration import ReplicaState
 from adascale_core.names import MAX_ACCELERATOR_LENGTH, MAX_STALL_LENGTH
 
 

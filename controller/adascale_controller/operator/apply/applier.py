@@ -20,9 +20,11 @@ from adascale_controller.operator.apply.service import AllocationService
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions, Event
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
-from adascale_core.messages import Allocation, JobSpec
-from adascale_core.replica_gpus import describe_unused_gpus
-from adascale_core.views import DecisionView, JobView
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.placement.replica_gpus import describe_unused_gpus
+from adascale_core.views.decision import DecisionView
+from adascale_core.views.jobs import JobView
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from adascale_controller.operator.apply.pod_template import build_pod_template
 from adascale_controller.operator.types.kubernetes import Manifest
 from adascale_controller.operator.types.workload import Workload, template_digest
 from adascale_core import names
-from adascale_core.exit_codes import IGNORED_EXIT_CODES
+from adascale_core.failures.exit_codes import IGNORED_EXIT_CODES
 
 MAX_FAILURES: Final = 2**31 - 1
 """`backoffLimit` and `backoffLimitPerIndex` of the Job, which never fails by count: the operator counts

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from adascale_core.messages import Allocation, AllocationView, JobSpec
-from adascale_core.views import DecisionView, JobChanges, JobList
+from adascale_core.messages.allocation import Allocation, AllocationView
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.views.decision import DecisionView
+from adascale_core.views.jobs import JobChanges, JobList
 
 
 class AllocationService(Protocol):

@@ -12,7 +12,7 @@ from adascale_controller.operator.observe.shared_storage import why_not_shared
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, seconds
 from adascale_controller.validation import validate_document
 from adascale_core import names
-from adascale_core.messages import Allocation
+from adascale_core.messages.allocation import Allocation
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import Workload
 from adascale_core import names
-from adascale_core.accelerators import Accelerator
-from adascale_core.exit_codes import EXIT_REFUSED
-from adascale_core.messages import Allocation
-from adascale_core.pacing import MAX_INTERVAL
-from adascale_core.rendezvous import DEPARTED_STATES, EXITED_STATES
-from adascale_core.views import JobView
+from adascale_core.decision.accelerators import Accelerator
+from adascale_core.failures.exit_codes import EXIT_REFUSED
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.pacing import MAX_INTERVAL
+from adascale_core.rendezvous.rendezvous import DEPARTED_STATES, EXITED_STATES
+from adascale_core.views.jobs import JobView
 
 REGISTRATION_TIMEOUT = MAX_INTERVAL
 """Seconds within which all agents register with a metrics service that has lost its data."""

@@ -10,7 +10,7 @@ from adascale_controller.operator.observe.observed_job import CachedJob, Indexed
 from adascale_controller.operator.observe.pods import Pod, read_pod
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import PodSettings, Workload, template_digest
-from adascale_core.views import JobView
+from adascale_core.views.jobs import JobView
 
 
 class Observer:

@@ -16,7 +16,7 @@ from adascale_controller.operator.types.kubernetes import (
     seconds,
 )
 from adascale_core import names
-from adascale_core.termination_message import TerminationMessage
+from adascale_core.failures.termination_message import TerminationMessage
 
 _IMAGE_PULL_FAILURES: Final = frozenset(
     {

@@ -18,7 +18,7 @@ from adascale_controller.operator.types.conditions import (
     condition_of,
     is_true,
 )
-from adascale_core.messages import Allocation
+from adascale_core.messages.allocation import Allocation
 
 MAX_MESSAGE = 1000
 """The maximum length of an Event's message, in characters; the API server's is 1024 bytes."""

@@ -14,8 +14,8 @@ from typing import Any, Final
 from adascale_controller.operator.observe.failed_pods import failed_pods, is_program_failure
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
-from adascale_core.exit_codes import ExitClass, classify_exit
-from adascale_core.failure_count import FailureCount
+from adascale_core.failures.count import FailureCount
+from adascale_core.failures.exit_codes import ExitClass, classify_exit
 
 LONG_LIFE: Final = 600.0
 """Seconds after which the Job controller no longer counts a pod's end against its backoff."""

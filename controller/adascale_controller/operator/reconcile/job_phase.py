@@ -14,8 +14,8 @@ from adascale_controller.operator.reconcile.failures import (
     repeats_early_failure,
 )
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
-from adascale_core.exit_codes import describe_exit
-from adascale_core.failure_count import FailureCount
+from adascale_core.failures.count import FailureCount
+from adascale_core.failures.exit_codes import describe_exit
 
 LOG_LINES = 20
 """How many lines of the program's output the condition of a failed job holds."""

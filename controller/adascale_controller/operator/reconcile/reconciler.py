@@ -15,9 +15,10 @@ from adascale_controller.operator.reconcile.status import ScheduledJob, has_chan
 from adascale_controller.operator.types.actions import Actions, FailedPlacement, Status
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import seconds
-from adascale_core.decision import Decision
-from adascale_core.messages import Allocation, JobSpec
-from adascale_core.views import JobView
+from adascale_core.decision.decide import Decision
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.views.jobs import JobView
 
 TERMINATION_OVERDUE = 5.0
 """Seconds after its deletion deadline at which a pod is deleted by force."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from adascale_controller.formatting import plural
 from adascale_controller.job import Job
-from adascale_core.batch import is_valid_replicas, require_valid_replicas
+from adascale_core.batch.plans import is_valid_replicas, require_valid_replicas
 
 
 def cap_problem(job: Job) -> str | None:

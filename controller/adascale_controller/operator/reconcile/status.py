@@ -22,8 +22,8 @@ from adascale_controller.operator.types.conditions import (
 )
 from adascale_controller.operator.types.kubernetes import timestamp
 from adascale_core import names
-from adascale_core.accelerators import Accelerator
-from adascale_core.messages import Allocation
+from adascale_core.decision.accelerators import Accelerator
+from adascale_core.messages.allocation import Allocation
 
 TELEMETRY = frozenset(
     {

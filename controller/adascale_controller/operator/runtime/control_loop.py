@@ -31,7 +31,8 @@ from adascale_controller.operator.schedule.scheduler import DecisionResult, Sche
 from adascale_controller.operator.types.actions import Actions
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
 from adascale_controller.operator.types.workload import PodSettings
-from adascale_core.views import DecisionView, JobView
+from adascale_core.views.decision import DecisionView
+from adascale_core.views.jobs import JobView
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from adascale_client import ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.service import AllocationService
-from adascale_core.views import JobView
+from adascale_core.views.jobs import JobView
 
 logger = logging.getLogger(__name__)
 

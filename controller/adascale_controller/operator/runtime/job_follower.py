@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from adascale_client import ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.service import AllocationService
-from adascale_core.views import JobView
+from adascale_core.views.jobs import JobView
 
 logger = logging.getLogger(__name__)
 

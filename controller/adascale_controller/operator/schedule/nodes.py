@@ -20,7 +20,7 @@ from kubernetes.utils import parse_quantity
 from adascale_controller.operator.observe.observer import is_ready
 from adascale_controller.operator.observe.pods import job_of_pod
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_core.packing import PODS, Node
+from adascale_core.placement.packing import PODS, Node
 
 _CPU: Final = "cpu"
 _CORDON: Final = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}

@@ -24,17 +24,18 @@ from adascale_controller.operator.schedule.placement_backoff import PlacementBac
 from adascale_controller.operator.schedule.standing_decisions import StandingDecisions, still_applies
 from adascale_controller.operator.types.actions import FailedPlacement
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_core.accelerators import Accelerator, TypeOptions, choose_types
-from adascale_core.batch import BatchBounds, valid_replicas
-from adascale_core.capacity import Capacity, NodeCapacity, ReplicaCapacity
-from adascale_core.decision import Decision, DecisionProblem
-from adascale_core.exit_codes import ExitClass, classify_exit, describe_exit
-from adascale_core.explanation import explain
-from adascale_core.goodput_table import candidate_counts
-from adascale_core.job_state import JobState
+from adascale_core.batch.plans import BatchBounds, valid_replicas
+from adascale_core.decision.accelerators import Accelerator, TypeOptions, choose_types
+from adascale_core.decision.decide import Decision, DecisionProblem
+from adascale_core.decision.explanation import explain
+from adascale_core.decision.job_state import JobState
+from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
-from adascale_core.packing import Demand, Node
-from adascale_core.views import DecisionView, JobView
+from adascale_core.performance.goodput_table import candidate_counts
+from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
+from adascale_core.placement.packing import Demand, Node
+from adascale_core.views.decision import DecisionView
+from adascale_core.views.jobs import JobView
 
 MIN_INTERVAL = 1.0
 """Seconds between two decisions for which there are only new measurements."""

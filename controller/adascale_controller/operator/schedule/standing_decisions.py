@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from adascale_core.decision import Decision
-from adascale_core.goodput_table import candidate_counts
-from adascale_core.job_state import JobState
+from adascale_core.decision.decide import Decision
+from adascale_core.decision.job_state import JobState
+from adascale_core.performance.goodput_table import candidate_counts
 
 
 class StandingDecisions:

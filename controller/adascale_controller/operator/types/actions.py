@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from adascale_core.messages import Allocation, JobSpec
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
 
 Status = dict[str, Any]
 """`status` of an AdaScaleJob, as JSON."""

@@ -1,0 +1,322 @@
+"""The bodies of requests, which convert to messages of the core."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from adascale_api.bodies.field_types import (
+    NO_NUL,
+    AcceleratorType,
+    Count,
+    Estimate,
+    ExitCode,
+    Generation,
+    Metrics,
+    Port,
+    Rank,
+    Replicas,
+    ReplicasOrZero,
+    Samples,
+    SamplesOrAuto,
+    Step,
+    Steps,
+)
+from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.names import MAX_REPLICAS, MAX_STALL_LENGTH
+from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
+
+MAX_REPORTS = 1000
+"""Reports in one request."""
+MAX_DECISION_COUNTS = 64
+"""Replica counts in an explained decision."""
+MAX_DECISION_GIVEN = 16
+"""Other jobs that are named for each of them."""
+
+
+def _example(**members: Any) -> dict[str, Any]:
+    return {"examples": [members]}
+
+
+class RequestBody(BaseModel):
+    """A request body with exactly these fields of exactly these types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class GainReportBody(RequestBody):
+    """A snapshot of training, posted by rank 0."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            generation=2, step=1200, progress=3110.5, epoch=8, replicas=4, local_bsz=8, accumulation=1,
+            scale=8.0, gain=3.2, grad_sqr=0.021, grad_var=0.064, step_time=0.0031,
+            time=1760000000.0, loss=0.31, target=20000.0, nodes=2,
+            lr_factor=3.2, sync_time=0.0008, metrics={"accuracy": 0.91},
+            accelerator="NVIDIA-H200",
+        )
+    )  # fmt: skip
+
+    generation: Count = Field(description="The generation in which it was measured.")
+    step: Step = Field(description="Optimizer steps since the job began.")
+    progress: float = Field(ge=0, le=1e15, description="Sum of gains so far, in steps at `batch_size`.")
+    epoch: Count = Field(description="The current epoch, from 0.")
+    replicas: Replicas = Field(description="Number of replicas (K).")
+    local_bsz: Samples = Field(description="Samples in a micro-batch of one replica (b).")
+    accumulation: Samples = Field(description="Micro-batches of one replica per optimizer step (a).")
+    scale: float = Field(ge=1e-9, le=1e9, description="K*b*a / `batch_size`.")
+    gain: float = Field(ge=1e-9, le=1e9, description="The worth of one step, in steps at `batch_size`.")
+    grad_sqr: Estimate = Field(
+        description="Estimated squared norm of the true gradient; noise can make it negative."
+    )
+    grad_var: Estimate = Field(
+        description="Estimated variance of a gradient at `batch_size`; noise can make it negative."
+    )
+    step_time: float = Field(
+        ge=0, le=1e6, description="Mean seconds per step since the last report; 0 if not measured."
+    )
+    time: float = Field(ge=0, le=1e12, description="When the step finished, in seconds since 1970.")
+    loss: Estimate | None = Field(
+        default=None,
+        description="Mean training loss since the last report, or its last mean; null if not logged.",
+    )
+    target: float | None = Field(
+        default=None, ge=0, le=1e15, description="The progress at which training ends; null if unbounded."
+    )
+    nodes: Replicas = Field(default=1, description="Number of nodes on which the replicas ran.")
+    lr_factor: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e9,
+        description="The factor of the learning rate for this gain; null if not reported.",
+    )
+    sync_time: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e6,
+        description="Seconds of a step in which computation waits for the exchange of gradients; null if not "
+        "measured.",
+    )
+    metrics: Metrics = Field(
+        default_factory=dict,
+        description="The means, since the last report, of other values that the program has logged, by name.",
+    )
+    accelerator: AcceleratorType = Field(
+        default="", description="The type of accelerator of the replicas; empty if unknown."
+    )
+
+
+class JobSpecBody(RequestBody):
+    """The declaration of a job."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            batch_size=4, max_batch_size=256, local_bsz_bounds=[4, 64], min_replicas=1, max_replicas=4,
+            scale_invariant_steps=12000, efficiency_target=0.5,
+        )
+    )  # fmt: skip
+
+    batch_size: Samples = Field(description="The global batch size that the learning rate was tuned for.")
+    max_batch_size: Samples | None = Field(
+        default=None, description="Upper bound of the global batch size; null for no bound."
+    )
+    local_bsz_bounds: tuple[Samples, SamplesOrAuto] | None = Field(
+        default=None,
+        description="Lower and upper bound of the batch size of one replica; null for no bounds. The upper "
+        'bound may be "auto" if `max_batch_size` is set: what fits into memory.',
+    )
+    min_replicas: Replicas = Field(default=1, description="The minimum number of replicas.")
+    max_replicas: Replicas = Field(default=1, description="The maximum number of replicas.")
+    scale_invariant_steps: Steps | None = Field(
+        default=None, description="The progress at which training ends; null if unknown."
+    )
+    efficiency_target: float = Field(
+        default=JobSpec.efficiency_target,
+        gt=0,
+        le=1,
+        description="The minimum efficiency (gain / scale) of a batch while step times are unknown.",
+    )
+
+    elastic_single_replica: bool = Field(
+        default=False, description="Whether the batch of a single replica may exceed `batch_size`."
+    )
+
+    def to_spec(self) -> JobSpec:
+        """Return the spec as a message of the core."""
+        return JobSpec(**self.__dict__)
+
+
+class AllocationBody(RequestBody):
+    """The desired number of replicas."""
+
+    model_config = ConfigDict(json_schema_extra=_example(generation=3, replicas=4))
+
+    generation: Generation = Field(description="The number of the generation, higher than all before.")
+    replicas: ReplicasOrZero = Field(description="The number of replicas; 0 suspends the job.")
+    failed: bool = Field(default=False, description="Whether the job has failed, and so gets no replicas.")
+
+    def to_allocation(self) -> Allocation:
+        """Return the allocation as a message of the core."""
+        return Allocation(**self.__dict__)
+
+
+class RegistrationBody(RequestBody):
+    """The state and address of a replica's agent."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            replica=0, instance="6f1c.1", state="running", generation=2, address="127.0.0.1", port=40123,
+            exit_code=None, log=None, assigned=2, step=None, lost=[], stepped=2, rank=0, replicas=4,
+            version="0.1.0", node="node-a", key="", stall="",
+            accelerator="cpu", local_bsz_limit=None,
+        )
+    )  # fmt: skip
+
+    replica: Rank = Field(description="The index of the replica, as in the path.")
+    instance: str = Field(
+        min_length=1,
+        max_length=128,
+        pattern=NO_NUL,
+        description="Identifies the trainer process: a random identifier of the agent, a dot, a number.",
+    )
+    state: ReplicaState = Field(description="The state of the replica.")
+    generation: Count = Field(
+        description="The last generation in which its trainer ran, or for which it has held; 0 if none."
+    )
+    address: str = Field(
+        min_length=1, max_length=253, description="Host name or IP address at which other replicas reach it."
+    )
+    port: Port = Field(description="Port on which its trainer listens for other members; 0 if none.")
+    exit_code: ExitCode | None = Field(
+        default=None, description="Exit code of the trainer if it has exited; negative for a signal."
+    )
+    log: Annotated[str, Field(max_length=65536)] | None = Field(
+        default=None, description="The last lines of the trainer's output if it failed."
+    )
+    assigned: Count = Field(
+        default=0, description="The newest generation to which its trainer was assigned; 0 if none."
+    )
+    step: Step | None = Field(
+        default=None, description="While it holds: the step of its state; null if it has no state."
+    )
+    lost: Annotated[tuple[Rank, ...], Field(max_length=MAX_REPLICAS)] = Field(
+        default=(), description="While it holds: the replicas whose loss its trainer has noticed."
+    )
+    stepped: Count = Field(
+        default=0, description="The newest generation in which its trainer has finished a step; 0 if none."
+    )
+    rank: Rank | None = Field(default=None, description="Its rank in the generation; null if none.")
+    replicas: Replicas | None = Field(
+        default=None, description="The number of members of the generation; null if none."
+    )
+    version: str = Field(default="", max_length=128, description="The version of the package.")
+    node: str = Field(default="", max_length=253, description="The node that it runs on.")
+    key: str = Field(
+        default="",
+        max_length=128,
+        description="A random secret; the first becomes that of the job's members.",
+    )
+    stall: str = Field(
+        default="",
+        max_length=MAX_STALL_LENGTH,
+        description="While no step of its trainer ends: where that is, or that it waits for the others.",
+    )
+    accelerator: AcceleratorType = Field(
+        default="", description="The type of accelerator that it computes on; empty if unknown."
+    )
+    local_bsz_limit: Samples | None = Field(
+        default=None,
+        description="The largest local batch size that it can still try, because a larger one did not fit "
+        "into memory; null if none has failed in its generation.",
+    )
+
+    def to_registration(self) -> Registration:
+        """Return the registration as a message of the core."""
+        # A program may print this character, and its log shall be shown nevertheless.
+        log = None if self.log is None else self.log.replace("\0", "\ufffd")
+        return Registration(**{**self.__dict__, "log": log})
+
+
+Explanation = Annotated[str, Field(max_length=500)]
+Amount = Annotated[float, Field(ge=0, le=1e300)]
+
+
+class GivenReplicasBody(RequestBody):
+    """Replicas that another job would have to give up."""
+
+    job: Annotated[str, Field(max_length=127)] = Field(description="The other job.")
+    replicas: Replicas = Field(description="How many replicas.")
+
+
+class CountBody(RequestBody):
+    """What a replica count would give."""
+
+    replicas: Replicas = Field(description="The replica count.")
+    goodput: Amount | None = Field(
+        description="Predicted steps at `batch_size` per second; null if not predicted."
+    )
+    seconds_left: Amount | None = Field(
+        description="Predicted seconds to the end of the job, the restart included; null if not known."
+    )
+    given: Annotated[tuple[GivenReplicasBody, ...], Field(max_length=MAX_DECISION_GIVEN)] = Field(
+        description="The replicas that other jobs would have to give up for it."
+    )
+    verdict: Verdict = Field(description="Why it was chosen or not.")
+    reason: Explanation = Field(description="The same for people.")
+
+    def to_count(self) -> CountView:
+        """Return the count as a message of the core."""
+        given = tuple(GivenReplicas(**each.__dict__) for each in self.given)
+        return CountView(**{**self.__dict__, "given": given})
+
+
+class LimitBody(RequestBody):
+    """Something that limits the replica count."""
+
+    kind: LimitKind = Field(description="What it is.")
+    reason: Explanation = Field(description="The limit, for people.")
+
+
+class DecisionBody(RequestBody):
+    """A decision about a job, explained."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_example(
+            job="default.digits", replicas=2, present=2, waiting=False,
+            reason="unchanged: no other count is worth a change", time=1760000000.0,
+            counts=[
+                {
+                    "replicas": 2, "goodput": 812.5, "seconds_left": 14.8, "given": [],
+                    "verdict": "chosen", "reason": "chosen",
+                },
+                {
+                    "replicas": 4, "goodput": 1320.0, "seconds_left": 10.1,
+                    "given": [{"job": "default.other", "replicas": 2}],
+                    "verdict": "other_jobs", "reason": "other jobs would lose more than this job would gain",
+                },
+            ],
+            limits=[{"kind": "capacity", "reason": "0 of 4 replicas are free"}],
+        )
+    )  # fmt: skip
+
+    job: Annotated[str, Field(min_length=1, max_length=127)] = Field(
+        description="The job id, as in the path."
+    )
+    replicas: ReplicasOrZero = Field(description="The count that was chosen; 0 if the job does not run.")
+    present: ReplicasOrZero = Field(description="The count before the decision.")
+    waiting: bool = Field(description="Whether the job does not run because of insufficient capacity.")
+    reason: Explanation = Field(description="Why it was chosen.")
+    time: float = Field(ge=0, le=1e12, description="When it was decided, in seconds since 1970.")
+    counts: Annotated[tuple[CountBody, ...], Field(max_length=MAX_DECISION_COUNTS)] = Field(
+        description="What this and other counts would give, ascending."
+    )
+    limits: Annotated[tuple[LimitBody, ...], Field(max_length=16)] = Field(
+        description="What limits the count."
+    )
+
+    def to_decision(self, job_id: str) -> DecisionView:
+        """Return the decision about a job, by its full id, as a message of the core."""
+        counts = tuple(each.to_count() for each in self.counts)
+        limits = tuple(LimitView(**each.__dict__) for each in self.limits)
+        return DecisionView(**{**self.__dict__, "job": job_id, "counts": counts, "limits": limits})

@@ -1,0 +1,229 @@
+"""A PostgreSQL database, which several services may share."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+from psycopg import sql as psycopg_sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from adascale_api.data.backends.base import LITTLE_ROOM, Failure, UnusableDatabaseError
+from adascale_api.data.backends.ownership import require_own_tables
+from adascale_api.data.sql import Sql
+from adascale_api.data.tables import SCHEMA, SCHEMA_VERSION, TABLES, create_statements
+
+MIN_VERSION = 150000
+"""PostgreSQL 15."""
+CHANNEL = "adascale_jobs"
+"""The channel on which services notify each other of changed jobs."""
+SETTINGS = {
+    "connect_timeout": "3",
+    # Notice a server that vanished without closing its connections.
+    "keepalives_idle": "5",
+    "keepalives_interval": "2",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "4000",
+    "application_name": "adascale-api",
+    # Below the deadline of a request.
+    "options": "-c statement_timeout=4000 -c lock_timeout=2000 -c idle_in_transaction_session_timeout=10000",
+}
+LISTEN_TIMEOUT = 2.0
+"""Seconds for which the listener waits for a notification before it looks whether it shall end."""
+RECONNECT_INTERVAL = 0.5
+"""Seconds between two attempts to listen again."""
+LOCK_TABLES = 0x41646153
+"""The number of the advisory lock that is held while tables are created."""
+
+_ROW = 1024
+"""Bytes of a row that tries whether there is room; longer ones would be compressed."""
+_WRITE_ROWS = psycopg_sql.SQL(
+    f"CREATE UNLOGGED TABLE {{}} AS SELECT repeat('x', {_ROW}) FROM generate_series(1, %s)"
+)
+
+_FAILURES: dict[str, Failure] = {
+    "53100": Failure.FULL,  # disk_full
+    "55P03": Failure.BUSY,  # lock_not_available
+    "57014": Failure.BUSY,  # query_canceled
+    "40001": Failure.CONFLICT,  # serialization_failure
+    "40P01": Failure.CONFLICT,  # deadlock_detected
+    "25006": Failure.LOST,  # read_only_sql_transaction, on a standby
+    "42P01": Failure.DAMAGED,  # undefined_table
+    "42703": Failure.DAMAGED,  # undefined_column
+    "XX001": Failure.DAMAGED,  # data_corrupted
+    "XX002": Failure.DAMAGED,  # index_corrupted
+}
+_LOST_CLASSES = ("08", "57P", "53")
+"""Connection exceptions, operator intervention, and insufficient resources such as too many connections."""
+
+logger = logging.getLogger(__name__)
+
+
+class PostgresqlConnector:
+    """Opens connections to a PostgreSQL database.
+
+    Args:
+        url: `postgresql://USER:PASSWORD@HOST/NAME`, or what else libpq reads.
+
+    Raises:
+        UnusableDatabaseError: the URL is not valid, the database does not answer, is too old, or has other
+            tables.
+    """
+
+    error: type[Exception] = psycopg.Error
+    is_shared = True
+
+    def __init__(self, url: str) -> None:
+        try:
+            given = conninfo_to_dict(url)
+        except psycopg.ProgrammingError as error:
+            raise UnusableDatabaseError(
+                f"the database URL is not valid: {str(error).strip()}; use postgresql://USER:PASSWORD@HOST/NAME"
+            ) from error
+        options = " ".join(filter(None, [SETTINGS["options"], str(given.get("options") or "")]))
+        self._conninfo = make_conninfo("", **{**SETTINGS, **given, "options": options})
+        self.url = f"postgresql://{given.get('host', '')}/{given.get('dbname', '')}"
+        self._closed = threading.Event()
+        self._listener: threading.Thread | None = None
+        try:
+            with psycopg.connect(self._conninfo) as connection:
+                self._create_tables(connection)
+        except psycopg.Error as error:
+            raise UnusableDatabaseError(
+                f"database {self.url} can't be opened and written: {str(error).strip()}"
+            ) from error
+
+    # -- connections ----------------------------------------------------------------------------------------
+
+    def connect(self, *, writes: bool) -> psycopg.Connection[Any]:
+        """Open a connection."""
+        connection = psycopg.connect(self._conninfo)
+        if not writes:
+            connection.read_only = True
+            connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        return connection
+
+    def begin(self, connection: psycopg.Connection[Any], *, writes: bool) -> None:
+        """Do nothing: the first statement begins a transaction."""
+
+    def commit(self, connection: psycopg.Connection[Any], changed: Mapping[str, int]) -> None:
+        """Commit a transaction, and notify the other services of the jobs that it has changed."""
+        if changed:
+            payloads = [f"{job_id} {version}" for job_id, version in changed.items()]
+            connection.execute(
+                "SELECT pg_notify(%s, payload) FROM unnest(%s::text[]) AS payload", (CHANNEL, payloads)
+            )
+        connection.commit()
+
+    def interrupt(self, connection: psycopg.Connection[Any]) -> None:
+        """End the statement that another thread executes."""
+        with suppress(psycopg.Error):
+            connection.cancel_safe(timeout=1.0)
+
+    def close(self) -> None:
+        """End the listener."""
+        self._closed.set()
+        if self._listener is not None:
+            self._listener.join(LISTEN_TIMEOUT + 1)
+
+    # -- statements -----------------------------------------------------------------------------------------
+
+    def text(self, statement: Sql) -> str:
+        """Return a statement as the driver reads it."""
+        return statement.postgresql
+
+    # -- health ---------------------------------------------------------------------------------------------
+
+    def failure(self, error: Exception) -> Failure:
+        """Return what an error means."""
+        state = getattr(error, "sqlstate", None)
+        if state is None:
+            return Failure.LOST if isinstance(error, psycopg.OperationalError) else Failure.OTHER
+        if state in _FAILURES:
+            return _FAILURES[state]
+        return Failure.LOST if state.startswith(_LOST_CLASSES) else Failure.OTHER
+
+    def check(self, connection: psycopg.Connection[Any], *, thorough: bool) -> str:  # noqa: ARG002
+        """Return what is wrong with the tables; empty if nothing. The server itself checks its pages."""
+        try:
+            _require_own_tables(connection, self.url)
+        except UnusableDatabaseError as error:
+            return str(error)
+        return ""
+
+    def has_room(self, *, was_full: bool) -> bool:
+        """Return whether there is room, as far as the server tells: it knows only when it writes.
+
+        After there was none, this writes a table of `LITTLE_ROOM` in a transaction that it undoes.
+        """
+        if not was_full:
+            return True
+        try:
+            with psycopg.connect(self._conninfo) as connection:
+                table = psycopg_sql.Identifier(f"adascale_room_{connection.info.backend_pid}")
+                connection.execute(_WRITE_ROWS.format(table), (LITTLE_ROOM // _ROW,))
+                connection.rollback()
+        except psycopg.Error as error:
+            return self.failure(error) is not Failure.FULL
+        return True
+
+    def make_room(self) -> bool:
+        """Return False: the server keeps its own reserve."""
+        return False
+
+    def reserve_room(self) -> None:
+        """Do nothing."""
+
+    def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
+        """Report the changes that services commit, this one's too, from a thread, until `close`."""
+        self._listener = threading.Thread(
+            target=self._listen, args=(on_change, on_listening), name="adascale-listener", daemon=True
+        )
+        self._listener.start()
+
+    def _listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
+        while not self._closed.is_set():
+            try:
+                with psycopg.connect(self._conninfo, autocommit=True) as connection:
+                    connection.execute(psycopg_sql.SQL("LISTEN {}").format(psycopg_sql.Identifier(CHANNEL)))
+                    on_listening(True)
+                    while not self._closed.is_set():
+                        for notification in connection.notifies(timeout=LISTEN_TIMEOUT):
+                            job_id, _, version = notification.payload.partition(" ")
+                            on_change(job_id, int(version))
+                        # A connection that is lost without a word is noticed by asking.
+                        connection.execute("SELECT 1")
+            # ValueError: an invalid notification, by another program.
+            except (psycopg.Error, ValueError) as error:
+                logger.warning("listens again for changes of jobs, because of an error: %s", error)
+                on_listening(False)
+                self._closed.wait(RECONNECT_INTERVAL)
+
+    def _create_tables(self, connection: psycopg.Connection[Any]) -> None:
+        if connection.info.server_version < MIN_VERSION:
+            raise UnusableDatabaseError(
+                f"database {self.url} is PostgreSQL {connection.info.server_version // 10000}, "
+                f"this service needs version {MIN_VERSION // 10000} or newer"
+            )
+        # Services that start together create the tables one after another.
+        connection.execute("SELECT pg_advisory_xact_lock(%s)", (LOCK_TABLES,))
+        _require_own_tables(connection, self.url)
+        for statement in create_statements(
+            key="BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
+            double="DOUBLE PRECISION",
+            binary="BYTEA",
+            suffixes={},
+        ):
+            connection.execute(statement)
+        connection.execute(f"INSERT INTO {SCHEMA} VALUES ({SCHEMA_VERSION}) ON CONFLICT DO NOTHING")
+
+
+def _require_own_tables(connection: psycopg.Connection[Any], url: str) -> None:
+    """Refuse tables of another version or program. Tables of other names do not matter."""
+    rows = connection.execute(
+        "SELECT tablename FROM pg_tables WHERE schemaname = current_schema() AND tablename = ANY(%s)",
+        (list(TABLES),),
+    )
+    require_own_tables(url, {name for (name,) in rows}, connection.execute, remedy="use another database")

@@ -1,0 +1,268 @@
+"""A database in an SQLite file, used by one process."""
+
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import unquote
+
+from adascale_api.data.backends.base import LITTLE_ROOM, Failure, UnusableDatabaseError
+from adascale_api.data.backends.ownership import require_own_tables
+from adascale_api.data.sql import Sql
+from adascale_api.data.tables import SCHEMA, SCHEMA_VERSION, create_statements
+
+PREFIX = "sqlite:///"
+BUSY_TIMEOUT = 2.0
+"""Seconds to wait for a lock that another program holds."""
+READ_TIMEOUT = 4.0
+"""Seconds after which a query is ended."""
+RESERVE = 8 * 1024 * 1024
+"""Bytes of a file that is removed when the disk is full, so that registrations, allocations and deletions
+have room: a commit needs some even if it deletes."""
+MAX_RESERVED_FRACTION = 0.1
+"""Of the disk, for the reserve."""
+_INSTRUCTIONS_PER_CHECK = 50_000
+
+_FAILURES = {
+    sqlite3.SQLITE_FULL: Failure.FULL,
+    sqlite3.SQLITE_IOERR: Failure.FULL,
+    sqlite3.SQLITE_BUSY: Failure.BUSY,
+    sqlite3.SQLITE_LOCKED: Failure.BUSY,
+    sqlite3.SQLITE_INTERRUPT: Failure.BUSY,
+    sqlite3.SQLITE_CORRUPT: Failure.DAMAGED,
+    sqlite3.SQLITE_NOTADB: Failure.DAMAGED,
+    sqlite3.SQLITE_READONLY: Failure.LOST,
+    sqlite3.SQLITE_CANTOPEN: Failure.LOST,
+}
+
+
+class SqliteConnector:
+    """Opens connections to an SQLite file.
+
+    Args:
+        url: `sqlite:///PATH`.
+
+    Raises:
+        UnusableDatabaseError: the URL is not valid, or the file can't be opened and written, is used by
+            another process, or has other tables.
+    """
+
+    error: type[Exception] = sqlite3.Error
+    is_shared = False
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        path = unquote(url.removeprefix(PREFIX).partition("?")[0])
+        if not url.startswith(PREFIX) or path in ("", ":memory:"):
+            raise UnusableDatabaseError(
+                f"database {url} is in memory and would lose all data at the end: use sqlite:///PATH"
+            )
+        self._path = Path(path)
+        self._reserve = self._path.with_name(f"{self._path.name}-reserve")
+        self._lock_file = self._lock()
+        try:
+            if self._free() < self._reserve_size():
+                self._reserve.unlink(missing_ok=True)
+            connection = self.connect(writes=True)
+            try:
+                self._create_tables(connection)
+            finally:
+                connection.close()
+            self._identity = self._identify()
+            self._reserve_room()
+        except (sqlite3.Error, OSError) as error:
+            os.close(self._lock_file)
+            raise UnusableDatabaseError(f"database {url} can't be opened and written: {error}") from error
+        except UnusableDatabaseError:
+            os.close(self._lock_file)
+            raise
+
+    # -- connections ----------------------------------------------------------------------------------------
+
+    def connect(self, *, writes: bool) -> sqlite3.Connection:
+        """Open a connection."""
+        connection = sqlite3.connect(
+            self._path,
+            timeout=BUSY_TIMEOUT,
+            isolation_level=None,  # `begin` starts the transactions
+            check_same_thread=False,
+            cached_statements=256,
+        )
+        connection.execute("PRAGMA journal_mode = WAL")
+        # Commits survive a loss of power. Group commits make it affordable.
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute(f"PRAGMA journal_size_limit = {RESERVE // 4}")
+        connection.execute("PRAGMA cell_size_check = ON")
+        if not writes:
+            connection.execute("PRAGMA query_only = ON")
+        return connection
+
+    def begin(self, connection: sqlite3.Connection, *, writes: bool) -> None:
+        """Begin a transaction. A query ends after `READ_TIMEOUT`."""
+        connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+        if not writes:
+            deadline = time.monotonic() + READ_TIMEOUT
+            connection.set_progress_handler(lambda: time.monotonic() > deadline, _INSTRUCTIONS_PER_CHECK)
+
+    def commit(self, connection: sqlite3.Connection, changed: Mapping[str, int]) -> None:  # noqa: ARG002
+        """Commit a transaction.
+
+        Raises:
+            sqlite3.DatabaseError: the file was deleted or replaced, so the data would be lost.
+        """
+        if self._identify() != self._identity:
+            raise sqlite3.DatabaseError(f"the file {self._path} was deleted or replaced")
+        connection.execute("COMMIT")
+
+    def interrupt(self, connection: sqlite3.Connection) -> None:
+        """End the statement that another thread executes."""
+        connection.interrupt()
+
+    def close(self) -> None:
+        """Unlock the file."""
+        os.close(self._lock_file)
+
+    # -- statements -----------------------------------------------------------------------------------------
+
+    def text(self, statement: Sql) -> str:
+        """Return a statement as the driver reads it."""
+        return statement.sqlite
+
+    # -- health ---------------------------------------------------------------------------------------------
+
+    def failure(self, error: Exception) -> Failure:
+        """Return what an error means."""
+        code = getattr(error, "sqlite_errorcode", None)
+        if code is None:
+            # Raised here, or by the driver for a closed connection.
+            return Failure.DAMAGED if isinstance(error, sqlite3.DatabaseError) else Failure.OTHER
+        return _FAILURES.get(code & 0xFF, Failure.OTHER)
+
+    def check(self, connection: sqlite3.Connection, *, thorough: bool) -> str:
+        """Return what is wrong with the file; empty if nothing."""
+        if self._identify() != self._identity:
+            return f"the file {self._path} was deleted or replaced"
+        found = "ok"
+        try:
+            _require_own_tables(connection, self.url)
+            if thorough:
+                (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        except (sqlite3.DatabaseError, UnusableDatabaseError) as error:
+            if self.failure(error) in (Failure.BUSY, Failure.FULL):
+                return ""
+            return str(error)
+        return "" if found == "ok" else str(found)
+
+    def has_room(self, *, was_full: bool) -> bool:  # noqa: ARG002
+        """Return whether there is room on the disk and in free pages of the file, besides the reserve."""
+        try:
+            free_pages = self._free_pages()
+        except sqlite3.Error:
+            free_pages = 0
+        return self._free() + free_pages >= LITTLE_ROOM
+
+    def make_room(self) -> bool:
+        """Remove the reserve, empty the write-ahead log, and return whether that made room.
+
+        The log is emptied while the file can still grow by its pages. It would keep the room of the reserve
+        otherwise, and grow until it can't be emptied any more.
+        """
+        try:
+            before = self._free()
+            self._reserve.unlink(missing_ok=True)
+            with suppress(sqlite3.Error):
+                connection = self.connect(writes=True)
+                try:
+                    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                finally:
+                    connection.close()
+            return self._free() > before
+        except OSError:
+            return False  # the file system can't be changed, or is away
+
+    def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
+        """Do nothing: no other process uses the file."""
+
+    def reserve_room(self) -> None:
+        """Write the reserve again if there is room for it."""
+        if not self._reserve.exists() and self._free() > 3 * self._reserve_size():
+            self._reserve_room()
+
+    def _reserve_size(self) -> int:
+        status = os.statvfs(self._path.parent)
+        return min(RESERVE, int(MAX_RESERVED_FRACTION * status.f_blocks * status.f_frsize))
+
+    def _reserve_room(self) -> None:
+        size = self._reserve_size()
+        if self._free() < 2 * size:
+            return
+        with self._reserve.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(size, 1))
+
+    def _free(self) -> int:
+        status = os.statvfs(self._path.parent)
+        return status.f_bavail * status.f_frsize
+
+    def _free_pages(self) -> int:
+        connection = self.connect(writes=False)
+        try:
+            (pages,) = connection.execute("PRAGMA freelist_count").fetchone()
+            (size,) = connection.execute("PRAGMA page_size").fetchone()
+        finally:
+            connection.close()
+        return int(pages * size)
+
+    def _identify(self) -> tuple[int, int] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def _lock(self) -> int:
+        path = self._path.with_name(f"{self._path.name}-lock")
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UnusableDatabaseError(
+                f"database {self.url} can't be opened and written: unable to open database file "
+                f"({error.strerror})"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise UnusableDatabaseError(
+                f"database {self.url} is used by another metrics service: stop it, or use another file; "
+                "several services can share a PostgreSQL database"
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        return descriptor
+
+    def _create_tables(self, connection: sqlite3.Connection) -> None:
+        self.begin(connection, writes=True)
+        try:
+            _require_own_tables(connection, self.url)
+            for statement in create_statements(
+                key="INTEGER PRIMARY KEY AUTOINCREMENT",
+                double="DOUBLE",
+                binary="BLOB",
+                suffixes={"reports": "WITHOUT ROWID", "step_times": "WITHOUT ROWID"},
+            ):
+                connection.execute(statement)
+            connection.execute(f"INSERT OR IGNORE INTO {SCHEMA} VALUES ({SCHEMA_VERSION})")
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.rollback()  # SQLite itself has undone it if the disk is full; then this does nothing
+            raise
+
+
+def _require_own_tables(connection: sqlite3.Connection, url: str) -> None:
+    rows = connection.execute(
+        "SELECT name FROM sqlite_schema WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    )
+    require_own_tables(url, {name for (name,) in rows}, connection.execute, remedy="use another file")

@@ -1,0 +1,93 @@
+"""A stored job, and its state as text for the database."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+from pydantic import TypeAdapter
+
+from adascale_core.errors import AdaScaleError
+from adascale_core.messages.allocation import AllocationView
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.rendezvous.rendezvous import Rendezvous
+
+_MEMORY_PER_CHARACTER = 8
+"""Bytes in memory per character of the state's text, as objects and as text; measured with 1,024 replicas."""
+_MEMORY_PER_JOB = 2048
+"""Bytes in memory of a job with no replica."""
+_view = TypeAdapter(AllocationView)
+
+
+class UnreadableJobError(AdaScaleError):
+    """The stored state of a job can't be read."""
+
+    def __init__(self, job_id: str, cause: Exception) -> None:
+        super().__init__(
+            f"the stored state of job {job_id} can't be read ({type(cause).__name__}: {cause}): "
+            "delete the job, or restore the database from a backup"
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A stored job, without its reports.
+
+    Args:
+        key: the key of its rows.
+        id: the full job id.
+        created_at: when the service created it, in seconds since 1970.
+        version: rises with every change of the other fields.
+        spec: its declaration; None if it is not declared.
+        rendezvous: its generations and replicas. The registrations have no logs, which are stored separately.
+    """
+
+    key: int
+    id: str
+    created_at: float
+    version: int
+    spec: JobSpec | None
+    rendezvous: Rendezvous
+
+    @classmethod
+    def parse(
+        cls, key: int, job_id: str, created_at: float, version: int, spec: str | None, rendezvous: str
+    ) -> "Job":
+        """Return a job from the columns of its row.
+
+        Raises:
+            UnreadableJobError: a column has no valid value.
+        """
+        try:
+            parsed_spec = JobSpec.from_json(json.loads(spec)) if spec else None
+            job = cls(
+                key, job_id, created_at, version, parsed_spec, Rendezvous.from_json(json.loads(rendezvous))
+            )
+            job.__dict__["rendezvous_text"] = rendezvous
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UnreadableJobError(job_id, error) from error
+        return job
+
+    @cached_property
+    def view(self) -> AllocationView:
+        """The job's generations."""
+        return self.rendezvous.view(self.version)
+
+    @cached_property
+    def view_json(self) -> bytes:
+        """The job's generations as JSON."""
+        return _view.dump_json(self.view)
+
+    @cached_property
+    def rendezvous_text(self) -> str:
+        """The rendezvous as JSON."""
+        return json.dumps(self.rendezvous.to_json(), separators=(",", ":"))
+
+    @cached_property
+    def spec_text(self) -> str | None:
+        """The declaration as JSON."""
+        return None if self.spec is None else json.dumps(self.spec.to_json(), separators=(",", ":"))
+
+    @property
+    def size(self) -> int:
+        """The bytes that the job takes in memory, approximately."""
+        return _MEMORY_PER_JOB + _MEMORY_PER_CHARACTER * len(self.rendezvous_text)

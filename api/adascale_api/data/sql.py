@@ -1,0 +1,98 @@
+"""SQL statements for SQLite and PostgreSQL, and the transactions that execute them.
+
+Statements are written by hand and executed by the drivers: building them would take longer than running them.
+They use the SQL that both databases have.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from adascale_api.data.job import Job
+from adascale_api.data.job_cache import JobCache
+
+Row = tuple[Any, ...]
+
+
+class Sql:
+    """A statement with named parameters, written `:name`, or with parameters by position, written `?`.
+
+    Args:
+        text: the statement.
+        lock: whether PostgreSQL locks the selected rows until the end of the transaction. SQLite's writers
+            run one after another.
+    """
+
+    def __init__(self, text: str, *, lock: bool = False) -> None:
+        self.sqlite = text
+        named = re.sub(r":(\w+)", r"%(\1)s", text).replace("?", "%s")
+        self.postgresql = named + (" FOR UPDATE" if lock else "")
+
+
+class DriverConnection(Protocol):
+    """What a transaction needs of a connection of a driver."""
+
+    def execute(self, statement: Any, parameters: Any = ..., /) -> Any:
+        """Return a cursor."""
+        ...
+
+    def cursor(self) -> Any:
+        """Return a cursor."""
+        ...
+
+
+class Executor(Protocol):
+    """What differs between the databases when a transaction executes statements."""
+
+    def text(self, statement: Sql) -> str:
+        """Return the statement as the driver reads it."""
+        ...
+
+
+class Transaction:
+    """Executes statements in a transaction.
+
+    Several operations may share a transaction, so a job that they change is written once, before the commit.
+
+    Args:
+        executor: the database.
+        connection: a connection of its driver.
+        cache: the committed states of jobs.
+
+    Attributes:
+        jobs: the jobs that this transaction has locked, with their state in it.
+        changed: the ids of those that it has changed.
+        activated: the ids of those whose active generation it has changed or ended.
+        deleted: the ids of jobs that it has deleted.
+    """
+
+    def __init__(self, executor: Executor, connection: DriverConnection, cache: JobCache) -> None:
+        self._executor = executor
+        self._connection = connection
+        self.cache = cache
+        self.jobs: dict[str, Job] = {}
+        self.changed: set[str] = set()
+        self.activated: set[str] = set()
+        self.deleted: set[str] = set()
+
+    def all(self, statement: Sql, **parameters: Any) -> list[Row]:
+        """Return all rows of a query."""
+        cursor = self._connection.execute(self._executor.text(statement), parameters)
+        rows: list[Row] = cursor.fetchall()
+        return rows
+
+    def first(self, statement: Sql, **parameters: Any) -> Row | None:
+        """Return the first row of a query; None if there is none."""
+        cursor = self._connection.execute(self._executor.text(statement), parameters)
+        row: Row | None = cursor.fetchone()
+        return row
+
+    def execute(self, statement: Sql, **parameters: Any) -> int:
+        """Execute a statement, and return the number of rows that it has changed."""
+        cursor = self._connection.execute(self._executor.text(statement), parameters)
+        count: int = cursor.rowcount
+        return count
+
+    def execute_for_each(self, statement: Sql, rows: Sequence[Row]) -> None:
+        """Execute a statement once for each row of its parameters, by position."""
+        self._connection.cursor().executemany(self._executor.text(statement), rows)

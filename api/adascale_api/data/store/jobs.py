@@ -1,0 +1,446 @@
+"""Jobs: their declaration, and the state of their rendezvous."""
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.sql import Sql, Transaction
+from adascale_api.data.tables import OF_A_JOB
+from adascale_api.errors import UnavailableError
+from adascale_core.errors import AdaScaleError
+from adascale_core.job_id import namespace_of
+from adascale_core.messages.allocation import Allocation, AllocationView
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.rendezvous import rendezvous
+from adascale_core.rendezvous.rendezvous import Rendezvous
+
+DELETED_ROWS = 200
+"""Rows of a deleted job that one transaction removes, so that other writes do not wait for long. On a full
+disk the reserve must have room for the transaction, which writes up to two pages of 4 KiB for a row."""
+
+MAX_PAGE = 1024 * 1024
+"""Bytes of the jobs that are read or answered together, unless a single job has more."""
+MAX_UNDECLARED = 200
+"""Jobs of a namespace that workers have created and the controller has not declared."""
+MAX_GENERATIONS = 1000
+"""Generations of a job that are kept, the latest."""
+MAX_SILENCE = 60.0
+"""Seconds without a report after which a generation that ends is taken to have ended with its last report:
+the service, or all replicas, had stopped then."""
+
+logger = logging.getLogger(__name__)
+
+
+class JobNotFoundError(AdaScaleError):
+    """The job does not exist."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(
+            f"job {job_id} does not exist: its first report, allocation, replica or declaration creates it"
+        )
+
+
+class TooManyJobsError(UnavailableError):
+    """The workers of a namespace have created too many jobs."""
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__(
+            f"namespace {namespace} has {MAX_UNDECLARED} jobs that were not declared: declare this one, or "
+            "delete some of them; nothing was stored"
+        )
+
+
+class TransitionRule(Protocol):
+    """A function of the core that returns the next state of a rendezvous, given the job's spec."""
+
+    def __call__(self, state: Rendezvous, /, *, declared: JobSpec | None) -> Rendezvous:
+        """Return the next state."""
+        ...
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A job after a rule was applied to its rendezvous, and whether it changed."""
+
+    job: Job
+    changed: bool
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """The state of the rendezvous."""
+        return self.job.rendezvous
+
+    @property
+    def version(self) -> int:
+        """The version of the job."""
+        return self.job.version
+
+    @property
+    def view(self) -> AllocationView:
+        """The job's generations."""
+        return self.job.view
+
+
+class PageRoom:
+    """The room for jobs that are read or answered together."""
+
+    def __init__(self) -> None:
+        self._used = 0
+
+    def takes(self, size: int) -> bool:
+        """Whether there is room for a job of `size` bytes, which it takes. The first job always has room."""
+        is_first = not self._used
+        self._used += size
+        return is_first or self._used <= MAX_PAGE
+
+
+@dataclass(frozen=True)
+class JobPage:
+    """Some jobs, by id.
+
+    Args:
+        jobs: the jobs. Those that can't be read are logged, and are not among them.
+        next: the `after` of the next page; None on the last page.
+    """
+
+    jobs: list[Job]
+    next: str | None
+
+
+# -- reading --------------------------------------------------------------------------------------------
+
+
+def find_job(transaction: Transaction, job_id: str) -> Job:
+    """Return a job.
+
+    Raises:
+        JobNotFoundError: it does not exist.
+        UnreadableJobError: its row has invalid values.
+    """
+    ticket = transaction.cache.ticket(job_id)
+    found = transaction.first(_FIND, id=job_id)
+    if found is None:
+        raise JobNotFoundError(job_id)
+    job = _load(transaction, job_id, *found)
+    transaction.cache.add(job, ticket)
+    return job
+
+
+def list_jobs(transaction: Transaction, after: str, limit: int) -> JobPage:
+    """Return at most `limit` jobs with an id greater than `after`, of which the states have room together."""
+    return _page(transaction, transaction.all(_PAGE, after=after, limit=limit + 1), limit)
+
+
+def incomplete_jobs(transaction: Transaction, after: str, limit: int) -> JobPage:
+    """As `list_jobs`, of the jobs that are not complete."""
+    return _page(transaction, transaction.all(_INCOMPLETE_PAGE, after=after, limit=limit + 1), limit)
+
+
+def old_jobs(
+    transaction: Transaction, finished_before: float, unfinished_before: float, limit: int
+) -> list[str]:
+    """Return the ids of at most `limit` jobs without a change or report since these times."""
+    rows = transaction.all(
+        _OLD, finished_before=finished_before, unfinished_before=unfinished_before, limit=limit
+    )
+    return [job_id for (job_id,) in rows]
+
+
+# -- writing --------------------------------------------------------------------------------------------
+
+
+def declare(transaction: Transaction, job_id: str, spec: JobSpec, now: float) -> bool:
+    """Store a job's spec, and return whether the job is new."""
+    exists = job_id in transaction.jobs or transaction.first(_LOCK, id=job_id) is not None
+    job = lock_or_create(transaction, job_id, now)
+    if job.spec != spec:
+        state = rendezvous.declare(job.rendezvous, job.spec, spec)
+        _change(transaction, replace(job, version=job.version + 1, spec=spec, rendezvous=state))
+    return not exists
+
+
+def allocate(transaction: Transaction, job_id: str, allocation: Allocation, now: float) -> Transition:
+    """Store a job's desired allocation. Creates the job if it does not exist.
+
+    Raises:
+        StaleAllocationError: a newer allocation is desired already.
+    """
+    job = lock_or_create(transaction, job_id, now)
+    return apply(transaction, job, partial(rendezvous.allocate, allocation=allocation))
+
+
+def delete_job(transaction: Transaction, job_id: str, now: float) -> None:
+    """Delete a job. `remove_deleted` removes its reports later, in pieces.
+
+    Raises:
+        JobNotFoundError: it does not exist.
+    """
+    job = transaction.jobs.pop(job_id, None)
+    found = transaction.first(_LOCK, id=job_id)
+    if found is None:
+        raise JobNotFoundError(job_id)
+    key, version = found if job is None else (job.key, job.version)
+    transaction.execute(_REMEMBER_VERSION, id=job_id, version=version, now=now)
+    transaction.execute(_DELETE, key=key, now=now)
+    transaction.changed.discard(job_id)
+    transaction.deleted.add(job_id)
+
+
+def remove_deleted(transaction: Transaction) -> bool:
+    """Remove some rows of deleted jobs, and return whether there are more."""
+    found = transaction.first(_ANY_DELETED)
+    if found is None:
+        return False
+    (key,) = found
+    left = DELETED_ROWS
+    for statement in _REMOVE_ROWS:
+        left -= transaction.execute(statement, key=key, limit=left)
+        if left <= 0:
+            return True
+    transaction.execute(_REMOVE_JOB, key=key)
+    return True
+
+
+def forget_versions(transaction: Transaction, before: float) -> None:
+    """Remove the versions of jobs that were deleted before this time: a new job starts from the clock."""
+    transaction.execute(_FORGET_VERSIONS, before=before)
+
+
+# -- for the other modules of the store -----------------------------------------------------------------
+
+
+def lock(transaction: Transaction, job_id: str) -> int:
+    """Return the key of a job, locked until the end of the transaction.
+
+    Raises:
+        JobNotFoundError: it does not exist.
+    """
+    job = transaction.jobs.get(job_id)
+    if job is not None:
+        return job.key
+    found = transaction.first(_LOCK, id=job_id)
+    if found is None:
+        raise JobNotFoundError(job_id)
+    return int(found[0])
+
+
+def lock_or_create(
+    transaction: Transaction, job_id: str, now: float, *, max_undeclared: int | None = None
+) -> Job:
+    """Return a job, locked until the end of the transaction. Creates the job if it does not exist.
+
+    Args:
+        transaction: the transaction.
+        job_id: the full job id.
+        now: the time, in seconds since 1970.
+        max_undeclared: jobs that are not declared which its namespace may have if this creates it; None for
+            any number.
+
+    Raises:
+        UnreadableJobError: its row has invalid values.
+        TooManyJobsError: it would be one more than `max_undeclared`.
+    """
+    job = transaction.jobs.get(job_id)
+    if job is not None:
+        return job
+    found = transaction.first(_LOCK, id=job_id)
+    if found is None:
+        if max_undeclared is not None:
+            _require_room(transaction, job_id, max_undeclared)
+        last_version = transaction.first(_DELETED_VERSION, id=job_id)
+        # From the clock, so that versions rise also for agents that outlive a lost database.
+        version = max(int(1000 * now), 0 if last_version is None else last_version[0] + 1)
+        empty = Job(0, job_id, now, version, None, Rendezvous())
+        created = transaction.first(
+            _CREATE, id=job_id, now=now, version=version, rendezvous=empty.rendezvous_text
+        )
+        if created is not None:
+            job = replace(empty, key=created[0])
+            transaction.jobs[job_id] = job
+            transaction.changed.add(job_id)
+            return job
+        # Another process created it meanwhile.
+        found = transaction.first(_LOCK, id=job_id)
+        if found is None:
+            raise JobNotFoundError(job_id)
+    job = _load(transaction, job_id, *found)
+    transaction.jobs[job_id] = job
+    return job
+
+
+def apply(transaction: Transaction, job: Job, rule: TransitionRule) -> Transition:
+    """Apply a rule to a locked job's rendezvous, and store the next state if it differs."""
+    after = rule(job.rendezvous, declared=job.spec)
+    if after == job.rendezvous:
+        return Transition(job, changed=False)
+    changed = replace(job, version=job.version + 1, rendezvous=after)
+    _change(transaction, changed)
+    if _active(after) != _active(job.rendezvous):
+        transaction.activated.add(job.id)
+    return Transition(changed, changed=True)
+
+
+def write_changes(transaction: Transaction, now: float) -> None:
+    """Write the jobs that the transaction has changed; called before its commit."""
+    for job_id in transaction.changed:
+        job = transaction.jobs[job_id]
+        transaction.execute(
+            _UPDATE,
+            key=job.key,
+            version=job.version,
+            spec=job.spec_text,
+            rendezvous=job.rendezvous_text,
+            complete=int(job.rendezvous.complete),
+            now=now,
+        )
+        if job_id in transaction.activated:
+            _record_generation(transaction, job, now)
+
+
+def _active(state: Rendezvous) -> int:
+    """Return the number of the generation that trains; 0 if there is none."""
+    if state.active is None or state.broken or state.complete:
+        return 0
+    return state.active.generation if state.active.replicas else 0
+
+
+def _record_generation(transaction: Transaction, job: Job, now: float) -> None:
+    transaction.execute(_END_GENERATION, key=job.key, now=now, silent=now - MAX_SILENCE)
+    state = job.rendezvous
+    generation = _active(state)
+    if not generation or state.active is None:
+        return
+    transaction.execute(
+        _ADD_GENERATION,
+        key=job.key,
+        generation=generation,
+        replicas=state.active.replicas,
+        now=now,
+        disruptions=state.disruptions,
+        failures=state.failures,
+    )
+    transaction.execute(_REMOVE_OLD_GENERATIONS, key=job.key, before=generation - MAX_GENERATIONS)
+
+
+def _change(transaction: Transaction, job: Job) -> None:
+    transaction.jobs[job.id] = job
+    transaction.changed.add(job.id)
+
+
+def _require_room(transaction: Transaction, job_id: str, max_undeclared: int) -> None:
+    namespace = namespace_of(job_id)
+    prefix = f"{namespace}."
+    found = transaction.first(_UNDECLARED, prefix=prefix, length=len(prefix))
+    if found is not None and found[0] >= max_undeclared:
+        raise TooManyJobsError(namespace)
+
+
+def _load(transaction: Transaction, job_id: str, key: int, version: int) -> Job:
+    """Return the state of a job, from the cache if it has this version."""
+    cached = transaction.cache.get(job_id)
+    if cached is not None and cached.key == key and cached.version == version:
+        return cached
+    row = transaction.first(_LOAD, key=key)
+    if row is None:
+        raise JobNotFoundError(job_id)
+    return Job.parse(key, job_id, *row)
+
+
+def _page(transaction: Transaction, rows: list[tuple[str, int, int]], limit: int) -> JobPage:
+    found: list[Job] = []
+    room, done = PageRoom(), None
+    for job_id, key, version in rows[:limit]:
+        try:
+            ticket = transaction.cache.ticket(job_id)
+            job = _load(transaction, job_id, key, version)
+            transaction.cache.add(job, ticket)
+        except UnreadableJobError as error:
+            logger.error("%s", error)
+        except JobNotFoundError:
+            pass  # deleted since the rows were read
+        else:
+            if not room.takes(len(job.rendezvous_text)):
+                return JobPage(found, done)
+            found.append(job)
+        done = job_id
+    return JobPage(found, done if len(rows) > limit else None)
+
+
+_FIND = Sql("SELECT key, version FROM jobs WHERE id = :id")
+_LOCK = Sql("SELECT key, version FROM jobs WHERE id = :id", lock=True)
+_LOAD = Sql("SELECT created_at, version, spec, rendezvous FROM jobs WHERE key = :key")
+_PAGE = Sql("SELECT id, key, version FROM jobs WHERE id > :after ORDER BY id LIMIT :limit")
+_INCOMPLETE_PAGE = Sql(
+    "SELECT id, key, version FROM jobs WHERE id > :after AND complete = 0 ORDER BY id LIMIT :limit"
+)
+_UNDECLARED = Sql("SELECT count(*) FROM jobs WHERE spec IS NULL AND substr(id, 1, :length) = :prefix")
+_CREATE = Sql(
+    """
+    INSERT INTO jobs (id, created_at, changed_at, version, complete, rendezvous)
+    VALUES (:id, :now, :now, :version, 0, :rendezvous)
+    ON CONFLICT (id) DO NOTHING
+    RETURNING key
+    """
+)
+_UPDATE = Sql(
+    """
+    UPDATE jobs
+    SET version = :version, spec = :spec, rendezvous = :rendezvous, complete = :complete, changed_at = :now
+    WHERE key = :key
+    """
+)
+_END_GENERATION = Sql(
+    """
+    UPDATE generations SET ended_at = coalesce((
+        SELECT reported_at FROM measurements
+        WHERE measurements.job_key = :key AND reported_at >= started_at AND reported_at < :silent
+    ), :now)
+    WHERE job_key = :key AND ended_at IS NULL
+    """
+)
+_ADD_GENERATION = Sql(
+    """
+    INSERT INTO generations (job_key, generation, replicas, started_at, disruptions, failures)
+    VALUES (:key, :generation, :replicas, :now, :disruptions, :failures)
+    ON CONFLICT (job_key, generation) DO NOTHING
+    """
+)
+_REMOVE_OLD_GENERATIONS = Sql("DELETE FROM generations WHERE job_key = :key AND generation <= :before")
+_DELETED_VERSION = Sql("SELECT version FROM deleted_jobs WHERE id = :id")
+_REMEMBER_VERSION = Sql(
+    """
+    INSERT INTO deleted_jobs (id, version, deleted_at) VALUES (:id, :version, :now)
+    ON CONFLICT (id) DO UPDATE SET version = excluded.version, deleted_at = excluded.deleted_at
+    """
+)
+_OLD = Sql(
+    """
+    SELECT jobs.id FROM jobs LEFT JOIN measurements ON measurements.job_key = jobs.key
+    WHERE jobs.id IS NOT NULL
+    AND jobs.changed_at < CASE WHEN complete = 1 THEN :finished_before ELSE :unfinished_before END
+    AND coalesce(reported_at, 0) < CASE WHEN complete = 1 THEN :finished_before ELSE :unfinished_before END
+    LIMIT :limit
+    """
+)
+_FORGET_VERSIONS = Sql("DELETE FROM deleted_jobs WHERE deleted_at < :before")
+_DELETE = Sql("UPDATE jobs SET id = NULL, changed_at = :now, rendezvous = '' WHERE key = :key")
+_ANY_DELETED = Sql("SELECT key FROM jobs WHERE id IS NULL LIMIT 1")
+_REMOVE_JOB = Sql("DELETE FROM jobs WHERE key = :key")
+_PRIMARY_KEYS = {
+    "reports": "generation, step",
+    "step_times": "replicas, local_bsz, accumulation, nodes, accelerator",
+    "generations": "generation",
+    "logs": "replica",
+    "heartbeats": "replica",
+    "decisions": "job_key",
+    "measurements": "job_key",
+}
+_REMOVE_ROWS = [
+    Sql(
+        f"DELETE FROM {table} WHERE job_key = :key AND ({_PRIMARY_KEYS[table]}) IN "
+        f"(SELECT {_PRIMARY_KEYS[table]} FROM {table} WHERE job_key = :key LIMIT :limit)"
+    )
+    for table in OF_A_JOB
+]

@@ -1,0 +1,96 @@
+"""Replicas: their registrations and logs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from adascale_api.data.job import Job
+from adascale_api.data.sql import Sql, Transaction
+from adascale_api.data.store.jobs import MAX_UNDECLARED, Transition, apply, lock_or_create
+from adascale_core.messages.registration import Registration
+from adascale_core.rendezvous import rendezvous
+
+MAX_LOGS = 16
+"""Logs of a job that are kept, the latest: one shows why a program fails, and all replicas fail alike."""
+
+
+def register(transaction: Transaction, job_id: str, registration: Registration, now: float) -> Transition:
+    """Store a registration. Creates the job if it does not exist.
+
+    The log is stored separately: a state with the logs of all replicas would be read and written with every
+    registration.
+
+    Raises:
+        TooManyJobsError: the job is new, and its namespace has too many that are not declared.
+    """
+    job = lock_or_create(transaction, job_id, now, max_undeclared=MAX_UNDECLARED)
+    without_log = replace(registration, log=None)
+    transition = apply(transaction, job, partial(rendezvous.register, registration=without_log))
+    stored = transition.rendezvous.replicas.get(registration.replica)
+    if registration.log and stored == replace(without_log, key=""):
+        transaction.execute(
+            _UPSERT_LOG,
+            key=job.key,
+            replica=registration.replica,
+            instance=registration.instance,
+            log=registration.log,
+            now=now,
+        )
+        transaction.execute(_REMOVE_OLD_LOGS, key=job.key, limit=MAX_LOGS)
+    return transition
+
+
+def expire(transaction: Transaction, job_id: str, instances: Mapping[int, str], now: float) -> Transition:
+    """Remove the replicas of these agents, whose heartbeats have expired."""
+    job = lock_or_create(transaction, job_id, now)
+    overdue = [
+        index
+        for index, instance in instances.items()
+        if index in job.rendezvous.replicas and job.rendezvous.replicas[index].instance == instance
+    ]
+    return apply(transaction, job, partial(rendezvous.expire, indices=overdue))
+
+
+@dataclass(frozen=True)
+class Log:
+    """The log of a replica's agent."""
+
+    instance: str
+    text: str
+
+
+def logs(transaction: Transaction, job: Job, *, with_texts: bool = True) -> dict[int, Log]:
+    """Return the logs of a job, by replica, with empty texts unless `with_texts`."""
+    query = _LOGS if with_texts else _EMPTY_LOGS
+    return {row[0]: Log(*row[1:]) for row in transaction.all(query, key=job.key)}
+
+
+def jobs_with_logs(transaction: Transaction, after: str, last: str) -> frozenset[int]:
+    """Return the keys of the jobs that have logs, of the ids from `after` to `last`."""
+    return frozenset(key for (key,) in transaction.all(_WITH_LOGS, after=after, last=last))
+
+
+_WITH_LOGS = Sql(
+    """
+    SELECT key FROM jobs
+    WHERE id > :after AND id <= :last AND EXISTS (SELECT 1 FROM logs WHERE job_key = jobs.key)
+    """
+)
+_LOGS = Sql("SELECT replica, instance, log FROM logs WHERE job_key = :key")
+_EMPTY_LOGS = Sql("SELECT replica, instance, '' FROM logs WHERE job_key = :key")
+_UPSERT_LOG = Sql(
+    """
+    INSERT INTO logs (job_key, replica, instance, log, stored_at)
+    VALUES (:key, :replica, :instance, :log, :now)
+    ON CONFLICT (job_key, replica) DO UPDATE SET
+        instance = excluded.instance, log = excluded.log, stored_at = excluded.stored_at
+    """
+)
+_REMOVE_OLD_LOGS = Sql(
+    """
+    DELETE FROM logs WHERE job_key = :key AND replica IN (
+        SELECT replica FROM logs WHERE job_key = :key
+        ORDER BY stored_at DESC, replica LIMIT 1000000 OFFSET :limit
+    )
+    """
+)

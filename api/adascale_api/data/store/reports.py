@@ -1,0 +1,465 @@
+"""Gain reports, and the step times that they measure.
+
+A job keeps its newest reports and, of the earlier ones, a bounded number that is evenly spread over its
+steps, so a job of a year takes a bounded size.
+"""
+
+import json
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from operator import attrgetter
+from statistics import median
+from typing import Any
+
+from adascale_api.bodies.requests import GainReportBody
+from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.sql import Row, Sql, Transaction
+from adascale_api.data.store.jobs import MAX_UNDECLARED, lock_or_create
+from adascale_core.messages.allocation import AllocationView
+from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.views.gain import StoredReports
+
+REPORTS_PER_STEP_TIME = 50
+"""A step time is the median over this many of the latest reports with the same batch plan."""
+MIN_STEP_TIME = 1e-9
+"""Seconds; a shorter step time is not a measurement, and its inverse may overflow."""
+MAX_PLANS = 256
+"""Batch plans of a job whose step times are kept, the latest."""
+
+
+Report = GainReport | GainReportBody
+"""A report, as a message or as the body of a request: both have the same fields."""
+_Place = tuple[int, int]
+"""The generation and step of a report."""
+_Plan = tuple[Any, ...]
+"""The values of the columns of `_PLAN`."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How many reports of a job are kept.
+
+    Args:
+        newest: the newest reports that are kept, all of them.
+        earlier: the earlier reports that are kept at least, evenly spread over the steps.
+    """
+
+    newest: int = 2000
+    earlier: int = 2000
+
+    @property
+    def limit(self) -> int:
+        """The number of reports at which earlier ones are removed."""
+        return self.newest + 2 * self.earlier
+
+
+@dataclass(frozen=True)
+class History:
+    """Some of a job's reports, by generation and step, and the number of all that were received."""
+
+    reports: list[GainReport]
+    total: int
+
+
+@dataclass(frozen=True)
+class Posted:
+    """How many reports were stored and repeated, and the job."""
+
+    stored: int
+    repeated: int
+    job: Job
+
+    @property
+    def allocation(self) -> AllocationView:
+        """The job's generations."""
+        return self.job.view
+
+    def view(self, post_interval: float) -> StoredReports:
+        """Return the answer."""
+        return StoredReports(self.stored, self.repeated, self.job.view, post_interval)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """The latest step times of a batch plan, and their latest sync times.
+
+    Args:
+        is_stored: whether the plan has a row.
+    """
+
+    seconds: "array[float]"
+    sync: "array[float]"
+    is_stored: bool
+
+
+def post(
+    transaction: Transaction,
+    job_id: str,
+    new: Sequence[Report],
+    now: float,
+    retention: Retention = Retention(),
+) -> Posted:
+    """Store reports, each (generation, step) once. Creates the job if it does not exist.
+
+    Raises:
+        UnreadableJobError: a row of the job that this continues has no valid value.
+        TooManyJobsError: the job is new, and its namespace has too many that are not declared.
+    """
+    job = lock_or_create(transaction, job_id, now, max_undeclared=MAX_UNDECLARED)
+    # Before any row is written: an unreadable one must leave the transaction without an effect.
+    before = _measurements(transaction, job) or (-1, -1, 0, 0)
+    unstored = _unstored(transaction, job.key, new, (before[0], before[1]))
+    reports = list(unstored.values())
+    times = _times(transaction, job, reports)
+    if reports:
+        newest = max((before[0], before[1]), *unstored)
+        received, kept = before[2] + len(reports), before[3] + len(reports)
+        transaction.execute_for_each(_INSERT, [_row(job.key, report) for report in reports])
+        _store_times(transaction, job.key, times, received)
+        if kept >= retention.limit:
+            kept -= _thin(transaction, job.key, newest[0], newest[1], kept, retention)
+        transaction.execute(
+            _UPSERT_MEASUREMENTS,
+            key=job.key,
+            generation=newest[0],
+            step=newest[1],
+            received=received,
+            kept=kept,
+            now=now,
+        )
+    return Posted(len(reports), len(new) - len(reports), job)
+
+
+def latest_report(transaction: Transaction, job: Job) -> GainReport | None:
+    """Return the report of the highest generation and, in it, of the highest step."""
+    return parse_report(job.id, transaction.first(_LATEST, key=job.key))
+
+
+def latest_rows(transaction: Transaction, after: str, last: str) -> dict[str, Row]:
+    """Return the latest reports of the jobs that have one, by job id, of the ids from `after` to `last`.
+
+    They are for `parse_report`, so that a report that can't be read harms its own job only.
+    """
+    return {row[0]: row[1:] for row in transaction.all(_PAGE_LATEST, after=after, last=last)}
+
+
+def latest_gauges(transaction: Transaction) -> list[tuple[str, float, float, float, int, int]]:
+    """Return (job id, gain, scale, progress, replicas, local batch size) of the latest report of each
+    job that is not complete. Those that can't be read are logged, and are not among them."""
+    readable = []
+    for row in transaction.all(_ALL_LATEST):
+        try:
+            if not all(map(isfinite, row[1:])) or row[2] <= 0:
+                raise ValueError("a report has a number that is not valid")
+        except (ValueError, TypeError) as error:
+            logger.error("%s", UnreadableJobError(row[0], error))
+        else:
+            readable.append(row)
+    return readable
+
+
+def history(transaction: Transaction, job: Job, points: int) -> History:
+    """Return at most `points` of a job's reports, evenly spread, the first and the last among them."""
+    measurements = _measurements(transaction, job)
+    if measurements is None:
+        return History([], 0)
+    received, kept = measurements[2:]
+    if kept <= points:
+        rows = transaction.all(_ALL, key=job.key)
+    else:
+        # Number n is a point if n * (points - 1) / (kept - 1) passes an integer there. The last always is.
+        rows = transaction.all(_SPREAD, key=job.key, last=kept - 1, gaps=max(points - 1, 0))
+    return History([_parse_report(job.id, row) for row in rows], received)
+
+
+def step_times(transaction: Transaction, job: Job) -> list[StepTime]:
+    """Return the step time of each batch plan, number of nodes and type of accelerator.
+
+    It is the median over the latest reports.
+    """
+    return parse_step_times(job.id, transaction.all(_STEP_TIMES, key=job.key))
+
+
+def step_time_rows(transaction: Transaction, after: str, last: str) -> dict[str, list[Row]]:
+    """Return the step times of the jobs from `after` to `last`, by job id, for `parse_step_times`."""
+    found: dict[str, list[Row]] = {}
+    for row in transaction.all(_PAGE_STEP_TIMES, after=after, last=last):
+        found.setdefault(row[0], []).append(row[1:])
+    return found
+
+
+def parse_report(job_id: str, row: Row | None) -> GainReport | None:
+    """Return the report in a row; None without one.
+
+    Raises:
+        UnreadableJobError: a column has no valid value.
+    """
+    return None if row is None else _parse_report(job_id, row)
+
+
+def parse_step_times(job_id: str, rows: Sequence[Row]) -> list[StepTime]:
+    """Return the step times in rows.
+
+    Raises:
+        UnreadableJobError: a column has no valid value.
+    """
+    try:
+        return [_step_time(*row) for row in rows]
+    except (ValueError, TypeError) as error:
+        raise UnreadableJobError(job_id, error) from error
+
+
+def _parse_report(job_id: str, row: Row) -> GainReport:
+    try:
+        metrics = json.loads(row[-2]) if row[-2] else {}
+        numbers = [number for number in row[:-2] if number is not None]
+        if not all(map(isfinite, [*numbers, *metrics.values()])):
+            raise ValueError("a report has a number that is not finite")
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise UnreadableJobError(job_id, error) from error
+    return GainReport(**{**dict(zip(_REPORT, row, strict=True)), "metrics": metrics})
+
+
+def _step_time(
+    replicas: int,
+    local_bsz: int,
+    accumulation: int,
+    nodes: int,
+    accelerator: str,
+    packed: bytes,
+    packed_sync: bytes,
+) -> StepTime:
+    seconds, sync = _unpack(packed), _unpack(packed_sync)
+    return StepTime(
+        replicas,
+        local_bsz,
+        accumulation,
+        median(seconds),
+        len(seconds),
+        nodes,
+        median(sync) if sync else None,
+        accelerator,
+    )
+
+
+def _unpack(packed: bytes) -> "array[float]":
+    seconds = array("d", packed)
+    if not all(map(isfinite, seconds)):
+        raise ValueError("a step time is not finite")
+    return seconds
+
+
+def _measurements(transaction: Transaction, job: Job) -> tuple[int, int, int, int] | None:
+    """Return the generation and step of the newest report, and how many were received and are kept."""
+    row = transaction.first(_MEASUREMENTS, key=job.key)
+    if row is not None and not all(isinstance(number, int) for number in row):
+        raise UnreadableJobError(job.id, ValueError("a count of reports is no integer"))
+    return row
+
+
+def _unstored(
+    transaction: Transaction, key: int, new: Sequence[Report], newest: _Place
+) -> dict[_Place, Report]:
+    """Return the reports that are not stored, the first of each place; `newest` is the newest stored."""
+    found: dict[_Place, Report] = {}
+    for report in new:
+        found.setdefault((report.generation, report.step), report)
+    first, last = min(found), max(found)
+    if first <= newest:
+        limits = {"generation": first[0], "step": first[1], "last_generation": last[0], "last_step": last[1]}
+        for place in transaction.all(_STORED, key=key, **limits):
+            found.pop(place, None)
+    return found
+
+
+def _row(key: int, report: Report) -> Row:
+    *numbers, metrics, accelerator = _values(report)
+    return (key, *numbers, json.dumps(metrics) if metrics else "", accelerator)
+
+
+def _times(transaction: Transaction, job: Job, new: Sequence[Report]) -> dict[_Plan, _Times]:
+    """Return the step times of the batch plans of reports, kept and new."""
+    found: dict[_Plan, _Times] = {}
+    for report in new:
+        if report.step_time < MIN_STEP_TIME:
+            continue
+        plan = _plan(report)
+        times = found.get(plan)
+        if times is None:
+            times = found[plan] = _kept_times(transaction, job, plan)
+        times.seconds.append(report.step_time)
+        if report.sync_time is not None:
+            times.sync.append(report.sync_time)
+    return found
+
+
+def _kept_times(transaction: Transaction, job: Job, plan: _Plan) -> _Times:
+    """Return the step times of a batch plan that are kept."""
+    row = transaction.first(_STEP_TIMES_OF_PLAN, key=job.key, **_named(plan))
+    if row is None:
+        return _Times(array("d"), array("d"), is_stored=False)
+    try:
+        return _Times(_unpack(row[0]), _unpack(row[1]), is_stored=True)
+    except (ValueError, TypeError) as error:
+        raise UnreadableJobError(job.id, error) from error
+
+
+def _store_times(
+    transaction: Transaction, key: int, times_of_plans: Mapping[_Plan, _Times], received: int
+) -> None:
+    for plan, times in times_of_plans.items():
+        transaction.execute(
+            _UPSERT_STEP_TIMES,
+            key=key,
+            seconds=times.seconds[-REPORTS_PER_STEP_TIME:].tobytes(),
+            sync_seconds=times.sync[-REPORTS_PER_STEP_TIME:].tobytes(),
+            received=received,
+            **_named(plan),
+        )
+    if not all(times.is_stored for times in times_of_plans.values()):
+        transaction.execute(_REMOVE_OLD_PLANS, key=key, limit=MAX_PLANS)
+
+
+def _named(plan: _Plan) -> dict[str, Any]:
+    return dict(zip(_PLAN, plan, strict=True))
+
+
+def _thin(
+    transaction: Transaction, key: int, generation: int, step: int, kept: int, retention: Retention
+) -> int:
+    """Remove reports before the newest until `earlier` are left of them, and return how many it removed."""
+    first = transaction.first(_STEP_RANGE, key=key)
+    last = transaction.first(_NTH, key=key, skip=kept - retention.newest)
+    if first is None or last is None:
+        return 0
+    return transaction.execute(
+        _THIN,
+        key=key,
+        generation=last[0],
+        step=last[1],
+        first=first[0],
+        density=retention.earlier / (first[1] - first[0] + 1),
+        newest_generation=generation,
+        newest_step=step,
+    )
+
+
+_REPORT = tuple(GainReport.__dataclass_fields__)
+_PLAN = ("replicas", "local_bsz", "accumulation", "nodes", "accelerator")
+"""What is equal for step times of the same."""
+_PLAN_COLUMNS = ", ".join(_PLAN)
+_COLUMNS = ", ".join(_REPORT)
+_OF_REPORT = ", ".join(f"reports.{name}" for name in _REPORT)
+_values, _plan = attrgetter(*_REPORT), attrgetter(*_PLAN)
+_STORED = Sql(
+    """
+    SELECT generation, step FROM reports WHERE job_key = :key
+    AND (generation, step) >= (:generation, :step) AND (generation, step) <= (:last_generation, :last_step)
+    """
+)
+_INSERT = Sql(f"INSERT INTO reports (job_key, {_COLUMNS}) VALUES (?, {', '.join('?' for _ in _REPORT)})")
+_MEASUREMENTS = Sql("SELECT generation, step, received, kept FROM measurements WHERE job_key = :key")
+_UPSERT_MEASUREMENTS = Sql(
+    """
+    INSERT INTO measurements (job_key, generation, step, received, kept, reported_at)
+    VALUES (:key, :generation, :step, :received, :kept, :now)
+    ON CONFLICT (job_key) DO UPDATE SET
+        generation = excluded.generation, step = excluded.step, received = excluded.received,
+        kept = excluded.kept, reported_at = excluded.reported_at
+    """
+)
+_LATEST = Sql(
+    f"""
+    SELECT {_OF_REPORT} FROM measurements JOIN reports
+        ON reports.job_key = measurements.job_key
+        AND reports.generation = measurements.generation AND reports.step = measurements.step
+    WHERE measurements.job_key = :key
+    """
+)
+_FROM_LATEST = """
+    FROM jobs
+    JOIN measurements ON measurements.job_key = jobs.key
+    JOIN reports ON reports.job_key = measurements.job_key
+        AND reports.generation = measurements.generation AND reports.step = measurements.step
+    """
+_ALL_LATEST = Sql(
+    f"""
+    SELECT jobs.id, gain, scale, progress, replicas, local_bsz {_FROM_LATEST}
+    WHERE jobs.id IS NOT NULL AND complete = 0
+    ORDER BY jobs.id
+    """
+)
+_PAGE_LATEST = Sql(f"SELECT jobs.id, {_OF_REPORT} {_FROM_LATEST} WHERE jobs.id > :after AND jobs.id <= :last")
+_ALL = Sql(f"SELECT {_COLUMNS} FROM reports WHERE job_key = :key ORDER BY generation, step")
+_SPREAD = Sql(
+    f"""
+    SELECT {_COLUMNS} FROM (
+        SELECT {_COLUMNS}, row_number() OVER (ORDER BY generation, step) - 1 AS n
+        FROM reports WHERE job_key = :key
+    ) AS numbered
+    WHERE n = :last OR (:gaps > 0 AND (n = 0 OR (n * :gaps) / :last > ((n - 1) * :gaps) / :last))
+    ORDER BY generation, step
+    """
+)
+_STEP_TIMES = Sql(
+    f"""
+    SELECT {_PLAN_COLUMNS}, seconds, sync_seconds FROM step_times
+    WHERE job_key = :key ORDER BY {_PLAN_COLUMNS}
+    """
+)
+_PAGE_STEP_TIMES = Sql(
+    f"""
+    SELECT jobs.id, {_PLAN_COLUMNS}, seconds, sync_seconds
+    FROM jobs JOIN step_times ON step_times.job_key = jobs.key
+    WHERE jobs.id > :after AND jobs.id <= :last
+    ORDER BY jobs.id, {_PLAN_COLUMNS}
+    """
+)
+_STEP_TIMES_OF_PLAN = Sql(
+    f"""
+    SELECT seconds, sync_seconds FROM step_times WHERE job_key = :key
+    AND {" AND ".join(f"{name} = :{name}" for name in _PLAN)}
+    """
+)
+_UPSERT_STEP_TIMES = Sql(
+    f"""
+    INSERT INTO step_times (job_key, {_PLAN_COLUMNS}, seconds, sync_seconds, received)
+    VALUES (:key, {", ".join(f":{name}" for name in _PLAN)}, :seconds, :sync_seconds, :received)
+    ON CONFLICT (job_key, {_PLAN_COLUMNS}) DO UPDATE SET
+        seconds = excluded.seconds, sync_seconds = excluded.sync_seconds, received = excluded.received
+    """
+)
+_REMOVE_OLD_PLANS = Sql(
+    f"""
+    DELETE FROM step_times WHERE job_key = :key AND ({_PLAN_COLUMNS}) IN (
+        SELECT {_PLAN_COLUMNS} FROM step_times WHERE job_key = :key
+        ORDER BY received DESC, {_PLAN_COLUMNS} LIMIT 1000000 OFFSET :limit
+    )
+    """
+)
+_STEP_RANGE = Sql("SELECT min(step), max(step) FROM reports WHERE job_key = :key")
+_NTH = Sql(
+    """
+    SELECT generation, step FROM reports WHERE job_key = :key ORDER BY generation, step LIMIT 1 OFFSET :skip
+    """
+)
+_THIN = Sql(
+    """
+    DELETE FROM reports
+    WHERE job_key = :key AND (generation, step) <> (:newest_generation, :newest_step)
+    AND (generation, step) IN (
+        SELECT generation, step FROM (
+            SELECT generation, step, row_number() OVER (
+                PARTITION BY CAST((step - :first) * :density AS INTEGER) ORDER BY generation, step
+            ) AS n
+            FROM reports WHERE job_key = :key AND (generation, step) < (:generation, :step)
+        ) AS numbered
+        WHERE n > 1
+    )
+    """
+)

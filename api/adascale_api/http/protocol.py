@@ -1,0 +1,198 @@
+"""The HTTP connections of the service, with limits that uvicorn does not have.
+
+A connection is closed if its request is incomplete for too long, if the request line and headers are too
+large, if a request follows before the answer to the one before, if its client does not read the answer, or if
+all connections together need too much; see `connection_limits`. Times are measured by one sweep per second
+rather than by a timer for each request. What a request has sent is released with its answer, as an idle
+connection may stay open for long.
+"""
+
+import asyncio
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from adascale_api.http.connection_limits import ConnectionLimits
+
+MAX_HEAD = 32 * 1024
+"""Bytes of a request line with its headers, with `HEADER_OVERHEAD` for each; a token may have 16 KiB."""
+SMALL_HEAD = 8 * 1024
+"""Bytes of a request line with its headers that are not counted once they are complete."""
+HEADER_OVERHEAD = 200
+"""Bytes that a header takes besides its text."""
+CLOSED = "closed"
+"""The name, in the state of a request, of a future that is done once its connection is closed."""
+METHODS_WITH_BODY = frozenset({b"POST", b"PUT"})
+"""The methods whose bodies are kept, for the application to read."""
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection with the limits of `limits`, which a subclass sets; see `limited_protocol`."""
+
+    limits: ConnectionLimits
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_size = 0
+        """Bytes of the head that is kept."""
+        self._counted = 0
+        """Of these, how many `limits` counts."""
+        self._framing = 0
+        """Bytes since the last of the body: of chunk headers and trailers."""
+        self._in_head = True
+        self._made = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Count the connection."""
+        super().connection_made(transport)
+        self._made = True
+        self._closed: asyncio.Future[None] = self.loop.create_future()
+        """Is done once the connection is closed, so that a request that waits for a change can end."""
+        self.limits.opened(self)
+
+    @property
+    def address(self) -> str:
+        """The address of the client."""
+        return self.client[0] if self.client else ""
+
+    @property
+    def unread_size(self) -> int:
+        """Bytes of answers that the client has not read."""
+        return self.transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self.forget_head()
+        self.disconnect()
+        self._end_waits()
+        self.transport.abort()
+
+    def _end_waits(self) -> None:
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        self.forget_head()
+        if self._made:
+            self._end_waits()
+            self.limits.lost(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse data, unless the head or what frames the body is too large."""
+        if self._in_head:
+            self._head_size += len(data)
+        else:
+            self._framing += len(data)
+        super().data_received(data)
+        self._count_head()
+        if self._in_head and self._head_size > MAX_HEAD:
+            self.send_400_response(f"The request line and headers exceed {MAX_HEAD} bytes.")
+        elif self._framing > MAX_HEAD:
+            self.send_400_response(f"The chunk headers and trailers exceed {MAX_HEAD} bytes.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer with 400 and close the connection, unless it is closed already."""
+        if not self.transport.is_closing():
+            self.disconnect()
+            super().send_400_response(msg)
+
+    def disconnect(self) -> None:
+        """Let the application send nothing more, and release the headers, before the connection is closed."""
+        if self._has_unanswered_request:
+            self.headers.clear()
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    @property
+    def _has_unanswered_request(self) -> bool:
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # None before the first request
+        return cycle is not None and not cycle.response_complete
+
+    def on_message_begin(self) -> None:
+        """Start the time of the request.
+
+        Raises:
+            PipelineError: the request before has no answer yet. Each that waits would take memory.
+        """
+        if self._has_unanswered_request:
+            self.send_400_response("Wait for the answer to a request before sending the next one.")
+            raise PipelineError
+        super().on_message_begin()
+        self.scope["state"][CLOSED] = self._closed
+        self._in_head = True
+        if not self.transport.is_closing():
+            self.limits.expect_request(self)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header; a trailer is dropped."""
+        if self._in_head:
+            self._head_size += HEADER_OVERHEAD
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Count only the head itself, and only if it is large."""
+        self._in_head = False
+        self._framing = 0
+        if self._head_size > SMALL_HEAD:
+            headers = sum(len(name) + len(value) + HEADER_OVERHEAD for name, value in self.headers)
+            self._head_size = len(self.url) + headers
+        if self._head_size > SMALL_HEAD:
+            self.limits.head_is_large(self)
+        else:
+            self._head_size = 0
+        self._count_head()
+        super().on_headers_complete()
+
+    def _count_head(self) -> None:
+        size, self._counted = self._head_size - self._counted, self._head_size
+        if size:
+            self.limits.head_grows(size)
+
+    def forget_head(self) -> None:
+        """Count the bytes of the head no longer."""
+        self._head_size = 0
+        self._count_head()
+        self.limits.head_is_released(self)
+
+    def on_body(self, body: bytes) -> None:
+        """Keep a part of the body, if the application may read it."""
+        self._framing = 0
+        if self.parser.get_method() in METHODS_WITH_BODY:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End the time of the request."""
+        self._in_head = True
+        self._framing = 0
+        if not self.transport.is_closing():
+            self.limits.request_complete(self, waits=self._has_unanswered_request)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Release the request, and regard the connection as idle."""
+        self.forget_head()
+        self.url, self.headers, self.scope = b"", [], {}  # type: ignore[typeddict-item]
+        self.cycle.scope, self.cycle.body = self.scope, bytearray()
+        super().on_response_complete()
+        self.limits.response_complete(self)
+
+    def pause_writing(self) -> None:
+        """Start the time in which the client must read."""
+        super().pause_writing()
+        self.limits.unread(self)
+
+    def resume_writing(self) -> None:
+        """End the time in which the client must read."""
+        super().resume_writing()
+        self.limits.read(self)
+
+
+class PipelineError(Exception):
+    """A client does not wait for the answer to a request; ends the parsing of what it has sent."""
+
+
+def limited_protocol(limits: ConnectionLimits) -> type[LimitedProtocol]:
+    """Return a class of connections that share `limits`, for uvicorn's `http` option."""
+    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits})

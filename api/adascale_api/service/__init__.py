@@ -1,0 +1,1 @@
+"""The parts of a running service: what it keeps in memory, and what it does beside requests."""

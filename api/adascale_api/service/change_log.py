@@ -1,0 +1,126 @@
+"""Which jobs have changed since a client last asked.
+
+The log is in memory: it has the ids of the jobs that have changed since this service started, or began to
+learn of the changes of other services. A cursor is a position in one log. A client whose cursor is of
+another service or from before a restart, or is older than the log reaches back, reads all jobs again.
+"""
+
+import asyncio
+from collections import OrderedDict
+from itertools import islice, takewhile
+from uuid import uuid4
+
+from adascale_api.errors import RequestError
+from adascale_api.service.change_notifier import Closed, has_left, wait_for
+
+MAX_ENTRIES = 20_000
+"""Jobs in the log, those that have changed last."""
+
+
+class CursorExpiredError(RequestError):
+    """The log does not have all changes since a cursor."""
+
+    status = 410
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the cursor has expired: it is of another service, from before its restart, or too old; "
+            "read all jobs again, whose pages have a new cursor"
+        )
+
+
+class ChangeLog:
+    """The jobs that have changed, in the order of their last change.
+
+    Args:
+        max_entries: the number of jobs that are kept.
+    """
+
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
+        self._closed = False
+        self._next: asyncio.Future[None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._id = uuid4().hex
+        self._changes: OrderedDict[str, int] = OrderedDict()
+        """The number of the last change of each job, the latest last."""
+        self._last = 0
+        self._forgotten = 0
+        """The number of the last change that is no longer in the log."""
+
+    @property
+    def cursor(self) -> str:
+        """The cursor after the last change."""
+        return self._cursor(self._last)
+
+    def add(self, job_id: str) -> None:
+        """Record that a job was changed or deleted, after the commit."""
+        self._last += 1
+        self._changes[job_id] = self._last
+        self._changes.move_to_end(job_id)
+        if len(self._changes) > self._max_entries:
+            _, self._forgotten = self._changes.popitem(last=False)
+        self._wake()
+
+    def restart(self) -> None:
+        """Begin a new log, because changes may have been missed: all cursors expire."""
+        self._begin()
+        self._wake()
+
+    def close(self) -> None:
+        """Wake all waiting requests; later ones do not wait."""
+        self._closed = True
+        self._wake()
+
+    def since(self, cursor: str, limit: int) -> list[tuple[str, str]]:
+        """Return at most `limit` jobs that have changed since a cursor, the first to change first.
+
+        Each has the cursor after its change. The state of a job has to be read after this call.
+
+        Raises:
+            CursorExpiredError: the log does not have all changes since then.
+        """
+        after = self._position(cursor)
+        # From the end: most clients ask for the latest few of many changes.
+        found = list(takewhile(lambda change: change[1] > after, reversed(self._changes.items())))
+        return [(job_id, self._cursor(number)) for job_id, number in islice(reversed(found), limit)]
+
+    async def wait(self, cursor: str, seconds: float, closed: Closed = None) -> None:
+        """Wait until there is a change after a cursor, or the cursor expires, or for `seconds`.
+
+        Args:
+            cursor: the cursor.
+            seconds: how long to wait at most.
+            closed: is done once the client has left, which ends the wait.
+
+        Raises:
+            CursorExpiredError: as for `since`.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while self._position(cursor) == self._last and not self._closed:
+            remaining = deadline - loop.time()
+            if remaining <= 0 or has_left(closed):
+                return
+            if self._next is None:
+                self._next = loop.create_future()
+            await wait_for(self._next, closed, remaining)
+
+    def _position(self, cursor: str) -> int:
+        log_id, _, number = cursor.partition("-")
+        if log_id != self._id or not number.isdecimal():
+            raise CursorExpiredError
+        position = int(number)
+        if not self._forgotten <= position <= self._last:
+            raise CursorExpiredError
+        return position
+
+    def _cursor(self, number: int) -> str:
+        return f"{self._id}-{number}"
+
+    def _wake(self) -> None:
+        following, self._next = self._next, None
+        if following is not None and not following.done():
+            following.set_result(None)

@@ -1,0 +1,247 @@
+"""Removes replicas whose agents no longer send heartbeats.
+
+Heartbeats are kept in memory, with the time of a clock that is never set. Nothing is written for them, so
+they are recorded while the database is unavailable, and no replica is removed because the service could not
+record its heartbeat. After a start, each replica has the whole timeout to send the next one.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from adascale_api.data.database import Committed, Database
+from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import heartbeats, jobs, replicas
+from adascale_api.data.store.heartbeats import Counts
+from adascale_api.errors import UnavailableError
+from adascale_core.messages.pacing import heartbeat_interval, heartbeat_timeout, post_interval
+from adascale_core.messages.registration import Registration
+from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
+from adascale_core.rendezvous.rendezvous import EXITED_STATES
+
+PAGE_SIZE = 500
+"""Jobs that are read together after a start."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Heartbeat:
+    """The last heartbeat of an agent.
+
+    Args:
+        instance: the agent.
+        received_at: by the monitor's clock.
+        registration: what it registered, without the log; None before the first registration since the start.
+        log: a digest of the log of this registration.
+        version: the version of the job for which the registration is known to change nothing.
+    """
+
+    instance: str
+    received_at: float
+    registration: Registration | None = None
+    log: int = 0
+    version: int = -1
+
+
+class HeartbeatMonitor:
+    """The heartbeats of the replicas of all jobs.
+
+    Args:
+        database: stores the jobs.
+        clock: returns seconds from an arbitrary start.
+        wall_clock: returns the time, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.interval = HEARTBEAT_INTERVAL
+        """Seconds between two heartbeats of an agent, as the service asks for."""
+        self.post_interval = post_interval(0)
+        """Seconds between two requests with reports of a job, as the service asks for."""
+        self._longest = HEARTBEAT_INTERVAL
+        self._longest_at = clock()
+        self._database = database
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._jobs: dict[str, dict[int, _Heartbeat]] = {}
+        self._checked_at = clock()
+        self._is_loaded = False
+        # Where several services share the database:
+        self._keys: dict[str, int] = {}
+        self._received: dict[tuple[str, int], str] = {}
+        self._counts: Counts = {}
+        self._changed_elsewhere: set[str] = set()
+
+    def receive(self, job_id: str, registration: Registration) -> None:
+        """Record the heartbeat of an agent that is registered already."""
+        heartbeat = self._jobs.get(job_id, {}).get(registration.replica)
+        # A replaced agent may still send heartbeats; they do not keep its successor alive.
+        if heartbeat is not None and heartbeat.instance == registration.instance:
+            heartbeat.received_at = self._clock()
+            if self._database.connector.is_shared:
+                self._received[job_id, registration.replica] = registration.instance
+
+    def changes_nothing(self, job: Job, registration: Registration, log: str | None) -> bool:
+        """Whether this registration, without its log, was received before at this version of the job."""
+        heartbeat = self._jobs.get(job.id, {}).get(registration.replica)
+        return (
+            heartbeat is not None
+            and heartbeat.version == job.version
+            and heartbeat.log == hash(log)
+            and heartbeat.registration == registration
+        )
+
+    def settle(self, job: Job, registration: Registration, log: str | None) -> None:
+        """Record that a registration changes nothing at this version of the job."""
+        heartbeat = self._jobs.get(job.id, {}).get(registration.replica)
+        if heartbeat is not None and heartbeat.instance == registration.instance:
+            heartbeat.registration, heartbeat.log, heartbeat.version = registration, hash(log), job.version
+
+    @property
+    def timeout(self) -> float:
+        """Seconds without a heartbeat after which a replica is removed."""
+        return heartbeat_timeout(self._longest)
+
+    def ages(self, job_id: str) -> Mapping[int, float]:
+        """Return the seconds since the last heartbeat of each replica of a job."""
+        now = self._clock()
+        return {rank: now - heartbeat.received_at for rank, heartbeat in self._jobs.get(job_id, {}).items()}
+
+    def update(self, committed: Committed) -> None:
+        """Wait for the heartbeats of the replicas that changed jobs have now."""
+        for job_id in committed.deleted:
+            self._forget(job_id)
+        for job in committed.changed:
+            self._update_job(job)
+
+    def update_elsewhere(self, job_id: str) -> None:
+        """Read a job that another service has changed, before the next check."""
+        self._changed_elsewhere.add(job_id)
+
+    def reload(self) -> None:
+        """Read all jobs before the next check, because changes by other services may have been missed."""
+        self._is_loaded = False
+        for job_id in self._jobs:
+            self._changed_elsewhere.add(job_id)
+
+    async def check(self) -> None:
+        """Remove the replicas whose heartbeats have expired."""
+        if not self._is_loaded:
+            await self._load()
+        if self._database.connector.is_shared:
+            await self._exchange()
+        # After what may fail: while this service can't learn of others' heartbeats, it removes no replica.
+        now = self._clock()
+        slept, self._checked_at = now - self._checked_at > HEARTBEAT_TIMEOUT / 2, now
+        if slept:
+            # The machine slept, or this process could not run, so it may have missed heartbeats.
+            for heartbeats_of_job in self._jobs.values():
+                for heartbeat in heartbeats_of_job.values():
+                    heartbeat.received_at = now
+        self._set_intervals(now)
+        for job_id in [job_id for job_id in self._jobs if self._overdue(job_id)]:
+            await self._expire(job_id)
+
+    def _set_intervals(self, now: float) -> None:
+        """Set the intervals by the number of replicas."""
+        self.interval = heartbeat_interval(sum(map(len, self._jobs.values())))
+        self.post_interval = post_interval(len(self._jobs))
+        # An agent learns of a shorter interval with its next heartbeat only, after the longer one.
+        if self.interval >= self._longest or now - self._longest_at > self.timeout:
+            self._longest, self._longest_at = self.interval, now
+
+    async def _exchange(self) -> None:
+        """Send the heartbeats that arrived here to the other services, and take theirs."""
+        while self._changed_elsewhere:
+            job_id = self._changed_elsewhere.pop()
+            try:
+                self._update_job(await self._database.read(partial(jobs.find_job, job_id=job_id)))
+            except jobs.JobNotFoundError:
+                self._forget(job_id)
+            except UnreadableJobError as error:
+                logger.error("%s", error)
+                self._forget(job_id)
+            except UnavailableError:
+                self._changed_elsewhere.add(job_id)
+                raise
+        received, self._received = self._received, {}
+        try:
+            by_key = {
+                (self._keys[job_id], replica): instance
+                for (job_id, replica), instance in received.items()
+                if job_id in self._keys
+            }
+            if by_key:
+                await self._database.write(partial(heartbeats.add, received=by_key))
+            counts = await self._database.read(heartbeats.counts)
+        except UnavailableError:
+            self._received = {**received, **self._received}
+            raise
+        now = self._clock()
+        for job_id, replicas_of_job in self._jobs.items():
+            for replica, heartbeat in replicas_of_job.items():
+                place = (self._keys[job_id], replica)
+                count = counts.get(place)
+                if count is not None and count[0] == heartbeat.instance and count != self._counts.get(place):
+                    heartbeat.received_at = now
+        self._counts = counts
+
+    async def _expire(self, job_id: str) -> None:
+        def expire(transaction: Transaction) -> jobs.Transition:
+            # Read again: a heartbeat may have arrived while this waited for the last commit.
+            return replicas.expire(transaction, job_id, self._overdue(job_id), self._wall_clock())
+
+        try:
+            await self._database.write(expire, job_id=job_id)
+        except UnreadableJobError as error:
+            logger.error("%s", error)
+            self._forget(job_id)
+
+    def _overdue(self, job_id: str) -> dict[int, str]:
+        oldest = self._clock() - self.timeout
+        return {
+            rank: heartbeat.instance
+            for rank, heartbeat in self._jobs.get(job_id, {}).items()
+            if heartbeat.received_at < oldest
+        }
+
+    async def _load(self) -> None:
+        after: str | None = ""
+        while after is not None:
+            query = partial(jobs.incomplete_jobs, after=after, limit=PAGE_SIZE)
+            page = await self._database.read(query, is_long=True)
+            for job in page.jobs:
+                # Jobs that have changed since the start are known already.
+                if job.id not in self._jobs:
+                    self._update_job(job)
+            after = page.next
+        self._is_loaded = True
+
+    def _update_job(self, job: Job) -> None:
+        before, now = self._jobs.get(job.id, {}), self._clock()
+        found = {}
+        for rank, registration in ({} if job.rendezvous.complete else job.rendezvous.replicas).items():
+            # An agent that has exited sends no heartbeats.
+            if registration.state in EXITED_STATES:
+                continue
+            known = before.get(rank)
+            if known is None or known.instance != registration.instance:
+                known = _Heartbeat(registration.instance, now)
+            found[rank] = known
+        if found:
+            self._jobs[job.id] = found
+            self._keys[job.id] = job.key
+        else:
+            self._forget(job.id)
+
+    def _forget(self, job_id: str) -> None:
+        self._jobs.pop(job_id, None)
+        self._keys.pop(job_id, None)

@@ -1,0 +1,166 @@
+"""Metrics for Prometheus: the jobs in the database, and the requests of this process."""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from adascale_api.data.backends.base import Failure
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store.reports import latest_gauges
+from adascale_api.http.connection_limits import ConnectionLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from adascale_api.data.database import Condition
+
+_GAUGES = (
+    ("gain", "Worth of one step, in steps at the initial batch size."),
+    ("efficiency_ratio", "Gain divided by scale."),
+    ("progress_steps", "Progress so far, in steps at the initial batch size."),
+    ("replicas", "Replicas of the job."),
+    ("local_batch_size_samples", "Samples in a micro-batch of one replica."),
+)
+
+
+class Metrics:
+    """The counters of this process.
+
+    Args:
+        condition: what is wrong with the database.
+        connections: the server's connections.
+    """
+
+    def __init__(self, condition: "Condition", connections: ConnectionLimits) -> None:
+        self.registry = CollectorRegistry()
+        self.reports = Counter(
+            "adascale_reports",
+            "Reports received, by result: stored, or repeated if it was stored before.",
+            ["result"],
+            registry=self.registry,
+        )
+        self._stored = self.reports.labels("stored")
+        self._repeated = self.reports.labels("repeated")
+        self.requests = Histogram(
+            "adascale_request_duration_seconds",
+            "Seconds from the arrival of a request to the end of its answer, including a requested wait.",
+            ["method", "route", "status"],
+            registry=self.registry,
+            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60),
+        )
+        self._observers: dict[tuple[str, str, int], Callable[[float], None]] = {}
+        self.registry.register(_Health(condition, connections))
+
+    def count_reports(self, stored: int, repeated: int) -> None:
+        """Count the reports of a request."""
+        self._stored.inc(stored)
+        if repeated:
+            self._repeated.inc(repeated)
+
+    def observe(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count a request and its time."""
+        # `labels` takes longer than the rest.
+        key = (_method(method), route, status)
+        observer = self._observers.get(key)
+        if observer is None:
+            observer = self._observers[key] = self.requests.labels(*key).observe
+        observer(seconds)
+
+    def text(self, transaction: Transaction) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return _jobs_text(latest_gauges(transaction)).encode() + self.process_text()
+
+    def process_text(self) -> bytes:
+        """Return the metrics of this process, without those of jobs."""
+        return generate_latest(self.registry)
+
+
+class RequestMetrics:
+    """ASGI middleware: counts and times the requests by their route."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request, and measure its time."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 500
+
+        async def send_and_record_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        started = time.perf_counter()
+        try:
+            await self._app(scope, receive, send_and_record_status)
+        finally:
+            # Labelled with the route's template: labels with full paths would create a series per path.
+            route = getattr(scope.get("route"), "path", "none")
+            self._metrics.observe(scope["method"], route, status, time.perf_counter() - started)
+
+
+class _Health:
+    """The state of the database and of the connections."""
+
+    def __init__(self, condition: "Condition", connections: ConnectionLimits) -> None:
+        self._condition = condition
+        self._connections = connections
+
+    def collect(self) -> "Iterator[GaugeMetricFamily | CounterMetricFamily]":
+        condition = self._condition
+        yield GaugeMetricFamily(
+            "adascale_database_full",
+            "1 while reports are refused because there is little room on the disk.",
+            value=float(condition.is_full),
+        )
+        yield GaugeMetricFamily(
+            "adascale_database_damaged",
+            "1 if the database was deleted, replaced or damaged.",
+            value=float(bool(condition.damage)),
+        )
+        failures = CounterMetricFamily(
+            "adascale_database_failures", "Failed transactions, by reason.", labels=["reason"]
+        )
+        for failure in Failure:
+            reason = failure.name.lower()
+            failures.add_metric([reason], condition.failures.get(reason, 0))
+        yield failures
+        yield CounterMetricFamily(
+            "adascale_connections_closed",
+            "Connections closed because of a limit.",
+            value=self._connections.closed,
+        )
+
+
+def _jobs_text(latest: list[tuple[str, float, float, float, int, int]]) -> str:
+    """Return the gauges of all jobs.
+
+    Formatted here, because the client library takes ten times as long for thousands of jobs.
+    """
+    # Ids of jobs have no character that must be escaped.
+    # `job` and `namespace` are labels that Prometheus sets itself.
+    samples: list[list[str]] = [
+        [f'adascale_job_gain{{adascale_job="{row[0]}"}} {row[1]}' for row in latest],
+        [f'adascale_job_efficiency_ratio{{adascale_job="{row[0]}"}} {row[1] / row[2]}' for row in latest],
+        [f'adascale_job_progress_steps{{adascale_job="{row[0]}"}} {row[3]}' for row in latest],
+        [f'adascale_job_replicas{{adascale_job="{row[0]}"}} {row[4]}.0' for row in latest],
+        [f'adascale_job_local_batch_size_samples{{adascale_job="{row[0]}"}} {row[5]}.0' for row in latest],
+    ]
+    lines: list[str] = []
+    for (name, description), of_gauge in zip(_GAUGES, samples, strict=True):
+        lines += [f"# HELP adascale_job_{name} {description}", f"# TYPE adascale_job_{name} gauge"]
+        lines += of_gauge
+    return "\n".join([*lines, ""])
+
+
+def _method(method: str) -> str:
+    return method if method in {"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"} else "other"

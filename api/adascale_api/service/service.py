@@ -1,0 +1,246 @@
+"""The parts of a running service, and its background tasks."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from adascale_api.auth.authorization import Authorizer
+from adascale_api.bodies.requests import GainReportBody
+from adascale_api.data.database import Committed, Database
+from adascale_api.data.job import Job
+from adascale_api.data.store import jobs, replicas
+from adascale_api.data.store.jobs import JobNotFoundError
+from adascale_api.data.store.reports import Retention
+from adascale_api.errors import RefusedReplicaError, UnavailableError
+from adascale_api.http.connection_limits import ConnectionLimits
+from adascale_api.service.change_log import ChangeLog
+from adascale_api.service.change_notifier import (
+    MAX_ANONYMOUS_FOLLOWERS,
+    MAX_ANONYMOUS_WAITS,
+    ChangeNotifier,
+    Closed,
+    WaitLimit,
+)
+from adascale_api.service.generation_limit import require_reachable
+from adascale_api.service.heartbeat_monitor import HeartbeatMonitor
+from adascale_api.service.job_feed import JobFeed
+from adascale_api.service.prometheus import Metrics
+from adascale_api.service.retention import RETENTION_INTERVAL, JobRetention, Remover
+from adascale_core.messages.allocation import AllocationView
+from adascale_core.messages.registration import Registration
+from adascale_core.names import HEARTBEAT_INTERVAL
+from adascale_core.rendezvous.rendezvous import VersionMismatchError
+
+CHECK_INTERVAL = 3.0
+"""Seconds between two checks of the database."""
+SWEEP_INTERVAL = 1.0
+"""Seconds between two searches for overdue connections."""
+THOROUGH_CHECK_INTERVAL = 3600.0
+"""Seconds between two checks that read the whole database; the first follows the start."""
+
+DEFAULT_REPORTS = Retention()
+DEFAULT_JOBS = JobRetention()
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the service keeps, and for whom.
+
+    Args:
+        protect_reads: whether reading needs a token.
+        reports: how many reports of a job are kept.
+        jobs: how long jobs are kept.
+    """
+
+    protect_reads: bool = False
+    reports: Retention = DEFAULT_REPORTS
+    jobs: JobRetention = DEFAULT_JOBS
+
+
+class Service:
+    """The parts that the routes use.
+
+    Args:
+        database: stores all data.
+        authorizer: checks tokens; None allows every request.
+        settings: what the service keeps, and for whom.
+        connections: the server's connections; None for the defaults.
+        clock: returns the time, in seconds since 1970.
+        monotonic: returns seconds from an arbitrary start.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        authorizer: Authorizer | None,
+        settings: Settings,
+        *,
+        connections: ConnectionLimits | None = None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.database = database
+        self.authorizer = authorizer
+        self.settings = settings
+        self.connections = connections or ConnectionLimits()
+        self.clock = clock
+        self.changes = ChangeNotifier()
+        self.anonymous_waits = WaitLimit(MAX_ANONYMOUS_WAITS)
+        self.anonymous_followers = WaitLimit(MAX_ANONYMOUS_FOLLOWERS)
+        self.log = ChangeLog()
+        self.feed = JobFeed(database)
+        self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
+        self.metrics = Metrics(database.condition, self.connections)
+        self.remover = Remover(database, settings.jobs, clock)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        database.on_commit = self._publish
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the background tasks; on exit, finish the pending writes and close the database."""
+        self._loop = asyncio.get_running_loop()
+        repeated = [
+            (self.heartbeats.check, HEARTBEAT_INTERVAL),
+            (self.database.check, CHECK_INTERVAL),
+            (self.remover.remove_old_jobs, RETENTION_INTERVAL),
+            (self.connections.close_overdue, SWEEP_INTERVAL),
+        ]
+        tasks = [asyncio.create_task(repeat(task, interval)) for task, interval in repeated]
+        check = partial(self.database.check, thorough=True)
+        tasks.append(asyncio.create_task(repeat(check, THOROUGH_CHECK_INTERVAL, at_once=True)))
+        self.remover.start()
+        self.database.listen(self._note_change, self._note_missed_changes)
+        try:
+            yield
+        finally:
+            self.stop()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await self.remover.close()
+            await self.database.close()
+            if self.authorizer is not None:
+                await self.authorizer.close()
+
+    def stop(self) -> None:
+        """Answer the waiting requests, and accept no further writes. May be called from a signal handler."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.changes.close)
+            self._loop.call_soon_threadsafe(self.log.close)
+            self._loop.call_soon_threadsafe(self.feed.close)
+            self._loop.call_soon_threadsafe(self.database.stop)
+
+    async def find_job(self, job_id: str) -> Job:
+        """Return a job.
+
+        Raises:
+            JobNotFoundError: it does not exist.
+        """
+        cached = self.database.cached(job_id)
+        if cached is not None:
+            return cached
+        return await self.database.read(partial(jobs.find_job, job_id=job_id))
+
+    async def view(self, job_id: str) -> AllocationView:
+        """Return a job's generations; errors as for `find_job`."""
+        return (await self.find_job(job_id)).view
+
+    async def require_reachable(self, job_id: str, message: Registration | GainReportBody) -> None:
+        """Refuse a generation that a job can't have reached.
+
+        Raises:
+            InvalidInputError: the message names such a generation.
+        """
+        try:
+            job = await self.find_job(job_id)
+        except JobNotFoundError:
+            job = None
+        require_reachable(message, job, self.clock())
+
+    async def wait_for_change(
+        self, job_id: str, version: int, seconds: float, *, is_reader: bool, closed: Closed
+    ) -> Job:
+        """Return a job once its version is not `version`, or after `seconds`; errors as for `find_job`.
+
+        Args:
+            job_id: the job.
+            version: the version that the client has.
+            seconds: how long to wait at most.
+            is_reader: whether the client has a token that may read the job.
+            closed: is done once the client has left, which ends the wait.
+
+        Raises:
+            UnavailableError: too many clients without such a token wait already.
+        """
+        with self.anonymous_waits.one(counts=not is_reader and seconds > 0):
+            return await self.changes.wait_for_change(
+                job_id, version, seconds, partial(self.find_job, job_id), closed
+            )
+
+    async def register(self, job_id: str, registration: Registration) -> Job:
+        """Store the registration of a replica, which is also its heartbeat, and return the job.
+
+        Raises:
+            InvalidInputError: it names a generation that the job can't have reached.
+            RefusedReplicaError: members with state have another version of the package.
+        """
+        # At first, as the database may be unavailable.
+        self.heartbeats.receive(job_id, registration)
+        await self.require_reachable(job_id, registration)
+        without_log = replace(registration, log=None) if registration.log is not None else registration
+        cached = self.database.cached(job_id)
+        if cached is not None and self.heartbeats.changes_nothing(cached, without_log, registration.log):
+            return cached
+        register = partial(replicas.register, job_id=job_id, registration=registration, now=self.clock())
+        try:
+            transition = await self.database.write(register, job_id=job_id)
+        except VersionMismatchError as error:
+            raise RefusedReplicaError(str(error), self.heartbeats.timeout) from error
+        if not transition.changed:
+            self.heartbeats.settle(transition.job, without_log, registration.log)
+        return transition.job
+
+    def _publish(self, committed: Committed) -> None:
+        self.heartbeats.update(committed)
+        for job in committed.changed:
+            self._wake(job.id)
+        for job_id in committed.deleted:
+            self._wake(job_id)
+        if committed.deleted:
+            self.remover.wake()
+
+    def _note_change(self, job_id: str) -> None:
+        self.heartbeats.update_elsewhere(job_id)
+        self._wake(job_id)
+
+    def _note_missed_changes(self) -> None:
+        self.heartbeats.reload()
+        self.changes.notify_all()
+        self.log.restart()
+
+    def _wake(self, job_id: str) -> None:
+        self.changes.notify(job_id)
+        self.log.add(job_id)
+
+
+async def repeat(task: Callable[[], Awaitable[None]], interval: float, *, at_once: bool = False) -> None:
+    """Run a task every `interval` seconds, the first time after `interval` unless `at_once`.
+
+    Any error is logged, and the next run tries again: a task that ended would not be noticed.
+    """
+    if not at_once:
+        await asyncio.sleep(interval)
+    while True:
+        try:
+            await task()
+        except UnavailableError as error:
+            logger.warning("%s", error)
+        except Exception:
+            logger.exception("a background task has failed, and is run again")
+        await asyncio.sleep(interval)

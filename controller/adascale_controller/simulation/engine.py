@@ -1,0 +1,359 @@
+"""Replays a workload: which job trains where, how far it gets, and what a policy sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import NamedTuple, Protocol
+
+from adascale_controller.simulation.application import Application, Placement
+from adascale_controller.simulation.cluster import shape
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import BatchPlan
+from adascale_core.errors import AdaScaleError
+from adascale_core.messages.reports import GainReport, StepTime
+
+MAX_TIME = 400 * 86400.0
+"""Seconds after which a simulation is given up."""
+_END = 1e-9
+"""A job whose progress is this share of a step below an end has reached it."""
+
+
+class SimulationError(AdaScaleError):
+    """A policy or a workload that cannot be simulated."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job of a workload.
+
+    Args:
+        name: its name, unique in the workload.
+        time: when it is submitted, in seconds.
+        application: what it trains.
+        replicas, batch_size: what policies of fixed size use.
+    """
+
+    name: str
+    time: float
+    application: Application
+    replicas: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The cluster and its costs.
+
+    Args:
+        nodes: for each node, how many replicas it holds.
+        restart: seconds without training at each start and each change of a job's nodes.
+        interval: seconds between two decisions.
+        prepare: seconds from a decision to the interruption, in which training continues as before.
+        max_time: seconds after which the simulation is given up.
+    """
+
+    nodes: Sequence[int]
+    restart: float = 30.0
+    interval: float = 60.0
+    prepare: float = 0.0
+    max_time: float = MAX_TIME
+
+    @property
+    def total(self) -> int:
+        """How many replicas the cluster holds."""
+        return sum(self.nodes)
+
+
+@dataclass
+class SimulatedJob:
+    """A job of the simulation.
+
+    A policy may read what a cluster's controller knows: everything but `application`, of which it may read
+    name, bounds and limits. The policies of other papers may read more, where the paper does.
+    """
+
+    submission: Submission
+    nodes: tuple[int, ...] = ()
+    """The node of each replica, by rank."""
+    training_nodes: tuple[int, ...] = ()
+    """The nodes that train; other than `nodes` while a change is prepared."""
+    plan: BatchPlan | None = None
+    progress: float = 0.0
+    epoch: int = 0
+    steps: float = 0.0
+    generation: int = 0
+    restarts: int = 0
+    prepared_at: float = 0.0
+    trains_from: float = 0.0
+    """When the last change is over, in seconds."""
+    started_at: float | None = None
+    completed_at: float | None = None
+    replica_seconds: float = 0.0
+    measured: dict[tuple[int, BatchPlan], StepTime] = field(default_factory=dict)
+    """(nodes, plan) -> reported step time."""
+    step_times: tuple[StepTime, ...] = ()
+    """The values of `measured`."""
+    report: GainReport | None = None
+    """The latest report."""
+    history: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    """(seconds, nodes) of each change, for pictures."""
+    _placed: tuple[tuple[int, ...], Placement] | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.submission.name
+
+    @property
+    def application(self) -> Application:
+        """What it trains."""
+        return self.submission.application
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas it has."""
+        return len(self.nodes)
+
+    @property
+    def pace(self) -> Pace:
+        """How fast it trains at present."""
+        assert self.plan is not None
+        plan, nodes = self.plan, self.training_nodes
+        if self._placed is None or self._placed[0] != nodes:
+            self._placed = nodes, shape(nodes)
+        placement = self._placed[1]
+        step, sync = self.application.step_time(placement, plan.local_bsz)
+        estimate = self.application.estimate(plan.global_bsz, self.epoch)
+        return Pace(
+            plan,
+            len(placement),
+            step + (step - sync) * (plan.accumulation - 1),
+            sync,
+            estimate,
+            estimate.gain(plan.scale(self.application.bounds)),
+        )
+
+
+class Pace(NamedTuple):
+    """How fast a job trains.
+
+    Args:
+        plan: its batch plan.
+        nodes: on how many nodes its replicas are.
+        step_time: the true seconds of an optimizer step: step + (step - sync) * (a - 1).
+        sync_time: of them, seconds of communication.
+        estimate: squared norm and variance of its gradient.
+        gain: steps at the initial batch size that a step is worth.
+    """
+
+    plan: BatchPlan
+    nodes: int
+    step_time: float
+    sync_time: float
+    estimate: GradientEstimate
+    gain: float
+
+
+class Policy(Protocol):
+    """Decides for all jobs that are submitted and not complete."""
+
+    def allocate(
+        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return job name -> node of each replica. A job that is not named does not run."""
+
+    def plan(self, job: SimulatedJob) -> BatchPlan:
+        """Return the batch plan with which a job trains on its present nodes from now on."""
+
+
+def simulate(
+    submissions: Sequence[Submission],
+    policy: Policy,
+    settings: Settings,
+    noise: Callable[[], float] = lambda: 1.0,
+) -> list[SimulatedJob]:
+    """Return the jobs after all of them are complete.
+
+    A decision takes place at each multiple of the interval at which there are jobs, and the batch is planned
+    at each decision, each start, and the end of each epoch.
+
+    Args:
+        submissions: the workload.
+        policy: the policy.
+        settings: the cluster.
+        noise: returns the factor of the next reported step time.
+
+    Raises:
+        SimulationError: the policy uses more than a node holds, or a job never ends.
+    """
+    jobs = [SimulatedJob(each) for each in sorted(submissions, key=lambda each: (each.time, each.name))]
+    arrived = 0
+    active: list[SimulatedJob] = []
+    room = _Room(settings)
+    now = 0.0
+    while arrived < len(jobs) or active:
+        if not active:
+            # Nothing changes before the next job arrives. The multiple may be rounded to less than its time.
+            arrival = jobs[arrived].submission.time
+            now = max(ceil(arrival / settings.interval) * settings.interval, arrival)
+        while arrived < len(jobs) and jobs[arrived].submission.time <= now:
+            active.append(jobs[arrived])
+            arrived += 1
+        allocation = policy.allocate(active, settings, now)
+        allocated = [(job, tuple(allocation.get(job.name, ()))) for job in active]
+        room.move((job.nodes, nodes) for job, nodes in allocated if nodes != job.nodes)
+        for job, nodes in allocated:
+            _reallocate(job, nodes, now, settings)
+            if job.training_nodes:
+                job.plan = policy.plan(job)
+        now += settings.interval
+        if now > settings.max_time:
+            names = ", ".join(job.name for job in active[:5])
+            raise SimulationError(
+                f"jobs do not end within {settings.max_time / 86400:.0f} days: {names}: check their length, "
+                "--restart and --interval"
+            )
+        for job in active:
+            _advance(job, now, settings, policy, noise)
+        room.move((job.nodes, ()) for job in active if job.completed_at is not None)
+        active = [job for job in active if job.completed_at is None]
+    return jobs
+
+
+class _Room:
+    """The free places of the nodes.
+
+    Args:
+        settings: the cluster.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._size = settings.nodes
+        self._free = list(settings.nodes)
+
+    def move(self, changes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Move jobs from some nodes to others.
+
+        Raises:
+            SimulationError: a node does not hold them.
+        """
+        used: list[int] = []
+        for before, after in changes:
+            for node in before:
+                self._free[node] += 1
+            for node in after:
+                self._free[node] -= 1
+            used.extend(after)
+        if used and min(self._free[node] for node in used) < 0:
+            node = min(used, key=lambda each: (self._free[each], each))
+            raise SimulationError(
+                f"the policy placed {self._size[node] - self._free[node]} replicas on node {node}, "
+                f"which holds {self._size[node]}"
+            )
+
+
+def _reallocate(job: SimulatedJob, nodes: tuple[int, ...], now: float, settings: Settings) -> None:
+    if nodes == job.nodes:
+        return
+    job.nodes = nodes
+    job.history.append((now, nodes))
+    if not nodes:
+        job.training_nodes = ()
+        return
+    job.generation += 1
+    if job.started_at is None:
+        job.started_at = now
+    else:
+        job.restarts += 1
+    job.prepared_at = now + settings.prepare
+    if now < job.trains_from or len(nodes) < len(job.training_nodes) or not job.training_nodes:
+        # Replicas that leave, and those that do not train, are not waited for.
+        job.training_nodes = nodes
+    if job.prepared_at <= now:
+        job.training_nodes = nodes
+    job.trains_from = job.prepared_at + settings.restart
+
+
+def _advance(
+    job: SimulatedJob, until: float, settings: Settings, policy: Policy, noise: Callable[[], float]
+) -> None:
+    start = until - settings.interval
+    clock = start
+    if job.nodes and job.training_nodes != job.nodes:
+        clock = _train(job, clock, min(job.prepared_at, until), policy, noise)
+        if job.completed_at is None and job.prepared_at <= until:
+            job.training_nodes = job.nodes
+            job.plan = policy.plan(job)
+    if job.nodes and job.completed_at is None and job.training_nodes == job.nodes:
+        _train(job, max(clock, job.trains_from), until, policy, noise)
+    end = until if job.completed_at is None else job.completed_at
+    job.replica_seconds += len(job.nodes) * (end - start)
+
+
+def _train(
+    job: SimulatedJob, clock: float, until: float, policy: Policy, noise: Callable[[], float]
+) -> float:
+    """Train from `clock` until a time or the end of the job, and return the time reached."""
+    ends = job.application.epoch_ends
+    pace = job.pace
+    while clock < until:
+        _measure(job, pace, noise)
+        step_time = pace.step_time
+        rate = pace.gain / step_time
+        left = ends[job.epoch] - job.progress
+        if left > rate * (until - clock) + _END:
+            job.progress += rate * (until - clock)
+            job.steps += (until - clock) / step_time
+            _report(job, pace, until)
+            return until
+        clock += max(left, 0.0) / rate
+        job.steps += max(left, 0.0) / rate / step_time
+        job.progress = ends[job.epoch]
+        job.epoch += 1
+        if job.epoch == len(ends):
+            job.completed_at = clock
+            return clock
+        pace = job.pace
+        _report(job, pace, clock)
+        job.plan = policy.plan(job)
+        if job.plan != pace.plan:
+            pace = job.pace
+    return clock
+
+
+def _report(job: SimulatedJob, pace: Pace, now: float) -> None:
+    plan = pace.plan
+    job.report = GainReport(
+        generation=job.generation,
+        step=int(job.steps),
+        progress=job.progress,
+        epoch=job.epoch,
+        replicas=plan.replicas,
+        local_bsz=plan.local_bsz,
+        accumulation=plan.accumulation,
+        scale=plan.scale(job.application.bounds),
+        gain=pace.gain,
+        grad_sqr=pace.estimate.grad_sqr,
+        grad_var=pace.estimate.grad_var,
+        step_time=pace.step_time,
+        time=now,
+        nodes=pace.nodes,
+    )
+
+
+def _measure(job: SimulatedJob, pace: Pace, noise: Callable[[], float]) -> None:
+    plan = pace.plan
+    key = pace.nodes, plan
+    if key not in job.measured:
+        factor = noise()
+        job.measured[key] = StepTime(
+            plan.replicas,
+            plan.local_bsz,
+            plan.accumulation,
+            pace.step_time * factor,
+            nodes=pace.nodes,
+            sync_time=pace.sync_time * factor if plan.replicas > 1 else None,
+        )
+        job.step_times = tuple(job.measured.values())

@@ -1,0 +1,186 @@
+"""What a simulation shows: completion times, restarts, use of the cluster, and fairness."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from adascale_controller.simulation.application import Application, fixed_plan
+from adascale_controller.simulation.cluster import shape
+from adascale_controller.simulation.engine import Settings, SimulatedJob
+from adascale_core.batch.plans import candidate_plans
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """A completed job.
+
+    Args:
+        name, application: of the workload.
+        submitted, started, completed: in seconds from the begin of the workload.
+        completion_time: seconds from submission to completion.
+        queueing_time: seconds from submission to the first start.
+        restarts: how often its nodes changed after the first start.
+        gpu_hours: replicas times hours, restarts included.
+        finish_time_fairness: its completion time divided by that on an equal share of the cluster, among as
+            many jobs as there were on average (Mahajan et al. 2020, Themis, section 3.1); at most 1 is fair.
+    """
+
+    name: str
+    application: str
+    submitted: float
+    started: float
+    completed: float
+    completion_time: float
+    queueing_time: float
+    restarts: int
+    gpu_hours: float
+    finish_time_fairness: float
+
+
+@dataclass(frozen=True)
+class Results:
+    """All jobs of a simulation.
+
+    Args:
+        jobs: in the order of submission.
+    """
+
+    jobs: Sequence[JobResult]
+
+    @classmethod
+    def of(cls, jobs: Sequence[SimulatedJob], settings: Settings) -> Results:
+        """Return the results of the jobs of a simulation."""
+        alone = _IsolatedTimes(settings)
+        contention = _Contention(jobs)
+        return cls([_result(job, contention.of(job), alone) for job in jobs])
+
+    def summary(self) -> dict[str, float]:
+        """Return the numbers over all jobs, in seconds unless the name says otherwise."""
+        times = sorted(job.completion_time for job in self.jobs)
+        queueing = [job.queueing_time for job in self.jobs]
+        fairness = [job.finish_time_fairness for job in self.jobs]
+        return {
+            "mean_completion_time": _mean(times),
+            "median_completion_time": quantile(times, 0.5),
+            "p95_completion_time": quantile(times, 0.95),
+            "p99_completion_time": quantile(times, 0.99),
+            "makespan": max(job.completed for job in self.jobs) - min(job.submitted for job in self.jobs),
+            "gpu_hours": sum(job.gpu_hours for job in self.jobs),
+            "restarts_per_job": _mean([float(job.restarts) for job in self.jobs]),
+            "mean_queueing_time": _mean(queueing),
+            "max_queueing_time": max(queueing),
+            "worst_finish_time_fairness": max(fairness),
+            "unfairly_treated_share": _mean([float(value > 1.0) for value in fairness]),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary, and `jobs`."""
+        return {**self.summary(), "jobs": [asdict(job) for job in self.jobs]}
+
+
+def quantile(ascending: Sequence[float], share: float) -> float:
+    """Return the value below which a share of the values lies, interpolated linearly."""
+    position = share * (len(ascending) - 1)
+    low = int(position)
+    high = min(low + 1, len(ascending) - 1)
+    return ascending[low] + (position - low) * (ascending[high] - ascending[low])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _result(job: SimulatedJob, contention: float, alone: _IsolatedTimes) -> JobResult:
+    assert job.completed_at is not None
+    assert job.started_at is not None
+    time = job.completed_at - job.submission.time
+    return JobResult(
+        name=job.name,
+        application=job.application.name,
+        submitted=job.submission.time,
+        started=job.started_at,
+        completed=job.completed_at,
+        completion_time=time,
+        queueing_time=job.started_at - job.submission.time,
+        restarts=job.restarts,
+        gpu_hours=job.replica_seconds / 3600,
+        finish_time_fairness=time / alone.of(job.application, contention),
+    )
+
+
+class _Contention:
+    """The mean number of jobs in the cluster while a job is in it."""
+
+    def __init__(self, jobs: Sequence[SimulatedJob]) -> None:
+        changes: list[tuple[float, int]] = []
+        for job in jobs:
+            assert job.completed_at is not None
+            changes += [(job.submission.time, 1), (job.completed_at, -1)]
+        changes.sort()
+        self._times = [changes[0][0]]
+        self._jobs = [0]
+        """How many jobs there are from each of the times on."""
+        self._job_seconds = [0.0]
+        """The sum over jobs of the seconds that they were in the cluster until each of the times."""
+        for time, change in changes:
+            self._job_seconds.append(self._until(time))
+            self._times.append(time)
+            self._jobs.append(self._jobs[-1] + change)
+
+    def _until(self, time: float) -> float:
+        i = bisect_right(self._times, time) - 1
+        return self._job_seconds[i] + self._jobs[i] * (time - self._times[i])
+
+    def of(self, job: SimulatedJob) -> float:
+        start, end = job.submission.time, job.completed_at
+        assert end is not None
+        return max((self._until(end) - self._until(start)) / (end - start), 1.0) if end > start else 1.0
+
+
+class _IsolatedTimes:
+    """How long an application takes on an equal share of the cluster, with the best batch in each epoch."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._memory: dict[tuple[str, int], float] = {}
+
+    def of(self, application: Application, contention: float) -> float:
+        """Return the seconds on `1 / contention` of the cluster, rounded down, at least one replica."""
+        replicas = max(int(self._settings.total / contention), 1)
+        if application.max_replicas is not None:
+            replicas = min(replicas, application.max_replicas)
+        bounds = application.bounds
+        if bounds.max_batch_size is not None:
+            replicas = min(replicas, bounds.max_batch_size // bounds.lower)
+        key = application.name, replicas
+        if key not in self._memory:
+            self._memory[key] = self._settings.restart + self._training_time(application, replicas)
+        return self._memory[key]
+
+    def _training_time(self, application: Application, replicas: int) -> float:
+        nodes: list[int] = []
+        for node, units in sorted(enumerate(self._settings.nodes), key=lambda item: -item[1]):
+            nodes += [node] * min(units, replicas - len(nodes))
+        placement = shape(nodes)
+        bounds = application.bounds
+        plans = candidate_plans(bounds, replicas)
+        if application.pinned_batch_size is not None:
+            plans = [fixed_plan(application, replicas, application.pinned_batch_size)]
+        seconds = {
+            i: step + (step - sync) * (plan.accumulation - 1)
+            for i, plan in enumerate(plans)
+            for step, sync in [application.step_time(placement, plan.local_bsz)]
+        }
+        total, before = 0.0, 0.0
+        for epoch, end in enumerate(application.epoch_ends):
+            total += min(
+                (end - before)
+                * seconds[i]
+                / application.estimate(plan.global_bsz, epoch).gain(plan.scale(bounds))
+                for i, plan in enumerate(plans)
+            )
+            before = end
+        return total

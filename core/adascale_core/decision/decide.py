@@ -1,0 +1,191 @@
+"""Which job gets how many replicas, decided for all jobs at the same time.
+
+One pure function, `decide`, that the Kubernetes operator and the local runner call:
+
+1. Every job is admitted, in the order of arrival, whose smallest valid count fits beside those of the
+   admitted jobs before it.
+2. Of all valid counts of the admitted jobs, those of the highest total utility are chosen (`job_utility`).
+
+Replicas fit into a number, or onto the nodes of a cluster (`capacity`). Jobs that share no node are decided
+separately. If replicas are interchangeable, the best counts are found exactly (`exact_allocation`), otherwise
+by search (`hill_climbing`).
+
+A job changes only for lack of capacity while its last change is in progress or recent, while it is not
+measured, and shortly before its end. The same input gives the same decision. Every change raises the total
+utility, so jobs do not alternate between counts: without new measurements, the decision after a decision is
+to change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Self
+
+from adascale_core.decision.accelerators import Accelerator
+from adascale_core.decision.exact_allocation import allocate_replicas
+from adascale_core.decision.hill_climbing import allocate_on_nodes
+from adascale_core.decision.job_state import JobState
+from adascale_core.decision.job_utility import (
+    JobUtility,
+    UtilityTables,
+    change_allowed_at,
+    utilities_of,
+    weighted,
+)
+from adascale_core.decision.slot_allocation import allocate_slots
+from adascale_core.performance.goodput_table import candidate_counts
+from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
+from adascale_core.placement.node_slots import SlotCapacity
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The replica count for a job.
+
+    Args:
+        replicas: the count; 0 if the job does not run.
+        reason: why, for events and conditions.
+        waiting: whether the job does not run because of insufficient capacity.
+        accelerator: the type of accelerator that it runs on; None if types are not known.
+    """
+
+    replicas: int
+    reason: str
+    waiting: bool = False
+    accelerator: Accelerator | None = None
+
+
+@dataclass(frozen=True)
+class _Solution:
+    """What counts of interchangeable replicas were chosen from, and the counts.
+
+    Args:
+        jobs: their ids.
+        tables: their utilities.
+        room: the slots of the nodes, or how many replicas fit.
+        counts: of each job.
+    """
+
+    jobs: Sequence[str]
+    tables: Sequence[UtilityTables]
+    room: SlotCapacity | int
+    counts: Sequence[int]
+
+
+@dataclass(frozen=True)
+class DecisionProblem:
+    """What a decision is about: jobs that share capacity, with their predictions, and that capacity.
+
+    Args:
+        queue: the jobs, in the order of their arrival.
+        bound: the capacity.
+        valid: the ids of the jobs that have a valid count.
+        slots: the slots of the nodes if the replicas of all jobs are equal; None if not, or without nodes.
+        solutions: of the problems before, then of this one.
+    """
+
+    queue: Sequence[JobUtility]
+    bound: Capacity
+    valid: Sequence[str]
+    slots: SlotCapacity | None
+    solutions: list[_Solution] = field(default_factory=list, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        jobs: Iterable[JobState],
+        capacity: int | Capacity,
+        before: Iterable[DecisionProblem] = (),
+    ) -> Self:
+        """Return the problem.
+
+        Args:
+            jobs, capacity: as for `decide`.
+            before: the problems of the decision before. What is the same is not computed again.
+        """
+        before = list(before)
+        bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
+        ordered = sorted(jobs, key=lambda job: (job.arrival, job.id))
+        valid = [
+            job.id for job in ordered if candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
+        ]
+        slots = bound.equal_slots(valid) if isinstance(bound, NodeCapacity) else None
+        fills_nodes = slots is not None and slots.is_uniform
+        known = {utility.job.id: utility for problem in before for utility in problem.queue}
+        queue = weighted(
+            utilities_of(
+                ordered,
+                [slots.node_size if slots else bound.node_size(job.id) for job in ordered],
+                fills_nodes=fills_nodes,
+                before=known,
+            )
+        )
+        return cls(queue, bound, valid, slots, [each for problem in before for each in problem.solutions])
+
+    @classmethod
+    def independent(
+        cls,
+        jobs: Iterable[JobState],
+        capacity: int | Capacity,
+        before: Iterable[DecisionProblem] = (),
+    ) -> list[Self]:
+        """Return the problems that can be solved one by one, because their jobs share no node.
+
+        On a cluster with several types of accelerators, these are the jobs of each type. Arguments as for
+        `of`.
+        """
+        bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
+        by_id = {job.id: job for job in jobs}
+        groups = bound.independent(list(by_id))
+        before = list(before)
+        return [cls.of([by_id[name] for name in group], bound, before) for group in groups]
+
+    def solve(self, now: float) -> list[int]:
+        """Return the count of each job of the queue."""
+        tables = [utility.utilities(now) for utility in self.queue]
+        room = self.bound.simplified_for(self.valid) if self.slots is None else self.slots
+        if isinstance(room, NodeCapacity):
+            return allocate_on_nodes(self.queue, [one for one, _ in tables], room)
+        jobs = [utility.job.id for utility in self.queue]
+        for known in self.solutions:
+            if (known.jobs, known.room, known.tables) == (jobs, room, tables):
+                return list(known.counts)
+        if isinstance(room, SlotCapacity):
+            counts = allocate_slots(self.queue, tables, room)
+        else:
+            counts = allocate_replicas(self.queue, [one for one, _ in tables], room)
+        self.solutions[:] = [_Solution(jobs, tables, room, tuple(counts))]
+        return counts
+
+    def next_change(self, now: float) -> float:
+        """Return the first moment after `now` at which time alone may change the decision, or infinity."""
+        allowed = (change_allowed_at(utility.job) for utility in self.queue)
+        return min((moment for moment in allowed if moment > now), default=inf)
+
+    def decide(self, now: float) -> dict[str, Decision]:
+        """Return the replica count of every job, as the function `decide`."""
+        return {
+            utility.job.id: Decision(
+                count, utility.reason(count), waiting=count == 0 and bool(utility.counts)
+            )
+            for utility, count in zip(self.queue, self.solve(now), strict=True)
+        }
+
+
+def decide(jobs: Iterable[JobState], capacity: int | Capacity, now: float) -> dict[str, Decision]:
+    """Return the replica count of every job.
+
+    Args:
+        jobs: all jobs that may run.
+        capacity: how many replicas fit, or what they have to fit into, including those that run already.
+        now: the time, in seconds on the clock of `JobState.stable_since`.
+
+    Returns:
+        job id -> decision. A count is valid for its job, or 0. All counts fit at the same time.
+    """
+    decisions: dict[str, Decision] = {}
+    for problem in DecisionProblem.independent(jobs, capacity):
+        decisions |= problem.decide(now)
+    return decisions

@@ -1,0 +1,288 @@
+"""Why a job has its replica count, from the same inputs as the decision.
+
+For each count: the predicted goodput and end, which other jobs would have to give up replicas for it, and why
+it was not chosen. The replicas of other jobs are taken where they cost the least utility per replica, one job
+after the other; this is near the cheapest way, not always the cheapest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
+from math import log2
+
+from adascale_core.decision.decide import Decision, DecisionProblem
+from adascale_core.decision.job_utility import MAX_GROWTH, MIN_SPEEDUP, JobUtility
+from adascale_core.placement.capacity import Capacity
+from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
+
+MAX_COUNTS = 24
+"""Counts in an explanation."""
+MAX_TRIES = 8
+"""Packings of unlike replicas that are tried for a count."""
+MAX_GIVING = 8
+"""Jobs that would have to give up replicas for a count; a count that needs more is explained without them."""
+MAX_NAMED = 2
+"""Jobs that are named in a text, which has at most 500 characters."""
+
+
+def explain(
+    problem: DecisionProblem,
+    now: float,
+    *,
+    decisions: Mapping[str, Decision],
+    time: float,
+    only: Collection[str] | None = None,
+) -> dict[str, DecisionView]:
+    """Return the explanation of each decision, by job id.
+
+    Args:
+        problem: what was decided.
+        now: the time of the decision, on the clock of `JobState.stable_since`.
+        decisions: what `problem.decide(now)` returned. The caller may have replaced the reasons, and added
+            decisions about other jobs.
+        time: of the decision, in seconds since 1970.
+        only: the jobs to explain; None for all.
+    """
+    explainer = _Explainer(problem, {each.job.id: decisions[each.job.id] for each in problem.queue}, now)
+    return {
+        utility.job.id: explainer.explain(utility, time)
+        for utility in explainer.problem.queue
+        if only is None or utility.job.id in only
+    }
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Whether counts fit.
+
+    Args:
+        bound: the capacity.
+        total: how many replicas fit in any shares; None if no such number exists.
+    """
+
+    bound: Capacity
+    total: int | None
+
+    @classmethod
+    def of(cls, problem: DecisionProblem) -> _Room:
+        if problem.slots is not None:
+            return cls(problem.bound, problem.slots.total)
+        simplified = problem.bound.simplified_for(problem.valid)
+        return cls(problem.bound, simplified if isinstance(simplified, int) else None)
+
+    def fits(self, counts: Mapping[str, int]) -> bool:
+        if self.total is not None:
+            return sum(counts.values()) <= self.total
+        return self.bound.fits({job: count for job, count in counts.items() if count})
+
+
+class _Explainer:
+    def __init__(self, problem: DecisionProblem, decisions: Mapping[str, Decision], now: float) -> None:
+        self.problem = problem
+        self._now = now
+        self._decisions = decisions
+        self._counts = {job: decision.replicas for job, decision in decisions.items()}
+        self._room = _Room.of(problem)
+        self._utilities = {
+            utility.job.id: utility.utilities(now)[0] if utility.counts else {} for utility in problem.queue
+        }
+        self._running = [
+            utility for utility in problem.queue if utility.counts and self._counts[utility.job.id]
+        ]
+        self._needed = list(accumulate(utility.counts[0] for utility in self._running))
+        """How many replicas the running jobs need at least, up to each of them."""
+        self._steps: list[tuple[float, str, int]] = []
+        for job, count in self._counts.items():
+            self._push_step(self._steps, job, count)
+
+    def explain(self, utility: JobUtility, time: float) -> DecisionView:
+        """Return the explanation of the decision about a job."""
+        job, decision = utility.job, self._decisions[utility.job.id]
+        reason = decision.reason
+        if utility.counts and decision.replicas == job.replicas and decision.replicas:
+            change = utility.change(self._now)
+            why = change.reason if change.factor is None else "no other count is worth a change"
+            reason = f"{reason}: {why}" if reason == "unchanged" else reason
+        return DecisionView(
+            job=job.id,
+            replicas=decision.replicas,
+            present=job.replicas,
+            waiting=decision.waiting,
+            reason=reason,
+            time=time,
+            counts=tuple(self._count_views(utility, decision.replicas)),
+            limits=tuple(self._limits(utility, decision.replicas)),
+        )
+
+    def _count_views(self, utility: JobUtility, chosen: int) -> Iterable[CountView]:
+        job = utility.job
+        counts, steps = dict(self._counts), list(self._steps)
+        given: dict[str, int] | None = {}
+        for count in _shown(utility, chosen):
+            if given is not None and count > chosen:
+                counts[job.id] = count
+                given = self._make_room(job.id, counts, steps)
+            goodput = utility.goodput(count)
+            seconds_left = None
+            if goodput is not None and job.remaining is not None:
+                seconds_left = job.remaining / goodput + (
+                    job.restart_seconds if count != job.replicas else 0.0
+                )
+            verdict, reason = self._verdict(utility, chosen, count, given)
+            yield CountView(
+                count,
+                goodput,
+                seconds_left,
+                tuple(GivenReplicas(name, replicas) for name, replicas in sorted((given or {}).items())),
+                verdict,
+                reason,
+            )
+
+    def _make_room(
+        self, job: str, counts: dict[str, int], steps: list[tuple[float, str, int]]
+    ) -> dict[str, int] | None:
+        """Lower `counts` of other jobs until all fit.
+
+        Args:
+            job: the job for which they make room.
+            counts: job id -> count.
+            steps: a heap of the next step down of each other job: its loss, the job, its count.
+
+        Returns:
+            job id -> replicas to give up; None if all don't fit, or if it would take too many steps.
+        """
+        tries = MAX_TRIES
+        while not self._room.fits(counts):
+            # Where replicas are not alike, each attempt packs the replicas of all jobs.
+            tries -= self._room.total is None
+            if not steps or not tries:
+                return None
+            _, other, count = heappop(steps)
+            if other != job:
+                counts[other] = count
+                self._push_step(steps, other, count)
+        given = {
+            other: self._counts[other] - count
+            for other, count in counts.items()
+            if count < self._counts[other]
+        }
+        return given if len(given) <= MAX_GIVING else None
+
+    def _push_step(self, steps: list[tuple[float, str, int]], job: str, present: int) -> None:
+        """Add the step down from a count that loses the least utility per replica."""
+        table = self._utilities[job]
+        if present in table:
+            losses = [
+                ((table[present] - table[count]) / (present - count), job, count)
+                for count in table
+                if count < present
+            ]
+            if losses:
+                heappush(steps, min(losses))
+
+    def _verdict(
+        self, utility: JobUtility, chosen: int, count: int, given: Mapping[str, int] | None
+    ) -> tuple[Verdict, str]:
+        table = self._utilities[utility.job.id]
+        if count == chosen:
+            return Verdict.CHOSEN, "chosen"
+        if count not in table:
+            return Verdict.NOT_MEASURED, _not_measured(utility)
+        if chosen == 0 or given is None:
+            return Verdict.NO_CAPACITY, "does not fit beside the smallest counts of the other jobs"
+        change = utility.change(self._now)
+        if utility.present_count == chosen and change.factor is None:
+            return Verdict.NO_CHANGE, change.reason
+        if chosen not in table or table[count] <= table[chosen]:
+            return Verdict.NOT_WORTH, self._not_worth(utility, chosen, count)
+        if given:
+            return Verdict.OTHER_JOBS, "other jobs would lose more than this job would gain"
+        return Verdict.NODES, "the free places on the nodes do not allow it, or make it slower"
+
+    def _not_worth(self, utility: JobUtility, chosen: int, count: int) -> str:
+        before, after = utility.goodput(chosen), utility.goodput(count)
+        if before is None or after is None:
+            return "it is not measured yet"
+        factor = f"{after / before:.2f} times the progress per second"
+        if after <= before:
+            return f"not faster: {factor}"
+        needed = float(MIN_SPEEDUP ** max(log2(count / chosen), 0.0))
+        if utility.present_count == chosen:
+            change, is_trial = utility.change(self._now), count > max(utility.largest_measured, chosen)
+            needed *= (change.trial_factor if is_trial else change.factor) or 1.0
+        return f"{factor}: the change and its replicas must be worth {needed:.2f} times"
+
+    def _limits(self, utility: JobUtility, count: int) -> Iterable[LimitView]:
+        job, counts = utility.job, utility.counts
+        if not counts:
+            yield LimitView(LimitKind.BOUNDS, utility.reason(0))
+            return
+        size = job.bounds.local_bsz_limit
+        memory = "" if size is None else f", and memory holds local batches of at most {size}"
+        yield LimitView(LimitKind.BOUNDS, f"{counts[0]} to {counts[-1]} replicas are valid{memory}")
+        if job.limit is not None:
+            yield LimitView(LimitKind.SCHEDULING, f"at most {job.limit} replicas may be scheduled at present")
+        total = self._room.total
+        if total is not None:
+            free = total - sum(self._counts.values())
+            yield LimitView(LimitKind.CAPACITY, f"{max(free, 0)} of {total} replicas are free")
+        if self._decisions[job.id].waiting:
+            yield LimitView(LimitKind.CAPACITY, self._waits_for(utility))
+        if job.accelerator is not None:
+            yield LimitView(LimitKind.NODES, f"it runs on accelerators of the type {job.accelerator}")
+        slots = self.problem.slots
+        if slots is not None and slots.is_uniform:
+            yield LimitView(
+                LimitKind.NODES,
+                f"a node holds {slots.node_size}: only counts that divide or fill nodes are considered",
+            )
+        reachable = max(self._utilities[job.id])
+        if reachable < counts[-1]:
+            yield LimitView(LimitKind.MEASUREMENTS, _not_measured(utility))
+        if count and utility.present_count:
+            yield LimitView(LimitKind.CHANGE, utility.change(self._now).reason)
+
+    def _waits_for(self, utility: JobUtility) -> str:
+        """Return which jobs leave too little capacity for a job that waits."""
+        earlier = bisect_left(self._running, _arrival(utility), key=_arrival)
+        if not earlier:
+            return f"it needs {utility.counts[0]} at least, which do not fit even if no other job runs"
+        named = [f"{each.job.id}: {each.counts[0]}" for each in self._running[: min(earlier, MAX_NAMED)]]
+        if earlier > MAX_NAMED:
+            named.append(f"{earlier - MAX_NAMED} more")
+        return (
+            f"it needs {utility.counts[0]} at least, and waits for jobs to end that arrived before it and "
+            f"need {self._needed[earlier - 1]} at least ({', '.join(named)})"
+        )
+
+
+def _arrival(utility: JobUtility) -> tuple[float, str]:
+    return utility.job.arrival, utility.job.id
+
+
+def _shown(utility: JobUtility, chosen: int) -> Sequence[int]:
+    """Return at most `MAX_COUNTS` of the candidate counts, ascending, with those that matter."""
+    counts = utility.counts
+    if len(counts) <= MAX_COUNTS:
+        return counts
+    kept = {counts[0], counts[-1], *(each for each in (chosen, utility.job.replicas) if each in counts)}
+    if utility.table is not None:
+        kept.add(utility.table.counts[-1])
+    rest = MAX_COUNTS - len(kept)
+    ratio = len(counts) ** (1 / rest)
+    for i in range(rest):
+        kept.add(counts[min(int(ratio**i), len(counts) - 1)])
+    return sorted(kept)
+
+
+def _not_measured(utility: JobUtility) -> str:
+    if utility.table is None:
+        return "it is not measured yet, so it does not grow"
+    reach = utility.table.counts[-1]
+    return (
+        f"it grows step by step, to at most {MAX_GROWTH} times the largest measured count: {reach} at present"
+    )

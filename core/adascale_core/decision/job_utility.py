@@ -1,0 +1,433 @@
+"""What each replica count is worth to a job.
+
+The utility of a count is the logarithm of the job's predicted goodput, times the weight of the job, less the
+cost of the change to it. `docs/scheduling.md` has the formula, with a reason for each of its terms.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import exp, inf, log, sqrt
+from operator import attrgetter
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from adascale_core.batch.plans import is_valid_replicas
+from adascale_core.decision.job_state import JobState
+from adascale_core.performance.batched_fit import fit_all
+from adascale_core.performance.goodput_table import Floats, Goodputs, candidate_counts, goodputs
+from adascale_core.performance.prediction import Prediction
+from adascale_core.performance.throughput import NOISE, StepTimeModel
+
+MIN_SPEEDUP = 1.05
+"""The least factor of goodput for each doubling of the replicas, and for a larger count than those that were
+measured."""
+MIN_CHANGE = exp(2 * sqrt(2) * NOISE)
+"""The least factor of goodput for another change: two standard deviations of the ratio of two goodputs that
+are as uncertain as a measured step time. A smaller factor may be noise, and the job would change back. A
+larger count is measured once it is tried."""
+MAX_GROWTH = 2
+"""A job grows to at most this many times the largest count on which it was measured."""
+HORIZON = 600.0
+"""Seconds within which a change must pay off if the remaining time of the job is unknown."""
+STABILIZATION_RESTARTS = 2.0
+"""A change may follow another once the job has trained for this many times the duration of a restart..."""
+STABILIZATION_SECONDS = 5.0
+"""...and for this many seconds, so that the effect of the last change is measured first."""
+
+SPEEDUP_EXPONENT = 0.5
+"""The power of its replicas with which the goodput of a job grows, for the weights by remaining size."""
+
+UTILITY_UNIT = 10**9
+"""Utilities are integers, in this fraction of a natural logarithm: sums are exact, and equal is equal."""
+FORCED_CHANGE_COST = 10**14
+"""The cost of a change that is only made for lack of capacity: more than all utilities together."""
+
+
+def stabilization_seconds(restart_seconds: float) -> float:
+    """Return the seconds without a change after a change that interrupted training for `restart_seconds`."""
+    return max(STABILIZATION_SECONDS, STABILIZATION_RESTARTS * restart_seconds)
+
+
+def change_allowed_at(job: JobState) -> float:
+    """Return when the last change of a job is no longer recent, on the clock of `JobState.stable_since`.
+
+    Infinite while it is in progress.
+    """
+    return inf if job.stable_since is None else job.stable_since + stabilization_seconds(job.restart_seconds)
+
+
+UtilityTables = tuple[Mapping[int, int], Mapping[int, int]]
+"""Count -> utility, in `UTILITY_UNIT`, for replicas on one node, as far as they fit on it, and on several."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a change of the replica count has to be worth.
+
+    Args:
+        factor: of the goodput; None if the count changes only for lack of capacity.
+        trial_factor: the same for a larger count than those that were measured.
+        text: why, with a placeholder for each value.
+        values: the values. A decision needs the text of few jobs, so it is not formatted before.
+    """
+
+    factor: float | None
+    trial_factor: float | None
+    text: str
+    values: tuple[float, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+        return self.text.format(*self.values)
+
+
+@dataclass
+class _Memory:
+    """What was computed of predictions, for the next decision with the same.
+
+    Args:
+        values: counts; utilities without the weight and the cost of a change, on one node and on several;
+            1 for each count that is a change to a measured count, and 1 for each that is a trial.
+        tables: weight and costs of a change and of a trial, and the utilities.
+    """
+
+    values: tuple[tuple[int, ...], Floats, npt.NDArray[np.int64]] | None = None
+    tables: tuple[tuple[float, tuple[int, int]], UtilityTables] | None = None
+
+
+@dataclass(frozen=True)
+class JobUtility:
+    """A job with its candidate counts, and predictions for the counts that it may have next.
+
+    Args:
+        job: the job.
+        counts: valid counts within its bounds, ascending.
+        table: the goodput of the counts that it may have next; None if it is not measured.
+        node_size: how many replicas fit on a node; None if not known.
+        fills_nodes: whether only counts that divide a node or fill nodes are considered.
+        weight: of the logarithm of its goodput.
+        model: its step times; None if it is not measured.
+    """
+
+    job: JobState
+    counts: Sequence[int]
+    table: Goodputs | None
+    node_size: int | None = None
+    fills_nodes: bool = False
+    weight: float = 1.0
+    model: StepTimeModel | None = None
+    _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        job: JobState,
+        node_size: int | None = None,
+        *,
+        fills_nodes: bool = False,
+        before: JobUtility | None = None,
+        model: StepTimeModel | None = None,
+    ) -> JobUtility:
+        """Return the candidate counts and predictions of `job`.
+
+        Args:
+            job: the job.
+            node_size: how many replicas fit on a node; None if not known.
+            fills_nodes: whether to consider only counts that divide a node or fill nodes.
+            before: of an earlier state of the job, from which predictions are taken that are the same.
+            model: of its step times; None if it is not known yet.
+        """
+        if before is not None and (before.node_size, before.fills_nodes) == (node_size, fills_nodes):
+            if before.job is job:
+                return before
+            if _prediction_inputs(before.job) == _prediction_inputs(job):
+                return before._with(job, before.weight)
+        counts = candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
+        if job.limit is not None:
+            counts = counts[: bisect_right(counts, job.limit)] or counts[:1]
+        if node_size is not None and fills_nodes:
+            counts = _filling_nodes(counts, node_size, job.replicas)
+        model = model or StepTimeModel.fit(job.step_times, job.template_step_times)
+        utility = cls(job, counts, None, node_size, fills_nodes, model=model)
+        if job.estimate is None or model is None or not counts:
+            return utility
+        largest = utility.largest_measured
+        next_larger = counts[bisect_right(counts, largest) :][:1]
+        limit = max([MAX_GROWTH * largest, job.replicas, *counts[:1], *next_larger])
+        reachable = counts[: bisect_right(counts, limit)]
+        known = None if before is None or before.job.bounds != job.bounds else before.table
+        if known is None or known.counts != reachable:
+            table = goodputs(job.bounds, reachable, job.estimate, model)
+        elif before is not None and (before.job.estimate, before.model) == (job.estimate, model):
+            table = known
+        else:
+            table = goodputs(job.bounds, reachable, job.estimate, model, known.grid)
+        return replace(utility, table=table)
+
+    @property
+    def present_count(self) -> int | None:
+        """The present count if the job can keep it; None if it has none, or it is no longer valid."""
+        return self.job.replicas if self.job.replicas in self.counts else None
+
+    @property
+    def largest_measured(self) -> int:
+        """The largest count on which the job or its template was measured; 0 if there is none."""
+        job = self.job
+        return max([job.largest, *(each.replicas for each in (*job.step_times, *job.template_step_times))])
+
+    def goodput(self, count: int) -> float | None:
+        """Return the goodput of a count on as few nodes as hold it; None if it is not predicted."""
+        if self.table is None:
+            return None
+        index = bisect_left(self.table.counts, count)
+        if self.table.counts[index : index + 1] != (count,):
+            return None
+        fits = self.node_size is None or count <= self.node_size
+        return float((self.table.one_node if fits else self.table.several_nodes)[index])
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """The seconds that the rest of the job takes on its smallest count; None if not known."""
+        if self.job.remaining is None or not self.counts:
+            return None
+        goodput = self.goodput(self.counts[0])
+        return None if goodput is None else self.job.remaining / goodput
+
+    def _with(self, job: JobState, weight: float) -> JobUtility:
+        """Return the same predictions for a later state of the job, and with a weight."""
+        return JobUtility(
+            job, self.counts, self.table, self.node_size, self.fills_nodes, weight, self.model, self._memory
+        )
+
+    def _log_goodputs(self) -> tuple[tuple[int, ...], Floats, Floats]:
+        """Return counts, and the logarithms of their goodputs on one node and on several nodes."""
+        if self.table is not None:
+            one, several = self.table.logarithms
+            if self.node_size is not None:
+                fitting = bisect_right(self.table.counts, self.node_size)
+                one = np.concatenate((one[:fitting], several[fitting:]))
+            return self.table.counts, one, several
+        # Without measurements the job does not grow, and shrinks only if it has to, by as little as
+        # possible.
+        upper = max(self.job.replicas, self.counts[0])
+        counts = tuple(count for count in self.counts if count <= upper and self.job.replicas)
+        counts = counts or (self.counts[0],)
+        logs = np.log(np.array(counts, dtype=np.float64))
+        return counts, logs, logs
+
+    def utilities(self, now: float) -> UtilityTables:
+        """Return count -> utility, in `UTILITY_UNIT`, of the counts that the job may have next.
+
+        The first table is for replicas on one node, as far as they fit on it, the second for replicas on
+        several nodes. Both are empty if no count is valid.
+
+        Args:
+            now: the time, in seconds on the clock of `JobState.stable_since`.
+        """
+        if not self.counts:
+            return {}, {}
+        costs = (0, 0)
+        if self.present_count:
+            change = self.change(now)
+            costs = self._cost(change.factor), self._cost(change.trial_factor)
+        if self._memory.tables is None or self._memory.tables[0] != (self.weight, costs):
+            self._memory.tables = (self.weight, costs), self._utilities(*costs)
+        return self._memory.tables[1]
+
+    def _utilities(self, change: int, trial: int) -> UtilityTables:
+        if self._memory.values is None:
+            counts, *both = self._log_goodputs()
+            present = self.present_count or self.counts[0]
+            penalty = _growth_penalty(counts, present)
+            is_trial = np.array(counts) > max(self.largest_measured, present)
+            is_change = np.array(counts) != present
+            self._memory.values = (
+                counts,
+                np.array([logs - penalty for logs in both]),
+                np.array([is_change & ~is_trial, is_trial], dtype=np.int64),
+            )
+        counts, values, is_change = self._memory.values
+        costs = change * is_change[0] + trial * is_change[1]
+        weighted = np.rint(UTILITY_UNIT * self.weight * values).astype(np.int64) - costs
+        one, several = weighted.tolist()
+        return dict(zip(counts, one, strict=True)), dict(zip(counts, several, strict=True))
+
+    def _cost(self, factor: float | None) -> int:
+        return FORCED_CHANGE_COST if factor is None else round(UTILITY_UNIT * self.weight * log(factor))
+
+    def change(self, now: float) -> Change:
+        """Return what a change from the present count has to be worth.
+
+        Args:
+            now: the time, in seconds on the clock of `JobState.stable_since`.
+        """
+        job = self.job
+        if job.stable_since is None:
+            return Change(None, None, "its last change is in progress")
+        window, age = stabilization_seconds(job.restart_seconds), now - job.stable_since
+        if age < window:
+            return Change(
+                None,
+                None,
+                "it changed {:.0f} s ago, and changes again after {:.0f} s at the earliest",
+                (age, window),
+            )
+        goodput = self.goodput(job.replicas)
+        if goodput is None:
+            return Change(None, None, "it is not measured yet")
+        left = HORIZON
+        if job.remaining is not None:
+            left = job.remaining / goodput - job.prepare_seconds
+        if left <= job.restart_seconds:
+            return Change(None, None, "it ends before a change would pay off")
+        # The factor of goodput at which the job has made the same progress at its end as without the change.
+        restart = 1 / (1 - job.restart_seconds / left)
+        factor, trial_factor = max(restart, MIN_CHANGE), max(restart, MIN_SPEEDUP)
+        return Change(
+            factor,
+            trial_factor,
+            "a change interrupts training for {:.3g} s, and must be worth {:.2f} times the progress per "
+            "second, or {:.2f} times on more replicas than were measured",
+            (job.restart_seconds, factor, trial_factor),
+        )
+
+    def prediction(self, count: int) -> Prediction | None:
+        """Return the prediction for a count; None if there is none."""
+        goodput = self.goodput(count)
+        if self.table is None or goodput is None:
+            return None
+        on_one_node = self.node_size is None or count <= self.node_size
+        plan = self.table.plan(self.table.counts.index(count), on_one_node=on_one_node)
+        scale = plan.scale(self.job.bounds)
+        assert self.job.estimate is not None
+        gain = self.job.estimate.gain(scale)
+        return Prediction(plan, scale, gain, gain / goodput)
+
+    def reason(self, count: int) -> str:
+        """Return why the job gets `count` replicas, for events and conditions."""
+        job, before = self.job, self.job.replicas
+        if not self.counts:
+            if job.min_replicas > job.max_replicas:
+                return f"minReplicas {job.min_replicas} is greater than maxReplicas {job.max_replicas}"
+            return f"no replica count from {job.min_replicas} to {job.max_replicas} is valid"
+        if count == 0:
+            return f"Insufficient capacity for {_replicas(self.counts[0])}"
+        if before == 0:
+            return f"started on {_replicas(count)}"
+        if count == before:
+            return "unchanged"
+        if self.present_count is None:
+            if job.limit is not None and before > job.limit and is_valid_replicas(job.bounds, before):
+                return f"{_replicas(before)} could not be scheduled"
+            return f"{_replicas(before)} {'is' if before == 1 else 'are'} no longer valid"
+        cause = "frees capacity for other jobs"
+        old, new = self.prediction(before), self.prediction(count)
+        if old is None or new is None:
+            return cause
+        effect = (
+            f"predicted gain {old.gain:.1f} -> {new.gain:.1f}, "
+            f"{new.goodput / old.goodput:.1f} times the progress per second"
+        )
+        return effect if new.goodput > old.goodput else f"{cause}: {effect}"
+
+
+_prediction_inputs = attrgetter(
+    "bounds",
+    "min_replicas",
+    "max_replicas",
+    "limit",
+    "replicas",
+    "largest",
+    "estimate",
+    "step_times",
+    "template_step_times",
+)
+"""All of a job's state that its counts and their goodputs depend on."""
+
+
+def utilities_of(
+    jobs: Sequence[JobState],
+    node_sizes: Sequence[int | None],
+    *,
+    fills_nodes: bool = False,
+    before: Mapping[str, JobUtility] = MappingProxyType({}),
+) -> list[JobUtility]:
+    """Return `JobUtility.of` for each job.
+
+    Args:
+        jobs: the jobs.
+        node_sizes: how many replicas of each job fit on a node.
+        fills_nodes: whether to consider only counts that divide a node or fill nodes.
+        before: job id -> an earlier state, from which is taken what is the same.
+    """
+    models: dict[str, StepTimeModel | None] = {}
+    unknown = []
+    for job in jobs:
+        known = before.get(job.id)
+        if known is not None and (known.job is job or _measured(known.job) == _measured(job)):
+            models[job.id] = known.model
+        else:
+            unknown.append(job)
+    # Fitting takes most of the time of a first decision.
+    fitted = fit_all([_measured(job) for job in unknown])
+    models |= {job.id: model for job, model in zip(unknown, fitted, strict=True)}
+    return [
+        JobUtility.of(
+            job, node_size, fills_nodes=fills_nodes, before=before.get(job.id), model=models[job.id]
+        )
+        for job, node_size in zip(jobs, node_sizes, strict=True)
+    ]
+
+
+_measured = attrgetter("step_times", "template_step_times")
+
+
+def weighted(jobs: Sequence[JobUtility]) -> list[JobUtility]:
+    """Return the jobs with weights by remaining size, as the optimal policy for jobs of known size has them.
+
+    Of m jobs of known size, the i-th largest has the weight m * ((i / m)^q - ((i - 1) / m)^q) with
+    q = 1 / (1 - p) for goodput that grows with the power p of the replicas (heSRPT, Berg, Vesilo and
+    Harchol-Balter 2020, theorem 4). The weights are 1 on average, and a job of unknown size has the weight 1.
+    """
+    sizes = {utility.job.id: utility.remaining_seconds for utility in jobs}
+    ranked = sorted(((size, name) for name, size in sizes.items() if size is not None), reverse=True)
+    number, exponent = len(ranked), 1 / (1 - SPEEDUP_EXPONENT)
+    weights = {
+        name: number * ((i / number) ** exponent - ((i - 1) / number) ** exponent)
+        for i, (_, name) in enumerate(ranked, 1)
+    }
+    return [
+        each if each.weight == weight else each._with(each.job, weight)
+        for each in jobs
+        for weight in (weights.get(each.job.id, 1.0),)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _growth_penalty(counts: tuple[int, ...], before: int) -> Floats:
+    """Return the logarithm of what each count has to be worth for its growth from `before`."""
+    penalty: Floats = log(MIN_SPEEDUP) * np.maximum(np.log2(np.array(counts) / before), 0.0)
+    return penalty
+
+
+@lru_cache(maxsize=4096)
+def _filling_nodes(counts: tuple[int, ...], node_size: int, present: int) -> tuple[int, ...]:
+    """Return the counts that leave no room on nodes that others can't use, and the ends and the present one.
+
+    Counts that divide a node, or fill nodes, can be packed without splitting a job that fits on a node.
+    """
+    kept = {counts[0], counts[-1], present} if counts else set()
+    return tuple(
+        count for count in counts if count % node_size == 0 or node_size % count == 0 or count in kept
+    )
+
+
+def _replicas(count: int) -> str:
+    return "1 replica" if count == 1 else f"{count} replicas"

@@ -1,0 +1,1 @@
+"""How a replica ends, what counts as a failure of the program, and how often it has failed."""

@@ -1,0 +1,166 @@
+"""The generations of a job: the desired allocation, the active one, and its members."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from adascale_core.batch.plans import is_valid_replicas
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.message import Message
+from adascale_core.names import HEARTBEAT_INTERVAL
+
+
+@dataclass(frozen=True)
+class Allocation(Message):
+    """The desired replica count of a job in one generation.
+
+    Args:
+        generation: the number of the generation, from 1.
+        replicas: the number of replicas.
+        failed: whether the job has failed, and so gets no replicas.
+    """
+
+    generation: int
+    replicas: int
+    failed: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Member(Message):
+    """A replica that takes part in a generation.
+
+    Args:
+        replica: index of the replica, from 0.
+        instance: distinguishes its trainer process from any other, as in its registration.
+        address, port: where its trainer listens for the other members.
+        holds: whether its trainer has the state of training when the generation becomes active.
+        node: the node that it runs on; empty if unknown.
+    """
+
+    replica: int
+    instance: str
+    address: str
+    port: int
+    holds: bool
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class ActiveAllocation(Message):
+    """An allocation that trainers run in or move to.
+
+    Args:
+        generation: the number of the generation, from 1.
+        replicas: the number of replicas.
+        members: the replicas that take part, in the order of their ranks. Members that hold state come first.
+        spec: the bounds with which all its trainers work; None for those in the environment of their agents.
+    """
+
+    generation: int
+    replicas: int
+    members: tuple[Member, ...] = ()
+    spec: JobSpec | None = None
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """Return the allocation of a JSON object's members."""
+        spec = members.get("spec")
+        return super().from_json(
+            {
+                **members,
+                "members": tuple(map(Member.from_json, members.get("members", ()))),
+                "spec": JobSpec.from_json(spec) if spec else None,
+            }
+        )
+
+    def with_spec(self, declared: JobSpec | None, before: JobSpec | None) -> ActiveAllocation:
+        """Return this allocation with the spec for its trainers, chosen once, when it becomes active.
+
+        Args:
+            declared: the job's current spec.
+            before: the spec of the last active allocation. It stays if the current spec does not allow this
+                replica count: an allowed count follows with a later allocation, and until then no program
+                    fails.
+        """
+        fits = declared is not None and is_valid_replicas(declared.bounds, self.replicas)
+        return replace(self, spec=declared if fits else before)
+
+    @property
+    def indices(self) -> frozenset[int]:
+        """The indices of the replicas that take part."""
+        return frozenset(member.replica for member in self.members)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a member held the state of training when this became active."""
+        return any(member.holds for member in self.members)
+
+    def rank_of(self, replica: int, instance: str) -> int | None:
+        """Return the rank of a replica's trainer; None if it does not take part."""
+        for rank, member in enumerate(self.members):
+            if member.replica == replica:
+                return rank if member.instance == instance else None
+        return None
+
+    def admits(self, replica: int, instance: str) -> bool:
+        """Whether the trainer `instance` of `replica` takes part."""
+        return self.rank_of(replica, instance) is not None
+
+
+@dataclass(frozen=True)
+class AllocationView(Message):
+    """The generations of a job, as agents, trainers and the controller get them.
+
+    Args:
+        version: changes whenever another field does. A client waits for a version other than its own.
+        desired: the newest allocation; None before the first.
+        active: the allocation that trainers run in or move to; None before the first.
+        broken: whether the active generation has lost a member, and so has ended.
+        complete: whether the program has finished.
+    """
+
+    version: int
+    desired: Allocation | None
+    active: ActiveAllocation | None
+    broken: bool
+    complete: bool
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """Return the view of a JSON object's members."""
+        desired, active = members.get("desired"), members.get("active")
+        return super().from_json(
+            {
+                **members,
+                "desired": Allocation.from_json(desired) if desired else None,
+                "active": ActiveAllocation.from_json(active) if active else None,
+            }
+        )
+
+    def has_ended(self, generation: int) -> bool:
+        """Whether `generation` has ended: it is broken, or a newer generation is active."""
+        if self.active is None or self.active.generation < generation:
+            return False
+        return self.broken or self.active.generation > generation
+
+    def next_allocation(self, generation: int) -> ActiveAllocation | None:
+        """Return the active allocation if it is newer than `generation` and not broken, else None."""
+        if self.active is None or self.broken or self.active.generation <= generation:
+            return None
+        return self.active
+
+
+@dataclass(frozen=True)
+class MemberView(AllocationView):
+    """The answer to a registration.
+
+    Args:
+        key: the secret by which the members of the job authenticate each other.
+        left_out: whether the trainer was a member and is not any more: it can take part in no generation.
+        heartbeat_interval: seconds until the agent's next registration, unless its state changes before.
+    """
+
+    key: str = ""
+    left_out: bool = False
+    heartbeat_interval: float = HEARTBEAT_INTERVAL

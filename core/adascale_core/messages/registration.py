@@ -1,0 +1,112 @@
+"""What an agent registers about its replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from adascale_core.messages.message import Message
+
+
+class ReplicaState(StrEnum):
+    """The state of a replica, as its agent registers it."""
+
+    WAITING = "waiting"
+    """Its trainer is ready for its first generation."""
+    RUNNING = "running"
+    """Its trainer runs in the registered generation."""
+    HOLDING = "holding"
+    """The registered generation has ended for its trainer, by the loss of a member. It waits for the next."""
+    REENTERING = "reentering"
+    """Its trainer was released from the generation and has exited. The agent starts another trainer."""
+    LOST = "lost"
+    """Its trainer was killed. The agent starts another trainer."""
+    FAILED = "failed"
+    """The user's program has failed. The agent exits."""
+    TERMINATED = "terminated"
+    """The agent was asked to exit, and its trainer has left the generation."""
+    FINISHED = "finished"
+    """The user's program has finished. The agent exits when rank 0 has finished too."""
+
+
+@dataclass(frozen=True)
+class Registration(Message):
+    """The state and address of a replica.
+
+    Args:
+        replica: index of the replica, from 0.
+        instance: distinguishes the trainer process from any other: `<agent>.<number>`, where <agent> is
+            random text, and <number> counts the trainers of that agent.
+        state: the state of the replica.
+        generation: the last generation that its trainer was in, or has held for; 0 if none.
+        address: host name or IP address at which the other replicas reach its trainer.
+        port: port on which its trainer listens for the other members; 0 before it listens.
+        exit_code: exit code of the trainer, -n for signal n; None if it has not ended.
+        log: the last lines of the trainer's output; None if it has not failed.
+        assigned: the newest generation that its trainer was assigned to, or whose checkpoint it has read if
+            that is later; 0 if none.
+        step: while it holds: the step of the state in its trainer's memory; None if it has no state.
+        lost: while it holds: the indices of the replicas whose loss its trainer has noticed.
+        stepped: the newest generation in which its trainer has finished a step; 0 if none.
+        rank, replicas: its rank in the generation, and the size of the generation; None before the first.
+        version: the version of the package.
+        node: the node that it runs on; empty if unknown.
+        key: a random secret. The first one that the service gets becomes the job's.
+        stall: while no step of its trainer ends: where that is, or that it waits for the others, as in
+            `is at train.py, line 41, in load`. Empty while steps end.
+        accelerator: the type of accelerator that its trainer computes on: what the operator has chosen, else
+            the kind of the device; empty if unknown.
+        local_bsz_limit: the largest local batch size that its trainer can still try, because a larger one
+            did not fit into memory; None if none has failed in its generation.
+    """
+
+    replica: int
+    instance: str
+    state: ReplicaState
+    generation: int
+    address: str
+    port: int
+    exit_code: int | None = None
+    log: str | None = None
+    assigned: int = 0
+    step: int | None = None
+    lost: tuple[int, ...] = ()
+    stepped: int = 0
+    rank: int | None = None
+    replicas: int | None = None
+    version: str = ""
+    node: str = ""
+    key: str = ""
+    stall: str = ""
+    accelerator: str = ""
+    local_bsz_limit: int | None = None
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """Return the registration of a JSON object's members.
+
+        Raises:
+            ValueError: the state is not a `ReplicaState`.
+        """
+        return super().from_json(
+            {**members, "state": ReplicaState(members["state"]), "lost": tuple(members.get("lost", ()))}
+        )
+
+    @property
+    def agent(self) -> str:
+        """The agent of its trainer."""
+        return self.instance.rpartition(".")[0] or self.instance
+
+    @property
+    def trainer(self) -> int:
+        """The number of its trainer among those of its agent."""
+        number = self.instance.rpartition(".")[2]
+        return int(number) if number.isdecimal() and number.isascii() else 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether its trainer has the state of training."""
+        return self.state is ReplicaState.RUNNING or (
+            self.state is ReplicaState.HOLDING and self.step is not None
+        )

@@ -1,0 +1,97 @@
+"""What trainers measure and report: the gain, and step times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from adascale_core.batch.plans import BatchPlan
+from adascale_core.messages.message import Message
+
+
+@dataclass(frozen=True)
+class GainReport(Message):
+    """A snapshot of training, posted by rank 0.
+
+    Args:
+        generation: the generation in which it was measured.
+        step: optimizer steps since the job was created, over all generations.
+        progress: sum of gains so far, in steps at `batch_size`.
+        epoch: the present epoch, from 0.
+        replicas, local_bsz, accumulation: the batch plan (K, b, a).
+        scale: S = K*b*a / batch_size.
+        gain: how many steps at `batch_size` one step is worth, between 1 and S for S >= 1.
+        grad_sqr: estimated squared norm of the true gradient.
+        grad_var: estimated variance of a gradient at `batch_size`.
+        step_time: mean seconds per optimizer step since the last report; 0 if not measured yet.
+        time: when the step was made, in seconds since 1970 by the worker's clock.
+        loss: mean training loss since the last report, or its last mean; None if the program does not log it.
+        target: the progress at which training ends; None if the program decides.
+        nodes: the number of nodes on which the replicas ran.
+        lr_factor: the factor by which the learning rate is multiplied for this gain; None if not reported.
+        sync_time: of a step, seconds of gradient exchange that computation does not hide; None if not
+            measured since the last report.
+        metrics: other values that the program has logged, by name: the mean of each since the last report, or
+            its last mean before.
+        accelerator: the type of accelerator of the replicas, as in the `Registration` of rank 0.
+    """
+
+    generation: int
+    step: int
+    progress: float
+    epoch: int
+    replicas: int
+    local_bsz: int
+    accumulation: int
+    scale: float
+    gain: float
+    grad_sqr: float
+    grad_var: float
+    step_time: float
+    time: float
+    loss: float | None = None
+    target: float | None = None
+    nodes: int = 1
+    lr_factor: float | None = None
+    sync_time: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    accelerator: str = ""
+
+    @property
+    def efficiency(self) -> float:
+        """gain / scale."""
+        return self.gain / self.scale
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The batch plan with which it was measured."""
+        return BatchPlan(self.replicas, self.local_bsz, self.accumulation)
+
+
+@dataclass(frozen=True)
+class StepTime(Message):
+    """The measured step time of a batch plan on a number of nodes.
+
+    Args:
+        replicas, local_bsz, accumulation: the batch plan (K, b, a).
+        step_time: seconds per optimizer step, the median over the reports.
+        reports: the number of reports.
+        nodes: the number of nodes on which the replicas ran.
+        sync_time: of `step_time`, seconds of gradient exchange that computation does not hide; None if not
+            measured.
+        accelerator: the type of accelerator of the replicas, as in `GainReport`.
+    """
+
+    replicas: int
+    local_bsz: int
+    accumulation: int
+    step_time: float
+    reports: int = 1
+    nodes: int = 1
+    sync_time: float | None = None
+    accelerator: str = ""
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The batch plan with which it was measured."""
+        return BatchPlan(self.replicas, self.local_bsz, self.accumulation)

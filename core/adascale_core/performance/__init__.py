@@ -1,0 +1,1 @@
+"""How long a step takes, and what goodput a job has on a number of replicas."""

@@ -1,0 +1,181 @@
+"""The predicted goodput of many replica counts at once.
+
+It is `prediction.predict` for arrays, with the same kinds of plans. NumPy makes it a hundred times faster,
+and decisions take most of their time here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import BatchBounds, BatchPlan, batch_choice, candidate_plans, valid_replicas
+from adascale_core.performance.throughput import StepTimeModel
+
+Floats = npt.NDArray[np.float64]
+
+MAX_PLANS = 32
+"""Plans that are considered for a count."""
+ALL_COUNTS_TO = 64
+"""Larger counts are candidates only in a geometric series, and if they fill nodes."""
+COUNT_RATIO = 1.04
+MAX_STEP_TIMES = 1024
+"""Grids of step times that are kept, up to about 50 kB each. A new estimate does not change them."""
+
+
+@lru_cache(maxsize=65536)
+def candidate_counts(bounds: BatchBounds, smallest: int, largest: int) -> tuple[int, ...]:
+    """Return the replica counts that a decision considers, ascending: valid, and within the limits."""
+    if largest <= ALL_COUNTS_TO or not bounds.elastic:
+        return tuple(count for count in valid_replicas(bounds, largest) if count >= smallest)
+    counts = {count for count in valid_replicas(bounds, ALL_COUNTS_TO) if count >= smallest}
+    value = float(max(ALL_COUNTS_TO, smallest))
+    sizes = {smallest, largest}
+    while value < largest:
+        sizes.add(int(value))
+        value *= COUNT_RATIO
+    sizes |= {size - size % 8 for size in sizes}
+    counts |= {size for size in sizes if smallest <= size <= largest and size in _valid_range(bounds, size)}
+    return tuple(sorted(counts))
+
+
+def _valid_range(bounds: BatchBounds, count: int) -> range:
+    return range(count, count + 1) if len(batch_choice(bounds, count)) else range(0)
+
+
+@dataclass(frozen=True, eq=False)
+class PlanGrid:
+    """The candidate plans of some replica counts: a row per count, a column per plan.
+
+    Args:
+        replicas: the counts, of shape (counts, 1).
+        local_bsz, accumulation, scale: of the plans; rows are padded with their last plan.
+    """
+
+    replicas: Floats
+    local_bsz: Floats
+    accumulation: Floats
+    scale: Floats
+
+    @classmethod
+    def of(cls, bounds: BatchBounds, counts: tuple[int, ...]) -> PlanGrid:
+        """Return the grid of valid counts."""
+        rows = [candidate_plans(bounds, count, MAX_PLANS) for count in counts]
+        width = max(map(len, rows), default=1)
+        padded = [row + [row[-1]] * (width - len(row)) for row in rows]
+        shape = (len(counts), width)
+        return cls(
+            np.array(counts, dtype=np.float64).reshape(-1, 1),
+            np.array([[plan.local_bsz for plan in row] for row in padded], dtype=np.float64).reshape(shape),
+            np.array([[plan.accumulation for plan in row] for row in padded], dtype=np.float64).reshape(
+                shape
+            ),
+            np.array([[plan.scale(bounds) for plan in row] for row in padded]).reshape(shape),
+        )
+
+    @cached_property
+    def gain_bounds(self) -> tuple[Floats, Floats]:
+        """The smallest and the largest gain of each plan."""
+        return np.minimum(self.scale, 1.0), np.maximum(self.scale, 1.0)
+
+    @cached_property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """The index of each row."""
+        return np.arange(len(self.replicas))
+
+    def plan(self, row: int, column: int) -> BatchPlan:
+        """Return a plan of the grid."""
+        return BatchPlan(
+            int(self.replicas[row, 0]), int(self.local_bsz[row, column]), int(self.accumulation[row, column])
+        )
+
+
+# Many jobs have the same bounds and counts. A few grids are enough for them, and take 5 MB at most.
+_grid = lru_cache(maxsize=64)(PlanGrid.of)
+
+
+@dataclass(frozen=True, eq=False)
+class Goodputs:
+    """The goodput of each of some replica counts, with the plan that reaches it.
+
+    Args:
+        counts: the replica counts, ascending.
+        one_node, several_nodes: steps at `batch_size` per second, where the replicas share a node or not.
+        columns: the column in `grid` of the best plan, on one node and on several.
+        grid: the plans.
+    """
+
+    counts: tuple[int, ...]
+    one_node: Floats
+    several_nodes: Floats
+    columns: tuple[Any, Any]
+    grid: PlanGrid
+
+    @cached_property
+    def logarithms(self) -> tuple[Floats, Floats]:
+        """The logarithms of `one_node` and `several_nodes`."""
+        return np.log(self.one_node), np.log(self.several_nodes)
+
+    def plan(self, index: int, *, on_one_node: bool) -> BatchPlan:
+        """Return the best plan of the count at an index."""
+        return self.grid.plan(index, int(self.columns[0 if on_one_node else 1][index]))
+
+
+def goodputs(
+    bounds: BatchBounds,
+    counts: tuple[int, ...],
+    estimate: GradientEstimate,
+    model: StepTimeModel,
+    grid: PlanGrid | None = None,
+) -> Goodputs:
+    """Return the goodput of each count, with the plan that a trainer would choose (see `plan_batch`).
+
+    Args:
+        bounds: the batch sizes that the job allows.
+        counts: replica counts, each valid with `bounds`.
+        estimate: squared norm and variance of the gradient.
+        model: the step times.
+        grid: `PlanGrid.of(bounds, counts)`, if it is known.
+    """
+    grid = grid or _grid(bounds, counts)
+    sqr, var = max(estimate.grad_sqr, 0.0), max(estimate.grad_var, 0.0)
+    largest = max(sqr, var)
+    if largest == 0.0:
+        gain = np.ones_like(grid.scale)
+    else:
+        sqr, var = sqr / largest, var / largest
+        gain = (var + sqr) / (var / grid.scale + sqr)
+        least, most = grid.gain_bounds
+        gain = np.minimum(np.maximum(gain, least), most)
+    one, several = (gain / step_times for step_times in _step_times(grid, model))
+    columns = one.argmax(axis=1), several.argmax(axis=1)
+    return Goodputs(counts, one[grid.rows, columns[0]], several[grid.rows, columns[1]], columns, grid)
+
+
+@lru_cache(maxsize=MAX_STEP_TIMES)
+def _step_times(grid: PlanGrid, model: StepTimeModel) -> tuple[Floats, Floats]:
+    """Return the seconds of a step of each plan, on one node and on several."""
+    compute = model.fixed + model.per_sample * grid.local_bsz
+    before = (grid.accumulation - 1) * compute
+    one, several = (before + _last(compute, _sync(grid, model, nodes), model.overlap) for nodes in (1, 2))
+    return one, several
+
+
+def _sync(grid: PlanGrid, model: StepTimeModel, nodes: int) -> Floats:
+    first, second = model.sync_time(2, nodes), model.sync_time(3, nodes)
+    sync = first + (second - first) * (grid.replicas - 2)
+    return np.where(grid.replicas > 1, sync, 0.0)
+
+
+def _last(compute: Floats, sync: Floats, overlap: float) -> Floats:
+    """Return the seconds of the last micro-batch, with the communication that is not hidden."""
+    if overlap <= 1.0:
+        return compute + sync
+    larger, smaller = np.maximum(compute, sync), np.minimum(compute, sync)
+    result: Floats = larger * (1 + (smaller / larger) ** overlap) ** (1 / overlap)
+    return result

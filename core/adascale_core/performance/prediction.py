@@ -1,0 +1,71 @@
+"""The predicted performance of a job on a number of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import BatchBounds, BatchPlan, plan_batch
+from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
+from adascale_core.performance.throughput import StepTimeModel
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted performance of a replica count.
+
+    Args:
+        plan: the batch plan that the job would use.
+        scale: S of that plan.
+        gain: the gain of that plan, in steps at `batch_size` per step.
+        step_time: seconds per optimizer step.
+    """
+
+    plan: BatchPlan
+    scale: float
+    gain: float
+    step_time: float
+
+    @property
+    def efficiency(self) -> float:
+        """gain / scale."""
+        return self.gain / self.scale
+
+    @property
+    def goodput(self) -> float:
+        """Steps at `batch_size` per second: throughput times gain (Qiao et al. 2021, section 3)."""
+        return self.gain / self.step_time
+
+
+def predict(
+    bounds: BatchBounds,
+    counts: Iterable[int],
+    estimate: GradientEstimate,
+    model: StepTimeModel,
+    efficiency_target: float = DEFAULT_EFFICIENCY_TARGET,
+) -> dict[int, Prediction]:
+    """Return the prediction for each replica count.
+
+    Args:
+        bounds: the batch sizes that the job allows.
+        counts: replica counts, each valid with `bounds`.
+        estimate: squared norm and variance of the gradient.
+        model: the step time of any batch plan.
+        efficiency_target: lower bound of the efficiency while the model cannot separate the cost of a sample.
+
+    Raises:
+        InvalidJobError: a count is not valid with `bounds`.
+    """
+    predictions = {}
+    for count in counts:
+        plan = plan_batch(
+            bounds,
+            count,
+            estimate=estimate,
+            throughput=model.throughput,
+            efficiency_target=efficiency_target,
+        )
+        scale = plan.scale(bounds)
+        predictions[count] = Prediction(plan, scale, estimate.gain(scale), model.step_time(plan))
+    return predictions

@@ -1,0 +1,1 @@
+"""Whether replicas fit onto the nodes of a cluster, and where new ones go."""

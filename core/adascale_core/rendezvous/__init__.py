@@ -1,0 +1,1 @@
+"""When the replicas of a job become a generation, and what an agent tells its trainer then."""

@@ -1,0 +1,41 @@
+"""What an agent tells its trainer when the generations of the job change."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from adascale_core.messages.allocation import AllocationView
+
+
+class Instruction(Enum):
+    """What a trainer must do."""
+
+    ASSIGN = auto()
+    """Enter the active generation."""
+    HOLD = auto()
+    """Leave the active generation as after a loss, and wait with the state."""
+    RELEASE = auto()
+    """Leave for good: a generation is active, or has ended, that does not include this trainer."""
+
+
+def instruction(
+    view: AllocationView, replica: int, instance: str, assigned: int, *, holds: bool
+) -> Instruction | None:
+    """Return what the trainer `instance` of `replica` must do; None if nothing.
+
+    Args:
+        view: the generations of the job.
+        replica: the index of the replica.
+        instance: the trainer.
+        assigned: the newest generation that the trainer was assigned to or holds for; 0 if none.
+        holds: whether the trainer holds, with or without state, for `assigned`.
+    """
+    active = view.active
+    if active is None or active.generation < assigned:
+        return None
+    if not active.admits(replica, instance):
+        # A trainer that waits for its first generation stays.
+        return Instruction.RELEASE if assigned else None
+    if view.broken:
+        return None if holds and active.generation == assigned else Instruction.HOLD
+    return Instruction.ASSIGN if active.generation > assigned else None

@@ -1,0 +1,193 @@
+"""What the metrics service answers about jobs and their replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from adascale_core.messages.allocation import ActiveAllocation, Allocation
+from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
+from adascale_core.messages.message import Message
+from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.names import WAITS_FOR_OTHERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaView(Registration):
+    """The last registration of a replica.
+
+    Args:
+        seconds_since_heartbeat: the time since the agent's last registration; None if it is not recorded.
+    """
+
+    seconds_since_heartbeat: float | None
+
+    @property
+    def registration(self) -> Registration:
+        """The registration alone."""
+        return Registration(**{field.name: getattr(self, field.name) for field in fields(Registration)})
+
+    @classmethod
+    def of(cls, registration: Registration, seconds_since_heartbeat: float | None) -> Self:
+        """The view of a registration."""
+        return cls(**vars(registration), seconds_since_heartbeat=seconds_since_heartbeat)
+
+
+@dataclass(frozen=True)
+class JobView(Message):
+    """All that the metrics service stores of a job, except earlier reports.
+
+    Args:
+        id: the full job id, `<namespace>.<name>`.
+        spec: the job's declaration; None if it is not declared.
+        version, desired, active, broken, complete: as in `AllocationView`.
+        failures: the number of generations in which the user's program failed.
+        disruptions: the number of generations that were lost for another reason.
+        restarts_without_progress: the number of restarts after losses since the last step.
+        replicas: the last registration of each replica, by index.
+        latest: the latest report; None if there is none.
+        step_times: the median step time of each batch plan, over its latest reports.
+        created_at: when the service created the job, in seconds since 1970.
+        local_bsz_limits: the largest local batch sizes that are used on types of accelerators, since larger
+            ones did not fit into their memory.
+        local_bsz_limit: the limit that holds for its replicas; None if none has failed on their types.
+    """
+
+    id: str
+    spec: JobSpec | None
+    version: int
+    desired: Allocation | None
+    active: ActiveAllocation | None
+    broken: bool
+    complete: bool
+    failures: int
+    disruptions: int
+    restarts_without_progress: int
+    replicas: Sequence[ReplicaView]
+    latest: GainReport | None
+    step_times: Sequence[StepTime]
+    created_at: float
+    local_bsz_limits: Sequence[LocalBszLimit] = ()
+    local_bsz_limit: int | None = None
+
+    def local_bsz_limit_on(self, accelerator: str | None) -> int | None:
+        """Return the limit that holds on a type of accelerator; None if none has failed there.
+
+        Args:
+            accelerator: the type to which the job is tied. None for the types of its replicas.
+        """
+        if accelerator is None:
+            return self.local_bsz_limit
+        sizes = (each.local_bsz for each in self.local_bsz_limits if each.accelerator == accelerator)
+        return next(sizes, None)
+
+    @classmethod
+    def empty(cls, job_id: str = "", created_at: float = 0.0) -> Self:
+        """The view of a job of which the service stores nothing."""
+        return cls(
+            id=job_id,
+            spec=None,
+            version=0,
+            desired=None,
+            active=None,
+            broken=False,
+            complete=False,
+            failures=0,
+            disruptions=0,
+            restarts_without_progress=0,
+            replicas=(),
+            latest=None,
+            step_times=(),
+            created_at=created_at,
+        )
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The view from a JSON object's members."""
+        spec, latest = members["spec"], members["latest"]
+        desired, active = members["desired"], members["active"]
+        return super().from_json(
+            {
+                **members,
+                "spec": JobSpec.from_json(spec) if spec else None,
+                "desired": Allocation.from_json(desired) if desired else None,
+                "active": ActiveAllocation.from_json(active) if active else None,
+                "replicas": tuple(ReplicaView.from_json(each) for each in members["replicas"]),
+                "latest": GainReport.from_json(latest) if latest else None,
+                "step_times": tuple(StepTime.from_json(each) for each in members["step_times"]),
+                "local_bsz_limits": tuple(
+                    LocalBszLimit.from_json(each) for each in members["local_bsz_limits"]
+                ),
+            }
+        )
+
+    @property
+    def generation(self) -> int:
+        """The number of the desired allocation; 0 if there is none."""
+        return self.desired.generation if self.desired else 0
+
+    @property
+    def last_generation(self) -> int:
+        """The highest of the generations that are desired or reported; 0 if there is none.
+
+        A later generation must have a higher number: a report of a higher one would hide its reports.
+        """
+        return max(self.generation, self.latest.generation if self.latest is not None else 0)
+
+    @property
+    def stall(self) -> str | None:
+        """Where the replicas are while no step ends, those that are behind first; None while steps end."""
+        stalls = [
+            (each.stall == WAITS_FOR_OTHERS, f"replica {each.replica} {each.stall}")
+            for each in self.replicas
+            if each.stall and each.state is ReplicaState.RUNNING
+        ]
+        return "; ".join(text for _, text in sorted(stalls)) or None
+
+    def replica(self, index: int) -> ReplicaView | None:
+        """The last registration of a replica; None if there is none."""
+        return next((replica for replica in self.replicas if replica.replica == index), None)
+
+
+@dataclass(frozen=True)
+class JobList(Message):
+    """A page of jobs, ordered by id.
+
+    Args:
+        jobs: the jobs.
+        next: the `after` of the next page; None if this page is the last.
+        cursor: the cursor from which later changes are read; that of the first page misses no change.
+    """
+
+    jobs: Sequence[JobView]
+    next: str | None
+    cursor: str
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The page from a JSON object's members."""
+        jobs = tuple(JobView.from_json(each) for each in members["jobs"])
+        return cls(jobs, members["next"], members["cursor"])
+
+
+@dataclass(frozen=True)
+class JobChanges(Message):
+    """The jobs that have changed since a cursor. Reports alone do not change a job.
+
+    Args:
+        jobs: the jobs that were created or changed, as they are now.
+        deleted: the ids of jobs that no longer exist.
+        cursor: the cursor after these changes.
+    """
+
+    jobs: Sequence[JobView]
+    deleted: Sequence[str]
+    cursor: str
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """The changes from a JSON object's members."""
+        jobs = tuple(JobView.from_json(each) for each in members["jobs"])
+        return cls(jobs, tuple(members["deleted"]), members["cursor"])

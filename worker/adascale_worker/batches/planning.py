@@ -1,0 +1,189 @@
+"""The choice of the batch plan: local batch size and gradient accumulation, the same on all replicas."""
+
+from __future__ import annotations
+
+import time
+
+from adascale_core.batch.plans import (
+    BatchBounds,
+    BatchPlan,
+    allows,
+    invalid_count,
+    is_valid_replicas,
+    limit_after,
+    plan_batch,
+    valid_replicas,
+)
+from adascale_core.performance.throughput import StepTimeModel
+from adascale_worker.errors import StaleBatchSizeError
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.program.optimizer_set import Optimizers
+from adascale_worker.reporting.step_timer import StepTimer
+
+REPLAN_INTERVAL = 1.0
+"""Seconds of training after which the batch plan is chosen again, at the next end of an epoch."""
+PROBE_FACTOR = 2
+"""Without an upper bound of the local batch size, a batch is at most this many times as large as one that has
+fit into memory."""
+
+
+class BatchPlanner:
+    """Holds the current batch plan, and chooses the next plan.
+
+    Args:
+        bounds: the job's batch size and bounds.
+        group: the replicas of this generation.
+        efficiency_target: gain per scale that a batch must reach while the throughput is unknown.
+
+    Raises:
+        InvalidJobError: the bounds allow no batch on this number of replicas.
+    """
+
+    def __init__(self, bounds: BatchBounds, group: ReplicaGroup, efficiency_target: float) -> None:
+        replicas = group.replicas
+        if group.is_elastic:
+            replicas = _valid_replicas_near(bounds, replicas)
+        _require_valid_replicas(bounds, replicas)
+        self.bounds = bounds
+        self.plan = plan_batch(bounds, replicas)
+        """The plan of the current epoch."""
+        self.fitting = 0
+        """The largest local batch size of a finished step; 0 before the first step."""
+        self._group = group
+        self._efficiency_target = efficiency_target
+        self._acknowledged = False
+        self._planned_at = time.monotonic()
+
+    @property
+    def scale(self) -> float:
+        """The scale S of the current plan."""
+        return self.plan.scale(self.bounds)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the plan should be chosen again at the end of this epoch."""
+        return time.monotonic() - self._planned_at >= REPLAN_INTERVAL
+
+    def finished_step(self) -> None:
+        """Record that a step was made with the current plan."""
+        self.fitting = max(self.fitting, self.plan.local_bsz)
+
+    def smaller_local_bsz(self) -> int | None:
+        """Return the limit to try after the current batch did not fit into memory; None if none is left."""
+        size = self.plan.local_bsz
+        for limit in (limit_after(size, self.fitting), self.bounds.lower, size - 1):
+            if 0 < limit < size and is_valid_replicas(self.bounds.with_limit(limit), self._group.replicas):
+                return limit
+        return None
+
+    def acknowledge(self) -> None:
+        """Record that the program has read the current local batch size, or gets batches of that size."""
+        self._acknowledged = True
+
+    def require_acknowledged(self) -> None:
+        """Check that the program trains with the current local batch size.
+
+        Raises:
+            StaleBatchSizeError: the plan has changed, and the program has not read the new size.
+        """
+        if not self._acknowledged:
+            raise StaleBatchSizeError(
+                f"the local batch size is now {self.plan.local_bsz}, but the program has not read it: "
+                "call trainer.get_local_bsz() or trainer.dataloader() at the beginning of each epoch"
+            )
+
+    def replan(self, optimizer: Optimizers, step_timer: StepTimer) -> None:
+        """Choose a plan on rank 0 and use it on all ranks. A collective call.
+
+        Args:
+            optimizer: provides the estimate of the gain on rank 0.
+            step_timer: provides the measured step times on rank 0.
+        """
+        self._planned_at = time.monotonic()
+        self._share(self._choose(optimizer, step_timer) if self._group.is_main else self.plan)
+
+    def _choose(self, optimizer: Optimizers, step_timer: StepTimer) -> BatchPlan:
+        model = StepTimeModel.fit(step_timer.step_times())
+        nodes = self._group.nodes
+        return plan_batch(
+            self._bounds_to_try(),
+            self._group.replicas,
+            estimate=optimizer.estimate,
+            throughput=(lambda plan: model.throughput(plan, nodes)) if model is not None else None,
+            efficiency_target=self._efficiency_target,
+        )
+
+    def _share(self, plan: BatchPlan) -> None:
+        """Use the plan of rank 0 on all ranks."""
+        local_bsz, accumulation = self._group.broadcast_integers([plan.local_bsz, plan.accumulation])
+        self._use(BatchPlan(self._group.replicas, local_bsz, accumulation))
+
+    def _use(self, plan: BatchPlan) -> None:
+        if plan != self.plan:
+            self.plan = plan
+            self._acknowledged = False
+
+    def _bounds_to_try(self) -> BatchBounds:
+        """Return the bounds of the next plan. Without an upper bound, batches grow by `PROBE_FACTOR`."""
+        if self.bounds.declared_upper is not None or not self.bounds.elastic or not self.fitting:
+            return self.bounds
+        probed = self.bounds.with_limit(PROBE_FACTOR * self.fitting)
+        return probed if is_valid_replicas(probed, self._group.replicas) else self.bounds
+
+    def restore(self, plan: BatchPlan, fitting: int) -> None:
+        """Continue with the plan of a saved state, until `adapt` is called.
+
+        Args:
+            plan: the plan.
+            fitting: the largest local batch size of a finished step.
+        """
+        self._use(plan)
+        self.fitting = fitting
+
+    def begin(self, bounds: BatchBounds) -> None:
+        """Choose the first plan of a job for the replicas that there are.
+
+        Args:
+            bounds: the present bounds.
+
+        Raises:
+            InvalidJobError: the bounds allow no batch on this number of replicas.
+        """
+        _require_valid_replicas(bounds, self._group.replicas)
+        self.bounds = bounds
+        self.plan = plan_batch(bounds, self._group.replicas)
+
+    def adapt(self, bounds: BatchBounds, optimizer: Optimizers, step_timer: StepTimer) -> None:
+        """Keep the plan of rank 0 if it is valid for the present bounds and replicas, else choose a plan.
+
+        A collective call. Before it, ranks can have different plans: some may have got the next one at the
+        end of an epoch, when others were lost.
+
+        Raises:
+            InvalidJobError: the bounds allow no batch on this number of replicas.
+        """
+        _require_valid_replicas(bounds, self._group.replicas)
+        self.bounds = bounds
+        if bounds.upper is not None:
+            self.fitting = min(self.fitting, bounds.upper)
+        plan, is_main = self.plan, self._group.is_main
+        if is_main and (plan.replicas != self._group.replicas or not allows(bounds, plan)):
+            self._planned_at = time.monotonic()
+            plan = self._choose(optimizer, step_timer)
+        self._share(plan)
+
+
+def _valid_replicas_near(bounds: BatchBounds, replicas: int) -> int:
+    """Return a valid number of replicas for the time before a trainer's first generation.
+
+    The bounds of the environment may be older than the number of replicas. The generation has newer bounds.
+    """
+    if is_valid_replicas(bounds, replicas):
+        return replicas
+    valid = valid_replicas(bounds, max(16, 2 * replicas))
+    return max((count for count in valid if count <= replicas), default=min(valid, default=replicas))
+
+
+def _require_valid_replicas(bounds: BatchBounds, replicas: int) -> None:
+    if not is_valid_replicas(bounds, replicas):
+        raise invalid_count(bounds, replicas)

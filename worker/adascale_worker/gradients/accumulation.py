@@ -1,0 +1,251 @@
+"""Gradient accumulation: the micro-batches of a step.
+
+The program's loop runs once for each micro-batch, and does with the gradients between `backward()` and
+`optimizer.step()` what it does for a whole batch: it clips them, for example. So in the last micro-batch of a
+step it finds the mean gradient of the step there, and in the others no gradients: `.grad` is None.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from adascale_core.batch.plans import BatchPlan
+from adascale_worker.adascale import AdaScale
+from adascale_worker.errors import WorkerError
+from adascale_worker.gradients.data_parallel import DataParallelModel
+from adascale_worker.gradients.exchange_check import ExchangeCheck
+from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
+from adascale_worker.membership.process_group import ReplicaGroup
+
+
+class Accumulation(ABC):
+    """Counts the micro-batches of a step, and keeps the gradients of those before the last.
+
+    Args:
+        weights: of the micro-batches.
+    """
+
+    def __init__(self, weights: MicroBatchWeights) -> None:
+        self.weights = weights
+        self.micro_batch = 0
+        """Index of the present micro-batch in its step."""
+        self._accumulation = 1
+
+    @property
+    def at_first_micro_batch(self) -> bool:
+        """Whether the present micro-batch is the first of a step."""
+        return self.micro_batch == 0
+
+    @property
+    def at_last_micro_batch(self) -> bool:
+        """Whether the present micro-batch is the last of a step."""
+        return self.micro_batch == self._accumulation - 1
+
+    @property
+    def is_later_and_last(self) -> bool:
+        """Whether the present micro-batch is the last of a step, and others came before."""
+        return self.at_last_micro_batch and not self.at_first_micro_batch
+
+    def advance(self) -> bool:
+        """Count a micro-batch, and return whether it was the last of its step."""
+        self.micro_batch = (self.micro_batch + 1) % self._accumulation
+        self.weights.finish_micro_batch(completes_step=self.at_first_micro_batch)
+        return self.at_first_micro_batch
+
+    def begin_batch(self) -> None:
+        """Begin with a batch that the program gets."""
+        self.weights.begin_micro_batch()
+
+    @abstractmethod
+    def set_plan(self, plan: BatchPlan, scale: float) -> None:
+        """Use the accumulation of `plan` from the next step on.
+
+        Args:
+            plan: the new batch plan.
+            scale: its scale S.
+        """
+
+    @abstractmethod
+    def restart_step(self) -> None:
+        """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
+
+    @abstractmethod
+    def before_backward(self) -> None:
+        """Prepare for the gradients of the next backward pass."""
+
+    @abstractmethod
+    def after_backward(self) -> None:
+        """Add the gradients of a backward pass to those of its step."""
+
+    @abstractmethod
+    def put_back(self) -> None:
+        """Put the gradients back that are set aside, for the optimizer's step."""
+
+    @abstractmethod
+    def begin_generation(self) -> None:
+        """Begin with other replicas. A collective call."""
+
+    @abstractmethod
+    def check_exchange(self) -> None:
+        """Check that the gradients of a complete step are the means over the replicas. A collective call."""
+
+
+class GradientAccumulation(Accumulation):
+    """Counts the micro-batches of a step; the replicas exchange gradients only in the last micro-batch.
+
+    Args:
+        optimizer: AdaScale around the program's optimizer.
+        model: the program's model.
+        program_model: the program's model itself.
+        group: the replicas.
+    """
+
+    def __init__(
+        self,
+        optimizer: AdaScale,
+        model: DataParallelModel,
+        program_model: torch.nn.Module,
+        group: ReplicaGroup,
+    ) -> None:
+        super().__init__(MicroBatchWeights(group, optimizer.weigh_pass))
+        self._optimizer = optimizer
+        self._model = model
+        optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        both = [*program_model.parameters(), *optimized]
+        self._parameters = list({id(parameter): parameter for parameter in both}.values())
+        self._exchange = ExchangeCheck(program_model, group)
+        self._set_aside: list[tuple[Tensor, Tensor]] = []
+        self._has_pass = self._has_lost_pass = False
+        """Whether there was a backward pass for the present micro-batch, and the program has deleted it."""
+
+    @property
+    def has_set_aside(self) -> bool:
+        """Whether gradients of this step are set aside, so that `.grad` is None."""
+        return bool(self._set_aside)
+
+    def set_plan(self, plan: BatchPlan, scale: float) -> None:
+        """Use the accumulation of `plan` from the next step on.
+
+        Args:
+            plan: the new batch plan.
+            scale: its scale S.
+        """
+        self._accumulation = plan.accumulation
+        self.weights.set_plan(plan)
+        self._optimizer.set_num_gradients_to_accumulate(plan.accumulation)
+        self._optimizer.update_scale(scale, plan.replicas)
+        self.restart_step()
+
+    def restart_step(self) -> None:
+        """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
+        self.micro_batch = 0
+        self._has_pass = self._has_lost_pass = False
+        self.set_gradient_sync()
+        self.weights.restart_step()
+        self.discard_set_aside()
+        self._exchange.discard()
+        self._optimizer.zero_grad()
+
+    def before_backward(self) -> None:
+        """Let the next backward pass add its gradients to those of the micro-batches before.
+
+        Raises:
+            WorkerError: the program has deleted the gradients of an earlier pass for this micro-batch.
+        """
+        if self._has_lost_pass:
+            raise WorkerError(
+                "zero_grad() was called between two backward passes for a batch, but the gradients of the "
+                "first are added to those of earlier micro-batches of the step already: compute them with "
+                "torch.autograd.grad, or let a step have one micro-batch (local_bsz_bounds with a larger "
+                "upper bound, or a max_batch_size up to which the replicas need no accumulation)"
+            )
+        self._optimizer.sum_gradients_again()
+        self.put_back()
+        self.weights.begin_pass()
+        if self.at_last_micro_batch and not self._model.has_missed_exchange:
+            self._exchange.begin_pass()
+
+    def after_backward(self) -> None:
+        """Let the program see the mean gradient of the step in its last micro-batch, else none.
+
+        Raises:
+            WorkerError: some micro-batches of the step have a weight, and others have none.
+            PeersLostError: members are lost.
+        """
+        self._exchange.end_pass()
+        is_weighted = self.weights.end_pass()
+        self.weights.check_pass()
+        if is_weighted and self.at_last_micro_batch and not self._model.has_missed_exchange:
+            self.weights.exchange()
+            assert self.weights.of_step is not None
+            self._optimizer.weigh_step(self.weights.of_step)
+        if self._accumulation == 1 and self.weights.of_step is None:
+            return
+        self._has_pass = True
+        if self.at_last_micro_batch:
+            self._optimizer.scale_grad_by_num_grads_to_accum()
+        else:
+            self._set_gradients_aside()
+
+    def put_back(self) -> None:
+        """Put the gradients back that are set aside, and add those that the program has assigned since."""
+        for parameter, gradient in self._set_aside:
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+        self._set_aside.clear()
+
+    def begin_generation(self) -> None:
+        """Begin with other replicas. A collective call."""
+        self._exchange.begin_generation()
+        self.weights.begin_generation()
+
+    def check_exchange(self) -> None:
+        """Check that the gradients of a complete step are the means over the replicas.
+
+        A collective call in the first steps of a generation.
+
+        Raises:
+            ReplicationError: they are not.
+            WorkerError: some micro-batches of the step have a weight, and others have none.
+            PeersLostError: members are lost.
+        """
+        self.weights.exchange_later()
+        self._exchange.compare()
+
+    def zeroed_later(self) -> None:
+        """Record that the program calls `zero_grad` in a micro-batch that is not the first of its step."""
+        self._has_lost_pass = self._has_pass
+
+    def discard_set_aside(self) -> None:
+        """Discard the gradients that are set aside, because the program deletes those of this step."""
+        self._set_aside.clear()
+        self.weights.begin_micro_batch()
+
+    def advance(self) -> bool:
+        """Count a micro-batch, and return whether it was the last of its step.
+
+        Raises:
+            WorkerError: some micro-batches of the step have a weight, and others have none.
+        """
+        is_complete = super().advance()
+        if is_complete:
+            self.weights.check_complete_step()
+        self._has_pass = self._has_lost_pass = False
+        self.set_gradient_sync()
+        if not is_complete:
+            self._set_gradients_aside()
+        return is_complete
+
+    def _set_gradients_aside(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._set_aside.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def set_gradient_sync(self) -> None:
+        """Let DDP exchange gradients in the last micro-batch only."""
+        ddp = self._model.ddp
+        if ddp is not None:
+            ddp.require_backward_grad_sync = self.at_last_micro_batch

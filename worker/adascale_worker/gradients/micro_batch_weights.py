@@ -1,0 +1,285 @@
+"""How much each micro-batch of a step weighs, for a loss that is a mean over a varying number.
+
+The mean over valid tokens is an example. With w_ij the tokens of micro-batch j on replica i, and g_ij the
+gradient of their mean loss, the gradient of the whole batch is sum(w_ij g_ij) / sum(w_ij), and not the mean
+of g_ij. So `ElasticTrainer.weighted` multiplies the loss by w_ij / s. The exchange then gives the mean over
+the replicas of the sums over micro-batches, which is divided by sum(w_ij) / (s replicas). The divisor s is
+the same on all replicas. It is near the mean weight, for the range of float16, and a power of two, so that
+results do not depend on it.
+
+All micro-batches have a weight, or none has. The replicas agree on that in the first step of a generation
+that has gradients: without weights, nothing is exchanged later. A replica that finds a mixture of its own
+does not take part in the exchange, because it may have made fewer backward passes than the others, and other
+collective calls. Its error ends the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adascale_core.batch.plans import BatchPlan
+from adascale_worker.errors import WorkerError
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.scaling.statistics.step_settings import StepWeights
+
+_REMEDY = (
+    "Compute the loss of every micro-batch as trainer.weighted(loss, weight) before backward(), also of one "
+    "without valid tokens, with a weight of 0"
+)
+
+
+@dataclass
+class _Sums:
+    """Sums over micro-batches: of their weights, and of how many were weighted, above 0, and not weighted."""
+
+    weights: float = 0.0
+    weighted: float = 0.0
+    positive: float = 0.0
+    unweighted: float = 0.0
+
+    def numbers(self) -> tuple[float, ...]:
+        return self.weights, self.weighted, self.positive, self.unweighted
+
+    def plus(self, weight: float | None, *, is_unweighted: bool) -> _Sums:
+        """Return the sums with another micro-batch."""
+        return _Sums(
+            self.weights + (weight or 0.0),
+            self.weighted + (weight is not None),
+            self.positive + (weight is not None and weight > 0.0),
+            self.unweighted + is_unweighted,
+        )
+
+
+class MicroBatchWeights:
+    """The weights of the micro-batches of a step.
+
+    Args:
+        group: the replicas.
+        weigh: called in a backward pass with the factor by which the program has multiplied its loss, before
+            the gradients of parameters arrive.
+
+    Attributes:
+        of_step: the weights of the step, once they are exchanged, which is in its last micro-batch. None
+            without weights.
+        factor: by which the loss of the present micro-batch is multiplied.
+    """
+
+    def __init__(self, group: ReplicaGroup, weigh: Callable[[float], None] = lambda _: None) -> None:
+        self._group = group
+        self._weigh = weigh
+        self._micro_batches = 1
+        """Of a step, on all replicas."""
+        self._accumulation = 1
+        self._local_bsz = 1
+        self._unit: float | None = None
+        """The weight of a sample, about. None until a step has weights."""
+        self._next_unit: float | None = None
+        self._are_used: bool | None = None
+        """Whether the steps of this generation have weights; None before the first."""
+        self._earlier = _Sums()
+        """Of the earlier micro-batches of this step."""
+        self._weight: float | None = None
+        """Of the present micro-batch, after its first weighted backward pass."""
+        self._has_unweighted_pass = False
+        self._is_inside_pass = self._is_weighted_pass = self._has_arrived = False
+        self._unagreed: _Sums | None = None
+        """The sums of the last step, if its replicas have not exchanged them."""
+        self.of_step: StepWeights | None = None
+        self.factor = 1.0
+
+    # -- the replicas and their batches -------------------------------------------------------------------
+
+    def set_plan(self, plan: BatchPlan) -> None:
+        """Use the micro-batches of `plan` from the next step on."""
+        self._micro_batches = plan.replicas * plan.accumulation
+        self._accumulation = plan.accumulation
+        self._local_bsz = plan.local_bsz
+
+    def begin_generation(self) -> None:
+        """Agree again, with other replicas. A collective call.
+
+        Raises:
+            PeersLostError: members are lost.
+        """
+        self._are_used = self._unagreed = None
+        # One that joins does not know it.
+        _, greatest = self._group.extremes(torch.tensor([self._unit or 0.0]))
+        self._unit = float(greatest) or None
+
+    # -- the program --------------------------------------------------------------------------------------
+
+    def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+        """Return the loss of a micro-batch, times a factor in proportion to `weight`.
+
+        Raises:
+            WorkerError: `weight` is no finite number of at least 0, or earlier steps had no weights.
+        """
+        number = float(weight)
+        if not (math.isfinite(number) and number >= 0.0):
+            raise WorkerError(
+                f"trainer.weighted() got weight={number!r}: it must be a finite number of at least 0, such "
+                "as the number of valid tokens in the batch"
+            )
+        if self._are_used is False:
+            raise WorkerError(
+                f"trainer.weighted() was called, but the steps before were made without weights. {_REMEDY}"
+            )
+        result = loss * self._factor_of(number)
+        if result.requires_grad:
+            result.register_hook(lambda _: self._enter_weighted_pass(number))
+        return result
+
+    def _factor_of(self, weight: float) -> float:
+        if self._micro_batches == 1:
+            return float(weight > 0.0)  # The gradient of the step does not depend on it.
+        return weight / self._scale
+
+    @property
+    def _scale(self) -> float:
+        """The divisor of all weights (s)."""
+        return 2.0 ** round(math.log2((self._unit or 1.0) * self._local_bsz))
+
+    # -- backward passes ----------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Begin a backward pass."""
+        self._is_inside_pass, self._is_weighted_pass, self._has_arrived = True, False, False
+        self._weigh(1.0)
+
+    def _enter_weighted_pass(self, weight: float) -> None:
+        """Record that the pass is of a weighted loss. Called before gradients of parameters arrive."""
+        if not self._is_inside_pass:
+            return  # torch.autograd.grad calls the same hook.
+        if self._weight is not None and self._weight != weight:
+            raise WorkerError(
+                f"trainer.weighted() got the weights {self._weight:g} and {weight:g} for one micro-batch: "
+                "all of its losses need the same"
+            )
+        self._weight, self.factor, self._is_weighted_pass = weight, self._factor_of(weight), True
+        self._weigh(self.factor)
+
+    def gradient_arrived(self) -> None:
+        """Record that a gradient of a parameter of the trainer has arrived."""
+        self._has_arrived = self._is_inside_pass
+
+    def end_pass(self) -> bool:
+        """End a backward pass, and return whether it was of a weighted loss."""
+        self._is_inside_pass = False
+        self._has_unweighted_pass |= self._has_arrived and not self._is_weighted_pass
+        return self._is_weighted_pass
+
+    def check_pass(self) -> None:
+        """Check that the passes of the present micro-batch have a weight, or none has. No collective call.
+
+        Raises:
+            WorkerError: only some have. On this replica.
+        """
+        if self._weight is not None and self._has_unweighted_pass:
+            raise self._mixed_here(self._present())
+
+    # -- the weights of a step ----------------------------------------------------------------------------
+
+    def sums(self) -> tuple[float, ...]:
+        """Return what is summed over the replicas, for `agree`."""
+        return self._present().numbers()
+
+    def exchange(self) -> None:
+        """Exchange the weights of this step, once. A collective call, in the last micro-batch.
+
+        Raises:
+            WorkerError: see `agree`. On this replica, if one of its own micro-batches has no weight.
+            PeersLostError: members are lost.
+        """
+        if self.of_step is None:
+            if self._earlier.weighted < self._accumulation - 1:
+                raise self._mixed_here(self._present())
+            self.agree(self._group.sum(self.sums()))
+
+    def check_complete_step(self) -> None:
+        """Check that all micro-batches of the last step have a weight, or none has. No collective call.
+
+        Raises:
+            WorkerError: only some have, or those of earlier steps have. On this replica.
+        """
+        sums = self._unagreed
+        if sums is not None and (self._are_used or sums.weighted) and sums.weighted < self._accumulation:
+            raise self._mixed_here(sums)
+
+    def exchange_later(self) -> None:
+        """Agree that the steps have no weights, if that is not known. A collective call after the last pass.
+
+        Raises:
+            WorkerError: see `agree`.
+            PeersLostError: members are lost.
+        """
+        unagreed, self._unagreed = self._unagreed, None
+        if unagreed is not None and self._are_used is not False:
+            self.agree(self._group.sum(unagreed.numbers()))
+
+    def agree(self, sums: Sequence[float]) -> None:
+        """Use the sums over the replicas of `sums`.
+
+        Args:
+            sums: of the micro-batches so far.
+
+        Raises:
+            WorkerError: some micro-batches have a weight, and others have none. On all replicas.
+        """
+        total, weighted, positive, unweighted = sums
+        if weighted == unweighted == 0.0:
+            return  # No pass has reached the parameters of an optimizer yet, perhaps none in this step.
+        if weighted == 0.0 and not self._are_used:
+            self._are_used = False
+            return
+        if weighted != self._micro_batches or unweighted > 0.0:
+            raise _mixed(weighted, self._micro_batches, "over all replicas", unweighted)
+        self._are_used = True
+        replicas = self._group.replicas
+        divisor = 1.0 if self._micro_batches == 1 else total / (self._scale * replicas)
+        # Without any weight the gradient is zero.
+        self.of_step = StepWeights(divisor or 1.0, round(positive))
+        if total > 0.0:
+            self._next_unit = total / (self._micro_batches * self._local_bsz)
+
+    # -- micro-batches ------------------------------------------------------------------------------------
+
+    def begin_micro_batch(self) -> None:
+        """Begin with a micro-batch, or begin it again because its gradients were deleted."""
+        self._weight = self.of_step = None
+        self.factor = 1.0
+        self._has_unweighted_pass = False
+
+    def finish_micro_batch(self, *, completes_step: bool) -> None:
+        """Count a micro-batch."""
+        self._earlier = self._present()
+        if completes_step:
+            self._unagreed = self._earlier if self.of_step is None else None
+            if self.of_step is not None and self._unit is None:
+                self._unit = self._next_unit
+            self._earlier = _Sums()
+        self.begin_micro_batch()
+
+    def restart_step(self) -> None:
+        """Begin with the first micro-batch of a step."""
+        self._earlier = _Sums()
+        self.begin_micro_batch()
+
+    def _present(self) -> _Sums:
+        return self._earlier.plus(self._weight, is_unweighted=self._has_unweighted_pass)
+
+    def _mixed_here(self, sums: _Sums) -> WorkerError:
+        return _mixed(sums.weighted, self._accumulation, "on this replica", sums.unweighted)
+
+
+def _mixed(weighted: float, micro_batches: int, where: str, unweighted: float) -> WorkerError:
+    """Return the error of a step of which only some micro-batches have a weight."""
+    others = ", and some have made another backward pass without it" if unweighted else ""
+    return WorkerError(
+        f"trainer.weighted() was used in {weighted:.0f} of the {micro_batches} micro-batches of a step, "
+        f"{where}{others}. {_REMEDY}"
+    )

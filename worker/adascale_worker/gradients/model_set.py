@@ -1,0 +1,167 @@
+"""Several models of one program, trained data-parallel without `DistributedDataParallel`.
+
+DDP averages gradients in the order of one backward pass through one model. A GAN's passes go through both of
+its models, several times for a step, and through one of them only to reach the other. So the gradients are
+averaged for each optimizer instead, after the pass (`optimizer_gradients`), and models run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adascale_worker.gradients.out_of_memory import forward_without_activations
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.device_clock import PendingTimes, clock_of
+from adascale_worker.program.other_parallelism import OtherParallelism
+from adascale_worker.program.patching import MethodOverride
+from adascale_worker.torch_private.modules import call_of, override_call
+
+
+class ModelSet:
+    """The calls of several models while they train, and what fails in them.
+
+    Has the attributes of `DataParallelModel`, which is this for one model.
+
+    Args:
+        models: on `device` already.
+        device: the replica's device.
+        group: the replicas.
+
+    Attributes:
+        on_discard: called when it turns out that the present step is discarded.
+    """
+
+    ddp = None
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        device: torch.device,
+        group: ReplicaGroup,
+    ) -> None:
+        self.other_parallelism = OtherParallelism(models)
+        self._has_missed_exchange = False
+        self.lacks_memory = False
+        self.handles_shortage: Callable[[BaseException], bool] = lambda _: False
+        self.local_bsz: Callable[[], int] = lambda: 1
+        self.device = device
+        self.on_discard: Callable[[], None] = lambda: None
+        self._group = group
+        self._clock = clock_of(device)
+        self._exchanges: list[tuple[Any, Any]] = []
+        """The exchanges of gradients of the present step: marks of the clock at their beginning and end."""
+        self._measured: PendingTimes[None] = PendingTimes(self._clock)
+        self._sync_time: float | None = None
+        for model in models:
+            override_call(model, _TrainedForward(model, call_of(model), self))
+
+    @property
+    def has_missed_exchange(self) -> bool:
+        """Whether this step is discarded: peers are lost, or its batch does not fit into memory."""
+        return self._has_missed_exchange
+
+    @has_missed_exchange.setter
+    def has_missed_exchange(self, value: bool) -> None:
+        is_new, self._has_missed_exchange = value and not self._has_missed_exchange, value
+        if is_new:
+            self.on_discard()
+
+    def prepare(self) -> None:
+        """There are no buckets to make."""
+
+    def connect(self) -> None:
+        """Use the process group of the generation that was formed."""
+        self.has_missed_exchange = self.lacks_memory = False
+
+    def use_trained(self) -> None:
+        """Nothing depends on which parameters are trained."""
+
+    def follow_trained(self) -> None:
+        """Each optimizer follows what is trained at its own step."""
+
+    def disconnect(self) -> None:
+        """Nothing is bound to the process group."""
+
+    def begin_timing(self) -> None:
+        """Time the exchange of gradients of the next steps only."""
+        self._sync_time = None
+        self._exchanges.clear()
+        self._measured.clear()
+
+    def begin_step(self) -> None:
+        """Use the times that were measured in the steps before."""
+        if self._exchanges:
+            self._measured.add(None, *self._exchanges)
+            self._exchanges.clear()
+        for _, seconds in self._measured.take():
+            self._sync_time = seconds
+
+    def sync_time(self) -> float | None:
+        """Return the seconds for which a recent step has waited for the exchange of gradients.
+
+        None if they were returned before.
+        """
+        measured, self._sync_time = self._sync_time, None
+        return measured
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their means over the replicas, and measure the time of it."""
+        with self._measured_exchange():
+            self._group.average(tensors)
+
+    def sum(self, numbers: Sequence[float]) -> tuple[float, ...]:
+        """Return the sums over the replicas of `numbers`. A collective call; measures its time.
+
+        Does not wait for the device.
+        """
+        if self._group.replicas == 1:
+            return tuple(numbers)
+        with self._measured_exchange():
+            return self._group.sum(numbers)
+
+    @contextmanager
+    def _measured_exchange(self) -> Iterator[None]:
+        started = self._clock.mark()
+        yield
+        self._exchanges.append((started, self._clock.mark()))
+
+    def forward(
+        self,
+        model: torch.nn.Module,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a model's original forward."""
+        self.other_parallelism.check_call()
+        if not self.has_missed_exchange and not self._group.has_failed:
+            try:
+                return original(*args, **kwargs)
+            except (RuntimeError, MemoryError) as error:
+                if not self.handles_shortage(error):
+                    raise
+        # The step is discarded before an optimizer uses its gradients.
+        self.has_missed_exchange = True
+        if self.lacks_memory:
+            # The error is deleted: its traceback has kept the activations.
+            return forward_without_activations(original, args, kwargs, self.local_bsz(), model.parameters())
+        return original(*args, **kwargs)
+
+
+class _TrainedForward(MethodOverride):
+    """Replaces the forward of a model."""
+
+    def __init__(self, model: torch.nn.Module, original: Callable[..., Any], models: ModelSet) -> None:
+        super().__init__(original)
+        self._model = model
+        self._models = models
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self._model.training:
+            return self._models.forward(self._model, self.original, args, kwargs)
+        return self.original(*args, **kwargs)

@@ -1,0 +1,149 @@
+"""Finds a replica that has left its loop over `trainer.dataloader` while others have not.
+
+A loop that ends by itself ends on all replicas after the same step. `break`, `return` or an exit can end it
+on some of them only. The others then wait in their next step without end, or exchange gradients with a
+replica that is in another epoch. So each replica announces in the store of the process group that it has left
+a loop. One that has left early waits for the others before it does what needs all of them. One whose step
+does not end reads there whether another has left.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+
+from adascale_worker.errors import ReplicationError
+from adascale_worker.membership.process_group import INIT_TIMEOUT, ReplicaGroup
+
+POLL_INTERVAL = 0.02
+"""Seconds between two readings of the store."""
+_LEFT, _FAILED = "left", "left-alone"
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The place of a replica among the data loops of the program.
+
+    Args:
+        epoch: the epoch of its loop.
+        loops: loops of this epoch that it has left.
+        step: the number of its last step when it left.
+        line: the line of the program that has left the loop; empty if unknown.
+        expected: whether the others need not be warned: this replica has called `finish`, so they end too, or
+            an error ends its program, so they lose it.
+    """
+
+    epoch: int = 0
+    loops: int = 0
+    step: int = 0
+    line: str = ""
+    expected: bool = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which loops it has left, for comparisons."""
+        return self.epoch, self.loops
+
+
+class LoopDepartures:
+    """Announces when this replica leaves a data loop, and knows when the others have.
+
+    Args:
+        group: the replicas.
+    """
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self._group = group
+        self._own = Departure()
+        self._left_early = self._fails = False
+
+    def begin_generation(self, epoch: int, *, inside: bool) -> None:
+        """Announce the place of this replica to the members of a new generation.
+
+        Args:
+            epoch: the epoch of the program's loop.
+            inside: whether it is inside a loop of this epoch, or before its first.
+        """
+        self._announce(Departure(epoch, 0 if inside else 1, self._own.step, self._own.line))
+
+    def leave(self, epoch: int, step: int, line: str, *, early: bool, expected: bool) -> None:
+        """Announce that this replica has left a loop.
+
+        Args:
+            epoch: the epoch of the loop.
+            step: the number of the last step.
+            line: the line of the program that has left it.
+            early: whether the program has left it before its end.
+            expected: whether the others end too, because of `finish`.
+        """
+        loops = self._own.loops + 1 if epoch == self._own.epoch else 1
+        self._left_early = early and self._group.replicas > 1
+        self._announce(Departure(epoch, loops, step, line, expected or self._fails))
+
+    def fail(self) -> None:
+        """Announce that an error or an exit code ends the program of this replica, which may take it long."""
+        self._left_early, self._fails = False, True
+        self._announce(replace(self._own, expected=True))
+
+    def wait(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
+        """If this replica has left its last loop early, wait until the others have left it too.
+
+        Args:
+            is_interrupted: returns whether to wait no longer.
+
+        Raises:
+            ReplicationError: another replica has found that it has not left, and trains.
+        """
+        deadline = time.monotonic() + INIT_TIMEOUT.total_seconds()
+        while self._left_early and not self._others_have_left():
+            failures = self._group.announced(_FAILED)
+            if failures is None:
+                return  # The process that serves the store has ended.
+            failure = next(filter(None, failures), None)
+            if failure is not None:
+                self._left_early = False
+                raise ReplicationError(failure)
+            if is_interrupted() or self._group.has_failed or time.monotonic() >= deadline:
+                return
+            time.sleep(POLL_INTERVAL)
+        self._left_early = False
+
+    def find_failure(self, step: int) -> str | None:
+        """Return an error message if others have left the loop that this replica is in, else None.
+
+        Call it in a step that does not end. The others raise the same error.
+
+        Args:
+            step: the number of this replica's last step.
+        """
+        for rank, other in self._others():
+            if other.place > self._own.place and other.step <= step and not other.expected:
+                line = f" ({other.line})" if other.line else ""
+                failure = (
+                    f"rank {rank} left its loop over trainer.dataloader(){line} after step {other.step}, but "
+                    f"rank {self._group.rank} is in step {step + 1}, which needs all "
+                    f"{self._group.replicas} replicas. Leave the loop on all replicas after the same step: "
+                    "send the decision of one to the others with torch.distributed.broadcast. To end "
+                    "training early, call trainer.finish(reason) on any of them and continue the loop, which "
+                    "then ends on all"
+                )
+                self._group.announce(_FAILED, failure)
+                return failure
+        return None
+
+    def _announce(self, own: Departure) -> None:
+        self._own = own
+        self._group.announce(_LEFT, json.dumps(astuple(own)))
+
+    def _others(self) -> list[tuple[int, Departure]]:
+        values = self._group.announced(_LEFT) or ()
+        return [
+            (rank, Departure(*json.loads(value)) if value else Departure())
+            for rank, value in enumerate(values)
+            if rank != self._group.rank
+        ]
+
+    def _others_have_left(self) -> bool:
+        return all(other.place >= self._own.place for _, other in self._others())

@@ -1,0 +1,330 @@
+"""Evaluation on all replicas: the batches of a data set, each on one replica, and the sums over all of them.
+
+The batches do not depend on the number of replicas. Batch i is evaluated by rank i mod K, so no sample is
+repeated to fill up a share. Sums are exact, so their rounding does not depend on K either. The replicas
+exchange their sums through the store of the process group, which is no collective call: a replica whose sums
+cannot come, because it is lost or does not evaluate, is replaced by the others, each for itself. So all of
+them get the sums over the whole data set.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence, Sized
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from adascale_worker.errors import WorkerError
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.reporting.logged_metrics import as_number
+
+POLL_INTERVAL = 0.02
+"""Seconds between two readings of the store."""
+READING_TIME = 10.0
+"""Seconds for which the process that serves the store waits until the others have read it."""
+
+Number = int | float
+
+
+class ExactSum:
+    """A sum of numbers that is rounded once, when it is read.
+
+    Args:
+        value: the sum of all finite numbers.
+        other: the sum of all others; 0 without any.
+        is_integer: whether all numbers are integers.
+    """
+
+    def __init__(self, value: Fraction = Fraction(), other: float = 0.0, *, is_integer: bool = True) -> None:
+        self._value, self._other, self._is_integer = value, other, is_integer
+
+    def add(self, number: Number) -> None:
+        """Add a number."""
+        self._is_integer = self._is_integer and isinstance(number, int)
+        if math.isfinite(number):
+            self._value += Fraction(number)
+        else:
+            self._other += number
+
+    def add_sum(self, other: ExactSum) -> None:
+        """Add another sum."""
+        self._value += other._value
+        self._other += other._other
+        self._is_integer = self._is_integer and other._is_integer
+
+    def result(self, divisor: int = 1) -> Number:
+        """Return the sum over `divisor`; an int if all numbers are integers and the divisor is 1."""
+        if self._other != 0.0:
+            return self._other
+        if self._is_integer and divisor == 1:
+            return int(self._value)
+        return float(self._value / divisor)
+
+    def encoded(self) -> list[str]:
+        """Return the sum as text."""
+        return [str(self._value), repr(self._other), str(int(self._is_integer))]
+
+    @staticmethod
+    def decoded(text: Sequence[str]) -> ExactSum:
+        """Return the sum that `encoded` has returned as text."""
+        value, other, is_integer = text
+        return ExactSum(Fraction(value), float(other), is_integer=is_integer == "1")
+
+
+class Exchange:
+    """What the replicas exchange during an evaluation, through the store of the process group.
+
+    Args:
+        group: the replicas.
+        name: of this evaluation, the same on all replicas.
+        has_passed: returns the ranks that do not take part in it any more, such as one that trains already.
+    """
+
+    def __init__(self, group: ReplicaGroup, name: str, has_passed: Callable[[], set[int]]) -> None:
+        self._group = group
+        self._name = name
+        self._has_passed = has_passed
+
+    @property
+    def rank(self) -> int:
+        """The index of this replica."""
+        return self._group.rank
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return self._group.replicas
+
+    def post(self, kind: str, value: str = "") -> None:
+        """Let the others read `value`."""
+        if not self._group.has_failed:
+            self._group.announce(f"{self._name}/{kind}", value)
+
+    def read(self, kind: str, ranks: Sequence[int], timeout: float = math.inf) -> dict[int, str]:
+        """Wait for the values of other ranks, and return those that have come."""
+        deadline = time.monotonic() + timeout
+        found: dict[int, str] = {}
+        while len(found) < len(ranks) and not self._group.has_failed and time.monotonic() < deadline:
+            # Read before the values: what a rank has posted before it passed is there.
+            passed = self._has_passed()
+            values = self._group.announced(f"{self._name}/{kind}")
+            if values is None:
+                break
+            found = {rank: value for rank in ranks if (value := values[rank]) is not None}
+            if all(rank in found or rank in passed for rank in ranks):
+                break
+            time.sleep(POLL_INTERVAL)
+        return found
+
+
+class Evaluation(Iterator[Any]):
+    """Iterates over this replica's share of the batches of a data set, once, and adds up results.
+
+    Made by `ElasticTrainer.evaluation`.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        model: torch.nn.Module,
+        exchange: Exchange,
+        options: dict[str, Any],
+        begin: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        self._dataset = dataset
+        self._length = len(dataset)
+        self._batch_size = batch_size
+        self._model = model
+        self._exchange = exchange
+        self._options = options
+        self._begin = begin
+        self._end = end
+        self._pending: dict[str, list[Tensor | Number]] = {}
+        self._total: dict[str, ExactSum] = {}
+        self._is_complete = False
+        self._batches = self._deliver()
+
+    def __iter__(self) -> Iterator[Any]:
+        # A loop that is left by `break` closes this iterator, so that what follows is training again. With
+        # `yield from`, it would close the batches too.
+        self._begin()
+        try:
+            for batch in self._batches:  # noqa: UP028
+                yield batch
+        finally:
+            self._end()
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def add(self, **sums: object) -> None:
+        """Add results of a batch.
+
+        Does not synchronize with the device.
+
+        Args:
+            sums: by name, the sum of a result over the samples of the batch: a number, or a tensor of one
+                element. For example, a loss with `reduction="sum"`, or the number of correct predictions.
+
+        Raises:
+            WorkerError: a value is something else.
+        """
+        for name, value in sums.items():
+            number = int(value) if isinstance(value, bool) else as_number(value)
+            if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+                # A copy: the program may change its own tensor.
+                self._pending.setdefault(name, []).append(value.detach().reshape(()).clone())
+            elif number is not None:
+                self._pending.setdefault(name, []).append(number)
+            else:
+                got = (
+                    f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+                    if isinstance(value, Tensor)
+                    else type(value)
+                )
+                raise WorkerError(
+                    f"evaluation.add() got {got} for {name}: pass a real number or a tensor of one, the sum "
+                    "over the samples of the batch"
+                )
+
+    @property
+    def sums(self) -> dict[str, Number]:
+        """The sums over the whole data set, the same on all replicas; ints where all numbers are integers.
+
+        Raises:
+            WorkerError: the loop has not ended.
+        """
+        self._require_complete()
+        return {name: value.result() for name, value in self._total.items()}
+
+    @property
+    def means(self) -> dict[str, float]:
+        """The sums over the number of samples in the data set.
+
+        Raises:
+            WorkerError: the loop has not ended.
+        """
+        self._require_complete()
+        return {name: float(value.result(self._length)) for name, value in self._total.items()}
+
+    def _require_complete(self) -> None:
+        if not self._is_complete:
+            raise WorkerError(
+                "the results of an evaluation were read before its loop has ended: iterate over all batches "
+                "that trainer.evaluation() delivers, without break"
+            )
+
+    # -- batches ----------------------------------------------------------------------------------------
+
+    def _deliver(self) -> Iterator[Any]:
+        self._begin()
+        try:
+            if self._model.training:
+                raise WorkerError(
+                    "trainer.evaluation() needs the model in evaluation mode: call model.eval() before the "
+                    "loop, and model.train() after it"
+                )
+            exchange = self._exchange
+            everyone = range(exchange.replicas)
+            others = [rank for rank in everyone if rank != exchange.rank]
+            if others:
+                self._copy_buffers()
+            yield from self._batches_of(exchange.rank)
+            own = self._settle()
+            self._add(own)
+            missing: set[int] = set()
+            if others:
+                encoded = {name: value.encoded() for name, value in own.items()}
+                exchange.post("sums", json.dumps([self._length, self._batch_size, encoded]))
+                found = exchange.read("sums", others)
+                for text in found.values():
+                    self._add(self._decoded(text))
+                missing = set(others) - set(found)
+                exchange.post("read")
+                if exchange.rank == 0:
+                    exchange.read("read", others, READING_TIME)
+            for rank in sorted(missing):
+                yield from self._batches_of(rank)
+            self._add(self._settle())
+            self._is_complete = True
+        finally:
+            self._end()
+
+    def _batches_of(self, rank: int) -> Iterator[Any]:
+        starts = range(rank * self._batch_size, self._length, self._exchange.replicas * self._batch_size)
+        if not starts:
+            return
+        batches = [list(range(start, min(start + self._batch_size, self._length))) for start in starts]
+        loader: DataLoader[Any] = DataLoader(
+            self._dataset,  # type: ignore[arg-type]
+            batch_sampler=batches,
+            generator=torch.Generator().manual_seed(0),
+            **self._options,
+        )
+        yield from loader
+
+    # -- sums -------------------------------------------------------------------------------------------
+
+    def _settle(self) -> dict[str, ExactSum]:
+        """Return the sums of what was added since the last call."""
+        sums = {}
+        for name, values in self._pending.items():
+            sums[name] = ExactSum()
+            for number in _numbers(values):
+                sums[name].add(number)
+        self._pending.clear()
+        return sums
+
+    def _add(self, sums: dict[str, ExactSum]) -> None:
+        for name, value in sums.items():
+            self._total.setdefault(name, ExactSum()).add_sum(value)
+
+    def _decoded(self, text: str) -> dict[str, ExactSum]:
+        length, batch_size, sums = json.loads(text)
+        if (length, batch_size) != (self._length, self._batch_size):
+            raise WorkerError(
+                f"trainer.evaluation() got {self._length} samples in batches of {self._batch_size} on rank "
+                f"{self._exchange.rank}, but {length} in batches of {batch_size} on another: pass the same "
+                "data set and batch_size on all replicas"
+            )
+        return {name: ExactSum.decoded(value) for name, value in sums.items()}
+
+    # -- buffers ----------------------------------------------------------------------------------------
+
+    def _copy_buffers(self) -> None:
+        """Use the buffers of rank 0, such as BatchNorm's statistics, on all replicas."""
+        buffers = dict(self._model.named_buffers())
+        if not buffers:
+            return
+        if self._exchange.rank == 0:
+            file = io.BytesIO()
+            torch.save({name: buffer.detach().cpu() for name, buffer in buffers.items()}, file)
+            self._exchange.post("buffers", base64.b64encode(file.getvalue()).decode())
+            return
+        found = self._exchange.read("buffers", [0])
+        if 0 in found:
+            received = torch.load(io.BytesIO(base64.b64decode(found[0])), weights_only=True)
+            with torch.no_grad():
+                for name, buffer in buffers.items():
+                    buffer.copy_(received[name])
+
+
+def _numbers(values: list[Tensor | Number]) -> Iterator[Number]:
+    """Yield the values as numbers, with one transfer from the device for all tensors of a type."""
+    yield from (value for value in values if not isinstance(value, Tensor))
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    floating = [tensor.double() for tensor in tensors if tensor.is_floating_point()]
+    integers = [tensor.long() for tensor in tensors if not tensor.is_floating_point()]
+    for group in (floating, integers):
+        if group:
+            yield from torch.stack(group).tolist()

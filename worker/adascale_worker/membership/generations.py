@@ -1,0 +1,332 @@
+"""Changes of membership: this trainer enters one generation after the other, in the same process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+from adascale_worker.membership.agent_channel import AgentChannel, Assignment, Release
+from adascale_worker.membership.links import (
+    Formation,
+    MembershipLinks,
+    OtherVersionError,
+    PeersLostError,
+    StateNumber,
+)
+from adascale_worker.membership.process_group import ReplicaGroup
+
+POLL: Final = 0.1
+"""Seconds after which a wait looks for signals again."""
+
+
+class LeaveError(Exception):
+    """This trainer has to leave the job now: it was released, its agent is gone, or it was terminated."""
+
+
+class Membership:
+    """Forms the groups of generations, as the agent assigns them.
+
+    Args:
+        channel: the connection with the agent.
+        listener: accepts connections of other members.
+        group: the replicas; changed by `join`.
+        secret: authenticates members if the assignment has no secret.
+        peer_timeout: seconds of silence after which a member is lost.
+        is_terminated: returns whether this trainer was requested to save and exit.
+        accelerator: the type of accelerator that this trainer computes on.
+    """
+
+    def __init__(
+        self,
+        channel: AgentChannel,
+        listener: socket.socket,
+        group: ReplicaGroup,
+        secret: str,
+        peer_timeout: float,
+        is_terminated: Callable[[], bool],
+        accelerator: str = "",
+    ) -> None:
+        self._channel = channel
+        self._accelerator = accelerator
+        self._listener = listener
+        self._group = group
+        self._secret = secret
+        self._peer_timeout = peer_timeout
+        self._is_terminated = is_terminated
+        self._links: MembershipLinks | None = None
+        """Of the generation that this trainer is in, or has failed to enter."""
+        self._next_links: MembershipLinks | None = None
+        """Of the newest assignment, until it is entered."""
+        self._earlier_links: list[MembershipLinks] = []
+        """Of generations that this trainer has left while other members may not have."""
+        self._tried = 0
+        """The newest generation that this trainer has tried to enter."""
+        self._void = 0
+        """The newest generation that the service has ended before or after this trainer entered it."""
+        self._left: set[int] = set()
+        """Replicas that have left the present generation at an agreed step."""
+        self._holding_step: int | None = None
+        self._is_holding = False
+        self._has_stepped = False
+        self._says_terminated = False
+        group.on_failure = self._on_group_failure
+        self._step: Callable[[], int | None] = lambda: None
+
+    def start(self, step: Callable[[], int | None], on_terminate: Callable[[], None]) -> None:
+        """Report to the agent that this trainer is ready for its first generation.
+
+        Args:
+            step: returns the number of the last step; None without state.
+            on_terminate: called in a thread when this trainer has to save and exit.
+        """
+        self._step = step
+        self._channel.start(self._on_assignment, self._on_hold, on_terminate)
+        port = self._listener.getsockname()[1]
+        self._channel.send("ready", port=port, accelerator=self._accelerator, pid=os.getpid())
+
+    # -- messages of the agent ----------------------------------------------------------------------------
+
+    @property
+    def change_is_pending(self) -> bool:
+        """Whether this trainer has to leave the present generation for a newer one."""
+        return self._channel.newest_generation > self._tried
+
+    @property
+    def newest_generation(self) -> int:
+        """The newest active generation."""
+        return self._channel.newest_generation
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the newest generation is without this trainer."""
+        return self.change_is_pending and isinstance(self._channel.newest, Release)
+
+    def wait_for_generation(self, generation: int) -> None:
+        """Wait until the agent has sent a message for `generation`, or members are lost.
+
+        Raises:
+            LeaveError: the trainer has to leave.
+        """
+        while self._channel.newest_generation < generation and not self._group.has_failed:
+            self._require_agent()
+            self._channel.wait(POLL)
+
+    def _on_assignment(self, assignment: Assignment) -> None:
+        previous, self._next_links = self._next_links, None
+        if previous is not None:
+            previous.close()
+        if len(assignment.members) > 1:
+            self._next_links = MembershipLinks(
+                assignment,
+                self._listener,
+                self._secret_of(assignment),
+                self._peer_timeout,
+                self._on_links_change,
+            )
+
+    def _secret_of(self, assignment: Assignment) -> str:
+        return assignment.secret or self._secret
+
+    def _on_hold(self, generation: int) -> None:
+        if generation < max(self._tried, self._channel.newest_generation):
+            return
+        self._void = generation
+        if generation == self._tried:
+            self._group.fail()
+        # The program may be in its own code for long.
+        self._report_holding(self._step())
+
+    # -- losses -------------------------------------------------------------------------------------------
+
+    def _on_links_change(self, links: MembershipLinks) -> None:
+        if links is self._links and links.broken:
+            self._group.fail()
+            if self._is_holding:
+                self._report_holding(self._holding_step)
+        self._channel.notify()
+
+    def _on_group_failure(self) -> None:
+        if self._links is not None:
+            self._links.break_up()
+
+    def _report_holding(self, step: int | None) -> None:
+        """Report that this trainer waits for another generation, unless it was terminated and leaves."""
+        if self._is_terminated():
+            return
+        lost = set(self._left)
+        if self._links is not None:
+            lost |= self._links.lost
+        self._is_holding, self._holding_step = True, step
+        generation = max(self._tried, self._void)
+        self._channel.send("holding", generation=generation, step=step, lost=sorted(lost))
+
+    # -- entering a generation ----------------------------------------------------------------------------
+
+    def leave_without(self, replicas: set[int]) -> None:
+        """Record that `replicas` have left the present generation, so that it has ended."""
+        self._left |= replicas
+
+    def join(
+        self,
+        state: Callable[[], StateNumber | None],
+        release_group: Callable[[], None],
+        synchronize: Callable[[Assignment, Formation], None],
+        prepare_to_leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Enter the newest generation. Wait for it if the present one was tried already.
+
+        While members are lost, waits for another generation, with the state.
+
+        Args:
+            state: returns the number of the state in memory; None without state.
+            release_group: releases the present process group.
+            synchronize: called when the group is formed; gives all members the same state.
+            prepare_to_leave: called before this trainer leaves while it has a state and the others may not.
+
+        Raises:
+            LeaveError: the trainer has to leave.
+            OtherVersionError: the other members have another version.
+        """
+        while True:
+            if self._channel.newest_generation <= max(self._tried, self._void) > 0:
+                number = state()
+                self._report_holding(None if number is None else number[1])
+            assignment = self._wait_for_assignment(prepare_to_leave)
+            try:
+                formation = self._form(assignment, state(), release_group)
+                synchronize(assignment, formation)
+                if self._group.has_failed:
+                    raise PeersLostError
+            except PeersLostError:
+                if self._links is not None and self._links.refusal is not None:
+                    raise OtherVersionError(self._links.refusal) from None
+                self._group.fail()
+                continue
+            self._is_holding = False
+            self._has_stepped = False
+            self._channel.send("running", generation=assignment.generation)
+            return
+
+    def _wait_for_assignment(self, prepare_to_leave: Callable[[], None]) -> Assignment:
+        while True:
+            if self._is_terminated():
+                prepare_to_leave()
+                self.leave()
+            newest = self._channel.newest
+            if newest is not None and newest.generation > max(self._tried, self._void):
+                if isinstance(newest, Release):
+                    if newest.is_last:
+                        prepare_to_leave()
+                    self.leave()
+                return newest
+            self._require_agent()
+            self._channel.wait(POLL)
+
+    def _form(
+        self, assignment: Assignment, state: StateNumber | None, release_group: Callable[[], None]
+    ) -> Formation:
+        self._is_holding = False
+        if self._links is not None:
+            self._earlier_links.append(self._links)
+            self._links = None
+        # Nobody trains in a generation that was not formed, and its links take the connections of others.
+        self._close_earlier_links(lambda links: links.formation is None)
+        self._tried = assignment.generation
+        secret = self._secret_of(assignment)
+        links: MembershipLinks | None = None
+        if len(assignment.members) > 1:
+            links = self._next_links
+            if links is None or links.assignment is not assignment:
+                raise PeersLostError  # a newer one has arrived
+            self._next_links = None
+        self._left.clear()
+        self._links = links
+        if links is None:
+            self._close_earlier_links()
+            release_group()
+            self._group.form(assignment, None, 0, secret)
+            return Formation(0, (state,))
+        links.arrive(state)
+        store, formation = None, None
+        while (formation := links.formation) is None:
+            self._require_undisturbed(links)
+            if store is None and links.all_arrived:
+                store, port = self._group.open_store(assignment.members[0].address)
+                links.announce_store(port)
+            else:
+                self._channel.wait(POLL)
+        # All members have left the previous generation, so nothing is lost on its connections.
+        self._close_earlier_links()
+        release_group()
+        self._group.form(assignment, store, formation.store_port, secret)
+        if links.broken:
+            raise PeersLostError
+        return formation
+
+    def _close_earlier_links(self, which: Callable[[MembershipLinks], bool] = lambda _: True) -> None:
+        for links in filter(which, self._earlier_links):
+            links.close()
+        self._earlier_links = [links for links in self._earlier_links if not which(links)]
+
+    def _require_undisturbed(self, links: MembershipLinks) -> None:
+        is_void = self._void >= links.assignment.generation
+        if links.broken or is_void or self.change_is_pending or self._is_terminated():
+            raise PeersLostError
+        self._require_agent()
+
+    def _require_agent(self) -> None:
+        if self._channel.is_closed:
+            self.leave()
+
+    # -- reports ------------------------------------------------------------------------------------------
+
+    def report_step(self) -> None:
+        """Report the first step in a generation."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._channel.send("stepped", generation=self._group.generation, step=self._step() or 0)
+
+    def report_limit(self, local_bsz: int) -> None:
+        """Report that a batch did not fit into memory, and the largest local batch size to try next."""
+        self._channel.send("limited", local_bsz_limit=local_bsz)
+
+    def report_saved(self, generation: int) -> None:
+        """Report that a later generation than the present one has saved the checkpoint."""
+        self._channel.send("saved", generation=generation)
+
+    def report_terminated(self) -> None:
+        """Report that this trainer was requested to save and exit, once."""
+        if not self._says_terminated:
+            self._says_terminated = True
+            self._channel.send("terminated")
+
+    def report_stall(self, stall: str) -> None:
+        """Report where this trainer is while no step ends; empty when a step has ended."""
+        self._channel.send("stalled", stall=stall)
+
+    def report_final(self) -> None:
+        """Report that the end of training is saved."""
+        self._channel.send("final")
+
+    def report_finished(self) -> None:
+        """Report that training is finished, and that the program ends normally."""
+        self._channel.send("finished")
+
+    def report_exit(self, code: int) -> None:
+        """Report the exit code with which this process ends: the agent may only see that of a shell."""
+        self._channel.send("exiting", code=code)
+
+    def close(self) -> None:
+        """Send `leave` to the other members."""
+        self._group.on_failure = lambda: None
+        self._close_earlier_links()
+        for links in (self._links, self._next_links):
+            if links is not None:
+                links.close()
+
+    def leave(self) -> NoReturn:
+        """Send `leave` to the other members, and raise `LeaveError`."""
+        self.close()
+        raise LeaveError

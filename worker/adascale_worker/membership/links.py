@@ -1,0 +1,495 @@
+"""Connections between the members of a generation, over which they notice each other's loss.
+
+The members connect to the member of rank 0, which forwards what concerns all. A closed connection without a
+`leave` message, or silence for the peer timeout, means that the member at its other end is lost. Connections
+are authenticated in both directions by a secret of the job, which never leaves a member, and members with
+another version of this package are refused.
+
+Each line is a JSON object. After the handshake:
+
+- `alive`: sent at an interval.
+- `arrived`: the member has left its previous generation. It contains the state that the member has.
+- `form`: from rank 0, when all have arrived: the states of all members and the port of the store.
+- `broken`: the generation cannot continue; `lost` has the replicas that are lost.
+- `leave`: the member closes the connection on purpose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import random
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from adascale_worker.errors import WorkerError
+from adascale_worker.membership.agent_channel import Assignment
+from adascale_worker.process.package_version import package_version
+
+MIN_ARRIVAL_TIMEOUT: Final = 10.0
+"""Seconds within which a member must connect while a generation is formed; more with a long peer timeout."""
+RECONNECT_INTERVAL: Final = 0.02
+"""Seconds between two attempts to connect to rank 0, which may get the assignment a little later."""
+PATIENT_RECONNECT_INTERVAL: Final = 0.2
+"""The same, after a second of attempts."""
+BROKEN_RECONNECT_INTERVAL: Final = 1.0
+"""The same, while members of a broken generation wait for the next one, at most: half of it is random."""
+MAX_LINE: Final = 1 << 20
+"""Bytes of a message."""
+MAX_HANDSHAKE_LINE: Final = 4096
+"""Bytes of a message of a connection that is not authenticated."""
+MAX_PENDING: Final = 256
+"""Connections that are not authenticated, in addition to one of each member."""
+_BACKLOG: Final = 1024
+
+StateNumber = tuple[int, int, int]
+"""Which state a member has: the generation in which it was last equal on all members, the step, and the
+samples consumed. A greater one is later."""
+
+
+class PeersLostError(Exception):
+    """The generation cannot continue, because members are lost or the members cannot communicate."""
+
+
+class OtherVersionError(WorkerError):
+    """The members of the generation have another version of this package."""
+
+
+def listen(address: str) -> socket.socket:
+    """Return a socket that listens on a free port.
+
+    Args:
+        address: at which the other members reach this one. A loopback address is the only one it listens on.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    any_interface = "::" if family == socket.AF_INET6 else ""
+    listener.bind((address if address.startswith("127.") else any_interface, 0))
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+@dataclass(frozen=True)
+class Formation:
+    """What all members know when they form the group of a generation.
+
+    Args:
+        store_port: port of torch's store, at the address of rank 0.
+        states: the state that each member has, in the order of ranks; None for a member without state.
+    """
+
+    store_port: int
+    states: tuple[StateNumber | None, ...]
+
+    @property
+    def sources(self) -> list[int]:
+        """The ranks with the latest state, which the others get. Empty if nobody has a state."""
+        latest = max((state for state in self.states if state is not None), default=None)
+        return [rank for rank, state in enumerate(self.states) if latest is not None and state == latest]
+
+
+@dataclass
+class _Link:
+    """One connection."""
+
+    connection: socket.socket
+    challenge: str = ""
+    rank: int | None = None
+    """Rank of the member at the other end, once it is authenticated."""
+    received: bytes = b""
+    unsent: bytes = b""
+    heard_at: float = field(default_factory=time.monotonic)
+    """When something was received last; of a connection that is not authenticated, when it was made."""
+
+
+class MembershipLinks:
+    """The connections of this member in one generation.
+
+    Args:
+        assignment: the generation and its members.
+        listener: accepts connections; used on rank 0.
+        secret: authenticates members.
+        peer_timeout: seconds of silence after which a member is lost.
+        on_change: called in a thread after each change of `broken`, `lost` or `formation`.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        listener: socket.socket,
+        secret: str,
+        peer_timeout: float,
+        on_change: Callable[[MembershipLinks], None],
+    ) -> None:
+        self.assignment = assignment
+        self.broken = False
+        """Whether the generation cannot continue."""
+        self.lost: frozenset[int] = frozenset()
+        """Indices of the replicas that are lost."""
+        self.formation: Formation | None = None
+        """Set when all members have arrived."""
+        self.refusal: str | None = None
+        """Why this member was refused."""
+        self._listener = listener
+        self._secret = secret.encode()
+        self._peer_timeout = peer_timeout
+        self._on_change = on_change
+        self._is_coordinator = assignment.rank == 0
+        self._links: dict[int, _Link] = {}
+        self._pending: list[_Link] = []
+        self._departed: set[int] = set()
+        self._arrived: dict[int, StateNumber | None] = {}
+        self._arrived_at: float | None = None
+        self._closing = False
+        self._commands: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ, None)
+        self._retry_at = 0.0
+        self._began = time.monotonic()
+        self._random = random.Random()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="adascale-links", daemon=True)
+        self._thread.start()
+
+    # -- called by other threads --------------------------------------------------------------------------
+
+    def arrive(self, state: StateNumber | None) -> None:
+        """Report to the others that this member has left its previous generation, and what state it has."""
+
+        def command() -> None:
+            self._arrived_at = time.monotonic()
+            self._arrived[self.assignment.rank] = state
+            if not self._is_coordinator and 0 in self._links:
+                self._send_arrival(self._links[0])
+            self._on_change(self)
+
+        self._submit(command)
+
+    @property
+    def all_arrived(self) -> bool:
+        """On rank 0: whether all members have arrived."""
+        return len(self._arrived) == len(self.assignment.members)
+
+    def announce_store(self, port: int) -> None:
+        """On rank 0: let all members form the group."""
+
+        def command() -> None:
+            # The members are connected. The next generation accepts its own connections.
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(self._listener)
+            states = tuple(self._arrived[rank] for rank in range(len(self.assignment.members)))
+            self.formation = Formation(port, states)
+            for link in self._links.values():
+                self._send(link, type="form", port=port, states=states)
+            self._on_change(self)
+
+        self._submit(command)
+
+    def break_up(self) -> None:
+        """Let all members know that this member cannot continue in the generation."""
+        self._submit(lambda: self._break(frozenset()))
+
+    def close(self) -> None:
+        """Send `leave` to the other members, and stop."""
+        if os.getpid() != self._pid:
+            return
+
+        def command() -> None:
+            self._closing = True
+
+        self._submit(command)
+
+    def _submit(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            self._commands.append(command)
+        with contextlib.suppress(OSError):
+            self._wake_sender.send(b"!")
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        interval = self._peer_timeout / 5
+        last = time.monotonic()
+        beat_at = last + interval
+        if self._is_coordinator:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
+        while True:
+            now = time.monotonic()
+            if now - last > self._peer_timeout / 2:
+                # This process was stopped itself, perhaps together with the others.
+                for link in self._links.values():
+                    link.heard_at = now
+            last = now
+            if now >= beat_at:
+                beat_at = now + interval
+                for link in self._links.values():
+                    self._send(link, type="alive")
+            if not self._is_coordinator and 0 not in self._links and not self._pending:
+                self._connect(now)
+            wake_at = beat_at
+            if not self._is_coordinator and 0 not in self._links:
+                wake_at = min(wake_at, max(self._retry_at, now))
+            for key, _ in self._selector.select(max(0.0, wake_at - now)):
+                self._on_ready(key.data)
+            with self._lock:
+                commands, self._commands = self._commands, []
+            for command in commands:
+                command()
+            if self._closing:
+                self._end()
+                return
+            checked_at = time.monotonic()
+            if checked_at - now <= self._peer_timeout / 2:
+                # Otherwise this process was stopped while it waited, and messages may be unread.
+                self._check_silence(checked_at)
+
+    def _on_ready(self, data: Any) -> None:
+        if data is None:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_receiver.recv(4096)
+        elif data is self._listener:
+            self._accept()
+        elif isinstance(data, _Link):
+            self._read(data)
+
+    def _end(self) -> None:
+        for link in [*self._links.values(), *self._pending]:
+            if link.rank is not None:
+                self._send(link, type="leave")
+            link.connection.close()
+        self._selector.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
+
+    def _check_silence(self, now: float) -> None:
+        for rank, link in list(self._links.items()):
+            if now - link.heard_at > self._peer_timeout:
+                self._drop(link)
+                self._lose(rank)
+        for link in list(self._pending):
+            if self._is_coordinator and now - link.heard_at > self._peer_timeout:
+                self._drop(link)
+        since = self._arrived_at
+        if since is None or self.broken or self.formation is not None:
+            return
+        timeout = max(MIN_ARRIVAL_TIMEOUT, 2 * self._peer_timeout)
+        if self._arrived[self.assignment.rank] is None:
+            # A member without state has time: nobody can lose a step by its waiting.
+            timeout *= 6
+        if now - since > timeout:
+            others = range(1, len(self.assignment.members)) if self._is_coordinator else [0]
+            missing = {self.assignment.members[rank].replica for rank in others if rank not in self._links}
+            if missing:
+                self._break(frozenset(missing))
+
+    # -- connections --------------------------------------------------------------------------------------
+
+    def _connect(self, now: float) -> None:
+        if now < self._retry_at or 0 in self._departed:
+            self._retry_at = max(self._retry_at, now + self._reconnect_interval(now))
+            return
+        self._retry_at = now + self._reconnect_interval(now)
+        coordinator = self.assignment.members[0]
+        try:
+            connection = socket.create_connection((coordinator.address, coordinator.port), timeout=1.0)
+        except OSError:
+            return
+        self._add(connection)
+
+    def _reconnect_interval(self, now: float) -> float:
+        if self.broken:
+            return BROKEN_RECONNECT_INTERVAL * self._random.uniform(0.5, 1.0)
+        return RECONNECT_INTERVAL if now - self._began < 1.0 else PATIENT_RECONNECT_INTERVAL
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._pending) >= len(self.assignment.members) + MAX_PENDING:
+            self._drop(self._pending[0])
+        link = self._add(connection)
+        link.challenge = secrets.token_hex(16)
+        self._send(link, challenge=link.challenge)
+
+    def _add(self, connection: socket.socket) -> _Link:
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = _Link(connection)
+        self._pending.append(link)
+        self._selector.register(connection, selectors.EVENT_READ, link)
+        return link
+
+    def _drop(self, link: _Link) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(link.connection)
+        link.connection.close()
+        if link in self._pending:
+            self._pending.remove(link)
+        if link.rank is not None and self._links.get(link.rank) is link:
+            del self._links[link.rank]
+
+    def _read(self, link: _Link) -> None:
+        if link not in self._pending and (link.rank is None or self._links.get(link.rank) is not link):
+            return
+        try:
+            data = link.connection.recv(1 << 16)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if link.rank is not None:
+            link.heard_at = time.monotonic()
+        link.received += data
+        *lines, link.received = link.received.split(b"\n")
+        try:
+            for line in [*lines, link.received]:
+                if len(line) > (MAX_HANDSHAKE_LINE if link.rank is None else MAX_LINE):
+                    raise ValueError("a message is too long")
+            for line in lines:
+                self._handle(link, json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            data = b""
+        if not data:
+            rank = link.rank
+            self._drop(link)
+            if rank is not None and rank not in self._departed:
+                self._lose(rank)
+
+    def _send(self, link: _Link, **message: Any) -> None:
+        link.unsent += json.dumps(message).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            # Messages are much smaller than the buffer of a socket. What remains is sent with the next one.
+            sent = link.connection.send(link.unsent)
+            link.unsent = link.unsent[sent:]
+
+    # -- messages -----------------------------------------------------------------------------------------
+
+    def _handle(self, link: _Link, message: dict[str, Any]) -> None:
+        if link.rank is None:
+            if self._is_coordinator:
+                self._authenticate_member(link, message)
+            else:
+                self._authenticate_coordinator(link, message)
+            return
+        match message["type"]:
+            case "arrived":
+                self._arrived[link.rank] = _state(message["state"])
+                self._on_change(self)
+            case "form":
+                self.formation = Formation(
+                    int(message["port"]), tuple(_state(state) for state in message["states"])
+                )
+                self._on_change(self)
+            case "broken":
+                self._break(frozenset(int(replica) for replica in message["lost"]))
+            case "leave":
+                self._departed.add(link.rank)
+                self._drop(link)
+                if self.formation is None:
+                    # It has left for a newer generation, or ends.
+                    self._break(frozenset())
+
+    def _authenticate_member(self, link: _Link, message: dict[str, Any]) -> None:
+        rank = int(message["rank"])
+        members = self.assignment.members
+        is_member = (
+            message["generation"] == self.assignment.generation
+            and 0 < rank < len(members)
+            and message["instance"] == members[rank].instance
+            and hmac.compare_digest(
+                str(message["mac"]), self._mac("member", link.challenge, rank, message["version"])
+            )
+        )
+        if not is_member:
+            # Of another generation: it connects again when its agent has the assignment.
+            self._drop(link)
+            return
+        if message["version"] != package_version():
+            self._send(
+                link,
+                refused=f"this replica has version {message['version']} of adascale-operator, the other "
+                f"members of the job have version {package_version()}: use the same image for all replicas",
+            )
+            self._drop(link)
+            return
+        self._send(link, mac=self._mac("coordinator", str(message["challenge"]), rank, package_version()))
+        self._admit(link, rank)
+        if self.broken:
+            self._send(link, type="broken", lost=sorted(self.lost))
+
+    def _authenticate_coordinator(self, link: _Link, message: dict[str, Any]) -> None:
+        rank = self.assignment.rank
+        if "refused" in message:
+            self.refusal = str(message["refused"])
+            self._drop(link)
+            self._break(frozenset())
+        elif "mac" in message:
+            expected = self._mac("coordinator", link.challenge, rank, package_version())
+            if not hmac.compare_digest(str(message["mac"]), expected):
+                raise ValueError("the coordinator does not know the secret of the job")
+            self._admit(link, 0)
+            if rank in self._arrived:
+                self._send_arrival(link)
+            if self.broken:
+                self._send(link, type="broken", lost=sorted(self.lost))
+        else:
+            link.challenge = secrets.token_hex(16)
+            self._send(
+                link,
+                generation=self.assignment.generation,
+                rank=rank,
+                instance=self.assignment.members[rank].instance,
+                version=package_version(),
+                challenge=link.challenge,
+                mac=self._mac("member", str(message["challenge"]), rank, package_version()),
+            )
+
+    def _admit(self, link: _Link, rank: int) -> None:
+        link.rank = rank
+        link.heard_at = time.monotonic()
+        self._pending.remove(link)
+        self._links[rank] = link
+
+    def _send_arrival(self, link: _Link) -> None:
+        self._send(link, type="arrived", state=self._arrived[self.assignment.rank])
+
+    def _mac(self, role: str, challenge: str, rank: int, its_version: str) -> str:
+        text = f"{role}|{challenge}|{self.assignment.generation}|{rank}|{its_version}"
+        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
+
+    # -- losses -------------------------------------------------------------------------------------------
+
+    def _lose(self, rank: int) -> None:
+        self._break(frozenset({self.assignment.members[rank].replica}))
+
+    def _break(self, lost: frozenset[int]) -> None:
+        news = lost - self.lost - {self.assignment.replica}
+        if self.broken and not news:
+            return
+        self.broken = True
+        self.lost |= news
+        for link in self._links.values():
+            self._send(link, type="broken", lost=sorted(self.lost))
+        self._on_change(self)
+
+
+def _state(numbers: Sequence[int] | None) -> StateNumber | None:
+    if numbers is None:
+        return None
+    generation, step, consumed = map(int, numbers)
+    return generation, step, consumed

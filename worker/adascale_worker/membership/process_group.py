@@ -1,0 +1,579 @@
+"""The process group of a generation: its formation, communication between ranks, and lost peers."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import json
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from adascale_worker.errors import GroupFormationError
+from adascale_worker.membership import gloo_sockets, gloo_threads, stuck_collective
+from adascale_worker.membership.agent_channel import Assignment
+from adascale_worker.membership.links import PeersLostError, listen
+from adascale_worker.process.device import describe_shared_gpu, gpu_names
+from adascale_worker.process.environment import RankAssignment
+from adascale_worker.torch_private.distributed import (
+    abort_process_group,
+    default_store,
+    is_lost_peer,
+    nccl_options,
+    reset_group_names,
+    set_collective_timeout,
+    tcp_store,
+)
+
+POLL_INTERVAL = 0.05
+"""Seconds between two readings of the store."""
+INIT_TIMEOUT = timedelta(minutes=5)
+"""How long a replica waits for the others, when the group is formed and in every collective, without an
+agent."""
+FORMATION_TIMEOUT = timedelta(seconds=10)
+"""How long members wait for each other while they form the group. All of them have arrived, so this takes
+milliseconds. A member that waits for the connection of one that is lost meanwhile is not freed earlier."""
+MEMBER_TIMEOUT = timedelta(hours=24)
+"""How long members wait in a collective. They notice by themselves when one of them is lost."""
+
+_NUMBERS = itertools.count()
+"""Numbers the groups of this process: all replicas make them in the same order."""
+
+
+class ReplicaGroup:
+    """The replicas of a generation, in the process of one replica. They change with the generation.
+
+    All replicas must call a collective method in the same order. With one replica, every method returns its
+    argument without communication.
+
+    Under an agent, a failed collective raises `PeersLostError`, and so does every later one until the next
+    generation is formed.
+
+    Args:
+        assignment: rank of this replica, number of replicas, and the address of rank 0.
+        device: device of the tensors that the replicas exchange. "cuda" selects NCCL, or Gloo if two replicas
+            share a GPU, which NCCL refuses. Other devices select Gloo.
+        is_elastic: whether membership changes, which an agent controls.
+
+    Attributes:
+        peer_timeout: seconds of silence after which a member is lost; None if that is not noticed.
+    """
+
+    def __init__(self, assignment: RankAssignment, device: torch.device, *, is_elastic: bool = False) -> None:
+        self.rank = assignment.rank
+        self.replicas = assignment.replicas
+        self.generation = 0
+        self.nodes = 1
+        """Number of nodes that the replicas run on."""
+        self.is_elastic = is_elastic
+        # Groups of one process share a store, unless each generation has its own.
+        self._number = 0 if is_elastic else next(_NUMBERS)
+        self.peer_timeout: float | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called once per generation when communication has failed, in any thread."""
+        self.save_alone: Callable[[], bool] = lambda: False
+        """Called in a thread before the process ends, while the main thread cannot leave a collective call:
+        saves the state without the other replicas, and returns whether it did."""
+        self._device = device
+        # torchrun starts as many on each node; with an agent, the members find out.
+        self._share_a_gpu = device.type == "cuda" and assignment.local_replicas > torch.cuda.device_count()
+        self._has_warned_of_gpu = False
+        self._formed = False
+        self._failed = False
+        self._lock = threading.Lock()
+        self._aborting = threading.Lock()
+        """Held while NCCL's communicator is aborted, which must not be destroyed meanwhile."""
+        self._sockets: frozenset[tuple[int, str]] = frozenset()
+        self._sockets_before: frozenset[tuple[int, str]] | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    # -- formation ----------------------------------------------------------------------------------------
+
+    def form_from_environment(self) -> None:
+        """Initialize torch's default process group from torchrun's variables.
+
+        Does nothing if the program has done so, or with one replica.
+
+        Raises:
+            GroupFormationError: another replica has ended, or does not answer.
+        """
+        if self.replicas == 1 or dist.is_initialized():
+            return
+        try:
+            self._initialize(None, INIT_TIMEOUT)
+        except RuntimeError as error:
+            if not is_lost_peer(error):
+                raise
+            reason = str(error).partition("\n")[0]
+            raise GroupFormationError(
+                f"rank {self.rank} cannot connect to the other replicas of {self.replicas}: one has ended, "
+                f"and its output says why, or MASTER_ADDR and MASTER_PORT are not those of rank 0 ({reason})"
+            ) from error
+
+    def open_store(self, address: str) -> tuple[TCPStore, int]:
+        """On rank 0: open the store of a generation.
+
+        Args:
+            address: of this member.
+
+        Returns:
+            The store, and its port.
+        """
+        with listen(address) as listener:
+            port = int(listener.getsockname()[1])
+            store = tcp_store(
+                address,
+                port,
+                1,
+                is_master=True,
+                timeout=FORMATION_TIMEOUT,
+                listen_fd=listener.detach(),
+            )
+        return store, port
+
+    def form(self, assignment: Assignment, store: TCPStore | None, store_port: int, secret: str) -> None:
+        """Form the group of a generation in which this process is a member. The old group was left before.
+
+        torch's store and gloo accept every connection. So each process proves in the group, before anything
+        else is exchanged, that it knows the secret.
+
+        Args:
+            assignment: the members.
+            store: on rank 0, the store.
+            store_port: the port of the store at the address of rank 0.
+            secret: of the job.
+
+        Raises:
+            PeersLostError: a member was lost meanwhile, or a process does not know the secret.
+        """
+        self.rank, self.replicas = assignment.rank, len(assignment.members)
+        self.generation = assignment.generation
+        self.nodes = len({member.node or member.address for member in assignment.members})
+        self._failed = False
+        if self.replicas == 1:
+            return
+        with self._lock:
+            before = self._sockets_before = gloo_sockets.open_sockets()
+        try:
+            with self._guarded():
+                if store is None:
+                    store = tcp_store(
+                        assignment.members[0].address,
+                        store_port,
+                        self.replicas,
+                        is_master=False,
+                        timeout=FORMATION_TIMEOUT,
+                        listen_fd=None,
+                    )
+                if self._device.type == "cuda":
+                    key = f"generation-{self.generation}/gpu"
+                    used = [
+                        exchange_values(store, f"{key}-{number}", self.rank, self.replicas, name)
+                        for number, name in enumerate(gpu_names(self._device))
+                    ]
+                    self._share_a_gpu = any(len(set(each)) < self.replicas for each in used)
+                    self._warn_of_shared_gpu(used[0])
+                self._initialize(store, FORMATION_TIMEOUT)
+                created = gloo_sockets.open_sockets() - before
+                own_port = [*gloo_sockets.listening_ports(created), 0][0]
+                greetings = self._authenticate([own_port, *_random_numbers()], secret)
+                self._sockets = gloo_sockets.connected_to(created, [port for port, *_ in greetings if port])
+                if self.peer_timeout is not None:
+                    gloo_sockets.keep_alive(self._sockets, self.peer_timeout)
+                set_collective_timeout(MEMBER_TIMEOUT)
+        finally:
+            with self._lock:
+                self._sockets_before = None
+        if self._failed:
+            raise PeersLostError
+
+    def _warn_of_shared_gpu(self, used: Sequence[str]) -> None:
+        """Print that this replica shares its GPU although others are free, once.
+
+        Args:
+            used: the id of the GPU of each rank.
+        """
+        visible = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+        message = describe_shared_gpu(
+            str(self._device), used[self.rank], used, {str(each): gpu_names(each)[0] for each in visible}
+        )
+        if message is not None and not self._has_warned_of_gpu:
+            self._has_warned_of_gpu = True
+            print(f"adascale: rank {self.rank}: {message}", file=sys.stderr, flush=True)
+
+    def _authenticate(self, greeting: Sequence[int], secret: str) -> list[list[int]]:
+        """Return the greetings of all ranks, of which each has proven that it knows the secret.
+
+        Args:
+            greeting: numbers, some of which are random, so that no other proof is valid for them.
+            secret: of the job.
+        """
+        greetings = self._exchange(greeting)
+        proofs = self._exchange(self._proof(self.rank, greetings, secret))
+        for rank, proof in enumerate(proofs):
+            expected = self._proof(rank, greetings, secret)
+            if not hmac.compare_digest(repr(proof), repr(expected)):
+                print(
+                    f"adascale: rank {rank} of generation {self.generation} does not know the secret of the "
+                    "job, so it gets nothing: a process outside the job has connected to its replicas",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                raise PeersLostError
+        return greetings
+
+    def _proof(self, rank: int, greetings: Sequence[Sequence[int]], secret: str) -> list[int]:
+        text = f"group|{self.generation}|{rank}|{greetings}"
+        digest = hmac.digest(secret.encode(), text.encode(), "sha256")
+        return torch.frombuffer(bytearray(digest), dtype=torch.int64).tolist()
+
+    def _exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of all ranks, which are exchanged in the memory of the host."""
+        table = torch.zeros(self.replicas, len(numbers), dtype=torch.int64)
+        table[self.rank] = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(table)
+        return [[int(number) for number in row] for row in table.tolist()]
+
+    def _initialize(self, store: TCPStore | None, timeout: timedelta) -> None:
+        backend = backend_of(self._device, share_a_gpu=self._share_a_gpu)
+        options = nccl_options(self._device, timeout) if "nccl" in backend else {}
+        hook = sys.excepthook
+        if store is None:
+            dist.init_process_group(backend, timeout=timeout, **options)
+        else:
+            reset_group_names()
+            dist.init_process_group(
+                backend,
+                store=PrefixStore(f"generation-{self.generation}", store),
+                rank=self.rank,
+                world_size=self.replicas,
+                timeout=timeout,
+                **options,
+            )
+        # torch replaces it by a hook that adds the rank, once more for each group.
+        if self.is_elastic:
+            sys.excepthook = hook
+        self._formed = True
+
+    def destroy(self) -> None:
+        """Destroy the process group if this object initialized it. May be called again."""
+        with self._aborting:
+            was_formed, self._formed = self._formed, False
+        if was_formed and dist.is_initialized():
+            dist.destroy_process_group()
+        self._sockets = frozenset()
+
+    def destroy_before_finalization(self) -> None:
+        """Destroy the process group, in a process whose interpreter is finalized next."""
+        self.destroy()
+        gloo_threads.wait_until_idle()
+
+    # -- failures -----------------------------------------------------------------------------------------
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the members of this generation can no longer communicate."""
+        return self._failed
+
+    def fail(self) -> None:
+        """End all communication of this generation, also what waits for a lost peer, from any thread."""
+        with self._lock:
+            if not self.is_elastic or self._failed:
+                return
+            self._failed = True
+            before, sockets = self._sockets_before, self._sockets
+            if before is not None:
+                sockets = gloo_sockets.open_sockets() - before
+            generation = self.generation
+        gloo_sockets.shut_down(sockets)
+        if before is None:
+            # What waits while a group is formed has a timeout.
+            stuck_collective.watch(
+                lambda: not self._failed or self.generation != generation, self._save_beside
+            )
+        # The others have to know of it, also if the next call takes long.
+        self.on_failure()
+        with self._aborting:
+            if self._device.type == "cuda" and self._formed and not self._share_a_gpu:
+                try:
+                    abort_process_group()
+                except RuntimeError as error:
+                    # What waits for the lost peer on the GPU ends with this process then (see above).
+                    print(f"adascale: NCCL was not aborted: {error}", file=sys.stderr, flush=True)
+
+    def _save_beside(self) -> bool:
+        """Save the state, on a GPU beside a kernel that waits for a lost peer, in a stream of its own."""
+        if self._device.type != "cuda":
+            return self.save_alone()
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            return self.save_alone()
+
+    def be_alone(self) -> None:
+        """Let this replica save its state by itself, because its generation has ended. It leaves next."""
+        self.rank, self.replicas, self._failed = 0, 1, False
+
+    def is_failure(self, error: BaseException) -> bool:
+        """Whether `error` is raised because members cannot communicate; then communication ends."""
+        if isinstance(error, PeersLostError):
+            return True
+        if not self.is_elastic or self.replicas == 1:
+            return False
+        if self._failed or is_lost_peer(error):
+            self.fail()
+            return True
+        return False
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        if self._failed:
+            raise PeersLostError
+        try:
+            yield
+        except RuntimeError as error:
+            if self.is_failure(error):
+                raise PeersLostError from error
+            raise
+        if self._failed and self._device.type == "cuda":
+            # A collective on a GPU that is aborted ends without an error, and has any result.
+            raise PeersLostError
+
+    def wait_for_device(self) -> None:
+        """Wait until the collectives that were started on a GPU have ended, under an agent.
+
+        A collective on a GPU ends with an error after its launch. Before the optimizer uses its result, the
+        error must be known. On a CPU, every collective was waited for.
+
+        Raises:
+            PeersLostError: members are lost.
+        """
+        if self.is_elastic and self.replicas > 1 and self._device.type == "cuda":
+            with self._guarded():
+                torch.cuda.current_stream(self._device).synchronize()
+
+    # -- communication ------------------------------------------------------------------------------------
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's `value` on all ranks. It consists of what JSON has, so that it can't run code."""
+        if self.replicas == 1:
+            return value
+        document = _to_bytes(value) if self.is_main else torch.empty(0, dtype=torch.uint8)
+        (length,) = self.broadcast_integers([len(document)])
+        document = (document if self.is_main else torch.empty(length, dtype=torch.uint8)).to(self._device)
+        with self._guarded():
+            dist.broadcast(document, src=0)
+            return _from_bytes(document)
+
+    def broadcast_integers(self, numbers: list[int], source: int = 0) -> list[int]:
+        """Return the `numbers` of rank `source` on all ranks: cheaper than `broadcast`, for equal lengths."""
+        if self.replicas == 1:
+            return numbers
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        with self._guarded():
+            dist.broadcast(tensor, src=source)
+            return [int(number) for number in tensor.tolist()]
+
+    @property
+    def transfer_device(self) -> torch.device:
+        """The device of tensors for `send` and `receive`. Gloo sends tensors on the host only."""
+        backends = dist.get_backend_config().split(",")
+        uses_gloo = self._device.type == "cpu" or f"{self._device.type}:gloo" in backends
+        return torch.device("cpu") if uses_gloo else self._device
+
+    def send(self, tensor: torch.Tensor, target: int) -> dist.Work:
+        """Start to send `tensor` to rank `target`, which calls `receive`. Not a collective call.
+
+        Returns:
+            The work to `wait` for. Until then, `tensor` must not be changed.
+        """
+        with self._guarded():
+            work = dist.isend(tensor, dst=target)
+            assert work is not None, "this process is a member of the group"
+            return work
+
+    def receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
+        """Start to receive what rank `source` sends next into `tensor`. Not a collective call.
+
+        Returns:
+            The work to `wait` for. Until then, `tensor` must not be used.
+        """
+        with self._guarded():
+            work = dist.irecv(tensor, src=source)
+            assert work is not None, "this process is a member of the group"
+            return work
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for what was started by this rank."""
+        with self._guarded():
+            work.wait()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in the order of ranks, on all ranks. They are as in `broadcast`."""
+        if self.replicas == 1:
+            return [value]
+        document = _to_bytes(value)
+        lengths = [length for (length,) in self.gather_integers([len(document)])]
+        table = torch.zeros(self.replicas, max(lengths), dtype=torch.uint8, device=self._device)
+        table[self.rank, : len(document)] = document
+        with self._guarded():
+            dist.all_reduce(table)
+            return [_from_bytes(row[:length]) for row, length in zip(table, lengths, strict=True)]
+
+    def gather_integers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the `numbers` of all ranks, in the order of ranks, on all ranks."""
+        if self.replicas == 1:
+            return [list(numbers)]
+        table = torch.zeros(self.replicas, len(numbers), dtype=torch.int64, device=self._device)
+        table[self.rank] = torch.tensor(list(numbers), dtype=torch.int64)
+        with self._guarded():
+            dist.all_reduce(table)
+            return [[int(number) for number in row] for row in table.tolist()]
+
+    def sum(self, numbers: Sequence[float]) -> tuple[float, ...]:
+        """Return the elementwise sums of all ranks' `numbers`, on all ranks.
+
+        They are exchanged in the memory of the host, so that no GPU is waited for.
+        """
+        if self.replicas == 1:
+            return tuple(numbers)
+        tensor = torch.tensor(numbers)
+        with self._guarded():
+            dist.all_reduce(tensor)
+            return tuple(tensor.tolist())
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace `tensors` by their means over all ranks. Each has the same type and shape on all ranks."""
+        if self.replicas == 1:
+            return
+        with self._guarded():
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            for work, tensor in zip(works, tensors, strict=True):
+                assert work is not None, "this process is a member of the group"
+                work.wait()
+                tensor.div_(self.replicas)
+
+    def copy_from_rank_0(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace `tensors` by those of rank 0. Each has the same type and shape on all ranks."""
+        if self.replicas == 1:
+            return
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in same])
+            with self._guarded():
+                dist.broadcast(flat, src=0)
+            if self.rank > 0:
+                for tensor, part in zip(same, flat.split([each.numel() for each in same]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+    def announce(self, event: str, value: str = "") -> None:
+        """Let the other replicas know that this one has reached `event`. Not a collective call.
+
+        Does nothing if the store is gone, with the process that serves it or with the process group.
+        """
+        if self.replicas > 1 and dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                default_store().set(self._key(event, self.rank), value)
+
+    def announced(self, event: str) -> list[str | None] | None:
+        """Return the values that the ranks have announced with `event`; None for a rank that has not.
+
+        None if the store is gone.
+        """
+        values: list[str | None] = [None] * self.replicas
+        if self.replicas > 1:
+            if not dist.is_initialized():
+                return None
+            try:
+                store = default_store()
+                for rank in range(self.replicas):
+                    key = self._key(event, rank)
+                    if store.check([key]):
+                        values[rank] = store.get(key).decode()
+            except RuntimeError:
+                return None
+        return values
+
+    def _key(self, event: str, rank: int) -> str:
+        return f"adascale/{self._number}/{event}/{rank}"
+
+    def missing(self, event: str, timeout: float) -> list[int]:
+        """Return the ranks that have not announced `event` within `timeout` seconds.
+
+        Empty if the store is gone: the process that serves it ends after it has seen all the others.
+        """
+        if self.replicas == 1:
+            return []
+        try:
+            store, deadline = default_store(), time.monotonic() + timeout
+            while missing := [
+                rank for rank in range(self.replicas) if not store.check([self._key(event, rank)])
+            ]:
+                if time.monotonic() >= deadline:
+                    return missing
+                time.sleep(POLL_INTERVAL)
+        except RuntimeError:
+            pass
+        return []
+
+    def extremes(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the elementwise least and greatest of all ranks' `values`, on all ranks, on the host."""
+        if self.replicas == 1:
+            return values.cpu(), values.cpu()
+        both = torch.cat([-values, values]).to(self._device)
+        with self._guarded():
+            dist.all_reduce(both, op=dist.ReduceOp.MAX)
+            both = both.cpu()
+        return -both[: len(values)], both[len(values) :]
+
+
+def backend_of(device: torch.device, *, share_a_gpu: bool) -> str:
+    """Return the backend of the process group of replicas.
+
+    Args:
+        device: of the tensors that they exchange.
+        share_a_gpu: whether two of them use the same GPU.
+    """
+    if device.type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:gloo" if share_a_gpu else "cpu:gloo,cuda:nccl"
+
+
+def exchange_values(store: TCPStore, key: str, rank: int, ranks: int, value: str) -> list[str]:
+    """Return the `value` of each rank. All ranks call this.
+
+    Args:
+        store: of the ranks.
+        key: the beginning of the keys to use.
+        rank: of this process.
+        ranks: their number.
+        value: of this rank.
+    """
+    keys = [f"{key}/{each}" for each in range(ranks)]
+    store.set(keys[rank], value)
+    return [each.decode() for each in store.multi_get(keys)]
+
+
+def _random_numbers() -> list[int]:
+    return [secrets.randbits(63) for _ in range(4)]
+
+
+def _to_bytes(value: Any) -> torch.Tensor:
+    """Return a value as a JSON document: shape (bytes,)."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(document: torch.Tensor) -> Any:
+    return json.loads(document.cpu().numpy().tobytes())

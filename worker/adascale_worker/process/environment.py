@@ -1,0 +1,284 @@
+"""The environment variables of agents and trainers, parsed and validated."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from adascale_core import names
+from adascale_core.batch.plans import AUTO, LocalBszBounds
+from adascale_core.job_id import parse_job_id
+from adascale_worker.errors import EnvironmentVariableError
+
+T = TypeVar("T")
+
+DEFAULT_TERMINATION_GRACE = 25.0
+"""Seconds. A pod has 30 by default; the agent needs the rest to report how it ended."""
+
+
+@dataclass(frozen=True)
+class ServiceAddress:
+    """The address of the metrics service, and the credentials for it.
+
+    Args:
+        url: base URL.
+        job_id: full id of the job that this process belongs to.
+        token: the bearer token. None if there is none, or if it is in a file.
+        token_file: a file that contains the token and can be renewed. None if there is none.
+    """
+
+    url: str
+    job_id: str
+    token: str | None = None
+    token_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class RankAssignment:
+    """The rank of a trainer, from torchrun's variables.
+
+    Args:
+        rank: index of the replica, from 0.
+        replicas: number of replicas (the world size).
+        local_rank: index of the replica on its machine.
+        local_replicas: number of replicas on its machine; 1 if unknown.
+        master_addr, master_port: address of rank 0. None if not set.
+    """
+
+    rank: int
+    replicas: int
+    local_rank: int
+    master_addr: str | None
+    master_port: int | None
+    local_replicas: int = 1
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """Settings of a job, from its environment or from the program's arguments. None means not set.
+
+    `ElasticTrainer` documents each of them.
+    """
+
+    batch_size: int | None = None
+    max_batch_size: int | None = None
+    local_bsz_bounds: LocalBszBounds | None = None
+    efficiency_target: float | None = None
+    scale_invariant_steps: int | None = None
+    checkpoint_dir: str | Path | None = None
+    checkpoint_interval: float | None = None
+    epochs: int | None = None
+    max_nonfinite_steps: int | None = None
+    elastic_single_replica: bool = False
+    local_bsz_limit: int | None = None
+
+
+def take_agent_channel(environ: MutableMapping[str, str]) -> socket.socket | None:
+    """Return the connection with the agent that has started this program. None without an agent.
+
+    Removes its variable, since programs that this one starts are not trainers of the agent.
+
+    Raises:
+        EnvironmentVariableError: another program between the agent and this one has closed the connection.
+    """
+    descriptor = _read(environ, names.ENV_AGENT_FD, _non_negative_integer, None)
+    if descriptor is None:
+        return None
+    del environ[names.ENV_AGENT_FD]
+    try:
+        channel = socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise EnvironmentVariableError(
+            f"{names.ENV_AGENT_FD} is {descriptor}, but this descriptor is not a connection with the agent "
+            f"({error.strerror}): the program that has started this one has closed it. Start this program by "
+            "the command of the job or by a shell, or let it inherit descriptors (in Python, "
+            "subprocess.run(..., close_fds=False))"
+        ) from None
+    channel.set_inheritable(False)
+    return channel
+
+
+def apply_settings(environ: MutableMapping[str, str], settings: Mapping[str, str | None]) -> None:
+    """Set the variables of a generation, where torch and the program find them; None removes a variable."""
+    for name, value in settings.items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
+
+
+def read_secret(environ: Mapping[str, str]) -> str:
+    """Return the token of the job, with which members authenticate each other without another secret.
+
+    Raises:
+        EnvironmentVariableError: see `read_service`.
+    """
+    service = read_service(environ)
+    return (service.token if service is not None else None) or ""
+
+
+def read_peer_timeout(environ: Mapping[str, str]) -> float:
+    """Return the silence after which a member of a generation is lost, in seconds."""
+    return _read(environ, names.ENV_PEER_TIMEOUT, _positive_seconds, names.DEFAULT_PEER_TIMEOUT)
+
+
+def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:
+    """Return the address of the metrics service. None if no service is configured.
+
+    Raises:
+        EnvironmentVariableError: only one of the two required variables is set, or the job id is invalid.
+    """
+    url = environ.get(names.ENV_API_URL)
+    job = environ.get(names.ENV_JOB_ID)
+    if not url and not job:
+        return None
+    if not url or not job:
+        present, missing = (
+            (names.ENV_API_URL, names.ENV_JOB_ID) if url else (names.ENV_JOB_ID, names.ENV_API_URL)
+        )
+        raise EnvironmentVariableError(f"{present} is set but {missing} is not: set both, or neither")
+    token_file = environ.get(names.ENV_TOKEN_FILE)
+    return ServiceAddress(
+        url=url.rstrip("/"),
+        job_id=parse_job_id(job),
+        token=environ.get(names.ENV_TOKEN),
+        token_file=Path(token_file) if token_file else None,
+    )
+
+
+def read_assignment(environ: Mapping[str, str]) -> RankAssignment:
+    """Return the rank of this trainer: rank 0 of 1 if the variables are not set.
+
+    Raises:
+        EnvironmentVariableError: a variable is not a number, or the rank is not below the world size.
+    """
+    rank = _read(environ, "RANK", _non_negative_integer, 0)
+    replicas = _read(environ, "WORLD_SIZE", _positive_integer, 1)
+    if rank >= replicas:
+        raise EnvironmentVariableError(
+            f"RANK is {rank} but WORLD_SIZE is {replicas}: RANK must be from 0 to {replicas - 1}"
+        )
+    return RankAssignment(
+        rank=rank,
+        replicas=replicas,
+        local_rank=_read(environ, "LOCAL_RANK", _non_negative_integer, 0),
+        master_addr=environ.get("MASTER_ADDR"),
+        master_port=_read(environ, "MASTER_PORT", _positive_integer, None),
+        local_replicas=_read(environ, "LOCAL_WORLD_SIZE", _positive_integer, 1),
+    )
+
+
+def read_job_settings(environ: Mapping[str, str]) -> JobSettings:
+    """Return the settings of the job, as the controller sets them.
+
+    Raises:
+        EnvironmentVariableError: a variable has an invalid value.
+    """
+    directory = environ.get(names.ENV_CHECKPOINT_DIR)
+    return JobSettings(
+        batch_size=_read(environ, names.ENV_BATCH_SIZE, _positive_integer, None),
+        max_batch_size=_read(environ, names.ENV_MAX_BATCH_SIZE, _positive_integer, None),
+        local_bsz_bounds=_read(environ, names.ENV_LOCAL_BSZ_BOUNDS, _bounds_pair, None),
+        local_bsz_limit=_read(environ, names.ENV_LOCAL_BSZ_LIMIT, _positive_integer, None),
+        elastic_single_replica=environ.get(names.ENV_ELASTIC_SINGLE_REPLICA) == "1",
+        efficiency_target=_read(environ, names.ENV_EFFICIENCY_TARGET, _fraction, None),
+        scale_invariant_steps=_read(environ, names.ENV_SCALE_INVARIANT_STEPS, _positive_integer, None),
+        checkpoint_dir=directory or None,
+        checkpoint_interval=_read(environ, names.ENV_CHECKPOINT_INTERVAL, _seconds, None),
+    )
+
+
+def read_replica(environ: Mapping[str, str]) -> int:
+    """Return the index of this agent's replica, from 0."""
+    return _read(environ, names.ENV_REPLICA, _non_negative_integer, 0)
+
+
+def read_service_timeout(environ: Mapping[str, str]) -> float:
+    """Return the time within which the service must answer an agent for the first time, in seconds."""
+    return _read(environ, names.ENV_SERVICE_TIMEOUT, _seconds, names.DEFAULT_SERVICE_TIMEOUT)
+
+
+def read_incarnation(environ: Mapping[str, str]) -> int:
+    """Return the creation time of the job, in seconds since 1970; 0 if not set."""
+    return _read(environ, names.ENV_INCARNATION, _non_negative_integer, 0)
+
+
+def read_accelerator(environ: Mapping[str, str]) -> str | None:
+    """Return the type of accelerator that the operator has chosen for the job. None if it has not chosen."""
+    return environ.get(names.ENV_ACCELERATOR) or None
+
+
+def read_step_timeout(environ: Mapping[str, str]) -> float | None:
+    """Return the time without a step after which a trainer that is behind ends, in seconds. None: never."""
+    return _read(environ, names.ENV_STEP_TIMEOUT, _seconds, 0.0) or None
+
+
+def read_termination_log(environ: Mapping[str, str]) -> Path | None:
+    """Return the file for the agent's termination message. None if not set."""
+    path = environ.get(names.ENV_TERMINATION_LOG)
+    return Path(path) if path else None
+
+
+def read_termination_grace(environ: Mapping[str, str]) -> float:
+    """Return the time that a trainer has to save and exit when its agent is terminated, in seconds."""
+    return _read(environ, names.ENV_TERMINATION_GRACE, _seconds, DEFAULT_TERMINATION_GRACE)
+
+
+def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], T], default: T) -> T:
+    """Return the parsed value of a variable, or `default` if it is not set or empty."""
+    text = environ.get(name)
+    if text is None or text == "":
+        return default
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise EnvironmentVariableError(f"{name} is {text!r}: {error}") from None
+
+
+def _non_negative_integer(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ValueError("it must be an integer of at least 0")
+    return int(text)
+
+
+def _positive_integer(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError("it must be an integer of at least 1")
+    return int(text)
+
+
+def _bounds_pair(text: str) -> LocalBszBounds:
+    lower, _, upper = text.partition(",")
+    try:
+        return _positive_integer(lower), AUTO if upper.strip() == AUTO else _positive_integer(upper)
+    except ValueError:
+        raise ValueError(f"it must be 'lower,upper', two integers of at least 1, or 'lower,{AUTO}'") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("it must be a number of seconds") from None
+    if not 0 <= value < float("inf"):
+        raise ValueError("it must be a finite number of seconds, at least 0")
+    return value
+
+
+def _positive_seconds(text: str) -> float:
+    if (value := _seconds(text)) == 0:
+        raise ValueError("it must be a number of seconds above 0")
+    return value
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("it must be a number above 0 and at most 1") from None
+    if not 0 < value <= 1:
+        raise ValueError("it must be a number above 0 and at most 1")
+    return value

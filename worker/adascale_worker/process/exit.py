@@ -1,0 +1,239 @@
+"""How a training program ends: uncaught errors, its exit code, and a fast exit.
+
+Constructing these objects changes nothing in the process, except that `FastExit` registers an exit
+function. `ElasticTrainer.program_reentry` installs the exception hook, which calls what was installed before
+it, and can be uninstalled.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import dis
+import linecache
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from adascale_core.errors import AdaScaleError
+from adascale_core.failures.exit_codes import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST
+from adascale_worker.errors import exit_code
+from adascale_worker.process.user_code import raising_line
+from adascale_worker.torch_private.distributed import is_lost_peer
+
+
+class ExitStatus:
+    """Knows at the end of the process whether the program has failed.
+
+    The interpreter does not pass the exit code to exit functions. `sys.exit`, `exit` and `quit` are replaced
+    by functions that record it, and announce a failure before exit functions run, which can take long.
+    Whether the program ended by an exception at all is read from the frame of its main module: it stops at an
+    instruction other than a return.
+    """
+
+    def __init__(self) -> None:
+        self._code: object = None
+        self._has_exited = False
+        self._main: FrameType | None = None
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._announce_failure: Callable[[], None] | None = None
+        self._pid = os.getpid()
+
+    def install(self, announce_failure: Callable[[], None]) -> None:
+        """Record the argument of `sys.exit`, `exit` and `quit`, and the frame of the main module.
+
+        Args:
+            announce_failure: lets the other replicas know that this one ends because its program has failed.
+        """
+        if self._replaced:
+            return
+        self._announce_failure = announce_failure
+        self._main = _main_frame()
+        self._replace(sys, "exit", self._exit)
+        for quitter in {type(getattr(builtins, name, None)) for name in ("exit", "quit")} - {type(None)}:
+            self._replace(quitter, "__call__", lambda _quitter, code=None: self._exit(code))
+
+    def uninstall(self) -> None:
+        """Restore `sys.exit`, `exit` and `quit`, except those that the program has replaced since."""
+        for owner, name, original, replacement in self._replaced:
+            if getattr(owner, name) == replacement:
+                setattr(owner, name, original)
+        self._replaced.clear()
+        self._main = self._announce_failure = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the process ends by an uncaught error, or an exit code other than 0."""
+        if getattr(sys, "last_value", None) is not None:
+            return True
+        if self._main is None:
+            return self._has_exited and self._code not in (None, 0)
+        if _has_returned(self._main):
+            return False
+        # By SystemExit: another exception that is not caught would be `sys.last_value`.
+        return self._code not in (None, 0) if self._has_exited else not _may_raise_exit_code_0(self._main)
+
+    @property
+    def code(self) -> int:
+        """The exit code of the process, if it ends without `FastExit`."""
+        if not self.failed:
+            return 0
+        return self._code if type(self._code) is int and self._code else 1
+
+    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
+        self._replaced.append((owner, name, getattr(owner, name), replacement))
+        setattr(owner, name, replacement)
+
+    def _exit(self, code: object = None, /) -> NoReturn:
+        self._code, self._has_exited = code, True
+        if code not in (None, 0) and self._announce_failure is not None and os.getpid() == self._pid:
+            self._announce_failure()
+        raise SystemExit(code)
+
+
+def _main_frame() -> FrameType | None:
+    """Return the frame that executes the main module; None if the caller was not called by it."""
+    frame: FrameType | None = sys._getframe()
+    main = getattr(sys.modules.get("__main__"), "__dict__", None)
+    while frame is not None and (frame.f_globals is not main or frame.f_code.co_name != "<module>"):
+        frame = frame.f_back
+    return frame
+
+
+def _has_returned(frame: FrameType) -> bool:
+    """Whether the last instruction of a frame, which does not run any more, returned from it."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("RETURN_VALUE", "RETURN_CONST")
+
+
+def _may_raise_exit_code_0(main: FrameType) -> bool:
+    """Whether the main module itself has raised SystemExit, with an exit code that may be 0.
+
+    As in `raise SystemExit(main())`. A function that raises SystemExit itself does so to fail.
+    """
+    if dis.opname[main.f_code.co_code[main.f_lasti]] != "RAISE_VARARGS":
+        return False
+    line = linecache.getline(main.f_code.co_filename, main.f_lineno or 0).strip()
+    constant = re.search(r"\bSystemExit\((.+)\)$", line.split("#")[0].rstrip())
+    try:
+        return constant is None or ast.literal_eval(constant[1]) in (None, 0)
+    except (ValueError, SyntaxError):
+        return True
+
+
+class FastExit:
+    """Ends the process without finalizing the interpreter, which takes seconds once torch is imported.
+
+    The program's `finally` blocks run. So do the exit functions that it registers after this object is made.
+    """
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        """The exit code. None lets the interpreter finalize and exit with its own code."""
+        self._pid = os.getpid()
+        atexit.register(self._exit_now)
+
+    def exit(self, code: int) -> NoReturn:
+        """End the program with exit code `code`."""
+        self.code = code
+        sys.exit(code)
+
+    def before(self, function: Callable[[], object]) -> None:
+        """Call `function` before the process ends; not in processes that it forks."""
+
+        def call() -> None:
+            if os.getpid() == self._pid:
+                function()
+
+        atexit.register(call)
+
+    def _exit_now(self) -> None:
+        if self.code is not None and os.getpid() == self._pid:
+            _end_process(self.code)
+
+
+def _end_process(code: int) -> NoReturn:
+    """End the process at once, and the processes of `multiprocessing` that it has started."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class UncaughtErrorHandler:
+    """A `sys.excepthook` that gives uncaught errors an exit code and a message without a traceback.
+
+    - An `AdaScaleError` is printed as its message with the line of the program that it was raised in, and
+      the process exits with the error's exit code.
+    - With `recognizes_lost_peers`, an error of the program's own communication that a lost peer has caused is
+      printed as one line, and the process exits with `EXIT_PEER_LOST`. With `explains_lost_peers`, any error
+      that a lost peer has caused is.
+    - If `leaves_short_of_memory` returns true, the process exits with `EXIT_OUT_OF_MEMORY`.
+    - Any other error goes to the previous hook, after `announces_failure` was called.
+
+    Args:
+        fast_exit: ends the process with the error's exit code; the interpreter's own code would be 1.
+    """
+
+    def __init__(self, fast_exit: FastExit) -> None:
+        self.recognizes_lost_peers = False
+        """Whether an agent starts the program again, so that another process can join the peers."""
+        self.explains_lost_peers: Callable[[], bool] = lambda: False
+        """Returns whether a lost connection means that a peer has ended, and not a wrong configuration."""
+        self.leaves_short_of_memory: Callable[[BaseException, TracebackType | None], bool] = lambda *_: False
+        """Prepares the end of the process, and returns whether another one continues with smaller batches."""
+        self.announces_failure: Callable[[], None] = lambda: None
+        """Lets the other replicas know that this one ends because of an error of its program."""
+        self._fast_exit = fast_exit
+        self._previous: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Set `sys.excepthook`. Does nothing if this handler is installed."""
+        if self._previous is None:
+            self._previous = sys.excepthook
+            sys.excepthook = self._handle
+
+    def uninstall(self) -> None:
+        """Restore the previous hook, unless the program has set its own since."""
+        if self._previous is not None and sys.excepthook == self._handle:
+            sys.excepthook, self._previous = self._previous, None
+
+    def _handle(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self.recognizes_lost_peers and is_lost_peer(error):
+            print(
+                "adascale: lost the connection to a peer in communication of the program itself; "
+                "exiting to join the next generation",
+                file=sys.stderr,
+            )
+            # Without exit functions, which could wait for the lost peer for ever.
+            _end_process(EXIT_PEER_LOST)
+        line = raising_line(trace)
+        if self.explains_lost_peers() and is_lost_peer(error):
+            reason = str(error).splitlines()[0]
+            print(
+                "adascale: lost the connection to another replica, whose output says why it has ended "
+                f"({line}): {reason}",
+                file=sys.stderr,
+            )
+            self._fast_exit.code = EXIT_PEER_LOST
+            return
+        if self.leaves_short_of_memory(error, trace):
+            print(
+                f"adascale: {type(error).__name__} was raised outside of the model ({line}), so this process "
+                "ends, and another one continues with smaller batches",
+                file=sys.stderr,
+            )
+            self._fast_exit.code = EXIT_OUT_OF_MEMORY
+            return
+        if isinstance(error, AdaScaleError):
+            # In one call, so that no other thread writes into the line.
+            sys.stderr.write(f"adascale: {error}{f' ({line})' if line else ''}\n")
+            self._fast_exit.code = exit_code(error)
+            return
+        self.announces_failure()
+        (self._previous or sys.__excepthook__)(kind, error, trace)

@@ -1,0 +1,237 @@
+"""Overrides of methods of the program's own optimizer, model and scheduler.
+
+The training loop stays unchanged: it calls `optimizer.step()`, `optimizer.zero_grad()` and
+`scheduler.step()` of the objects that the program made. Only these methods, and only on these objects, are
+replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
+
+from adascale_worker.errors import WorkerError
+from adascale_worker.torch_private.optim import last_milestone, schedulers_in
+
+Step = Callable[..., Any]
+
+
+class UpdateScheduler(Protocol):
+    """A scheduler that is no `LRScheduler`, but a function of a count, as those of timm are."""
+
+    def step_update(self, num_updates: int) -> None:
+        """Set the learning rate of step `num_updates`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Restore a saved state."""
+
+
+Scheduler = LRScheduler | UpdateScheduler
+"""What `program_reentry` takes as the scheduler of an optimizer."""
+
+
+def patch_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    step: Step,
+    at_first_micro_batch: Callable[[], bool],
+    zeroed_gradients: Callable[[], None],
+    zeroed_later: Callable[[], None],
+) -> None:
+    """Replace the optimizer's `step`, and make `zero_grad` a no-op while a step's gradients accumulate.
+
+    Args:
+        optimizer: the program's optimizer.
+        model: the program's model; its `zero_grad` is replaced too.
+        step: called in place of `optimizer.step`.
+        at_first_micro_batch: returns whether the next backward pass is the first of its step.
+        zeroed_gradients: called after `zero_grad` has zeroed the gradients.
+        zeroed_later: called when `zero_grad` has done nothing.
+    """
+    patch_step(optimizer, step)
+    for owner in (optimizer, model):
+        owner.zero_grad = _ZeroGrad(  # type: ignore[method-assign]
+            owner.zero_grad, at_first_micro_batch, zeroed_gradients, zeroed_later
+        )
+
+
+def patch_step(optimizer: torch.optim.Optimizer, step: Step) -> None:
+    """Replace the optimizer's `step`, and refuse more parameter groups.
+
+    Args:
+        optimizer: the program's optimizer.
+        step: called in place of `optimizer.step`.
+    """
+
+    # functools.wraps keeps the mark that a scheduler leaves on the method that it wraps. A scheduler made
+    # later wraps this function, and requires a bound method for that.
+    @functools.wraps(optimizer.step)
+    def patched(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    optimizer.step = MethodType(patched, optimizer)  # type: ignore[method-assign]
+    optimizer.add_param_group = _refuse_param_group  # type: ignore[method-assign, assignment]
+
+
+def _refuse_param_group(_param_group: dict[str, Any]) -> None:
+    """Replaces `optimizer.add_param_group`.
+
+    A checkpoint would not fit the optimizer that the program makes next time, and the gradients would not be
+    averaged over the replicas.
+    """
+    raise WorkerError(
+        "optimizer.add_param_group was called after program_reentry: add all parameter groups before it, "
+        "with requires_grad_(False) or lr=0 for those that are not trained yet"
+    )
+
+
+class MethodOverride:
+    """Overrides a bound method on one object, and not on copies of that object.
+
+    A deep copy of the object, such as an averaged model, and an object that was pickled and loaded have the
+    original method.
+
+    Args:
+        original: the bound method.
+    """
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.original, memo)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return self.original.__reduce__()
+
+
+class _ZeroGrad(MethodOverride):
+    """Zeroes gradients before the first micro-batch of a step, and does nothing before the others."""
+
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        at_first_micro_batch: Callable[[], bool],
+        zeroed_gradients: Callable[[], None],
+        zeroed_later: Callable[[], None],
+    ) -> None:
+        super().__init__(original)
+        self._at_first_micro_batch = at_first_micro_batch
+        self._zeroed_gradients = zeroed_gradients
+        self._zeroed_later = zeroed_later
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self._at_first_micro_batch():
+            self.original(*args, **kwargs)
+            self._zeroed_gradients()
+        else:
+            self._zeroed_later()
+
+
+def patch_scheduler(
+    scheduler: Scheduler,
+    observe: Callable[[Step, Callable[[], bool]], Step],
+    progress: Callable[[], float],
+    inside_epoch: Callable[[], bool],
+    made_step: Callable[[], bool],
+    is_overtaken: Callable[[], bool],
+) -> None:
+    """Make a scheduler that steps once per optimizer step follow the training progress.
+
+    Inside the data loop, `step()` advances the schedule to the number of whole scale-invariant steps.
+    Outside the data loop, where programs step once per epoch, `step()` advances the schedule by one,
+    because an epoch has the same number of scale-invariant steps at every scale.
+
+    `step(metric)` inside the data loop, as of `ReduceLROnPlateau`, counts optimizer steps: the calls for
+    other micro-batches and for discarded steps are ignored.
+
+    `step_update(n)` of a scheduler that is no `LRScheduler` gets the whole scale-invariant steps as n.
+
+    Args:
+        scheduler: the program's scheduler.
+        observe: returns a method with checks around it; its second argument returns whether a call makes the
+            schedule follow progress.
+        progress: returns the scale-invariant steps so far.
+        inside_epoch: returns whether the program is inside its data loop.
+        made_step: returns whether the last `optimizer.step()` has changed the weights.
+        is_overtaken: returns whether the state is that of another replica, whose program has made the steps
+            after this epoch already. Then calls outside the data loop do nothing.
+    """
+    original_state_dict = scheduler.state_dict
+
+    @functools.wraps(original_state_dict)
+    def state_dict() -> dict[str, Any]:
+        # The original returns all attributes, which include the replaced methods.
+        replaced = ("step", "step_update", "state_dict")
+        return {name: value for name, value in original_state_dict().items() if name not in replaced}
+
+    scheduler.state_dict = state_dict  # type: ignore[method-assign]
+    if hasattr(scheduler, "step"):
+        step = _following_step(scheduler, progress, inside_epoch, made_step, is_overtaken)
+        scheduler.step = observe(step, inside_epoch)  # type: ignore[method-assign]
+    if not isinstance(scheduler, LRScheduler):
+        original_update = scheduler.step_update
+
+        @functools.wraps(original_update)
+        def step_update(num_updates: int, *args: Any, **kwargs: Any) -> None:
+            del num_updates
+            original_update(int(progress()), *args, **kwargs)
+
+        scheduler.step_update = observe(step_update, lambda: True)  # type: ignore[method-assign]
+
+
+def _following_step(
+    scheduler: Any,
+    progress: Callable[[], float],
+    inside_epoch: Callable[[], bool],
+    made_step: Callable[[], bool],
+    is_overtaken: Callable[[], bool],
+) -> Step:
+    """Return the method `step` of a scheduler that follows progress, see `patch_scheduler`."""
+    original_step = scheduler.step
+
+    @functools.wraps(original_step)
+    def step(*args: Any, **kwargs: Any) -> None:
+        if not inside_epoch():
+            if not is_overtaken():
+                original_step(*args, **kwargs)
+            return
+        if args or kwargs or not isinstance(scheduler, LRScheduler):
+            if made_step():
+                original_step(*args, **kwargs)
+            return
+        position = _steps_of(scheduler)
+        while (number := _steps_of(scheduler)) < int(progress()):
+            if number > position and number == _last_step(scheduler):
+                return  # The optimizer step made more progress than the schedule has left.
+            original_step()
+
+    return step
+
+
+def _steps_of(scheduler: LRScheduler) -> int:
+    """Return how many steps a scheduler has made."""
+    if isinstance(scheduler, ChainedScheduler):  # steps all its schedulers, and counts no steps itself
+        return _steps_of(schedulers_in(scheduler)[0])
+    return scheduler.last_epoch
+
+
+def _last_step(scheduler: LRScheduler) -> float:
+    """Return the number of the step after which a scheduler refuses to step; infinity if it does not."""
+    if isinstance(scheduler, OneCycleLR):
+        return scheduler.total_steps
+    if isinstance(scheduler, ChainedScheduler):
+        return min(map(_last_step, schedulers_in(scheduler)))
+    if isinstance(scheduler, SequentialLR):
+        return last_milestone(scheduler) + _last_step(schedulers_in(scheduler)[-1])
+    return math.inf

@@ -1,0 +1,291 @@
+"""Which parameters of the model are trained, in time and over the replicas.
+
+A program may freeze and unfreeze parameters while it trains. The buckets in which gradients are exchanged,
+the checks of the loop, and the statistics are made for the parameters that are trained. So all replicas have
+to change them between the same two steps. That costs nothing while nothing changes: a replica whose program
+has changed them announces it in the store of the process group, and waits for the others to do the same
+before its next forward pass or the step of its optimizer. One whose program has not changed them waits in its
+step instead, and finds the announcement there.
+
+What is trained in a step is what requires gradients when the optimizer makes it. A change inside a step that
+is undone before that, such as for adversarial examples, changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from adascale_worker.errors import ReplicationError
+from adascale_worker.membership.links import PeersLostError
+from adascale_worker.membership.process_group import INIT_TIMEOUT, ReplicaGroup
+from adascale_worker.program.hyperparameters import Choice, Difference
+
+POLL_INTERVAL = 0.005
+"""Seconds between two readings of the store."""
+_FAILED = "trained-differ"
+
+Flags = tuple[bool, ...]
+"""Whether each parameter of the model requires gradients."""
+
+
+class TrainedParameters:
+    """The parameters of the program's model that require gradients.
+
+    Args:
+        model: the program's model, or several.
+        group: the replicas.
+
+    Attributes:
+        flags: those of the last step, which statistics are made for; of several optimizers, for the
+            parameters of each those of its own last step.
+    """
+
+    def __init__(self, model: torch.nn.Module, group: ReplicaGroup) -> None:
+        named = dict(model.named_parameters())
+        self._names, self._parameters = list(named), list(named.values())
+        self._group = group
+        self._initial = self.flags = self._recorded = self._agreed = self.current()
+        self._changes = 0
+        """Changes that the members of this generation have agreed on."""
+
+    def current(self) -> Flags:
+        """Return which parameters require gradients now."""
+        return tuple([parameter.requires_grad for parameter in self._parameters])
+
+    # -- the state ----------------------------------------------------------------------------------------
+
+    def record(self) -> None:
+        """Use the parameters that are trained now in the state. Called between two steps.
+
+        Inside a step, the program may freeze parameters for one of several backward passes.
+        """
+        self._recorded = self.current()
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """Return the names of the parameters that are frozen: from the next step on, in the last step, and
+        at the beginning of the program."""
+        return {
+            "frozen": self._frozen(self._recorded),
+            "frozen_before": self._frozen(self.flags),
+            "initially_frozen": self._frozen(self._initial),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Sequence[str]], choice: Choice) -> list[Difference]:
+        """Freeze the parameters that are frozen in a saved state, and unfreeze the others.
+
+        Args:
+            state: what `state_dict` has returned.
+            choice: which are used if the program was changed, so that it begins with others than before.
+
+        Returns:
+            the changes of the program.
+        """
+        saved = self._flags_without(state["initially_frozen"])
+        differences = [
+            Difference(f"requires_grad of {name!r}", before, now)
+            for name, before, now in zip(self._names, saved, self._initial, strict=True)
+            if before != now
+        ]
+        if not (differences and choice == "program"):
+            # The next checkpoint contains them again, so that a later run reports the same differences.
+            self._initial = saved
+            for parameter, trained in zip(
+                self._parameters, self._flags_without(state["frozen"]), strict=True
+            ):
+                parameter.requires_grad_(trained)
+        self.record()
+        self.flags = self._flags_without(state["frozen_before"])
+        return differences
+
+    def undo(self, state: Mapping[str, Sequence[str]]) -> None:
+        """Put the flags of the last step back, but do not freeze: the program does so again.
+
+        Args:
+            state: what `state_dict` has returned.
+        """
+        self.flags = self._flags_without(state["frozen_before"])
+
+    # -- changes ------------------------------------------------------------------------------------------
+
+    def agree(self, step: int) -> None:
+        """Wait until all replicas train the parameters that are trained now.
+
+        Args:
+            step: the number of the last step.
+
+        Raises:
+            ReplicationError: another replica trains other parameters.
+            PeersLostError: members are lost.
+        """
+        now = self.current()
+        if now != self._agreed:
+            self._agree(now, step)
+
+    def follow(self, step: int, own: Collection[Tensor] | None = None) -> list[Tensor]:
+        """Use the parameters that are trained now for a step, and return those changed since the last one.
+
+        Waits until the programs of all replicas have changed them.
+
+        Args:
+            step: the number of the last step.
+            own: the parameters of the optimizer that makes the step; None for all.
+
+        Raises:
+            ReplicationError: another replica trains other parameters.
+            PeersLostError: members are lost.
+        """
+        now = self._with_current(self._agreed, own)
+        if now != self._agreed:
+            self._agree(now, step)
+        flags = self._with_current(self.flags, own)
+        pairs = zip(self._parameters, self.flags, flags, strict=True)
+        changed: list[Tensor] = [parameter for parameter, before, after in pairs if before != after]
+        self.flags = flags
+        return changed
+
+    def _with_current(self, flags: Flags, own: Collection[Tensor] | None) -> Flags:
+        now = self.current()
+        if own is None:
+            return now
+        triples = zip(self._parameters, flags, now, strict=True)
+        return tuple([after if parameter in own else before for parameter, before, after in triples])
+
+    def difference(self, one: Flags, other: Flags) -> str:
+        """Return the name of the first parameter that is trained in only one of two."""
+        pairs = zip(self._names, one, other, strict=True)
+        return next(name for name, first, second in pairs if first is not second)
+
+    def encoded(self) -> str:
+        """Return those in the state, for `begin_generation`."""
+        return _encode(self._recorded)
+
+    def begin_generation(self, encoded: str) -> None:
+        """Compare later changes with what a member with the newest state trains.
+
+        Args:
+            encoded: what `encoded` returned there.
+        """
+        self._agreed, self._changes = self._decode(encoded), 0
+
+    def require_equal(self) -> None:
+        """Check that all replicas begin with the same trained parameters. A collective call.
+
+        Raises:
+            ReplicationError: they do not.
+        """
+        own = self.current()
+        for rank, encoded in enumerate(self._group.gather(_encode(own))):
+            self._require_same(own, rank, self._decode(encoded), "at the beginning")
+
+    def find_failure(self, step: int) -> str | None:
+        """Return an error message if another replica trains other parameters in this step, else None.
+
+        Call it in a step that does not end. The others raise the same error.
+
+        Args:
+            step: the number of the last step.
+        """
+        if self._group.replicas == 1:
+            return None
+        announced = self._announced()
+        if self._group.rank in announced:
+            return None
+        for rank, (other_step, flags) in announced.items():
+            if other_step <= step:
+                try:
+                    self._require_same(self._agreed, rank, flags, f"after step {step}")
+                except ReplicationError as error:
+                    self._group.announce(_FAILED, str(error))
+                    return str(error)
+        return None
+
+    @property
+    def _event(self) -> str:
+        # A replica can be one change ahead of another, so two places are enough.
+        return f"trained-{self._changes % 2}"
+
+    def _agree(self, now: Flags, step: int) -> None:
+        """Wait until all replicas have made the same change.
+
+        Raises:
+            ReplicationError: another replica has made another one, or none.
+            PeersLostError: members are lost.
+        """
+        group = self._group
+        if group.replicas > 1:
+            group.announce(self._event, json.dumps([self._changes, step, _encode(now)]))
+            deadline = time.monotonic() + INIT_TIMEOUT.total_seconds()
+            while True:
+                announced, failures = self._announced(), group.announced(_FAILED)
+                for rank, (_, flags) in announced.items():
+                    self._require_same(now, rank, flags, f"after step {step}")
+                if len(announced) == group.replicas:
+                    break
+                if failures is None and not group.is_elastic:
+                    raise ReplicationError(
+                        f"rank 0 has ended while rank {group.rank} waited in a step for it"
+                    )
+                if failures is None or group.has_failed:
+                    group.fail()
+                    raise PeersLostError
+                failure = next(filter(None, failures), None)
+                if failure is not None:
+                    raise ReplicationError(failure)
+                if time.monotonic() >= deadline:
+                    missing = min(set(range(group.replicas)) - set(announced))
+                    raise ReplicationError(
+                        f"requires_grad of parameters was set on rank {group.rank} after step {step}, and "
+                        f"not on rank {missing} within {INIT_TIMEOUT.total_seconds():.0f} s. {_REMEDY}"
+                    )
+                time.sleep(POLL_INTERVAL)
+        self._agreed, self._changes = now, self._changes + 1
+
+    def _announced(self) -> dict[int, tuple[int, Flags]]:
+        """Return the last step and the trained parameters of the ranks that have announced this change."""
+        values = self._group.announced(self._event) or ()
+        documents = {rank: json.loads(value) for rank, value in enumerate(values) if value is not None}
+        return {
+            rank: (step, self._decode(encoded))
+            for rank, (number, step, encoded) in documents.items()
+            if number == self._changes
+        }
+
+    def _require_same(self, own: Flags, rank: int, other: Flags, when: str) -> None:
+        names = [name for name, mine, its in zip(self._names, own, other, strict=True) if mine is not its]
+        if names:
+            index = self._names.index(names[0])
+            more = f", and for {len(names) - 1} more" if len(names) > 1 else ""
+            raise ReplicationError(
+                f"the {self._group.replicas} replicas train different parameters {when}: requires_grad of "
+                f"{names[0]!r} is {own[index]} on rank {self._group.rank} and {other[index]} on rank "
+                f"{rank}{more}. {_REMEDY}"
+            )
+
+    # -- names --------------------------------------------------------------------------------------------
+
+    def _frozen(self, flags: Flags) -> list[str]:
+        return [name for name, trained in zip(self._names, flags, strict=True) if not trained]
+
+    def _flags_without(self, frozen: Iterable[str]) -> Flags:
+        names = set(frozen)
+        return tuple([name not in names for name in self._names])
+
+    def _decode(self, encoded: str) -> Flags:
+        digits = format(int(encoded, 16), f"0{len(self._names)}b") if self._names else ""
+        return tuple([digit == "1" for digit in digits])
+
+
+_REMEDY = (
+    "Set it before program_reentry, which then restores what is trained with the rest of the state; or where "
+    "all replicas do so between the same two steps, also one that joins later or starts again: decide by the "
+    "epoch, trainer.steps or trainer.progress, and not by a count of the program's own"
+)
+
+
+def _encode(flags: Flags) -> str:
+    return hex(int("".join("1" if trained else "0" for trained in flags) or "0", 2))

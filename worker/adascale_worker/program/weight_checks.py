@@ -1,0 +1,233 @@
+"""Checks of the weights during training: equal on all replicas, and finite."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from adascale_worker.errors import ReplicationError, WorkerError
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.user_warnings import OneTimeWarnings
+from adascale_worker.program.checks import ALL_OPTIMIZERS
+from adascale_worker.program.hyperparameters import HasGroups
+
+COMPARISON_INTERVAL = 10.0
+"""Seconds between two comparisons of the replicas' weights."""
+
+TOLERANCE = 1e-4
+"""Difference of weights, relative to the largest one compared of the same parameter, that is accepted.
+
+Replicas on the same hardware have the same weights, bit for bit. Different processors may round differently.
+"""
+
+PROBES = 8
+"""Weights of each parameter that are compared."""
+
+
+class DifferentWeightsError(ReplicationError):
+    """The replicas have different weights."""
+
+
+class NonFiniteWeightsError(WorkerError):
+    """Weights are NaN or infinite."""
+
+
+class WeightComparison:
+    """Compares a few weights of each parameter and the learning rates over the replicas, at an interval.
+
+    Args:
+        model: its parameters that require gradients are compared.
+        optimizer: its learning rates are compared.
+        group: the replicas.
+
+    Attributes:
+        others: parameters that are compared too, if each replica has the same number of them.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: HasGroups, group: ReplicaGroup) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._group = group
+        self.others: Sequence[Tensor] = ()
+        self._compared_at = float("-inf")
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the interval since the last comparison has passed. Always False on one replica."""
+        return self._group.replicas > 1 and time.monotonic() - self._compared_at >= COMPARISON_INTERVAL
+
+    def compare(self, step: int, passes_per_batch: int = 1) -> None:
+        """Compare the weights. A collective call, which raises on all replicas or on none.
+
+        Args:
+            step: number of the step that was made last.
+            passes_per_batch: how many backward passes the program makes for each batch.
+
+        Raises:
+            DifferentWeightsError: the replicas have different weights or learning rates.
+        """
+        self._compared_at = time.monotonic()
+        named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad and p.numel()]
+        if not named:
+            return
+        probes = [_probe(parameter) for _, parameter in named]
+        others = _digest(self.others)
+        lrs = torch.tensor([float(group["lr"]) for group in self._optimizer.param_groups])
+        # From a GPU at once, and not for each parameter.
+        least, greatest = self._group.extremes(
+            torch.cat([*probes, torch.cat([lrs, others]).to(probes[0].device)])
+        )
+        sizes = [len(probe) for probe in probes]
+        parts = [sum(sizes), len(lrs), len(others)]
+        least, least_lrs, least_others = least.split(parts)
+        greatest, greatest_lrs, greatest_others = greatest.split(parts)
+        self._require_equal_others(step, least_others, greatest_others)
+        self._require_equal_lrs(step, least_lrs, greatest_lrs)
+        for (name, _), low, high in zip(named, least.split(sizes), greatest.split(sizes), strict=True):
+            magnitude = torch.maximum(low.abs(), high.abs()).max()
+            difference, index = (high - low).max(dim=0)
+            if difference > TOLERANCE * magnitude:
+                raise DifferentWeightsError(
+                    f"the weights of the {self._group.replicas} replicas differ after step {step}: a weight "
+                    f"of {name!r} is {low[index]:.6g} on one and {high[index]:.6g} on another. "
+                    f"{_cause(passes_per_batch)}"
+                )
+
+    def _require_equal_lrs(self, step: int, low: Tensor, high: Tensor) -> None:
+        for least, greatest in zip(low.tolist(), high.tolist(), strict=True):
+            if greatest - least > TOLERANCE * abs(greatest):
+                raise DifferentWeightsError(
+                    f"the learning rates of the {self._group.replicas} replicas differ after step {step}: "
+                    f"{least:.6g} on one and {greatest:.6g} on another. Code that changes them has to do the "
+                    "same on all replicas: pass ReduceLROnPlateau a metric that is equal on all, such as one "
+                    "of evaluation.means"
+                )
+
+    def _require_equal_others(self, step: int, low: Tensor, high: Tensor) -> None:
+        count, magnitude = high[:2].tolist()
+        if low[0] == count and (high[2:] - low[2:]).max() > TOLERANCE * magnitude:
+            raise DifferentWeightsError(
+                f"the parameters of a second optimizer differ between the {self._group.replicas} replicas "
+                f"after step {step}, because its gradients are not averaged: {ALL_OPTIMIZERS}"
+            )
+
+
+def _digest(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the number of elements, the magnitude of the sums, and sums of a few elements of each."""
+    sums = torch.zeros(PROBES)
+    magnitude = 0.0
+    for parameter in parameters:
+        if parameter.numel():
+            probe = _probe(parameter)[:PROBES].cpu()
+            sums[: len(probe)] += probe
+            magnitude += probe.abs().max().item()
+    return torch.cat([torch.tensor([float(sum(p.numel() for p in parameters)), magnitude]), sums])
+
+
+def _cause(passes_per_batch: int) -> str:
+    """Return what a program has to change so that its weights do not differ."""
+    if passes_per_batch > 1:
+        return (
+            f"The program calls backward() {passes_per_batch} times for each batch, and only the first call "
+            "after model(...) averages its gradients over the replicas. Add up the losses, and call "
+            "backward() once"
+        )
+    return (
+        "Every gradient has to come from model(...), and code that changes weights has to do the same on all "
+        "replicas"
+    )
+
+
+def _probe(parameter: Tensor) -> Tensor:
+    """Return a few weights, evenly spaced, as float32; a weight that is not finite as 0."""
+    flat = parameter.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return torch.nan_to_num(flat[:: max(1, len(flat) // PROBES)].float(), posinf=0.0, neginf=0.0)
+
+
+class FiniteWeights:
+    """Warns of weights that are not finite, and ends training after a number of steps with them.
+
+    Weights are read only after a step whose gradients were not finite, and before a checkpoint.
+
+    Args:
+        optimizer: its parameters that require gradients are checked.
+        max_steps: consecutive steps that may leave weights that are not finite.
+        group: the replicas; rank 0 issues the warning.
+    """
+
+    def __init__(self, optimizer: HasGroups, max_steps: int, group: ReplicaGroup) -> None:
+        self._optimizer = optimizer
+        self._max_steps = max_steps
+        self._group = group
+        self._steps = 0
+        self._warnings = OneTimeWarnings()
+
+    def check_step(self, step: int, *, gradients_are_finite: bool | None) -> None:
+        """Check the weights after a step, if there is a reason to.
+
+        Args:
+            step: number of the step.
+            gradients_are_finite: whether its gradients were finite. None if they were not measured.
+
+        Raises:
+            NonFiniteWeightsError: too many consecutive steps have left weights that are not finite.
+        """
+        if self._steps == 0 and gradients_are_finite is not False:
+            return
+        if self.are_finite():
+            self._steps = 0
+            return
+        self._steps += 1
+        if self._steps >= self._max_steps:
+            raise NonFiniteWeightsError(
+                f"weights are NaN or infinite after each of {self._steps} consecutive steps, up to step "
+                f"{step}: training stops, and the last checkpoint is from before. Use a lower learning rate, "
+                "clip gradients, or check the data; ElasticTrainer(max_nonfinite_steps=...) sets the number "
+                "of steps"
+            )
+        if self._group.is_main:
+            self._warnings.warn(
+                "weights",
+                f"weights are NaN or infinite after step {step}. No checkpoint is saved with them, and "
+                f"training stops after {self._max_steps} such steps in a row",
+            )
+
+    def are_finite(self) -> bool:
+        """Whether all weights are finite. Reads all of them."""
+        return all_finite(self.weights())
+
+    def weights(self) -> list[Tensor]:
+        """Return the weights that are checked."""
+        return [
+            parameter.detach()
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+
+
+def nonfinite_message(step: int) -> str:
+    """Return why no checkpoint is saved after `step`."""
+    return (
+        f"weights are NaN or infinite after step {step}: no checkpoint is saved, so that none with finite "
+        "weights is replaced"
+    )
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all elements are finite."""
+    # A sum is several times faster than `isfinite`, and finite only if all elements are; it may overflow.
+    # The transfer of the results waits for a device once, not for each tensor.
+    if not tensors or _are_all(torch.isfinite(tensor.sum()) for tensor in tensors):
+        return True
+    return _are_all(torch.isfinite(tensor).all() for tensor in tensors)
+
+
+def _are_all(results: Iterable[Tensor]) -> bool:
+    finite = list(results)
+    return all(torch.stack([each.to(finite[0].device) for each in finite]).tolist())

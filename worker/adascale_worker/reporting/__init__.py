@@ -1,0 +1,1 @@
+"""What is measured of training, and reported to the metrics service."""

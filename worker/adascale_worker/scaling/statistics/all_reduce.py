@@ -1,0 +1,155 @@
+"""The small all-reduce of a measured step.
+
+One vector carries the statistics of all parameter groups and the flags of the training program. It starts
+when the last backward pass ends, and is waited for when a result is read, so that it overlaps with the code
+between. All ranks read the same sums, equal to the bit, and so compute the same gain.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from adascale_worker.scaling.statistics.norms import Gradients, sqr_norms
+
+AGREEMENT_TOLERANCE = 1e-8
+"""Relative variance up to which ranks have the same averaged gradients; kernels differ by less."""
+
+HEADER_SIZE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStatistics:
+    """The numbers of one step on this rank, before the all-reduce.
+
+    Attributes:
+        summed: numbers to be summed over ranks, per parameter group: shape (groups,). The squared norms of
+            the micro-gradients, or the inner product with the previous gradient.
+        averaged: squared norms of the averaged gradients, per group: shape (groups,).
+        complete: whether this rank has read all its gradients.
+    """
+
+    summed: Tensor
+    averaged: Tensor
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedStatistics:
+    """The numbers of one step after the all-reduce, the same on all ranks.
+
+    Attributes:
+        summed: the sums over ranks of `LocalStatistics.summed`: shape (groups,).
+        averaged: the means over ranks of `LocalStatistics.averaged`: shape (groups,).
+        flags: sums over ranks, shape (flags,).
+        complete: whether all ranks took part with all their gradients: shape ().
+        agreed: whether `averaged` was the same on all ranks: shape ().
+        before_step: squared norms of the gradients before the step, on this rank: shape (groups,). None if
+            they were not read.
+    """
+
+    summed: Tensor
+    averaged: Tensor
+    flags: Tensor
+    complete: Tensor
+    agreed: Tensor
+    before_step: Tensor | None = None
+
+    @property
+    def finite(self) -> Tensor:
+        """Whether all gradients were finite: shape ()."""
+        return torch.isfinite(self.summed.sum() + self.averaged.sum())
+
+
+class StatisticsAllReduce:
+    """An all-reduce of statistics that has started.
+
+    Args:
+        local: the numbers of this rank.
+        flags: local flags, to be summed.
+        ranks: number of ranks; with 1 there is no communication.
+        same_on_all_ranks: whether `local.averaged` should be the same on all ranks. Otherwise its mean
+            counts.
+        process_group: of the ranks; None for the default process group.
+    """
+
+    def __init__(
+        self,
+        local: LocalStatistics,
+        flags: Sequence[float],
+        *,
+        ranks: int,
+        same_on_all_ranks: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._same_on_all_ranks = same_on_all_ranks
+        self._groups = local.summed.numel()
+        self._ranks = ranks
+        total = local.averaged.sum()
+        header = torch.stack([total * total, torch.full_like(total, float(local.complete))])
+        parts = [header, local.summed, local.averaged]
+        if flags:
+            # Filled on the device: making a tensor of numbers on a GPU waits for it.
+            parts.append(torch.stack([torch.full_like(total, flag) for flag in flags]))
+        self._vector = torch.cat(parts)
+        self._work: dist.Work | None = None
+        self._result: ReducedStatistics | None = None
+        if ranks > 1:
+            self._work = dist.all_reduce(self._vector, group=process_group, async_op=True)
+
+    def result(self, device: torch.device, before_step: Tensor | None = None) -> ReducedStatistics:
+        """Wait for the sums, and return them.
+
+        Args:
+            device: of the result. From a GPU to the host this is the only synchronisation of a measured step.
+            before_step: see `ReducedStatistics`; read in the same transfer.
+        """
+        if self._result is None or before_step is not None or self._result.summed.device != device:
+            self.wait()
+            vector = self._vector if before_step is None else torch.cat([self._vector, before_step])
+            numbers, end = vector.to(device), self._vector.numel()
+            self._result = self._interpret(numbers[:end], None if before_step is None else numbers[end:])
+        return self._result
+
+    def wait(self) -> None:
+        """Wait for the collective without reading its result, because it still uses the buffer."""
+        # If this raises an error because a rank is lost, there is nothing to wait for any more.
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+    def _interpret(self, sums: Tensor, before_step: Tensor | None) -> ReducedStatistics:
+        middle, end = HEADER_SIZE + self._groups, HEADER_SIZE + 2 * self._groups
+        averaged = sums[middle:end] / self._ranks
+        complete = sums[1] == self._ranks
+        agreed = torch.ones_like(complete)
+        if self._same_on_all_ranks:
+            sqr_of_mean = averaged.sum().square()
+            agreed = (sums[0] / self._ranks - sqr_of_mean).abs() <= AGREEMENT_TOLERANCE * sqr_of_mean
+        return ReducedStatistics(
+            sums[HEADER_SIZE:middle], averaged, sums[end:], complete, agreed, before_step
+        )
+
+
+def sqr_norms_of_mean(
+    gradients: Gradients,
+    device: torch.device,
+    *,
+    ranks: int,
+    process_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Return the squared norm of the mean over ranks of local gradients, per group: shape (groups,).
+
+    An all-reduce of copies of all gradients, for a model whose own all-reduce compresses them.
+    """
+    means: list[list[Tensor]] = []
+    for group in gradients:
+        if not group:
+            means.append([])
+            continue
+        flat = torch.cat([gradient.reshape(-1) for gradient in group])
+        dist.all_reduce(flat, group=process_group)
+        means.append([flat])
+    return sqr_norms(means, device) / ranks**2

@@ -1,0 +1,87 @@
+"""The factor by which a GradScaler multiplied the loss, and so the gradients.
+
+Statistics are read at the end of backward, before gradients are unscaled or clipped. Then they are in units
+of the loss scale, and must be divided by its square. If the scaler is given, its scale is read. Otherwise the
+loss scale is inferred from the change of the gradients until `step()`: scalers start from a power of two and
+double or halve, so a change of the norm by a power of two is unscaling, and any other change is clipping.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from adascale_worker.process.user_warnings import warn_user
+
+TOLERANCE = 1e-6
+
+IMPLAUSIBLE_CLIPPING = 1e-3
+"""If no loss scale was inferred before, a change below this factor is not taken for clipping alone."""
+
+
+class GradScaler(Protocol):
+    """The part of `torch.amp.GradScaler` that is used."""
+
+    def is_enabled(self) -> bool: ...  # noqa: D102
+
+    def get_scale(self) -> float: ...  # noqa: D102
+
+
+class LossScale:
+    """The current loss scale.
+
+    Attributes:
+        scaler: the GradScaler of the training loop; None if it was not given.
+        inferred: the last loss scale that was inferred from gradients, shape (); 1 at first.
+    """
+
+    def __init__(self, scaler: GradScaler | None = None) -> None:
+        self.scaler = scaler
+        self.inferred = torch.ones((), dtype=torch.float64)
+        self._unexplained_change: Tensor | None = None
+        self._warned = False
+
+    def from_scaler(self) -> float | None:
+        """Return the scale of the scaler; None without a scaler."""
+        if self.scaler is None:
+            return None
+        return self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+
+    def infer(self, after_backward: Tensor, before_step: Tensor) -> Tensor:
+        """Return the loss scale, inferred from the squared norm of the gradients at two times.
+
+        NaN if it cannot be determined; the statistics of the step are of no use then.
+
+        Args:
+            after_backward, before_step: squared norms, shape (), on the same device.
+        """
+        inferred = self.inferred.to(after_backward)
+        usable = (after_backward > 0.0) & (before_step > 0.0) & torch.isfinite(after_backward + before_step)
+        change = torch.where(usable, before_step / after_backward, 1.0).sqrt()
+        power = change.log2()
+        nearest = power.round()
+        is_power_of_two = (power - nearest).abs() < TOLERANCE
+        self.inferred = torch.where(usable & is_power_of_two, torch.exp2(-nearest), inferred)
+        unknown = usable & ~is_power_of_two & (inferred == 1.0) & (change < IMPLAUSIBLE_CLIPPING)
+        self._unexplained_change = torch.where(unknown, change, 0.0)
+        return torch.where(unknown, math.nan, self.inferred)
+
+    def warn_if_unknown(self) -> None:
+        """Warn once if a step was left out because its loss scale is unknown.
+
+        The first call after a measured step waits for the device.
+        """
+        if self._warned or self._unexplained_change is None:
+            return
+        change = float(self._unexplained_change)
+        self._unexplained_change = None
+        if change == 0.0:
+            return
+        self._warned = True
+        warn_user(
+            f"gradients were multiplied by {change:.3g} between backward() and step(), probably by a "
+            "GradScaler and by clipping. The loss scale cannot be determined from the two together, so such "
+            "steps are left out of the estimates: pass AdaScale(..., grad_scaler=scaler), or, without a "
+            "scaler, grad_scaler=torch.amp.GradScaler(enabled=False)"
+        )

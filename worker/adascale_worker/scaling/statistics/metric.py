@@ -1,0 +1,293 @@
+"""The metric that gradients are measured in.
+
+For SGD it is the Euclidean norm. An optimizer that divides each gradient by sqrt(v) + eps, with v the second
+moment of the gradients, steps in another metric: there, |g|^2 is the sum of g^2 / (v + c). In the Euclidean
+norm a few coordinates with large gradients would decide the gain, although the optimizer gives all
+coordinates steps of about the same size. (AdaptDL measures the gradients of Adam in such a metric too.)
+
+c = eps^2 + FLOOR * (the mean of v in the group). sqrt(v + eps^2) differs from sqrt(v) + eps only where v is
+about as small as eps^2, by 41% at most, and needs no root, which would cost as much as all else.
+
+v is from the steps before, so it does not depend on the gradients that are measured, and the estimates stay
+unbiased. All norms of a step use the same v.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from adascale_worker.scaling.rules import ScalingRule, SecondMoment
+from adascale_worker.scaling.statistics.norms import HALF_PRECISION, accumulation_dtype, norm, sqr_norm
+from adascale_worker.torch_private.tensors import flatten_together, weighted_sqr_norms
+
+FLOOR = 1e-3
+"""What is added to each second moment, relative to the mean of the group. A coordinate whose gradient was
+almost always zero, such as the embedding of a rare word, would otherwise outweigh all others."""
+
+MIN_EPS = 1e-12
+
+MAX_ELEMENTS_TO_KEEP = 1 << 14
+"""Up to this size, divisors on the CPU are computed together and kept for all norms of a step."""
+
+CHUNK = {"cpu": 1 << 18}
+"""Elements that are divided at once. On the CPU, as many as fit into its cache."""
+
+DEFAULT_CHUNK = 1 << 25
+
+
+class EuclideanMetric:
+    """The plain norm."""
+
+    def begin_step(self) -> None:
+        """Use the current second moments from now on."""
+
+    def defined_groups(self) -> list[int] | None:
+        """Return the numbers of the groups that have second moments; None if the metric needs none."""
+        return None
+
+    def norm(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Return the norm of the gradient of one parameter: shape ()."""
+        del parameter
+        return norm(gradient)
+
+    def sqr_norm(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], device: torch.device
+    ) -> Tensor:
+        """Return the squared norm of the gradients of parameters of one group: shape (), on `device`."""
+        del parameters
+        return sqr_norm(gradients, device)
+
+    def divided(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Return the vector whose Euclidean norm is the norm of `gradient`; perhaps `gradient` itself."""
+        del parameter
+        return gradient
+
+
+class SecondMomentMetric(EuclideanMetric):
+    """The norm of gradients divided by the root of their second moment.
+
+    Before a group has second moments, its norm is the plain norm.
+
+    Args:
+        rule: of the optimizer, which has the second moments.
+        optimizer: with the groups.
+    """
+
+    def __init__(self, rule: ScalingRule, optimizer: torch.optim.Optimizer) -> None:
+        self._rule = rule
+        self._optimizer = optimizer
+        self._divisors: dict[int, _GroupDivisor] | None = None
+        self._group_of: dict[int, int] = {}
+
+    def begin_step(self) -> None:
+        """Use the current second moments from now on."""
+        self._divisors = None
+
+    def defined_groups(self) -> list[int]:
+        """Return the numbers of the groups that have second moments."""
+        return list(self._current_divisors())
+
+    def norm(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Return the norm of the gradient of one parameter: shape ()."""
+        divisor = self._divisor_of(parameter)
+        if divisor is None:
+            return norm(gradient)
+        sqr_norms = divisor.sqr_norms([parameter], [gradient])
+        total = sqr_norms[0] if len(sqr_norms) == 1 else _total(sqr_norms, gradient.device)
+        return total.sqrt()
+
+    def sqr_norm(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], device: torch.device
+    ) -> Tensor:
+        """Return the squared norm of the gradients of parameters of one group: shape (), on `device`."""
+        divisor = self._divisor_of(parameters[0]) if parameters else None
+        if divisor is None:
+            return sqr_norm(gradients, device)
+        return _total(divisor.sqr_norms(parameters, gradients), device)
+
+    def divided(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Return the gradient, divided."""
+        divisor = self._divisor_of(parameter)
+        if divisor is None:
+            return gradient
+        return divisor.divide(parameter, gradient.reshape(-1)).view(gradient.shape)
+
+    def _divisor_of(self, parameter: Tensor) -> "_GroupDivisor | None":
+        divisors = self._current_divisors()
+        return divisors.get(self._group_of[id(parameter)])
+
+    def _current_divisors(self) -> dict[int, "_GroupDivisor"]:
+        if self._divisors is not None:
+            return self._divisors
+        self._divisors, self._group_of = {}, {}
+        for number, group in enumerate(self._optimizer.param_groups):
+            self._group_of.update((id(parameter), number) for parameter in group["params"])
+            moments = self._rule.second_moments(number)
+            if moments:
+                self._divisors[number] = _GroupDivisor(moments, max(self._rule.eps(number), MIN_EPS))
+        return self._divisors
+
+
+class _GroupDivisor:
+    """Divides the squares of the gradients of one group by v + c.
+
+    v is `value * factor`: they are divided by `value + c / factor` and their sum by `factor`, one pass less.
+
+    Args:
+        moments: by the id of the parameter. A parameter without one has the mean of the group.
+        eps: positive.
+    """
+
+    def __init__(self, moments: dict[int, SecondMoment], eps: float) -> None:
+        self._moments = moments
+        self._memory: Tensor | None = None
+        factors = {moment.factor for moment in moments.values() if isinstance(moment.factor, float)}
+        small: dict[int, Tensor] = {}
+        if len(factors) == 1:
+            small = {number: value for number, (value, _) in moments.items() if _is_small(value)}
+        large = [moment for number, moment in moments.items() if number not in small]
+        sums = [_real(value).sum(dtype=_sum_dtype(value)) * factor for value, factor in large]
+        self._small_factor = factors.pop() if small else 1.0
+        whole = None
+        if small:
+            whole = flatten_together(list(small.values()))
+            sums.append(whole.sum() * self._small_factor)
+        total = _total(sums, sums[0].device)
+        mean = total / sum(_real(value).numel() for value, _ in moments.values())
+        # A number on the CPU, because an operation with a number costs less.
+        self._mean: float | Tensor = mean.item() if mean.device.type == "cpu" else mean
+        self._added = self._mean * FLOOR + eps**2
+        self._small_sizes = {number: value.numel() for number, value in small.items()}
+        # What the squares of the gradients of small parameters are multiplied by, by their numbers.
+        self._weights: dict[tuple[int, ...], Tensor] = {}
+        if whole is not None:
+            self._weights[tuple(small)] = whole.add_(self._added / self._small_factor).reciprocal_()
+
+    def sqr_norms(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return numbers that add up to the squared norm of the gradients."""
+        small: list[Tensor] = []
+        numbers: list[int] = []
+        large: list[tuple[Tensor, Tensor]] = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient.dtype is torch.float32 and id(parameter) in self._small_sizes:
+                small.append(gradient)
+                numbers.append(id(parameter))
+            else:
+                large.append((parameter, gradient))
+        found: list[Tensor] = []
+        if small:
+            squares = flatten_together(small).square_()
+            found.append(torch.dot(squares, self._small_weights(tuple(numbers))) / self._small_factor)
+        for pieces, divisors, factors in self._pieces(large):
+            sums = weighted_sqr_norms(pieces, divisors)
+            found += [each / factor for each, factor in zip(sums, factors, strict=True)]
+        return found
+
+    def divide(self, parameter: Tensor, flat: Tensor) -> Tensor:
+        """Return a gradient in one dimension, divided."""
+        is_complex = flat.is_complex()
+        gradient = _widened(_real(flat))
+        if id(parameter) in self._small_sizes:
+            return gradient * (self._small_weights((id(parameter),)) / self._small_factor).sqrt()
+        divisor, factor = self._divisor(self._moments.get(id(parameter)), slice(None), gradient)
+        divided = gradient / (divisor * factor).sqrt()
+        return torch.view_as_complex(divided.view(-1, 2)) if is_complex else divided
+
+    def _pieces(
+        self, pairs: Sequence[tuple[Tensor, Tensor]]
+    ) -> Iterator[tuple[list[Tensor], list[Tensor], list[float | Tensor]]]:
+        """Return gradients in one dimension with `_divisor` of each, in lists of at most so many elements."""
+        pieces: list[Tensor] = []
+        divisors: list[Tensor] = []
+        factors: list[float | Tensor] = []
+        size = 0
+        for parameter, gradient in pairs:
+            limit = CHUNK.get(gradient.device.type, DEFAULT_CHUNK)
+            moment = self._moments.get(id(parameter))
+            flat = _real(gradient.reshape(-1))
+            for start in range(0, flat.numel(), limit):
+                part = slice(start, start + limit)
+                piece = _widened(flat[part])
+                if size + piece.numel() > limit and pieces:
+                    yield pieces, divisors, factors
+                    pieces, divisors, factors, size = [], [], [], 0
+                divisor, factor = self._divisor(moment, part, piece, self._scratch(piece, size, limit))
+                pieces.append(piece)
+                divisors.append(divisor)
+                factors.append(factor)
+                size += piece.numel()
+        if pieces:
+            yield pieces, divisors, factors
+
+    def _divisor(
+        self, moment: SecondMoment | None, part: slice, gradient: Tensor, out: Tensor | None = None
+    ) -> tuple[Tensor, float | Tensor]:
+        """Return (v + c) / factor for a part of a parameter, and factor.
+
+        The first is `out`, or a new tensor of one dimension, of at least 32 bits.
+        """
+        if moment is None:
+            return torch.ones_like(gradient), self._mean + self._added
+        value, factor = _widened(_real(moment.value.reshape(-1))[part]), moment.factor
+        added = self._added / factor
+        if isinstance(added, Tensor):
+            added = added.to(value.device, value.dtype)
+        if out is not None and value.dtype is out.dtype:
+            return torch.add(value, added, out=out), factor
+        return value + added, factor
+
+    def _scratch(self, piece: Tensor, start: int, limit: int) -> Tensor | None:
+        """Return memory for the divisor of a piece on the CPU, where new memory costs as much as to divide.
+
+        Args:
+            piece: of a gradient.
+            start: the number of elements before it that are divided at the same time.
+            limit: how many are divided at the same time at most.
+        """
+        if not piece.is_cpu:
+            return None
+        if self._memory is None or self._memory.dtype is not piece.dtype:
+            self._memory = torch.empty(limit, dtype=piece.dtype)
+        return self._memory[start : start + piece.numel()]
+
+    def _small_weights(self, numbers: tuple[int, ...]) -> Tensor:
+        """Return the weights of small parameters in one dimension; put together once for each step."""
+        if numbers not in self._weights:
+            parts = self._small_parts
+            self._weights[numbers] = torch.cat([parts[number] for number in numbers])
+        return self._weights[numbers]
+
+    @cached_property
+    def _small_parts(self) -> dict[int, Tensor]:
+        """The weights of each small parameter."""
+        whole = self._weights[tuple(self._small_sizes)]
+        parts = whole.split(list(self._small_sizes.values()))
+        return dict(zip(self._small_sizes, parts, strict=True))
+
+
+def _is_small(value: Tensor) -> bool:
+    return value.dtype is torch.float32 and value.is_cpu and value.numel() <= MAX_ELEMENTS_TO_KEEP
+
+
+def _total(terms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of scalars on any devices: shape (), on `device`."""
+    dtype = accumulation_dtype(device)
+    if not terms:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.stack([term.to(device, dtype) for term in terms]).sum()
+
+
+def _sum_dtype(value: Tensor) -> torch.dtype | None:
+    return torch.float32 if value.dtype in HALF_PRECISION else None
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Return a tensor of at least 32 bits."""
+    return tensor.float() if tensor.dtype in HALF_PRECISION else tensor
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a tensor as real numbers: Adam has a second moment for each part of a complex number."""
+    return torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor

@@ -1,0 +1,116 @@
+"""Norms and inner products of gradients, without a temporary tensor of their size."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adascale_worker.torch_private.tensors import flatten_together, l2_norms
+
+Gradients = Sequence[Sequence[Tensor]]
+"""Gradients by parameter group."""
+
+MIN_ELEMENTS_FOR_DOT = 1 << 15
+"""From this size on, `torch.dot` is used on the CPU: as fast as a norm, and more exact in float32."""
+
+MAX_ELEMENTS_TO_FLATTEN = 1 << 11
+"""Gradients on the CPU below this size are copied together, which costs less than a call for each."""
+
+HALF_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return a tensor without its history; for a DTensor, the shard of this rank."""
+    if type(tensor) is Tensor:
+        return tensor.detach() if tensor.requires_grad else tensor
+    # By attribute and not by type, because importing DTensor takes a third of a second.
+    shard: Tensor = getattr(tensor.detach(), "to_local", tensor.detach)()
+    return shard
+
+
+def norm(gradient: Tensor) -> Tensor:
+    """Return the L2 norm of one gradient: shape (), on the device of the gradient.
+
+    Here and below, gradients of 16 bits are summed in 32, so that 1e4 in float16 does not overflow.
+    """
+    if gradient.is_cpu and gradient.dtype is torch.float32 and gradient.is_contiguous():
+        flat = gradient.view(-1)
+        return torch.dot(flat, flat).sqrt()
+    return _norms([gradient])[0]
+
+
+def sqr_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the squared L2 norm of several gradients taken as one vector: shape (), on `device`."""
+    small, norms, others = [], [], []
+    for gradient in gradients:
+        if gradient.is_cpu and gradient.dtype is torch.float32:
+            size = gradient.numel()
+            if size < MAX_ELEMENTS_TO_FLATTEN:
+                small.append(gradient)
+                continue
+            if size >= MIN_ELEMENTS_FOR_DOT:
+                norms.append(_dot(gradient, gradient).sqrt())
+                continue
+        others.append(gradient)
+    if small:
+        flat = flatten_together(small)
+        norms.append(torch.dot(flat, flat).sqrt())
+    return sum_of_squares(norms + _norms(others), device)
+
+
+def sqr_norms(groups: Gradients, device: torch.device) -> Tensor:
+    """Return the squared L2 norm of the gradients of each group: shape (groups,), on `device`."""
+    return torch.stack([sqr_norm(gradients, device) for gradients in groups])
+
+
+def inner_products(left: Gradients, right: Gradients, device: torch.device) -> Tensor:
+    """Return the inner product of the gradients in `left` and `right`, per group: shape (groups,)."""
+    return torch.stack(
+        [
+            _stack([_dot(a, b) for a, b in zip(left_group, right_group, strict=True)], device).sum()
+            for left_group, right_group in zip(left, right, strict=True)
+        ]
+    )
+
+
+def sum_of_squares(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the squares of scalars on any devices: shape (), on `device`."""
+    terms = _stack(values, device)
+    return torch.dot(terms, terms)
+
+
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype to add statistics up in: float64, or float32 on devices without it (MPS)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    wide = [gradient for gradient in gradients if gradient.dtype not in HALF_PRECISION]
+    norms = l2_norms(wide)
+    if len(wide) < len(gradients):
+        narrow = [gradient for gradient in gradients if gradient.dtype in HALF_PRECISION]
+        norms += l2_norms(narrow, dtype=torch.float32)
+    return norms
+
+
+def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    dtype = accumulation_dtype(device)
+    if not values:
+        return torch.zeros(1, dtype=dtype, device=device)
+    if len({(value.device, value.dtype) for value in values}) > 1 or values[0].device != device:
+        values = [value.to(device, dtype) for value in values]
+    return torch.stack(list(values)).to(dtype)
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    if left.is_contiguous() and right.is_contiguous():
+        left, right = left.view(-1), right.view(-1)
+    else:
+        # The gradient of a convolution may be channels-last: flat in the order of its strides.
+        order = sorted(range(left.dim()), key=left.stride, reverse=True)
+        left, right = left.permute(order).reshape(-1), right.permute(order).reshape(-1)
+    if left.is_complex():
+        left, right = torch.view_as_real(left).view(-1), torch.view_as_real(right).view(-1)
+    if left.dtype in HALF_PRECISION:
+        left, right = left.float(), right.float()
+    return torch.dot(left, right)

@@ -1,0 +1,181 @@
+"""Reads the local gradients of a model whose parameters `fully_shard` has sharded (FSDP2).
+
+With FSDP2 a rank never has its own gradient in `.grad`: the gradient goes into a reduce-scatter, and `.grad`
+is the shard of the mean that the rank owns. So the norm of the input of the reduce-scatter is read. That is
+exact, as it is under DistributedDataParallel.
+
+Gradients of a pass without synchronisation stay on the rank, and the next reduce-scatter takes their sum. Its
+input is a micro-gradient too, of the batches of all these passes together: such a step has fewer
+micro-gradients, of larger batches. The passes that went into each reduce-scatter are recorded for each FSDP2
+parameter group, the parameters that are reduced together.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from adascale_worker.scaling.statistics.norms import norm, sum_of_squares
+from adascale_worker.torch_private.autograd import backward_pass_id
+from adascale_worker.torch_private.fsdp import (
+    ShardedParameterGroup,
+    reduce_scatter_predivisor,
+    sharded_parameter_groups,
+)
+
+
+class ShardedGradients:
+    """Norms of the inputs of the reduce-scatters in the backward passes of a step.
+
+    Args:
+        model: with `fully_shard` applied, before the optimizer was made.
+        groups: the parameters of the optimizer, by parameter group.
+        ranks: number of ranks that gradients are averaged over.
+
+    Attributes:
+        shards: ranks that one copy of the parameters is spread over.
+        parameter_ids: ids of the parameters that were sharded by `fully_shard` alone.
+
+    Raises:
+        UnsupportedTorchError: the installed torch does not have what this needs.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[Sequence[Tensor]], ranks: int) -> None:
+        self._ranks = ranks
+        self._norms: list[list[Tensor]] = [[] for _ in groups]
+        self._histories: list[_ReductionHistory] = []
+        self._is_incomplete = False
+        self._began_with_unreduced = False
+        self._measuring = False
+        self.shards = 1
+        self.parameter_ids: set[int] = set()
+        group_of = {id(p): number for number, group in enumerate(groups) for p in group}
+        for fsdp_group in sharded_parameter_groups(model):
+            history = _ReductionHistory(fsdp_group)
+            optimizer_groups = [group_of.get(id(parameter)) for parameter in fsdp_group.parameters]
+            read = partial(self._on_reduce_scatter, history, optimizer_groups, fsdp_group.shard_sizes)
+            fsdp_group.on_reduce_scatter(read)
+            self._histories.append(history)
+            self.parameter_ids |= set(map(id, fsdp_group.sharded_by_fsdp_alone))
+            self.shards = fsdp_group.shard_count
+
+    def begin_step(self, *, measuring: bool) -> None:
+        """Discard the passes so far, and read the next ones if `measuring`."""
+        self._measuring = measuring
+        for norms in self._norms:
+            norms.clear()
+        for history in self._histories:
+            history.reduced.clear()
+        self._is_incomplete = False
+        self._began_with_unreduced = self._awaits_all_reduce
+
+    def mark_incomplete(self) -> None:
+        """Leave this step out, because its first gradients were not read."""
+        self._is_incomplete = True
+
+    @property
+    def passes(self) -> int:
+        """Backward passes whose gradients were reduced in this step."""
+        return max((len(set().union(*history.reduced)) for history in self._histories), default=0)
+
+    @property
+    def micro_gradients(self) -> int:
+        """Micro-gradients of this rank that were read in this step, each of as many passes; 0 if unknown."""
+        if self._is_incomplete or self.synchronisation_problem() is not None:
+            return 0
+        shapes = {history.passes_per_reduction() for history in self._trained}
+        # If a pass did not use all modules, the reductions do not add up to whole micro-gradients.
+        shape = shapes.pop() if len(shapes) == 1 else ()
+        return len(shape) if sum(shape) == self.passes else 0
+
+    def synchronisation_problem(self) -> str | None:
+        """Return why micro-gradients cannot be read from this loop, and what to change; None if they can."""
+        if self.shards == 1:
+            return (
+                "got fully_shard over 1 rank, which has no reduce-scatter to read gradients from; shard over "
+                "more ranks, or use DistributedDataParallel instead of fully_shard"
+            )
+        if self._began_with_unreduced or self._awaits_all_reduce:
+            return (
+                "got set_requires_all_reduce(False) on the last backward pass of a step: its gradients are "
+                "not reduced; set it to True for the last pass"
+            )
+        if any(
+            len(set(history.passes_per_reduction())) > 1 or history.unreduced for history in self._trained
+        ):
+            return (
+                "got reduce-scatters of unequal numbers of backward passes in a step; synchronise gradients "
+                "on every pass, or set_requires_gradient_sync(True) on the last pass only"
+            )
+        return None
+
+    def sum_of_sqr_norms(self, device: torch.device) -> Tensor:
+        """Return the sum of the squared norms of the micro-gradients of this rank: shape (groups,)."""
+        return torch.stack([sum_of_squares(norms, device) for norms in self._norms])
+
+    @property
+    def _trained(self) -> list["_ReductionHistory"]:
+        return [history for history in self._histories if history.fsdp_group.has_trainable_parameter]
+
+    @property
+    def _awaits_all_reduce(self) -> bool:
+        return any(history.fsdp_group.awaits_all_reduce for history in self._histories)
+
+    def _on_reduce_scatter(
+        self,
+        history: "_ReductionHistory",
+        optimizer_groups: Sequence[int | None],
+        shard_sizes: Sequence[int],
+        gradients: Tensor,
+    ) -> None:
+        """Read the gradients of an FSDP2 group: for each rank, a piece of each of its parameters."""
+        history.record_reduction()
+        if not self._measuring:
+            return
+        divisor = reduce_scatter_predivisor(self._ranks, gradients.dtype)
+        if len(set(optimizer_groups)) == 1:
+            if optimizer_groups[0] is not None:
+                self._norms[optimizer_groups[0]].append(norm(gradients) * divisor)
+            return
+        width = sum(shard_sizes)
+        if gradients.numel() % width != 0:
+            # A parameter was not used, so the pieces of the others cannot be located.
+            self._is_incomplete = True
+            return
+        pieces = torch.split(gradients.view(-1, width), list(shard_sizes), dim=1)
+        for piece, group in zip(pieces, optimizer_groups, strict=True):
+            if group is not None:
+                self._norms[group].append(norm(piece) * divisor)
+
+
+class _ReductionHistory:
+    """The backward passes whose gradients went into each reduce-scatter of an FSDP2 parameter group.
+
+    Attributes:
+        fsdp_group: the parameter group.
+        unreduced: ids of passes whose gradients are still on the rank. `zero_grad()` does not delete those.
+        reduced: for each reduce-scatter of this step, the ids of the passes that it took the sum of.
+    """
+
+    def __init__(self, fsdp_group: ShardedParameterGroup) -> None:
+        self.fsdp_group = fsdp_group
+        self.unreduced: set[int] = set()
+        self.reduced: list[set[int]] = []
+        fsdp_group.on_post_backward(self._before_post_backward, self._after_post_backward)
+
+    def record_reduction(self) -> None:
+        """Record that the gradients of this pass, and those on the rank, are reduced now."""
+        self.reduced.append(self.unreduced | {backward_pass_id()})
+
+    def passes_per_reduction(self) -> tuple[int, ...]:
+        """Return how many passes each reduce-scatter of this step took the sum of."""
+        return tuple(map(len, self.reduced))
+
+    def _before_post_backward(self, synchronises: bool) -> None:
+        if not synchronises:
+            self.unreduced.add(backward_pass_id())
+
+    def _after_post_backward(self, synchronises: bool) -> None:
+        if synchronises:  # the gradients were reduced, or there were none
+            self.unreduced.clear()

@@ -1,0 +1,86 @@
+"""Which optimizers and parameters AdaScale accepts."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adascale_core.errors import AdaScaleError
+from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_worker.scaling.rules import AdamRule, ProtocolRule, ScalingRule, SecondMomentOptimizer
+
+
+class UnsupportedOptimizerError(AdaScaleError, TypeError):
+    """AdaScale cannot scale the learning rate of the optimizer, or cannot measure its parameters."""
+
+    exit_code = EXIT_INVALID_PROGRAM
+
+
+def scaling_rule_of(optimizer: torch.optim.Optimizer) -> ScalingRule:
+    """Return the rule for the hyperparameters of `optimizer`.
+
+    Raises:
+        UnsupportedOptimizerError: it is not an SGD, a wrapper of an SGD, an Adam or AdamW, or an optimizer
+            with the methods of `SecondMomentOptimizer`.
+    """
+    inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
+    if isinstance(optimizer, torch.optim.SGD) or isinstance(inner, torch.optim.SGD):
+        return ScalingRule(optimizer)
+    if isinstance(optimizer, SecondMomentOptimizer):
+        return ProtocolRule(optimizer)
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return AdamRule(optimizer)
+    name = type(optimizer).__name__
+    if inner is not None:
+        name = f"{name} of {type(inner).__name__}"
+    raise UnsupportedOptimizerError(
+        f"got {name}; AdaScale scales torch.optim.SGD, with or without momentum, ZeroRedundancyOptimizer of "
+        "it, torch.optim.Adam and torch.optim.AdamW: use one of these. An optimizer of your own that keeps a "
+        "second moment needs two methods, `second_moment` and `hyperparameters_at` (docs/adascale.md, "
+        '"Optimizers")'
+    )
+
+
+def require_whole_parameters(optimizer: object, rule: ScalingRule, *, is_sharded: bool) -> None:
+    """Raise UnsupportedOptimizerError if the second moments that the metric needs are sharded."""
+    if rule.has_second_moments and is_sharded:
+        raise UnsupportedOptimizerError(
+            f"got {type(optimizer).__name__} with a model that fully_shard has sharded: a rank has the "
+            "second moments of its shards only, and AdaScale measures whole gradients with them. Use "
+            "DistributedDataParallel, or SGD with fully_shard"
+        )
+
+
+def require_readable(unreadable: Sequence[Tensor]) -> None:
+    """Raise UnsupportedOptimizerError if there are parameters whose gradients AdaScale cannot read.
+
+    Args:
+        unreadable: those parameters.
+    """
+    if not unreadable:
+        return
+    shape = tuple(unreadable[0].shape)
+    placements = getattr(unreadable[0], "placements", None)
+    if placements is None:
+        raise UnsupportedOptimizerError(
+            f"got {len(unreadable)} parameters that fully_shard did not shard (the first has shape {shape}) "
+            "beside parameters that it did shard; AdaScale reads all gradients of a model in one way: apply "
+            "fully_shard to the root module too, without ignored_params"
+        )
+    raise UnsupportedOptimizerError(
+        f"got {len(unreadable)} DTensors as parameters, the first of shape {shape} with placements "
+        f"{tuple(placements)}; AdaScale reads a DTensor only if fully_shard alone made it and the model is "
+        "given: AdaScale(..., model=model). Tensor parallelism is not supported: use replicas, fully_shard, "
+        "or the optimizer without AdaScale"
+    )
+
+
+def require_count(name: str, value: int) -> None:
+    """Raise ValueError unless `value` is an integer, at least 1.
+
+    Args:
+        name: of the argument, for the message.
+        value: to check.
+    """
+    if value != int(value) or value < 1:
+        raise ValueError(f"got {name}={value}; it must be an integer, at least 1")

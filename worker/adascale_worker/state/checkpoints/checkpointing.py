@@ -1,0 +1,294 @@
+"""When the state of training is saved, and how the replicas save and restore it together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from adascale_client import Backoff
+from adascale_core.checkpoint_manifest import Manifest
+from adascale_worker.errors import CheckpointError, StorageUnavailableError
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.state.checkpoints.storage import open_storage
+from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.checkpoints.writer import CheckpointWriter
+
+State = dict[str, Any]
+MakeState = Callable[[], State]
+T = TypeVar("T")
+MAX_WAIT_AT_EXIT = 20.0
+"""Seconds that the end of a process waits for the checkpoint that is being written."""
+MAX_WAIT_FOR_MEMORY = 5.0
+"""Seconds that `release_memory` waits for a storage that does not answer."""
+MAX_WAIT_FOR_STORAGE = 600.0
+"""Seconds for which reading the last checkpoint of a job, and saving the end of training, are tried again."""
+
+
+class Checkpointing:
+    """Saves and restores checkpoints of all replicas together. Rank 0 writes.
+
+    A checkpoint is due `interval` seconds after the state of the last one was copied, also if the process was
+    started again in between, and after the first step of a job without a checkpoint.
+
+    Args:
+        location: folder or URL of the checkpoints. None disables checkpoints.
+        interval: seconds between two checkpoints.
+        group: the replicas of this generation.
+
+    Attributes:
+        is_terminated: returns whether this process is to end, so that it does not wait for a storage.
+        is_unsaved: whether rank 0 may not have saved the last checkpoint that it began, as far as is known.
+
+    Raises:
+        CheckpointError: the location is a URL that cannot be used.
+    """
+
+    def __init__(self, location: str | Path | None, interval: float, group: ReplicaGroup) -> None:
+        self._store = CheckpointStore(open_storage(location)) if location is not None else None
+        self._writer = (
+            CheckpointWriter(self._store, interval, self._keep_manifest) if self._store is not None else None
+        )
+        self.interval = interval
+        """Seconds between two checkpoints."""
+        self.is_terminated: Callable[[], bool] = lambda: False
+        self.is_unsaved = False
+        self._group = group
+        self._was_main: bool | None = None
+        self._saved_at = float("-inf")
+        self._manifest: Manifest | None = None
+        self._result: dict[str, float | str] = {}
+        self._has_final = False
+        self._is_final_written = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether checkpoints are saved."""
+        return self._store is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the interval since the last checkpoint has passed, and none is being written."""
+        if self._writer is None or time.monotonic() - self._saved_at < self.interval:
+            return False
+        return not self._writer.is_busy
+
+    @property
+    def last_is_unsaved(self) -> bool:
+        """Whether the last checkpoint that this replica has begun is not saved, yet or at all."""
+        return self._writer is not None and self._writer.last_is_unsaved
+
+    @property
+    def has_final(self) -> bool:
+        """Whether the state at the end of training is saved."""
+        return self._has_final
+
+    def begin_generation(self) -> None:
+        """Agree on when the next checkpoint is due. A collective call.
+
+        It is due at once if another replica has become rank 0 while the former one was saving, which may be
+        lost.
+        """
+        if self._was_main is False and self._group.is_main and self.is_unsaved:
+            self._saved_at = float("-inf")
+        self._was_main = self._group.is_main
+        age, self.is_unsaved = self._group.broadcast((time.monotonic() - self._saved_at, self.is_unsaved))
+        self._saved_at = time.monotonic() - age
+
+    def load(self, *, wait: bool = False) -> State | None:
+        """Return the newest intact checkpoint. None if there is none. Called on rank 0 only.
+
+        Args:
+            wait: whether to wait for a storage that cannot be read, at most `MAX_WAIT_FOR_STORAGE` seconds.
+
+        Raises:
+            CheckpointError: there are checkpoints, but all are damaged; or the storage cannot be read.
+        """
+        if self._store is None:
+            return None
+        loaded = self._repeat(self._store.load) if wait else self._store.load()
+        if loaded is None:
+            return None
+        state, self._manifest = loaded
+        self._saved_at = time.monotonic() - max(time.time() - self._manifest.saved_at, 0.0)
+        return state
+
+    def save(
+        self,
+        info: CheckpointInfo,
+        make_state: MakeState,
+        *,
+        final: bool = False,
+        durable: bool = False,
+        only_if_latest: bool = False,
+        weights: Sequence[Tensor] = (),
+        changed_by_step: Iterable[Tensor] = (),
+    ) -> None:
+        """Save a checkpoint. A collective call. Without a location, nothing is written.
+
+        Returns when the state is copied, and the copy is written while training continues; a failure is
+        reported. If `final` or `durable`, returns when the checkpoint is written. The end of training exists
+        in memory only, so if it cannot be saved, that is tried again for `MAX_WAIT_FOR_STORAGE` seconds.
+
+        Args:
+            info: description of the checkpoint.
+            make_state: called on rank 0; returns the state to write.
+            final: whether training is over, so that results are added to this checkpoint.
+            durable: whether to wait until the checkpoint is written.
+            only_if_latest: see `CheckpointStore.save`; if `durable`.
+            weights: tensors of the state. If neither `final` nor `durable`, the copy is written only if they
+                are finite.
+            changed_by_step: tensors of the state that nothing changes until `before_step` is called.
+
+        Raises:
+            CheckpointError: on all ranks, if `final` or `durable` and rank 0 could not write the checkpoint.
+        """
+        if self._writer is not None:
+            if final or durable:
+                self._save_durably(self._writer, info, make_state, wait=final, only_if_latest=only_if_latest)
+            else:
+                self._start_to_save(self._writer, info, make_state, weights, changed_by_step)
+        self._has_final = self._has_final or final
+        self._is_final_written = self._has_final
+
+    def _start_to_save(
+        self,
+        writer: CheckpointWriter,
+        info: CheckpointInfo,
+        make_state: MakeState,
+        weights: Sequence[Tensor],
+        changed_by_step: Iterable[Tensor],
+    ) -> None:
+        self._saved_at, self.is_unsaved = time.monotonic(), True
+        if self._group.is_main:
+            writer.start(make_state(), info, self._result, weights, changed_by_step)
+
+    def _save_durably(
+        self,
+        writer: CheckpointWriter,
+        info: CheckpointInfo,
+        make_state: MakeState,
+        *,
+        wait: bool,
+        only_if_latest: bool,
+    ) -> None:
+        def save() -> Manifest:
+            return writer.save(make_state(), info, self._result, only_if_latest=only_if_latest)
+
+        failure = None
+        self._saved_at = time.monotonic()
+        if self._group.is_main:
+            try:
+                self._repeat(save) if wait else save()
+            except CheckpointError as error:
+                failure = str(error)
+        failure = self._group.broadcast(failure)
+        if failure is not None:
+            raise CheckpointError(failure)
+        self.is_unsaved = False
+
+    def _repeat(self, action: Callable[[], T]) -> T:
+        """Repeat what the storage has refused, until it works, for at most `MAX_WAIT_FOR_STORAGE` seconds.
+
+        Raises:
+            CheckpointError: trying again does not help, has not helped, or has to end.
+        """
+        begun, backoff, has_reported = time.monotonic(), Backoff(), False
+        while True:
+            try:
+                result = action()
+            except StorageUnavailableError as error:
+                waited = time.monotonic() - begun
+                if waited > MAX_WAIT_FOR_STORAGE or self._group.has_failed or self.is_terminated():
+                    raise
+                if not has_reported:
+                    print(f"adascale: {error}; trying again for {MAX_WAIT_FOR_STORAGE:.0f} s", flush=True)
+                has_reported = True
+                time.sleep(backoff.next())
+            else:
+                if has_reported:
+                    print("adascale: the storage of checkpoints works again", flush=True)
+                return result
+
+    def before_step(self) -> None:
+        """Let the step of the optimizer, which comes next, wait for the copy of what it changes.
+
+        On a GPU; the program does not wait.
+        """
+        if self._writer is not None:
+            self._writer.before_step()
+
+    def save_on_rank_0(self, info: CheckpointInfo, make_state: MakeState) -> None:
+        """Save the end of training on rank 0. Not a collective call.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be written.
+        """
+        writer = self._writer
+        if writer is not None and self._group.is_main:
+            self._repeat(lambda: writer.save(make_state(), info, self._result))
+            self._is_final_written = True
+
+    def later_generation(self, info: CheckpointInfo) -> int | None:
+        """Return the generation of the restored checkpoint of this job if `info` is of an earlier one."""
+        last = self._manifest
+        if last is None or last.incarnation != info.incarnation or last.generation <= info.generation:
+            return None
+        return last.generation
+
+    @property
+    def has_restored_final(self) -> bool:
+        """Whether the checkpoint that this replica has restored is that of the end of training."""
+        return self._manifest is not None and self._manifest.finished
+
+    def keep_final(self, *, is_final: bool) -> None:
+        """Use the checkpoint that rank 0 has restored.
+
+        Args:
+            is_final: whether it is that of the end of training. Then results are added to it. The result of
+                an end after which training goes on now is not kept.
+        """
+        self._has_final = self._is_final_written = is_final
+        if self._manifest is not None and (is_final or not self._manifest.finished):
+            # What the program has reported before it restores the state is newer.
+            self._result = {**self._manifest.result, **self._result}
+
+    def postpone(self) -> None:
+        """Wait for another interval until the next checkpoint is due."""
+        self._saved_at = time.monotonic()
+
+    def release_memory(self) -> None:
+        """Release the memory of the copied state, before this replica receives another state.
+
+        A checkpoint that is being written is given up, and the next one is due at once. If the storage does
+        not answer, the memory is released when it does.
+        """
+        if self._writer is not None and self._writer.release_memory(MAX_WAIT_FOR_MEMORY):
+            self._saved_at = float("-inf")
+
+    def report_result(self, result: dict[str, float | str]) -> None:
+        """Add to the result of training, and save it with the final checkpoint if that exists.
+
+        Raises:
+            CheckpointError: on rank 0, if the result cannot be written.
+        """
+        self._result.update(result)
+        if not self._is_final_written or not self._group.is_main:
+            return
+        if self._store is not None and self._manifest is not None:
+            self._manifest = self._store.annotate(self._manifest, self._result)
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written, at most `MAX_WAIT_AT_EXIT` seconds."""
+        if self._writer is not None and not self._writer.wait(MAX_WAIT_AT_EXIT):
+            print(
+                f"adascale: the last checkpoint was not written within {MAX_WAIT_AT_EXIT:g} s; "
+                "the one before it is kept",
+                flush=True,
+            )
+
+    def _keep_manifest(self, manifest: Manifest) -> None:
+        self._manifest = manifest

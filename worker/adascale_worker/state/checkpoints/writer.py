@@ -1,0 +1,212 @@
+"""Writes checkpoints in a thread of its own, from a copy of the state in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from adascale_core.checkpoint_manifest import Manifest
+from adascale_worker.errors import CheckpointError
+from adascale_worker.program.weight_checks import all_finite, nonfinite_message
+from adascale_worker.state.checkpoints.snapshot import Snapshot
+from adascale_worker.state.checkpoints.storage.interface import WriteCancelledError
+from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+
+State = dict[str, Any]
+MIN_DELAY = 10.0
+"""Seconds that a checkpoint takes at least before its duration is reported."""
+
+
+class CheckpointWriter:
+    """Copies the state, and writes the copy while training continues. One checkpoint at a time.
+
+    Args:
+        store: where checkpoints are saved.
+        interval: seconds between two checkpoints; a longer duration of one is reported.
+        on_saved: called with each manifest, in the thread that writes.
+    """
+
+    def __init__(self, store: CheckpointStore, interval: float, on_saved: Callable[[Manifest], None]) -> None:
+        self._store = store
+        self._interval = interval
+        self._on_saved = on_saved
+        self._snapshot = Snapshot()
+        self._thread: threading.Thread | None = None
+        self._cancelled = threading.Event()
+        self._step = 0
+        self._began = 0.0
+        self._has_reported_delay = False
+        self._reported_failure: str | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written. Reports once if that takes longer than the interval."""
+        if self._thread is None or not self._thread.is_alive():
+            return False
+        duration = time.monotonic() - self._began
+        if duration > max(self._interval, MIN_DELAY) and not self._has_reported_delay:
+            self._has_reported_delay = True
+            _print(
+                f"the checkpoint of step {self._step} is still being written to {self._store.storage} after "
+                f"{duration:.0f} s, longer than the interval of {self._interval:g} s: training continues, "
+                "and checkpoints are saved less often. Use faster storage, or a longer interval"
+            )
+        return True
+
+    @property
+    def last_is_unsaved(self) -> bool:
+        """Whether the last checkpoint that was begun is not saved, yet or at all."""
+        return self._reported_failure is not None or self.is_busy
+
+    def start(
+        self,
+        state: State,
+        info: CheckpointInfo,
+        result: dict[str, float | str],
+        weights: Sequence[Tensor] = (),
+        changed_by_step: Iterable[Tensor] = (),
+    ) -> None:
+        """Copy `state`, and begin to write the copy. If a checkpoint is still being written, do nothing.
+
+        A failure is reported, once until a checkpoint is saved again. Nothing is written if `weights`, which
+        are tensors of the state, are not all finite.
+
+        Args:
+            state: of training.
+            info: its description.
+            result: of training, as the program has reported it.
+            weights: see above.
+            changed_by_step: tensors of the state that nothing changes until `before_step` is called.
+
+        Raises:
+            UnsupportedStateError: an object in the state cannot be saved.
+        """
+        if self.is_busy:
+            return
+        try:
+            self._copy(state, weights, changed_by_step)
+        except CheckpointError as error:
+            self._report_failure(str(error))
+            return
+        self._cancelled.clear()
+        self._step, self._began = info.step, time.monotonic()
+        # A daemon: a storage that does not answer cannot keep the process from ending.
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(self._snapshot, info, dict(result)),
+            name="adascale-checkpoint",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def before_step(self) -> None:
+        """Let the step of the optimizer, which comes next, wait for the copy of what it changes."""
+        self._snapshot.before_step()
+
+    def save(
+        self,
+        state: State,
+        info: CheckpointInfo,
+        result: dict[str, float | str],
+        *,
+        only_if_latest: bool = False,
+    ) -> Manifest:
+        """Save a checkpoint, and return when it is durable. An earlier one that is being written is given up.
+
+        If `only_if_latest`, a checkpoint of a later step that another member has saved is as good.
+
+        Raises:
+            CheckpointError: see `CheckpointStore.save`; or there is not enough memory.
+            UnsupportedStateError: an object in the state cannot be saved.
+        """
+        self._cancelled.set()
+        self.wait()
+        self._copy(state)
+        with _copy_errors():
+            self._snapshot.wait()
+        manifest = self._store.save(self._snapshot, info, result, only_if_latest=only_if_latest)
+        self._on_saved(manifest)
+        return manifest
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until no checkpoint is being written, and return whether that is so.
+
+        Args:
+            timeout: seconds to wait at most. None: without limit.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            return not self._thread.is_alive()
+        return True
+
+    def release_memory(self, timeout: float) -> bool:
+        """Release the memory of the copy. A checkpoint that is being written is given up.
+
+        Args:
+            timeout: seconds to wait at most for the storage, which reads the copy until it has taken what it
+                is given. If it takes longer, the memory is released after that.
+
+        Returns:
+            Whether a checkpoint was being written.
+        """
+        is_writing = not self.wait(0.0)
+        self._cancelled.set()
+        self.wait(timeout)
+        self._snapshot = Snapshot()
+        return is_writing
+
+    def _copy(
+        self, state: State, weights: Sequence[Tensor] = (), changed_by_step: Iterable[Tensor] = ()
+    ) -> None:
+        with _copy_errors():
+            self._snapshot.copy(state, weights, changed_by_step)
+
+    def _write(self, snapshot: Snapshot, info: CheckpointInfo, result: dict[str, float | str]) -> None:
+        try:
+            with _copy_errors():
+                snapshot.wait()
+            if not all_finite(snapshot.weights):
+                # Reading all weights takes as long as copying them, so it is not done before.
+                _print(nonfinite_message(info.step))
+                return
+            manifest = self._store.save(snapshot, info, result, self._cancelled.is_set)
+        except WriteCancelledError:
+            return
+        except CheckpointError as error:
+            self._report_failure(str(error))
+            return
+        except Exception as error:  # noqa: BLE001 (a traceback of this thread would not stop training)
+            self._report_failure(f"the checkpoint cannot be saved: {type(error).__name__}: {error}")
+            return
+        if self._reported_failure is not None:
+            _print(f"checkpoints are saved again, the last one at step {manifest.step}")
+        self._reported_failure = None
+        if time.monotonic() - self._began <= self._interval:
+            self._has_reported_delay = False
+        self._on_saved(manifest)
+
+    def _report_failure(self, failure: str) -> None:
+        if failure != self._reported_failure:
+            # The previous checkpoint is intact, so continuing loses nothing that exiting would keep.
+            _print(f"{failure}; training continues without this checkpoint")
+        self._reported_failure = failure
+
+
+@contextmanager
+def _copy_errors() -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the state cannot be copied in memory for a checkpoint: {error}. The first replica needs the "
+            "memory of the state (parameters, optimizer) twice: raise its memory limit"
+        ) from error
+
+
+def _print(message: str) -> None:
+    print(f"adascale: {message}", flush=True)

@@ -1,0 +1,92 @@
+"""Gives all members of a generation the same state, from the memory of those that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from adascale_worker.state import transfer
+from adascale_worker.state.components import TrainerComponents
+from adascale_worker.state.program import ProgramState
+from adascale_worker.state.receive_memory import InitialWeights, ReceiveMemory, expected_sizes
+from adascale_worker.state.training import TrainingState, model_tensor_numbers
+from adascale_worker.state.tree import layouts, on_host
+
+
+class StateExchange:
+    """Copies a state between the members of a generation.
+
+    Args:
+        trainer: the parts of the trainer.
+        program: the parts of the program.
+        state: of both.
+    """
+
+    def __init__(self, trainer: TrainerComponents, program: ProgramState, state: TrainingState) -> None:
+        self._trainer = trainer
+        self._program = program
+        self._state = state
+        self._memory = ReceiveMemory()
+        self._initial_weights: InitialWeights | None = None
+        """Of a replica that joins others, until it has a state."""
+
+    def prepare(self) -> None:
+        """Prepare memory on the host for the state of the other members, before they wait."""
+        model = self._program.model
+        self._initial_weights = InitialWeights(model)
+        self._memory = ReceiveMemory(
+            expected_sizes(model, self._program.optimizer, self._initial_weights.names)
+        )
+
+    def release_memory(self) -> None:
+        """Release what is prepared and not used."""
+        self._memory.clear()
+
+    def keep_initial_weights(self) -> None:
+        """Train with the weights that the model was made with, because there is no state."""
+        if self._initial_weights is not None:
+            self._initial_weights.put_back()
+
+    def end(self) -> None:
+        """Release what was prepared: all members have the same state."""
+        self.release_memory()
+        self._initial_weights = None
+
+    def copy(self, sources: Sequence[int], nodes: Sequence[str]) -> bool:
+        """Copy the state of the ranks `sources`, which is the same, to all others. A collective call.
+
+        Args:
+            sources: ranks.
+            nodes: the node of each rank; members of a node get the state over the network once.
+
+        Returns:
+            whether this replica has another state now.
+        """
+        trainer, group = self._trainer, self._trainer.group
+        receivers = [rank for rank in range(group.replicas) if rank not in sources]
+        route = transfer.routes(sources, receivers, nodes).get(group.rank)
+        if route is None:
+            return False
+        device = group.transfer_device
+        if route.source is None:
+            assert route.target is not None
+            self._program.optimizer.discard_comparison()
+            transfer.send(group, route.target, self._state.state_dict(), device=device)
+            return False
+        if device.type == "cpu":
+            # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
+            trainer.checkpointing.release_memory()
+        state = transfer.receive(group, route, device=device, memory=self._memory, places=self._places_for)
+        if device.type != "cpu":
+            # As from a checkpoint: the program's objects may keep the tensors that they get.
+            state["program"]["registered"] = on_host(state["program"]["registered"])
+        self._state.load_state_dict(state)
+        self._initial_weights = None
+        return True
+
+    def _places_for(self, spec: bytes) -> dict[int, torch.Tensor]:
+        """Return the tensors to receive those of a state into, by their numbers in its structure."""
+        if self._initial_weights is None:
+            return {}
+        return self._initial_weights.places(model_tensor_numbers(spec), layouts(spec))

@@ -1,0 +1,96 @@
+"""Saves the state of a training program, if its weights are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from adascale_worker.errors import CheckpointError
+from adascale_worker.program.weight_checks import FiniteWeights, NonFiniteWeightsError, nonfinite_message
+from adascale_worker.state.components import TrainerComponents
+from adascale_worker.state.program import ProgramState
+from adascale_worker.state.training import TrainingState
+
+
+class StateSaving:
+    """Saves checkpoints of a state.
+
+    Args:
+        trainer: the parts of the trainer.
+        program: the parts of the program.
+        state: of both.
+        weights: checks the weights.
+    """
+
+    def __init__(
+        self, trainer: TrainerComponents, program: ProgramState, state: TrainingState, weights: FiniteWeights
+    ) -> None:
+        self._trainer = trainer
+        self._program = program
+        self._state = state
+        self._weights = weights
+
+    def save(self, *, final: bool = False, durable: bool = False, alone: bool = False) -> None:
+        """Save a checkpoint; if `final` or `durable`, before this returns. A collective call.
+
+        If `alone`, the other members may save too, and a checkpoint of a later step is as good.
+
+        Raises:
+            NonFiniteWeightsError: weights are not finite; the previous checkpoint is kept.
+            CheckpointError: see `Checkpointing.save`.
+        """
+        checkpointing = self._trainer.checkpointing
+        if final or (durable and checkpointing.enabled):
+            self.require_finite_weights()
+        checkpointing.save(
+            self._state.info(),
+            self._state.state_dict,
+            final=final,
+            durable=durable,
+            only_if_latest=alone,
+            weights=self._weights.weights(),
+            changed_by_step=_tensors_of(self._program.optimizer.state),
+        )
+
+    def save_if_possible(self, *, alone: bool = False) -> bool:
+        """Save a checkpoint before this returns, or print why not; return whether it is saved."""
+        try:
+            self.save(durable=True, alone=alone)
+        except (NonFiniteWeightsError, CheckpointError) as error:
+            if self._trainer.group.is_main:
+                print(f"adascale: {error}", flush=True)
+            return False
+        return True
+
+    def save_alone(self) -> bool:
+        """Save the state without the other replicas, and return whether it is saved."""
+        self._trainer.group.be_alone()
+        return self.save_if_possible(alone=True)
+
+    def save_on_rank_0(self) -> None:
+        """Save the state before this returns, without a collective call."""
+        self._trainer.checkpointing.save_on_rank_0(self._state.info(), self._state.state_dict)
+
+    def require_finite_weights(self) -> None:
+        """Check the weights.
+
+        Raises:
+            NonFiniteWeightsError: weights are not finite.
+        """
+        trainer = self._trainer
+        if not self._weights.are_finite():
+            trainer.checkpointing.postpone()
+            raise NonFiniteWeightsError(nonfinite_message(trainer.progress.step))
+
+
+def _tensors_of(state: Mapping[Any, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer keeps for its parameters."""
+    return [
+        value
+        for kept in state.values()
+        if isinstance(kept, Mapping)
+        for value in kept.values()
+        if isinstance(value, torch.Tensor)
+    ]

@@ -1,0 +1,148 @@
+"""Process groups and stores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.algorithms.join import Joinable
+
+from adascale_worker.torch_private.lookup import private_part
+
+
+def default_store() -> Any:
+    """Return the store of torch's default process group, for keys that need no collective call."""
+    return private_part(dist.distributed_c10d, "_get_default_store", "to learn which replicas end training")()
+
+
+def tcp_store(
+    host: str, port: int, world_size: int, *, is_master: bool, timeout: timedelta, listen_fd: int | None
+) -> TCPStore:
+    """Return a TCPStore that does not wait for the other ranks, served on a socket that already listens.
+
+    Args:
+        host, port: address of the server.
+        world_size: number of ranks.
+        is_master: whether this rank is the server.
+        timeout: of the operations of the store.
+        listen_fd: file descriptor of the listening socket, on the server; None to open a socket.
+    """
+
+    return TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=is_master,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
+
+
+def local_process_group() -> dist.ProcessGroup:
+    """Return a process group of this process alone, which no other process has to make too.
+
+    `torch.distributed.new_group` requires a default process group of which it is a part.
+    """
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    group = dist.ProcessGroup(store, 0, 1)
+    backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=5))
+    register = private_part(group, "_register_backend", "to make a group of one process")
+    kind = dist.ProcessGroup.BackendType.GLOO
+    for device in ("cpu", "cuda"):
+        register(torch.device(device), kind, backend)
+    private_part(group, "_set_default_backend", "to make a group of one process")(kind)
+    return group
+
+
+def reset_group_names() -> None:
+    """Let the default process group that is made next have the name that it has in a new process.
+
+    torch names groups by counting those of a process, and one whose formation fails counts until a default
+    group is destroyed. Members with another name would wait for each other in vain.
+    """
+    world = private_part(dist.distributed_c10d, "_world", "to form a group again after a failed formation")
+    world.group_count = 0
+
+
+def set_collective_timeout(timeout: timedelta) -> None:
+    """Set the timeout of collectives of the default process group."""
+    purpose = "to wait longer for a collective than for the formation"
+    public: Callable[[timedelta], None] | None = getattr(dist, "set_timeout", None)
+    if public is None:
+        public = private_part(dist.distributed_c10d, "_set_pg_timeout", purpose)
+    public(timeout)
+
+
+def nccl_options(device: torch.device, timeout: timedelta) -> dict[str, Any]:
+    """Return arguments of `init_process_group` with which NCCL connects at the first collective on a GPU.
+
+    torch 2.15 would connect at once, on the GPU of LOCAL_RANK, or else of the rank. That may be another GPU.
+    And gloo's sockets, which are found among those that appear in `init_process_group`, would be confused
+    with NCCL's. torch 2.9 connects at the first collective anyway, as does 2.15 with TORCH_DIST_USE_NCCL2=0.
+
+    Args:
+        device: of the tensors, with an index.
+        timeout: of the group.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    if not hasattr(options, "lazy_init") or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
+        return {}
+    options.lazy_init, options._timeout = True, timeout
+    return {"device_id": device, "pg_options": options}
+
+
+def abort_process_group() -> None:
+    """End the NCCL kernels of the default process group that wait for a lost peer."""
+    backend = private_part(dist.group.WORLD, "_get_backend", "to end kernels that wait for a lost peer")(
+        torch.device("cuda")
+    )
+    backend.abort()
+
+
+def is_in_join(joinable: Joinable) -> bool:
+    """Whether `joinable` takes part in a `torch.distributed.algorithms.join.Join` context now."""
+    config = private_part(joinable, "_join_config", "to detect whether peers may have run out of data")
+    return bool(config.enable)
+
+
+_CONNECTION_ERRORS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "socket timeout",
+    "timed out waiting",
+    "software caused connection abort",
+    "connection refused",
+    # Of a network that has become silent, and of hosts and routes that are gone.
+    "connection timed out",
+    "no route to host",
+    "network is unreachable",
+    "network is down",
+    "host is down",
+    # Of NCCL, and of torch after the communicator is aborted.
+    "remote process exited or there was a network error",
+    "communicator was aborted",
+)
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Whether `error`, or an error that caused it, means that the connection to another replica is lost.
+
+    Gloo raises a plain RuntimeError for this, so only its message identifies it.
+    """
+    while error is not None:
+        if isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
+            return True
+        if isinstance(error, RuntimeError):
+            message = str(error).lower()
+            from_backend = "gloo" in message or "nccl" in message
+            if from_backend and any(fragment in message for fragment in _CONNECTION_ERRORS):
+                return True
+        error = error.__cause__ or error.__context__
+    return False
