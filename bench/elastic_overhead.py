@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python bench/elastic_overhead.py [--blocks 30] [--steps 32] [networks ...]
     python bench/elastic_overhead.py --device cuda [--blocks 30] [--steps 32] [networks ...]
 
-Two replicas on this machine with gloo and one thread each, in processes of their own for each contender. All
-take turns in short runs of steps, in an order that changes from block to block, and wait between their turns.
-Printed are the medians over all blocks of the ratio of processor times per step of both replicas, with its
-quartiles, and the processor time itself.
+Two replicas on this machine, or `--replicas`, with gloo and one thread each, in processes of their own for
+each contender. All take turns in short runs of steps, in an order that changes from block to block, and wait
+between their turns. Printed are the medians over all blocks of the ratio of processor times per step of all
+replicas, with its quartiles, and the processor time itself.
 
 Contenders: `plain` (DistributedDataParallel and SGD with momentum), `plain again`, which shows the difference
 between two equal contenders, `trainer` (ElasticTrainer without agents), and `elastic` (ElasticTrainer with
@@ -33,6 +33,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import device_option
 import overhead
@@ -54,17 +55,20 @@ NETWORKS = ("tiny", "deep", "resnet18")
 DEFAULT_NETWORKS = {"cpu": ("tiny", "deep"), "cuda": ("tiny", "resnet18")}
 LOCAL_BSZ = 32
 SAMPLES = 64 * LOCAL_BSZ
-REPLICAS = 2
 WARM_UP = FIRST_STEPS + MAX_INTERVAL
 """Steps before the first turn."""
-SPEC = {
-    "batch_size": LOCAL_BSZ,
-    "max_batch_size": REPLICAS * LOCAL_BSZ,
-    "local_bsz_bounds": [LOCAL_BSZ, LOCAL_BSZ],
-    "min_replicas": REPLICAS,
-    "max_replicas": REPLICAS,
-}
 POLL = 0.002
+
+
+def spec_of(replicas: int) -> dict[str, Any]:
+    """Declare a job that always has so many replicas, with one batch of the same size each."""
+    return {
+        "batch_size": LOCAL_BSZ,
+        "max_batch_size": replicas * LOCAL_BSZ,
+        "local_bsz_bounds": [LOCAL_BSZ, LOCAL_BSZ],
+        "min_replicas": replicas,
+        "max_replicas": replicas,
+    }
 
 
 # -- the processes that are measured ----------------------------------------------------------------------
@@ -123,7 +127,7 @@ class Turns:
             time.sleep(POLL)
 
 
-def run(contender: str, network: str, folder: Path, steps: int, device_type: str) -> None:
+def run(contender: str, network: str, folder: Path, steps: int, device_type: str, replicas: int) -> None:
     """Train as a contender, until the process is killed."""
     torch.set_num_threads(1)
     device = select_device(device_type, int(os.environ.get("LOCAL_RANK", "0")))
@@ -142,14 +146,14 @@ def run(contender: str, network: str, folder: Path, steps: int, device_type: str
     if contender.startswith("plain"):
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(backend_of(device, share_a_gpu=torch.cuda.device_count() < REPLICAS))
+        dist.init_process_group(backend_of(device, share_a_gpu=torch.cuda.device_count() < replicas))
         parallel = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         optimizer = overhead.sgd(model.parameters())
         while True:
             train(iter(DataLoader(dataset, batch_size=LOCAL_BSZ, shuffle=True)), parallel, optimizer)
     trainer = ElasticTrainer(
         batch_size=LOCAL_BSZ,
-        max_batch_size=REPLICAS * LOCAL_BSZ,
+        max_batch_size=replicas * LOCAL_BSZ,
         local_bsz_bounds=(LOCAL_BSZ, LOCAL_BSZ),
         device=device,
     )
@@ -163,10 +167,12 @@ def run(contender: str, network: str, folder: Path, steps: int, device_type: str
 # -- the measurement --------------------------------------------------------------------------------------
 
 
-def start(contender: str, network: str, folder: Path, steps: int, device: str, stack: ExitStack) -> None:
+def start(
+    contender: str, network: str, folder: Path, steps: int, device: str, replicas: int, stack: ExitStack
+) -> None:
     """Start the processes of a contender."""
     program = [sys.executable, __file__, "--run", contender, "--folder", str(folder), "--steps", str(steps)]
-    program += ["--device", device, network]
+    program += ["--device", device, "--replicas", str(replicas), network]
     environ = {"OMP_NUM_THREADS": "1"}
 
     def begin(command: list[str], own: dict[str, str]) -> None:
@@ -178,9 +184,9 @@ def start(contender: str, network: str, folder: Path, steps: int, device: str, s
 
     if contender == "elastic":
         (folder / "service").mkdir()
-        service, allocate = stack.enter_context(rescale.service(folder / "service", lambda _: SPEC))
-        allocate(1, REPLICAS)
-        for replica in range(REPLICAS):
+        service, allocate = stack.enter_context(rescale.service(folder / "service", spec_of))
+        allocate(1, replicas)
+        for replica in range(replicas):
             command = [sys.executable, "-m", "adascale_worker.agent", "--", *program]
             begin(
                 command,
@@ -190,13 +196,13 @@ def start(contender: str, network: str, folder: Path, steps: int, device: str, s
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    for rank in range(REPLICAS):
-        ranks = {"RANK": str(rank), "WORLD_SIZE": str(REPLICAS)}
-        local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(REPLICAS)}
+    for rank in range(replicas):
+        ranks = {"RANK": str(rank), "WORLD_SIZE": str(replicas)}
+        local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(replicas)}
         begin(program, {**ranks, **local, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
 
 
-def lines_of(folder: Path, contender: str, number: int) -> list[str]:
+def lines_of(folder: Path, contender: str, number: int, replicas: int) -> list[str]:
     """Return line `number` of each process of a contender, once all have written it."""
 
     def written() -> list[str]:
@@ -207,24 +213,24 @@ def lines_of(folder: Path, contender: str, number: int) -> list[str]:
         ]
         lines = [path.read_text().splitlines(keepends=True) for path in files]
         complete = [each[number] for each in lines if len(each) > number and each[number].endswith("\n")]
-        return complete if len(complete) == REPLICAS else []
+        return complete if len(complete) == replicas else []
 
     return rescale.wait_until(written, f"{contender}, turn {number}")
 
 
-def measure(network: str, blocks: int, steps: int, device: str) -> dict[str, list[float]]:
-    """Return the seconds per step of both replicas of each contender, by block: of processors, or on GPUs."""
+def measure(network: str, blocks: int, steps: int, device: str, replicas: int) -> dict[str, list[float]]:
+    """Return the seconds per step of all replicas of each contender, by block: of processors, or on GPUs."""
     found: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     order = random.Random(0)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         for contender in CONTENDERS:
-            start(contender, network, folder, steps, device, stack)
-            lines_of(folder, contender, 0)
+            start(contender, network, folder, steps, device, replicas, stack)
+            lines_of(folder, contender, 0, replicas)
         for block in range(1, blocks + 1):
             for contender in order.sample(CONTENDERS, len(CONTENDERS)):
                 (folder / f"{contender}.{block}").touch()
-                lines = lines_of(folder, contender, block)
+                lines = lines_of(folder, contender, block, replicas)
                 found[contender].append(sum(float(line.split()[1]) for line in lines))
     return found
 
@@ -232,7 +238,7 @@ def measure(network: str, blocks: int, steps: int, device: str) -> dict[str, lis
 def show(network: str, found: dict[str, list[float]], device: str) -> None:
     """Print the ratios of a network."""
     measured = "processor time" if device == "cpu" else "time"
-    print(f"{network}: milliseconds of {measured} of a step of both replicas, median")
+    print(f"{network}: milliseconds of {measured} of a step of all replicas, median")
     for name, seconds in found.items():
         print(f"  {name:24} {1e3 * statistics.median(seconds):8.3f}")
     print("  ratio")
@@ -251,6 +257,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("networks", nargs="*", help="any of " + ", ".join(NETWORKS))
+    parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=30, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=MAX_INTERVAL, help="steps of a turn")
     parser.add_argument("--json", type=Path, help="where to write all times")
@@ -260,10 +267,10 @@ def main() -> None:
     options = parser.parse_args()
     device_option.check(parser, options.device)
     if options.run:
-        run(options.run, options.networks[0], options.folder, options.steps, options.device)
+        run(options.run, options.networks[0], options.folder, options.steps, options.device, options.replicas)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends the processes, too.
     results = {
-        network: measure(network, options.blocks, options.steps, options.device)
+        network: measure(network, options.blocks, options.steps, options.device, options.replicas)
         for network in options.networks or DEFAULT_NETWORKS[options.device]
     }
     for network, found in results.items():

@@ -11,12 +11,12 @@
 # `run` writes a file for each part into RESULTS as the part goes on, and the results into RESULTS/summary.txt. Parts,
 # in the order of their value; one that takes longer than its limit is ended:
 #
-#     tests       the tests of `make test-gpu`, without those of programs under bench/ that `run` measures itself
-#     overhead    a step of AdaScale against plain DDP, on one rank: times, and kernels, copies and waits
+#     tests       the tests of `make test-gpu`, but for those of programs under bench/, which `run` measures itself
+#     overhead    a step of AdaScale against plain DDP, on one rank
 #     rescale     two replicas on this GPU: changes of size, and a kill, with 1 GB of state
-#     checkpoint  the stall of a checkpoint of 1 GB
-#     shared      a step on two ranks that share this GPU, with gloo
-#     elastic     a step of the elastic trainer against the trainer alone and plain DDP, likewise
+#     elastic     a step of the elastic trainer against the trainer alone and plain DDP, on one replica
+#     counts      kernels, copies and waits of a step of AdaScale and of plain DDP
+#     checkpoint  the stall of a checkpoint of 1 GB, in memory
 #
 # Variables: PYTHON (default python3); PARTS, a list of the parts to run; DEVICE=cpu tries the script without a GPU,
 # with small sizes.
@@ -69,23 +69,15 @@ part() {
     } | tee -a "$results/summary.txt"
 }
 
-overhead() {
-    local sizes=(--blocks 15) networks=(resnet18 transformer) optimizer
-    if [ "$device" = cpu ]; then sizes=(--blocks 2 --steps 1) networks=(deep); fi
-    for optimizer in sgd adamw; do
-        echo "$optimizer"
-        "$python" bench/overhead.py "${networks[@]}" --device "$device" "$@" --optimizer "$optimizer" "${sizes[@]}" \
-            --contenders plain "plain again" adascale "every step"
-    done
-}
+networks=(resnet18 transformer) sizes=(--blocks 4)
+if [ "$device" = cpu ]; then networks=(deep) sizes=(--blocks 2 --steps 1); fi
 
-profile() {
-    local networks=(resnet18 transformer) optimizer
-    if [ "$device" = cpu ]; then networks=(deep); fi
+# step NETWORK... OPTION...: `bench/overhead.py` with each optimizer.
+step() {
+    local optimizer
     for optimizer in sgd adamw; do
         echo "$optimizer"
-        "$python" bench/overhead.py "${networks[@]}" --device "$device" "$@" --optimizer "$optimizer" --profile \
-            --contenders plain adascale "every step"
+        "$python" bench/overhead.py "$@" --device "$device" --ranks 1 --optimizer "$optimizer"
     done
 }
 
@@ -97,8 +89,8 @@ run() {
     results=$(mkdir -p "$1" && cd "$1" && pwd)
     : > "$results/summary.txt"
     export state=1GB
-    local gigabytes=1 shared=(resnet18 transformer) elastic=(tiny resnet18)
-    if [ "$device" = cpu ]; then state=tiny gigabytes=0.01 shared=(deep) elastic=(tiny); fi
+    local gigabytes=1 elastic=resnet18
+    if [ "$device" = cpu ]; then state=tiny gigabytes=0.01 elastic=tiny; fi
     site=$(mktemp -d)  # not local: the trap runs after this function
     trap 'rm -rf "$site"' EXIT
     if [ -n "${2:-}" ]; then
@@ -106,23 +98,23 @@ run() {
     fi
     export PYTHONPATH="$PWD/core:$PWD/client:$PWD/worker:$PWD/api:$PWD/controller:$PWD/tests:$site" PYTHONUNBUFFERED=1
     export OMP_NUM_THREADS=1 python device
-    export -f overhead profile rescale
+    export -f step rescale
     {
         "$python" -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)'
         if [ "$device" = cuda ]; then nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader; fi
         git log -1 --format='commit %h' 2>/dev/null || true
     } | tee -a "$results/summary.txt"
 
-    local marker=gpu selection=()
-    if [ "$device" = cpu ]; then marker="not slow and not cluster" selection=(tests/worker/test_devices.py tests/worker/test_device_clock.py); fi
-    # The benchmarks are tried by the other parts.
-    part tests 120 "$python" -m pytest -m "$marker" --numprocesses 8 --dist worksteal --timeout 90 --durations 12 \
-        -p no:cacheprovider -p no:benchmark --deselect tests/worker/test_benchmarks.py "${selection[@]}"
-    part overhead 75 bash -c 'overhead --ranks 1 && profile --ranks 1'
-    part rescale 75 bash -c "rescale && rescale && rescale"
-    part checkpoint 25 "$python" bench/checkpoint.py --device "$device" --gigabytes "$gigabytes"
-    part shared 45 bash -c "overhead --ranks 2"
-    part elastic 45 "$python" bench/elastic_overhead.py "${elastic[@]}" --device "$device" --blocks 10
+    local marker=gpu tests
+    if [ "$device" = cpu ]; then marker="not slow and not cluster"; fi
+    mapfile -t tests < <(grep -rl --include='test_*.py' --exclude=test_benchmarks.py 'mark\.gpu' tests/worker)
+    part tests 90 "$python" -m pytest -m "$marker" --numprocesses 8 --dist worksteal --timeout 80 --durations 12 \
+        -p no:cacheprovider -p no:benchmark "${tests[@]}"
+    part overhead 85 bash -c "step ${networks[*]} ${sizes[*]} --contenders plain 'plain again' adascale"
+    part rescale 80 bash -c "rescale && rescale"
+    part elastic 55 "$python" bench/elastic_overhead.py "$elastic" --replicas 1 --device "$device" --blocks 8
+    part counts 45 bash -c "step ${networks[0]} --profile --contenders plain adascale"
+    part checkpoint 25 "$python" bench/checkpoint.py --device "$device" --gigabytes "$gigabytes" --rounds 3 --folder /dev/shm
 }
 
 case "${1:-}" in

@@ -323,7 +323,7 @@ def profile_steps(step: Step, count: int, device: torch.device, *, is_recorded: 
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiled, record_function("all steps"):
+    with profile(activities=activities, acc_events=True) as profiled, record_function("all steps"):
         for _ in range(count):
             step()
     events = profiled.events()

@@ -26,7 +26,7 @@ replica group of size 1 for each replica, on gloo, with a heartbeat timeout of -
 of the size of the state among as many processes, with gloo. All use the huge pages that an agent chooses.
 
 With `--device cuda`, each replica has a GPU of its own, and all use NCCL. With fewer GPUs than replicas,
-AdaScale's share them and use gloo; torchft and the broadcast need enough. A step then ends when the GPU has
+AdaScale's and the broadcast share them and use gloo; torchft needs enough. A step then ends when the GPU has
 made it. With the default, no process sees a GPU. It has not been run on GPUs.
 """
 
@@ -478,7 +478,7 @@ def _broadcast_rank(rank: int, store: str, count: int, device_type: str) -> None
     device = select_device(device_type, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = backend_of(device, share_a_gpu=False)
+    backend = backend_of(device, share_a_gpu=torch.cuda.device_count() < count)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=count)
     tensors = [torch.ones(shape, device=device) for shape in STATE_TENSORS]
     rounds = []

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from adascale_worker import AdaScale, SecondMomentOptimizer
-from adascale_worker.scaling.rules import AdamRule, adam_hyperparameters
-from adascale_worker.scaling.statistics import metric
+from adascale_worker.scaling.rules import AdamRule, SecondMoment, adam_hyperparameters
+from adascale_worker.scaling.statistics import metric, norms
 from adascale_worker.scaling.supported_optimizers import UnsupportedOptimizerError
-from adascale_worker.torch_private.tensors import weighted_sqr_norms, weighted_sqr_norms_together
+from adascale_worker.torch_private.tensors import weighted_sqr_norms
 from worker.adascale_problem import Net, backward, batches, network, one_group, squared_error, two_groups
 from worker.reference import Batch, Reference
 
@@ -85,6 +85,7 @@ def assert_matches_reference(
     return optimizer
 
 
+@pytest.mark.usefixtures("reading")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gains_and_weights_are_those_of_the_reference(kind: Kind, options: dict[str, Any]) -> None:
@@ -97,6 +98,7 @@ def test_each_group_has_its_own_gain(kind: Kind) -> None:
     assert optimizer.gain(0) != optimizer.gain(1)
 
 
+@pytest.mark.usefixtures("reading")
 def test_one_replica_measures_the_difference_of_consecutive_gradients() -> None:
     optimizer = assert_matches_reference(torch.optim.AdamW, {"lr": 1e-3}, micro=1, scale=2.0)
     assert optimizer.estimate is not None
@@ -278,6 +280,7 @@ def test_a_rare_coordinate_does_not_outweigh_the_others() -> None:
     assert optimizer.grad_var < 1e5
 
 
+@pytest.mark.usefixtures("reading")
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("at", [0, 1, 5])
 def test_training_after_save_and_load_is_equal_to_the_bit(*, micro: int, at: int) -> None:
@@ -367,6 +370,7 @@ def test_a_pickled_copy_trains_on_as_the_original() -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.usefixtures("reading")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64])
 def test_gradients_of_any_dtype(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -382,14 +386,21 @@ def test_gradients_of_any_dtype(dtype: torch.dtype) -> None:
     assert 1.0 < optimizer.gain() < 2.0
 
 
-@pytest.mark.parametrize("device", ["cpu", "other"])
-def test_norms_are_the_same_in_pieces_and_together(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["one by one", "together, as on a GPU"])
+def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the tensors of the CPU are read."""
+    if request.param != "one by one":
+        monkeypatch.setattr(norms, "SEPARATELY_READ", ())
+
+
+@pytest.mark.usefixtures("reading")
+def test_norms_are_the_same_in_pieces_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large tensors are divided in pieces; several small ones together, on the CPU and on a GPU."""
     results = []
-    for size in (1 << 25, 100):
-        monkeypatch.setitem(metric.CHUNK, "cpu", size)
-        if device == "other":
-            monkeypatch.setattr(metric, "MAX_ELEMENTS_TO_KEEP", 0)
+    for size in (1 << 24, 100):
+        monkeypatch.setattr(metric, "CHUNK", size)
+        for module in (metric, norms):
+            monkeypatch.setattr(module, "MAX_ELEMENTS_TOGETHER", size)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(30, 80), nn.Tanh(), nn.Linear(80, 3))
         optimizer = AdaScale(torch.optim.AdamW(model.parameters(), lr=1e-3), num_gradients_to_accumulate=2)
@@ -402,16 +413,62 @@ def test_norms_are_the_same_in_pieces_and_together(device: str, monkeypatch: pyt
     assert results[0] == pytest.approx(results[1], rel=1e-4)
 
 
-def test_kernels_for_many_tensors_give_the_same_norms_as_inner_products() -> None:
+@pytest.mark.usefixtures("reading")
+@pytest.mark.parametrize("factors", [(3.0, 3.0, 3.0), (3.0, 0.5, 2.0), "tensors"], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("limit", [10, 1 << 24])
+def test_gradients_are_divided_by_the_roots_of_their_second_moments(
+    factors: Any, dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against sums in double precision. The third parameter has no second moment yet."""
+    for module in (metric, norms):
+        monkeypatch.setattr(module, "MAX_ELEMENTS_TOGETHER", limit)
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in [(2, 3), (5,), (4, 1)]]
+    gradients = [torch.randn_like(parameter) for parameter in parameters]
+    values = [real(torch.randn_like(each)).square().view(real(each).shape) for each in gradients]
+    values = [torch.view_as_complex(v) if dtype.is_complex else v for v in values]
+    given = [torch.tensor(f) for f in (3.0, 0.5, 2.0)] if factors == "tensors" else factors
+    moments = [SecondMoment(*each) for each in zip(values, given, strict=True)][:2]
+
+    class Rule(AdamRule):
+        def second_moments(self, number: int) -> dict[int, SecondMoment]:
+            return {id(p): moment for p, moment in zip(parameters, moments, strict=False)}
+
+    inner = torch.optim.AdamW(parameters)
+    measured = metric.SecondMomentMetric(Rule(inner), inner)
+    second = [real(moment.value).double() * moment.factor for moment in moments]
+    mean = float(torch.cat([each.flatten() for each in second]).mean())
+    second.append(torch.full(real(parameters[2]).shape, mean, dtype=torch.float64))
+    added = mean * metric.FLOOR + 1e-8**2
+    expected = [real(g).double() / (v + added).sqrt() for g, v in zip(gradients, second, strict=True)]
+    accuracy = {"rel": 1e-5, "abs": 1e-6}
+    divided = measured.divided(parameters, gradients)
+    for found, each, gradient in zip(divided, expected, gradients, strict=True):
+        assert found.shape == gradient.shape
+        assert real(found).flatten().tolist() == pytest.approx(each.flatten().tolist(), **accuracy)
+    sqr_norm = sum(float(each.square().sum()) for each in expected)
+    total = measured.sqr_norm(parameters, gradients, torch.device("cpu"))
+    assert total.item() == pytest.approx(sqr_norm, **accuracy)
+    assert [measured.norm(*pair).item() for pair in zip(parameters, gradients, strict=True)] == (
+        pytest.approx([float(each.norm()) for each in expected], **accuracy)
+    )
+
+
+def real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def test_weighted_norms_are_inner_products() -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(size) for size in (1, 7, 500)]
     divisors = [torch.rand(tensor.shape) + 0.1 for tensor in tensors]
     expected = [(x.double().square() / divisor).sum() for x, divisor in zip(tensors, divisors, strict=True)]
-    for norms in (weighted_sqr_norms_together, weighted_sqr_norms):
-        found = norms(tensors, [divisor.clone() for divisor in divisors])
-        assert [each.item() for each in found] == pytest.approx([each.item() for each in expected])
+    found = weighted_sqr_norms(tensors, [divisor.clone() for divisor in divisors])
+    assert [each.item() for each in found] == pytest.approx([each.item() for each in expected])
 
 
+@pytest.mark.usefixtures("reading")
 @pytest.mark.parametrize("shapes", [[(5,)], [(200, 100)], [(5,), (0,), (200, 100)]])
 def test_measuring_changes_neither_gradients_nor_second_moments(shapes: list[tuple[int, ...]]) -> None:
     torch.manual_seed(0)
@@ -425,10 +482,11 @@ def test_measuring_changes_neither_gradients_nor_second_moments(shapes: list[tup
     before = copy.deepcopy([*gradients, *moments])
     measured = metric.SecondMomentMetric(AdamRule(inner), inner)
     pairs = list(zip(parameters, gradients, strict=True))
-    norms = [measured.norm(*pair).item() for pair in pairs]
-    assert norms == pytest.approx([measured.divided(*pair).norm().item() for pair in pairs], rel=1e-4)
+    found = [measured.norm(*pair).item() for pair in pairs]
+    divided = measured.divided(parameters, gradients)
+    assert found == pytest.approx([each.norm().item() for each in divided], rel=1e-4)
     together = measured.sqr_norm(parameters, gradients, torch.device("cpu")).item()
-    assert together == pytest.approx(sum(norm**2 for norm in norms), rel=1e-4)
+    assert together == pytest.approx(sum(norm**2 for norm in found), rel=1e-4)
     assert all(map(torch.equal, before, [*gradients, *moments]))
 
 

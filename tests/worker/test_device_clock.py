@@ -107,7 +107,7 @@ def test_timing_steps_never_waits_for_the_device(work: Callable[[], object]) -> 
 
     def waits(after_step: Callable[[], object]) -> tuple[int, StepTimer]:
         timer = StepTimer(clock=clock)
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiled:
             for _ in range(steps):
                 work()
                 timer.step(BatchPlan(1, 4), clock.mark())

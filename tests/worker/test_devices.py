@@ -18,7 +18,7 @@ from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker import AdaScale, ElasticTrainer
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.program.weight_checks import all_finite
+from adascale_worker.program.weight_checks import FiniteWeights
 from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.store import CheckpointStore
 from adascale_worker.state.tree import flatten, on_host
@@ -185,7 +185,7 @@ def test_most_steps_of_a_trainer_do_not_wait_for_the_gpu(make_trainer: MakeTrain
     batches = iter(trainer.dataloader(data))
     for _ in range(110):  # The first 100 steps are all measured.
         learn(model, optimizer, *next(batches))
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiled:
         for _ in range(steps):
             learn(model, optimizer, *next(batches))
     waits = [event.name for event in profiled.events() if event.name in WAITS]
@@ -270,6 +270,7 @@ def test_neither_a_snapshot_nor_the_next_step_waits_for_the_gpu() -> None:
     snapshot = Snapshot()
     snapshot.copy({"matrix": matrix, "moment": moment})  # allocates its memory
     snapshot.wait()
+    torch.mm(matrix, matrix).sin_().zero_()  # To load a kernel waits for all others.
     for _ in range(200):
         matrix = torch.mm(matrix, matrix).sin_()
     done = torch.cuda.Event()
@@ -335,14 +336,15 @@ def flattened(tree: Any) -> list[Tensor]:
 def test_the_state_can_be_saved_while_a_kernel_does_not_end() -> None:
     device = torch.device("cuda", 0)
     group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), device, is_elastic=True)
-    weight = torch.randn(1 << 20, device=device)
-    expected, snapshot, done = weight.cpu(), Snapshot(), torch.cuda.Event()
+    weight = nn.Parameter(torch.randn(1 << 20, device=device))
+    expected, snapshot, done = weight.detach().cpu(), Snapshot(), torch.cuda.Event()
+    finite = FiniteWeights(torch.optim.SGD([weight]), 3, group)
     torch.cuda._sleep(1 << 33)  # some seconds
     done.record()
 
     def save() -> bool:
-        snapshot.copy({"weight": weight}, weights=[weight])
-        return all_finite([weight]) and torch.equal(snapshot.weights[0], expected)
+        snapshot.copy({"weight": weight.detach()}, weights=[weight.detach()])
+        return finite.are_finite() and torch.equal(snapshot.weights[0], expected)
 
     group.save_alone = save
     assert group._save_beside()

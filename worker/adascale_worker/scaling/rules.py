@@ -185,14 +185,16 @@ class AdamRule(ScalingRule):
         beta, unit, states = float(group["betas"][1]), self._unit(number), self._optimizer.state
         found: dict[int, SecondMoment] = {}
         factors: dict[float, float] = {}
+        on_gpu: dict[int, Tensor] = {}
         for parameter in group["params"]:
             state = states.get(parameter)
             if not state:
                 continue
             step = state["step"]
             if not step.is_cpu:
-                # On a GPU (capturable) a tensor, which it does not wait for.
-                found[id(parameter)] = SecondMoment(state[name], 1.0 / (1.0 - beta ** (step * unit)))
+                # On a GPU (capturable or fused) a tensor, which it does not wait for.
+                on_gpu[id(parameter)] = step
+                found[id(parameter)] = SecondMoment(state[name])
                 continue
             passed = step.item()
             if passed == 0.0:
@@ -201,6 +203,12 @@ class AdamRule(ScalingRule):
             if factor is None:
                 factor = factors[passed] = 1.0 / (1.0 - beta ** (passed * unit))
             found[id(parameter)] = SecondMoment(state[name], factor)
+        if on_gpu:
+            # All in one place, so that few kernels are launched.
+            first = next(iter(on_gpu.values()))
+            steps = torch.stack([step.reshape(()).to(first.device) for step in on_gpu.values()])
+            for number, each in zip(on_gpu, (1.0 / (1.0 - beta ** (steps * unit))).unbind(), strict=True):
+                found[number] = SecondMoment(found[number].value, each)
         return found
 
     def eps(self, number: int) -> float:

@@ -29,21 +29,10 @@ def weighted_sqr_norms(tensors: Sequence[Tensor], divisors: Sequence[Tensor]) ->
     """Return the sum of x^2 / divisor for each tensor x.
 
     Args:
-        tensors: of one dimension, on one device.
+        tensors: of one dimension, on the CPU, where an inner product costs a fraction of a norm.
         divisors: of the same shapes, and positive. May be overwritten.
     """
-    if tensors[0].is_cpu:
-        # An inner product costs a fraction of a norm there.
-        return [torch.dot(_quotient(x, divisor), x) for x, divisor in zip(tensors, divisors, strict=True)]
-    return weighted_sqr_norms_together(tensors, divisors)
-
-
-def weighted_sqr_norms_together(tensors: Sequence[Tensor], divisors: Sequence[Tensor]) -> list[Tensor]:
-    """As `weighted_sqr_norms`, with one kernel of each kind for many tensors on a GPU."""
-    quotients = private_part(torch, "_foreach_div", "to divide gradients")(tensors, divisors)
-    private_part(torch, "_foreach_mul_", "to divide gradients")(quotients, tensors)
-    # They are not negative, so their sum is their L1 norm.
-    return list(private_part(torch, "_foreach_norm", "to read the norms of gradients")(quotients, 1))
+    return [torch.dot(_quotient(x, divisor), x) for x, divisor in zip(tensors, divisors, strict=True)]
 
 
 def _quotient(tensor: Tensor, divisor: Tensor) -> Tensor:

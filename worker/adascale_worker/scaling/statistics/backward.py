@@ -193,13 +193,14 @@ class BackwardObserver:
         Divided as the metric requires. For all parameters that are not frozen; zeros for a parameter without
         a gradient.
         """
+        parameters: list[list[Tensor]] = [[] for _ in range(self._group_count)]
         groups: list[list[Tensor]] = [[] for _ in range(self._group_count)]
         for index, (parameter, group) in enumerate(zip(self._parameters, self._group_of, strict=True)):
             if parameter.requires_grad:
                 gradient = self._copies.get(index)
-                whole = torch.zeros_like(parameter) if gradient is None else gradient
-                groups[group].append(self._metric.divided(parameter, whole))
-        return groups
+                parameters[group].append(parameter)
+                groups[group].append(torch.zeros_like(parameter) if gradient is None else gradient)
+        return [self._metric.divided(*own) for own in zip(parameters, groups, strict=True)]
 
     # -- hooks ------------------------------------------------------------------------------------------
 

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from adascale_worker.scaling.rules import ScalingRule, SecondMoment
-from adascale_worker.scaling.statistics.norms import HALF_PRECISION, accumulation_dtype, norm, sqr_norm
+from adascale_worker.scaling.statistics.norms import (
+    HALF_PRECISION,
+    MAX_ELEMENTS_TOGETHER,
+    accumulation_dtype,
+    are_read_together,
+    batches,
+    flattened,
+    norm,
+    sqr_norm,
+)
 from adascale_worker.torch_private.tensors import flatten_together, weighted_sqr_norms
 
 FLOOR = 1e-3
@@ -31,10 +40,8 @@ MIN_EPS = 1e-12
 MAX_ELEMENTS_TO_KEEP = 1 << 14
 """Up to this size, divisors on the CPU are computed together and kept for all norms of a step."""
 
-CHUNK = {"cpu": 1 << 18}
-"""Elements that are divided at once. On the CPU, as many as fit into its cache."""
-
-DEFAULT_CHUNK = 1 << 25
+CHUNK = 1 << 18
+"""Elements that are divided at once on the CPU: as many as fit into its cache."""
 
 
 class EuclideanMetric:
@@ -59,10 +66,15 @@ class EuclideanMetric:
         del parameters
         return sqr_norm(gradients, device)
 
-    def divided(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return the vector whose Euclidean norm is the norm of `gradient`; perhaps `gradient` itself."""
-        del parameter
-        return gradient
+    def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return vectors whose Euclidean norms are the norms of the gradients; perhaps these themselves.
+
+        Args:
+            parameters: of one group.
+            gradients: one of each parameter.
+        """
+        del parameters
+        return list(gradients)
 
 
 class SecondMomentMetric(EuclideanMetric):
@@ -78,7 +90,8 @@ class SecondMomentMetric(EuclideanMetric):
     def __init__(self, rule: ScalingRule, optimizer: torch.optim.Optimizer) -> None:
         self._rule = rule
         self._optimizer = optimizer
-        self._divisors: dict[int, _GroupDivisor] | None = None
+        self._divisors: dict[int, _GroupDivisor | _DivisorOnGpu] | None = None
+        self._sizes_on_gpu: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         self._group_of: dict[int, int] = {}
 
     def begin_step(self) -> None:
@@ -107,18 +120,16 @@ class SecondMomentMetric(EuclideanMetric):
             return sqr_norm(gradients, device)
         return _total(divisor.sqr_norms(parameters, gradients), device)
 
-    def divided(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return the gradient, divided."""
-        divisor = self._divisor_of(parameter)
-        if divisor is None:
-            return gradient
-        return divisor.divide(parameter, gradient.reshape(-1)).view(gradient.shape)
+    def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients, divided."""
+        divisor = self._divisor_of(parameters[0]) if parameters else None
+        return list(gradients) if divisor is None else divisor.divided(parameters, gradients)
 
-    def _divisor_of(self, parameter: Tensor) -> "_GroupDivisor | None":
+    def _divisor_of(self, parameter: Tensor) -> "_GroupDivisor | _DivisorOnGpu | None":
         divisors = self._current_divisors()
         return divisors.get(self._group_of[id(parameter)])
 
-    def _current_divisors(self) -> dict[int, "_GroupDivisor"]:
+    def _current_divisors(self) -> dict[int, "_GroupDivisor | _DivisorOnGpu"]:
         if self._divisors is not None:
             return self._divisors
         self._divisors, self._group_of = {}, {}
@@ -126,12 +137,16 @@ class SecondMomentMetric(EuclideanMetric):
             self._group_of.update((id(parameter), number) for parameter in group["params"])
             moments = self._rule.second_moments(number)
             if moments:
-                self._divisors[number] = _GroupDivisor(moments, max(self._rule.eps(number), MIN_EPS))
+                eps = max(self._rule.eps(number), MIN_EPS)
+                if are_read_together([value for value, _ in moments.values()]):
+                    self._divisors[number] = _DivisorOnGpu(moments, eps, self._sizes_on_gpu)
+                else:
+                    self._divisors[number] = _GroupDivisor(moments, eps)
         return self._divisors
 
 
 class _GroupDivisor:
-    """Divides the squares of the gradients of one group by v + c.
+    """Divides the squares of the gradients of one group on the CPU by v + c.
 
     v is `value * factor`: they are divided by `value + c / factor` and their sum by `factor`, one pass less.
 
@@ -185,7 +200,14 @@ class _GroupDivisor:
             found += [each / factor for each, factor in zip(sums, factors, strict=True)]
         return found
 
-    def divide(self, parameter: Tensor, flat: Tensor) -> Tensor:
+    def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients, divided."""
+        return [
+            self._divide(parameter, gradient.reshape(-1)).view(gradient.shape)
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
+
+    def _divide(self, parameter: Tensor, flat: Tensor) -> Tensor:
         """Return a gradient in one dimension, divided."""
         is_complex = flat.is_complex()
         gradient = _widened(_real(flat))
@@ -204,16 +226,15 @@ class _GroupDivisor:
         factors: list[float | Tensor] = []
         size = 0
         for parameter, gradient in pairs:
-            limit = CHUNK.get(gradient.device.type, DEFAULT_CHUNK)
             moment = self._moments.get(id(parameter))
             flat = _real(gradient.reshape(-1))
-            for start in range(0, flat.numel(), limit):
-                part = slice(start, start + limit)
+            for start in range(0, flat.numel(), CHUNK):
+                part = slice(start, start + CHUNK)
                 piece = _widened(flat[part])
-                if size + piece.numel() > limit and pieces:
+                if size + piece.numel() > CHUNK and pieces:
                     yield pieces, divisors, factors
                     pieces, divisors, factors, size = [], [], [], 0
-                divisor, factor = self._divisor(moment, part, piece, self._scratch(piece, size, limit))
+                divisor, factor = self._divisor(moment, part, piece, self._scratch(piece, size))
                 pieces.append(piece)
                 divisors.append(divisor)
                 factors.append(factor)
@@ -238,18 +259,15 @@ class _GroupDivisor:
             return torch.add(value, added, out=out), factor
         return value + added, factor
 
-    def _scratch(self, piece: Tensor, start: int, limit: int) -> Tensor | None:
-        """Return memory for the divisor of a piece on the CPU, where new memory costs as much as to divide.
+    def _scratch(self, piece: Tensor, start: int) -> Tensor:
+        """Return memory for the divisor of a piece: new memory costs as much as to divide.
 
         Args:
             piece: of a gradient.
             start: the number of elements before it that are divided at the same time.
-            limit: how many are divided at the same time at most.
         """
-        if not piece.is_cpu:
-            return None
         if self._memory is None or self._memory.dtype is not piece.dtype:
-            self._memory = torch.empty(limit, dtype=piece.dtype)
+            self._memory = torch.empty(CHUNK, dtype=piece.dtype)
         return self._memory[start : start + piece.numel()]
 
     def _small_weights(self, numbers: tuple[int, ...]) -> Tensor:
@@ -265,6 +283,101 @@ class _GroupDivisor:
         whole = self._weights[tuple(self._small_sizes)]
         parts = whole.split(list(self._small_sizes.values()))
         return dict(zip(self._small_sizes, parts, strict=True))
+
+
+class _DivisorOnGpu:
+    """As `_GroupDivisor`, with few kernels: the parameters are copied together, in batches.
+
+    Args:
+        moments: by the id of the parameter. A parameter without one has the mean of the group.
+        eps: positive.
+        sizes: numbers of elements on a GPU, from earlier steps: to copy them there takes time.
+    """
+
+    def __init__(
+        self,
+        moments: dict[int, SecondMoment],
+        eps: float,
+        sizes: dict[tuple[torch.device, tuple[int, ...]], Tensor],
+    ) -> None:
+        self._moments = moments
+        self._sizes = sizes
+        self._kept: dict[int, Tensor] = {}
+        self._kept_whole = torch.empty(0)
+        values = [value for value, _ in moments.values()]
+        sums = []
+        kept: list[Tensor] = []
+        keeps = sum(value.numel() for value in values) <= MAX_ELEMENTS_TOGETHER
+        numbers = list(moments)
+        for batch in batches([value.numel() for value in values], [_kind(value) for value in values]):
+            whole = self._second_moments([numbers[n] for n in batch])
+            sums.append(whole.sum())
+            if keeps:
+                kept.append(whole)
+        mean = _total(sums, sums[0].device) / sum(_real(value).numel() for value in values)
+        self._added = mean * FLOOR + eps**2
+        self._weight_of_others = 1.0 / (mean + self._added)
+        if len(kept) == 1:  # All have the same kind.
+            self._kept_whole = (kept[0] + self._added).reciprocal_()
+            parts = self._kept_whole.split([_real(value).numel() for value in values])
+            self._kept = dict(zip(numbers, parts, strict=True))
+
+    def sqr_norms(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return numbers that add up to the squared norm of the gradients."""
+        return [torch.dot(flat * weights, flat) for _, flat, weights in self._batches(parameters, gradients)]
+
+    def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients, divided."""
+        found: dict[int, Tensor] = {}
+        for batch, flat, weights in self._batches(parameters, gradients):
+            whole = flat * weights.sqrt()
+            if gradients[batch[0]].is_complex():
+                whole = torch.view_as_complex(whole.view(-1, 2))
+            parts = whole.split([gradients[n].numel() for n in batch])
+            found.update((n, part.view(gradients[n].shape)) for n, part in zip(batch, parts, strict=True))
+        return [found[n] for n in range(len(gradients))]
+
+    def _batches(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Return the positions of gradients, all their numbers in one dimension, and 1 / (v + c) of each."""
+        kinds = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            moment = self._moments.get(id(parameter))
+            kinds.append((_kind(gradient), None if moment is None else _kind(moment.value)))
+        for batch in batches([gradient.numel() for gradient in gradients], kinds):
+            flat = flattened([gradients[n] for n in batch])
+            if kinds[batch[0]][1] is None:
+                yield batch, flat, self._weight_of_others.to(flat.dtype).expand(flat.shape)
+            else:
+                yield batch, flat, self._weights([id(parameters[n]) for n in batch]).to(flat.dtype)
+
+    def _weights(self, numbers: list[int]) -> Tensor:
+        if not self._kept:
+            return (self._second_moments(numbers) + self._added).reciprocal_()
+        if numbers == list(self._kept):
+            return self._kept_whole
+        return torch.cat([self._kept[number] for number in numbers])
+
+    def _second_moments(self, numbers: list[int]) -> Tensor:
+        """Return v of parameters, in one dimension."""
+        moments = [self._moments[number] for number in numbers]
+        flat = flattened([moment.value for moment in moments])
+        factors = [moment.factor for moment in moments]
+        if len({factor for factor in factors if isinstance(factor, float)}) == 1 and not any(
+            isinstance(factor, Tensor) for factor in factors
+        ):
+            return flat * factors[0]
+        sizes = tuple(_real(moment.value).numel() for moment in moments)
+        key = flat.device, sizes
+        if key not in self._sizes:
+            self._sizes[key] = torch.tensor(sizes, device=flat.device)
+        each = torch.stack([torch.as_tensor(f, dtype=flat.dtype, device=flat.device) for f in factors])
+        return flat * each.repeat_interleave(self._sizes[key], output_size=flat.numel())
+
+
+def _kind(tensor: Tensor) -> object:
+    return tensor.dtype, tensor.device
 
 
 def _is_small(value: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Norms and inner products of gradients, without a temporary tensor of their size."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,13 @@ MAX_ELEMENTS_TO_FLATTEN = 1 << 11
 """Gradients on the CPU below this size are copied together, which costs less than a call for each."""
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
+
+SEPARATELY_READ = ("cpu",)
+"""Types of devices where tensors are read one by one. Elsewhere, to launch a kernel for each takes longer
+than to copy many of them together."""
+
+MAX_ELEMENTS_TOGETHER = 1 << 24
+"""Tensors are copied together up to this size."""
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -65,18 +72,49 @@ def sqr_norms(groups: Gradients, device: torch.device) -> Tensor:
 
 def inner_products(left: Gradients, right: Gradients, device: torch.device) -> Tensor:
     """Return the inner product of the gradients in `left` and `right`, per group: shape (groups,)."""
-    return torch.stack(
-        [
-            _stack([_dot(a, b) for a, b in zip(left_group, right_group, strict=True)], device).sum()
-            for left_group, right_group in zip(left, right, strict=True)
-        ]
-    )
+    products = [_products(a, b) for a, b in zip(left, right, strict=True)]
+    return torch.stack([_stack(terms, device).sum() for terms in products])
 
 
 def sum_of_squares(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of scalars on any devices: shape (), on `device`."""
     terms = _stack(values, device)
     return torch.dot(terms, terms)
+
+
+def are_read_together(tensors: Sequence[Tensor]) -> bool:
+    """Whether many tensors are copied together before they are read."""
+    return bool(tensors) and tensors[0].device.type not in SEPARATELY_READ
+
+
+def batches(sizes: Sequence[int], kinds: Sequence[object]) -> Iterator[list[int]]:
+    """Return the positions of consecutive tensors of the same kind that are copied together.
+
+    Args:
+        sizes: their numbers of elements. A batch has at most `MAX_ELEMENTS_TOGETHER`, or is one tensor.
+        kinds: what the tensors of a batch have in common, such as their dtype.
+    """
+    batch: list[int] = []
+    size = 0
+    for position, (elements, kind) in enumerate(zip(sizes, kinds, strict=True)):
+        if batch and (size + elements > MAX_ELEMENTS_TOGETHER or kind != kinds[batch[0]]):
+            yield batch
+            batch, size = [], 0
+        batch.append(position)
+        size += elements
+    if batch:
+        yield batch
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the real numbers of tensors of one dtype in one dimension, at least 32 bits each.
+
+    Perhaps a view, so it must not be changed.
+    """
+    flat = tensors[0].reshape(-1) if len(tensors) == 1 else flatten_together(tensors)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    return flat.float() if flat.dtype in HALF_PRECISION else flat
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -100,6 +138,17 @@ def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
     if len({(value.device, value.dtype) for value in values}) > 1 or values[0].device != device:
         values = [value.to(device, dtype) for value in values]
     return torch.stack(list(values)).to(dtype)
+
+
+def _products(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
+    """Return numbers that add up to the inner product."""
+    if not are_read_together(left):
+        return [_dot(a, b) for a, b in zip(left, right, strict=True)]
+    kinds = [(a.dtype, b.dtype, a.device) for a, b in zip(left, right, strict=True)]
+    return [
+        torch.dot(flattened([left[n] for n in batch]), flattened([right[n] for n in batch]))
+        for batch in batches([tensor.numel() for tensor in left], kinds)
+    ]
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from adascale_worker.scaling.statistics.metric import EuclideanMetric
-from adascale_worker.scaling.statistics.norms import inner_products, local_shard
+from adascale_worker.scaling.statistics.norms import (
+    are_read_together,
+    batches,
+    inner_products,
+    local_shard,
+)
+from adascale_worker.torch_private.tensors import flatten_together
 
 Parameters = Sequence[Sequence[Tensor]]
 """Parameters by parameter group."""
@@ -81,18 +87,13 @@ class PreviousGradient:
         old = self._gradients or self._free_memory
         gradients: list[list[Tensor | None]] = []
         for number, group in enumerate(parameters):
-            copies: list[Tensor | None] = []
-            for index, parameter in enumerate(group):
-                if parameter.grad is None:
-                    copies.append(None)
-                    continue
-                source = local_shard(parameter.grad)
-                gradient = self._metric.divided(parameter, source)
-                memory = old[number][index] if number < len(old) and index < len(old[number]) else None
-                if memory is None or not _can_hold(memory, gradient, source):
-                    memory = torch.empty_like(gradient)
-                copies.append(memory.copy_(gradient))
-            gradients.append(copies)
+            present = [index for index, parameter in enumerate(group) if parameter.grad is not None]
+            sources = [local_shard(group[index].grad) for index in present]
+            divided = self._metric.divided([group[index] for index in present], sources)
+            memory = old[number] if number < len(old) else []
+            old_copies = [memory[index] if index < len(memory) else None for index in present]
+            copies = dict(zip(present, _copies(divided, sources, old_copies), strict=True))
+            gradients.append([copies.get(index) for index in range(len(group))])
         self.release_memory()
         self._gradients, self._step_number, self.step = gradients, step_number, None
         self._defined_groups = self._metric.defined_groups()
@@ -118,12 +119,13 @@ class PreviousGradient:
         current: list[list[Tensor]] = []
         for copies, group in zip(self._gradients or [], parameters, strict=True):
             pairs = [
-                (copied, self._metric.divided(parameter, local_shard(parameter.grad)))
+                (copied, parameter)
                 for copied, parameter in zip(copies, group, strict=True)
                 if copied is not None and parameter.grad is not None
             ]
             previous.append([copied for copied, _ in pairs])
-            current.append([gradient for _, gradient in pairs])
+            own = [parameter for _, parameter in pairs]
+            current.append(self._metric.divided(own, [local_shard(parameter.grad) for parameter in own]))
         return inner_products(previous, current, device)
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -161,6 +163,33 @@ class PreviousGradient:
             step["scale"],
             torch.tensor(step["loss_scale"], dtype=torch.float64),
         )
+
+
+def _copies(
+    gradients: Sequence[Tensor], sources: Sequence[Tensor], memory: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Return copies of gradients that were made from `sources`, into `memory` where they fit."""
+    if are_read_together(gradients):
+        # Memory of a GPU costs nothing to map, so it is not used again.
+        return _copied_together(gradients, sources)
+    copies = []
+    for gradient, source, held in zip(gradients, sources, memory, strict=True):
+        if held is None or not _can_hold(held, gradient, source):
+            held = torch.empty_like(gradient)
+        copies.append(held.copy_(gradient))
+    return copies
+
+
+def _copied_together(gradients: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
+    if all(gradient is not source for gradient, source in zip(gradients, sources, strict=True)):
+        return list(gradients)  # They are copies already.
+    copies: list[Tensor] = []
+    kinds = [(gradient.dtype, gradient.device) for gradient in gradients]
+    for batch in batches([gradient.numel() for gradient in gradients], kinds):
+        whole = flatten_together([gradients[n] for n in batch])
+        parts = whole.split([gradients[n].numel() for n in batch])
+        copies += [part.view(gradients[n].shape) for n, part in zip(batch, parts, strict=True)]
+    return copies
 
 
 def _can_hold(memory: Tensor, gradient: Tensor, source: Tensor) -> bool:
