@@ -167,8 +167,8 @@ class FiniteWeights:
         self._steps = 0
         self._warnings = OneTimeWarnings()
         if any(weight.is_cuda for weight in self.weights()):
-            # CUDA loads a kernel when it is used first, and then waits for all that runs on the GPU. Later that
-            # can be a collective call that does not end, beside which the state is saved.
+            # CUDA loads a kernel when it is used first, and then waits for all that runs on the GPU. Later
+            # that can be a collective call that does not end, beside which the state is saved.
             self.are_finite()
 
     def check_step(self, step: int, *, gradients_are_finite: bool | None) -> None:

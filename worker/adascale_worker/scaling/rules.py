@@ -22,7 +22,8 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast, runtime_chec
 import torch
 from torch import Tensor
 
-from adascale_worker.torch_private.tensors import multiply_in_place
+from adascale_worker.scaling.statistics.norms import accumulation_dtype, are_read_together
+from adascale_worker.torch_private.tensors import flatten_together, multiply_in_place
 
 Gain = float | Tensor
 
@@ -46,11 +47,13 @@ class SecondMoment(NamedTuple):
 
     Attributes:
         value: of the shape of the parameter.
-        factor: a positive number, or a tensor of shape ().
+        factor: a positive number; or for values on a GPU, the factors of several parameters: shape (n,).
+        index: of the parameter's own factor among these.
     """
 
     value: Tensor
     factor: float | Tensor = 1.0
+    index: int = 0
 
 
 @runtime_checkable
@@ -185,16 +188,15 @@ class AdamRule(ScalingRule):
         beta, unit, states = float(group["betas"][1]), self._unit(number), self._optimizer.state
         found: dict[int, SecondMoment] = {}
         factors: dict[float, float] = {}
-        on_gpu: dict[int, Tensor] = {}
+        on_gpu: dict[torch.device, dict[int, dict[str, Tensor]]] = {}
         for parameter in group["params"]:
             state = states.get(parameter)
             if not state:
                 continue
             step = state["step"]
-            if not step.is_cpu:
-                # On a GPU (capturable or fused) a tensor, which it does not wait for.
-                on_gpu[id(parameter)] = step
-                found[id(parameter)] = SecondMoment(state[name])
+            if are_read_together([step]):
+                # On a GPU (capturable or fused) a tensor, which the program does not wait for.
+                on_gpu.setdefault(step.device, {})[id(parameter)] = state
                 continue
             passed = step.item()
             if passed == 0.0:
@@ -203,12 +205,12 @@ class AdamRule(ScalingRule):
             if factor is None:
                 factor = factors[passed] = 1.0 / (1.0 - beta ** (passed * unit))
             found[id(parameter)] = SecondMoment(state[name], factor)
-        if on_gpu:
-            # All in one place, so that few kernels are launched.
-            first = next(iter(on_gpu.values()))
-            steps = torch.stack([step.reshape(()).to(first.device) for step in on_gpu.values()])
-            for number, each in zip(on_gpu, (1.0 / (1.0 - beta ** (steps * unit))).unbind(), strict=True):
-                found[number] = SecondMoment(found[number].value, each)
+        for device, others in on_gpu.items():
+            steps = flatten_together([state["step"] for state in others.values()])
+            steps = steps.to(accumulation_dtype(device))  # 1 - beta loses digits.
+            tensor = (1.0 - beta ** (steps * unit)).reciprocal()
+            for index, (parameter_id, state) in enumerate(others.items()):
+                found[parameter_id] = SecondMoment(state[name], tensor, index)
         return found
 
     def eps(self, number: int) -> float:

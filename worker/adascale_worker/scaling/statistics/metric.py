@@ -138,7 +138,7 @@ class SecondMomentMetric(EuclideanMetric):
             moments = self._rule.second_moments(number)
             if moments:
                 eps = max(self._rule.eps(number), MIN_EPS)
-                if are_read_together([value for value, _ in moments.values()]):
+                if are_read_together([value for value, *_ in moments.values()]):
                     self._divisors[number] = _DivisorOnGpu(moments, eps, self._sizes_on_gpu)
                 else:
                     self._divisors[number] = _GroupDivisor(moments, eps)
@@ -158,21 +158,20 @@ class _GroupDivisor:
     def __init__(self, moments: dict[int, SecondMoment], eps: float) -> None:
         self._moments = moments
         self._memory: Tensor | None = None
-        factors = {moment.factor for moment in moments.values() if isinstance(moment.factor, float)}
+        factors = {_number(moment) for moment in moments.values()}
         small: dict[int, Tensor] = {}
         if len(factors) == 1:
-            small = {number: value for number, (value, _) in moments.items() if _is_small(value)}
+            small = {number: value for number, (value, *_) in moments.items() if _is_small(value)}
         large = [moment for number, moment in moments.items() if number not in small]
-        sums = [_real(value).sum(dtype=_sum_dtype(value)) * factor for value, factor in large]
+        sums = [_real(moment.value).sum(dtype=_sum_dtype(moment.value)) * _number(moment) for moment in large]
         self._small_factor = factors.pop() if small else 1.0
         whole = None
         if small:
             whole = flatten_together(list(small.values()))
             sums.append(whole.sum() * self._small_factor)
         total = _total(sums, sums[0].device)
-        mean = total / sum(_real(value).numel() for value, _ in moments.values())
-        # A number on the CPU, because an operation with a number costs less.
-        self._mean: float | Tensor = mean.item() if mean.device.type == "cpu" else mean
+        mean = total / sum(_real(value).numel() for value, *_ in moments.values())
+        self._mean = mean.item()
         self._added = self._mean * FLOOR + eps**2
         self._small_sizes = {number: value.numel() for number, value in small.items()}
         # What the squares of the gradients of small parameters are multiplied by, by their numbers.
@@ -219,11 +218,11 @@ class _GroupDivisor:
 
     def _pieces(
         self, pairs: Sequence[tuple[Tensor, Tensor]]
-    ) -> Iterator[tuple[list[Tensor], list[Tensor], list[float | Tensor]]]:
+    ) -> Iterator[tuple[list[Tensor], list[Tensor], list[float]]]:
         """Return gradients in one dimension with `_divisor` of each, in lists of at most so many elements."""
         pieces: list[Tensor] = []
         divisors: list[Tensor] = []
-        factors: list[float | Tensor] = []
+        factors: list[float] = []
         size = 0
         for parameter, gradient in pairs:
             moment = self._moments.get(id(parameter))
@@ -244,17 +243,15 @@ class _GroupDivisor:
 
     def _divisor(
         self, moment: SecondMoment | None, part: slice, gradient: Tensor, out: Tensor | None = None
-    ) -> tuple[Tensor, float | Tensor]:
+    ) -> tuple[Tensor, float]:
         """Return (v + c) / factor for a part of a parameter, and factor.
 
         The first is `out`, or a new tensor of one dimension, of at least 32 bits.
         """
         if moment is None:
             return torch.ones_like(gradient), self._mean + self._added
-        value, factor = _widened(_real(moment.value.reshape(-1))[part]), moment.factor
+        value, factor = _widened(_real(moment.value.reshape(-1))[part]), _number(moment)
         added = self._added / factor
-        if isinstance(added, Tensor):
-            added = added.to(value.device, value.dtype)
         if out is not None and value.dtype is out.dtype:
             return torch.add(value, added, out=out), factor
         return value + added, factor
@@ -304,7 +301,7 @@ class _DivisorOnGpu:
         self._sizes = sizes
         self._kept: dict[int, Tensor] = {}
         self._kept_whole = torch.empty(0)
-        values = [value for value, _ in moments.values()]
+        values = [value for value, *_ in moments.values()]
         sums = []
         kept: list[Tensor] = []
         keeps = sum(value.numel() for value in values) <= MAX_ELEMENTS_TOGETHER
@@ -362,18 +359,34 @@ class _DivisorOnGpu:
     def _second_moments(self, numbers: list[int]) -> Tensor:
         """Return v of parameters, in one dimension."""
         moments = [self._moments[number] for number in numbers]
-        flat = flattened([moment.value for moment in moments])
-        factors = [moment.factor for moment in moments]
-        if len({factor for factor in factors if isinstance(factor, float)}) == 1 and not any(
-            isinstance(factor, Tensor) for factor in factors
-        ):
-            return flat * factors[0]
+        flat, factors = flattened([moment.value for moment in moments]), [moment.factor for moment in moments]
+        first = factors[0]
+        if isinstance(first, float) and all(factor == first for factor in factors):
+            return flat * first
         sizes = tuple(_real(moment.value).numel() for moment in moments)
         key = flat.device, sizes
         if key not in self._sizes:
             self._sizes[key] = torch.tensor(sizes, device=flat.device)
-        each = torch.stack([torch.as_tensor(f, dtype=flat.dtype, device=flat.device) for f in factors])
+        each = _factors(moments, flat.device).to(flat.dtype)
         return flat * each.repeat_interleave(self._sizes[key], output_size=flat.numel())
+
+
+def _factors(moments: Sequence[SecondMoment], device: torch.device) -> Tensor:
+    """Return the factors of some parameters: shape (parameters,)."""
+    shared = moments[0].factor
+    if not isinstance(shared, Tensor):
+        return torch.tensor([moment.factor for moment in moments], device=device)
+    positions = [moment.index for moment in moments]
+    start, end = positions[0], positions[0] + len(positions)
+    if positions == list(range(start, end)):
+        return shared[start:end]
+    return torch.stack([shared[position] for position in positions])
+
+
+def _number(moment: SecondMoment) -> float:
+    """Return the factor of a second moment on the CPU."""
+    assert isinstance(moment.factor, float)
+    return moment.factor
 
 
 def _kind(tensor: Tensor) -> object:
