@@ -17,7 +17,7 @@ AdaScale and FairScale count gains, the others count S. "exact gain" is the quan
 the gain from the gradients of all samples, of each step alone or smoothed as AdaScale smooths (`digits`
 only). A step at scale S is the mean of min(S, 8) micro-gradients (`--micro-gradients`). The same seed gives
 all rules the same initial weights and the same data, on each device. With `--device cuda`, networks and data
-are on a GPU; this has not been run on one.
+are on a GPU.
 
 Writes a table (Markdown), a plot (SVG) and all runs (JSON). With `--from-json`, reads the runs instead of
 training, and writes the table and the plot again.

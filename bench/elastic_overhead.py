@@ -14,7 +14,7 @@ agents and a metrics service). All load the same samples with DataLoader.
 
 With `--device cuda`, networks are on GPUs, and the time of a step is measured instead of processor time,
 until the GPU has made it. The replicas use NCCL if each has a GPU of its own; otherwise they share one, with
-gloo. It has not been run on GPUs.
+gloo.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ Otherwise both use one GPU and exchange gradients with gloo through the memory o
 step longer. A turn begins and ends when the GPU has done all its work; between its steps nothing waits. The
 processor time of a turn ends with the last launch: it includes waits for the GPU within steps, but not the
 one at the end. The networks are `resnet18` and `transformer`, unless others are given. `transformer` needs
-1.6 GB for each contender in each rank, with AdamW 2 GB, and memory for activations. It has not been run on a
-GPU.
+1.6 GB for each contender in each rank, with AdamW 2 GB, and memory for activations.
 
 With `--profile`, counts per step are printed instead of times, by torch.profiler on rank 0: operators, also
 those that other operators call, and of these `aten::item` and `aten::_local_scalar_dense`, which read a

@@ -27,7 +27,7 @@ of the size of the state among as many processes, with gloo. All use the huge pa
 
 With `--device cuda`, each replica has a GPU of its own, and all use NCCL. With fewer GPUs than replicas,
 AdaScale's and the broadcast share them and use gloo; torchft needs enough. A step then ends when the GPU has
-made it. With the default, no process sees a GPU. It has not been run on GPUs.
+made it. With the default, no process sees a GPU.
 """
 
 from __future__ import annotations
