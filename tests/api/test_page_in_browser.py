@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import shutil
 import signal
@@ -208,7 +209,6 @@ def test_a_link_shows_a_job_over_progress_with_its_generations(page: Page, shown
     expect(chart.locator("path.curve")).to_have_count(2)
     expect(chart.locator("line.mark")).to_have_count(1)
     expect(page.get_by_role("region", name="Generations")).to_contain_text("replicas changed")
-    expect(page.get_by_role("region", name="Predictions for other replica counts")).to_be_visible()
     page.get_by_role("radio", name="time").check()
     assert page.url.endswith("#/jobs/team.digits")
 
@@ -237,8 +237,101 @@ def test_a_job_shows_the_stored_decision_and_follows_it(page: Page, shown: Servi
         expect(section).to_contain_text("still needs 1", timeout=30_000)
         client.put("/jobs/team.queued/decision", decision)
 
+
+def test_counts_are_predicted_until_the_controller_has_decided(page: Page, shown: ServiceProcess) -> None:
+    spec = JobSpec(8, 256, (4, 64), 1, 4, 20_000)
+    predictions = page.get_by_role("region", name="Predictions for other replica counts")
+    with Client(shown.port) as client:
+        client.put("/jobs/team.early", spec.to_json())
+        client.post_gain("team.early", *(a_report(step) for step in range(3)))
+        show(page, shown, "#/jobs/team.early")
+        expect(predictions).to_be_visible(timeout=30_000)
+        expect(page.get_by_text("No decision about this job is stored")).to_be_visible()
+        client.call("DELETE", "/jobs/team.early")
+    show(page, shown, "#/jobs/team.digits")
+    expect(page.get_by_role("region", name="Counts in the decision")).to_be_visible()
+    expect(predictions).to_have_count(0)
+
+
+def test_a_job_that_has_ended_shows_what_became_of_it(page: Page, shown: ServiceProcess) -> None:
+    with Client(shown.port) as client:
+        client.put("/jobs/team.done", JobSpec(8, scale_invariant_steps=100).to_json())
+        client.put("/jobs/team.done/allocation", {"generation": 1, "replicas": 1})
+        client.register("team.done", a_registration())
+        client.register("team.done", running(0, 1, 1))
+        client.post_gain("team.done", a_report(90, progress=100.0, loss=0.25))
+        client.register("team.done", a_registration(replica_state=ReplicaState.FINISHED, generation=1))
+        show(page, shown, "#/jobs/team.done")
+        result = page.get_by_text("Training is complete at progress 100, in 90 optimizer steps")
+        expect(result).to_contain_text("on 1 replica; the last loss was 0.25.", timeout=30_000)
+        expect(page.get_by_role("heading", name="Why it has this replica count")).to_be_hidden()
+        client.call("DELETE", "/jobs/team.done")
     show(page, shown, "#/jobs/team.failed")
-    expect(section).to_contain_text("No decision about this job is stored")
+    expect(page.get_by_text("The program has failed")).to_be_visible(timeout=30_000)
+    expect(page.get_by_role("region", name="Replicas", exact=True)).to_contain_text("with exit code 1")
+
+
+def test_an_unknown_job_and_an_empty_list_say_how_to_start_one(
+    browser: Browser, page: Page, shown: ServiceProcess, tmp_path: Path
+) -> None:
+    show(page, shown, "#/jobs/team.nowhere")
+    expect(page.get_by_text("There is no job default.nowhere")).to_have_count(0)
+    expect(page.get_by_text("There is no job team.nowhere here")).to_be_visible()
+    expect(page.get_by_role("slider")).to_have_count(0)
+    with ServiceProcess(tmp_path) as service, browser.new_context() as context:
+        empty = context.new_page()
+        show(empty, service)
+        expect(empty.get_by_text("adascale run deploy/adascalejob.yaml")).to_be_visible()
+
+
+def test_a_part_of_a_chart_is_shown_by_dragging_and_by_keys(page: Page, shown: ServiceProcess) -> None:
+    show(page, shown, "#/jobs/team.digits?x=progress")
+    chart = page.get_by_role("slider", name="Gain and scale")
+    labels = chart.locator("text.axis:not([text-anchor=end]):not([x='54'])")
+    expect(chart.locator("path.curve")).to_have_count(2)
+    whole = labels.all_text_contents()
+    assert len(whole) > 2
+    assert all(int(label) % 100 == 0 for label in whole)
+    box = chart.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 100, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 200, box["y"] + 60)
+    page.mouse.up()
+    expect(page.get_by_role("button", name="Show all")).to_be_visible()
+    others = page.get_by_role("slider", name="Efficiency").locator("text.axis")
+    assert others.all_text_contents()[-1] != whole[-1], "all charts show the same part"
+    page.get_by_role("button", name="Show all").click()
+    assert labels.all_text_contents() == whole
+    chart.focus()
+    page.keyboard.press("+")
+    expect(page.get_by_role("button", name="Show all")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("button", name="Show all")).to_be_hidden()
+
+
+def test_the_loss_is_shown_smoothed_and_by_its_logarithm(page: Page, shown: ServiceProcess) -> None:
+    with Client(shown.port) as client:
+        losses = [10.0 ** (-step / 20) for step in range(60)]
+        reports = (a_report(step, time=1.76e9 + step, loss=loss) for step, loss in enumerate(losses))
+        client.post_gain("team.loss", *reports)
+        show(page, shown, "#/jobs/team.loss")
+        chart = page.get_by_role("slider", name="Loss")
+        expect(chart.locator("path.curve")).to_have_count(1)
+        page.get_by_label("Logarithmic").check()
+        labels = chart.locator("text.axis[text-anchor=end][x='54']")
+        assert labels.all_text_contents()[0] == "0.001"
+        page.get_by_label("Smoothing of the loss").select_option("0.9")
+        expect(chart.locator("path.faint")).to_have_count(1)
+        weights = [0.9 ** (59 - step) for step in range(60)]
+        mean = sum(map(operator.mul, weights, losses)) / sum(weights)
+        expect(chart).to_have_attribute("aria-valuetext", re.compile(f": {mean:.3g}"))
+        with page.expect_download() as downloaded:
+            page.get_by_role("button", name="Download CSV").click()
+        lines = downloaded.value.path().read_text().splitlines()
+        assert lines[0].startswith("time,generation,step,progress")
+        assert len(lines) == 61
+        client.call("DELETE", "/jobs/team.loss")
 
 
 def test_points_of_the_same_time_have_one_label(page: Page, shown: ServiceProcess) -> None:
@@ -384,6 +477,8 @@ def test_a_service_that_no_longer_answers_is_shown_as_disconnected(browser: Brow
         service.process.send_signal(signal.SIGSTOP)
         page.clock.fast_forward(60_000)
         expect(page.locator("#status")).to_contain_text("Disconnected", timeout=30_000)
+        expect(page.get_by_text(re.compile(r"What is shown is from .*, \d+ .* ago"))).to_be_visible()
         service.process.send_signal(signal.SIGCONT)
         page.clock.fast_forward(60_000)
         expect(page.locator("#status")).to_have_text("Live", timeout=30_000)
+        expect(page.locator("#stale")).to_be_hidden()

@@ -10,15 +10,26 @@ const MAX_POINTS = 2000;
 const READ_INTERVAL = 5000;
 const MAX_SHOWN_GENERATIONS = 100;
 
+const SMOOTHINGS = [["none", 0], ["0.9", 0.9], ["0.99", 0.99]];
+const ENDED = ["Complete", "Failed", "Stopped"];
+
 const CHARTS = [
   { title: "Gain and scale", series: [["gain", (each) => each.gain], ["scale", (each) => each.scale]], formatY: significant, least: 0 },
   { title: "Efficiency", series: [["efficiency", (each) => each.gain / each.scale]], formatY: percent, least: 0 },
   { title: "Replicas", series: [["replicas", (each) => each.replicas]], formatY: significant, isStepped: true, isWhole: true, least: 0 },
-  { title: "Loss", series: [["loss", (each) => each.loss]], formatY: significant },
+  { title: "Loss", series: [["loss", (each) => each.loss]], formatY: significant, isSmoothed: true, canBeLog: true },
   { title: "Learning-rate factor", series: [["factor", (each) => each.lr_factor]], formatY: significant, least: 0 },
   { title: "Goodput (steps at the initial batch size per second)", series: [["goodput", (each) => (each.step_time > 0 ? each.gain / each.step_time : null)]], formatY: significant, least: 0 },
+  { title: "Step time", series: [["step", (each) => each.step_time || null], ["of it, gradient exchange", (each) => each.sync_time]], formatY: seconds, least: 0 },
+  { title: "Samples per second", series: [["samples", (each) => (each.step_time > 0 ? (each.replicas * each.local_bsz * each.accumulation) / each.step_time : null)]], formatY: significant, least: 0 },
   { title: "Local batch size", series: [["samples", (each) => each.local_bsz * each.accumulation]], formatY: significant, isStepped: true, least: 0 },
 ];
+
+const EXITS = {
+  0: "has finished", 69: "did not reach the metrics service", 75: "has saved its state, and was released", 76: "has lost another replica",
+  77: "can train on one replica only", 78: "the program has to be changed", 79: "was out of memory", 80: "was refused: it has another version",
+  127: "the program was not found", 129: "was ended by SIGHUP", 130: "was ended by SIGINT", 137: "was ended by SIGKILL", 139: "has crashed (SIGSEGV)", 143: "was ended by SIGTERM",
+};
 
 const CAUSES = { start: "started", change: "replicas changed", disruption: "a replica was lost", failure: "the program failed" };
 
@@ -33,7 +44,13 @@ export class JobView {
     this.phase = element("span", { class: "phase" }, "");
     this.notice = element("p", { class: "notice bad", role: "status", hidden: true });
     this.facts = ["Replicas", "Gain", "Efficiency", "Local batch", "Progress", "Time left", "Generation", "Disruptions", "Failures", "Age"].map((name) => ({ name, value: element("dd", {}, NONE) }));
-    this.cursor = new Cursor();
+    this.cursor = new Cursor((zoom) => (this.whole.hidden = zoom === null));
+    this.smoothing = element("select", { id: "smoothing", onchange: () => this.draw() }, ...SMOOTHINGS.map(([name, value]) => element("option", { value }, name)));
+    this.isLog = element("input", { type: "checkbox", id: "log-scale", onchange: () => this.draw() });
+    this.whole = element("button", { type: "button", hidden: true, onclick: () => this.cursor.show(null) }, "Show all");
+    this.download = element("button", { type: "button", onclick: () => this.downloadReports() }, "Download CSV");
+    this.result = element("p", { class: "notice", hidden: true });
+    this.declaration = element("div");
     this.definitions = [];
     this.charts = [];
     this.chartList = element("div", { class: "charts" });
@@ -48,6 +65,9 @@ export class JobView {
     this.decision = element("div");
     this.predictions = element("div");
     this.decided = null;
+    this.hasCounts = false;
+    this.job = null;
+    this.wasSeen = false;
     this.createdAt = null;
     this.readings = this.lastReading = 0;
     this.history = element("div");
@@ -58,20 +78,32 @@ export class JobView {
       element("h1", {}, id),
       element("p", {}, this.phase),
       this.notice,
+      this.result,
+      this.unknown = element("p", { hidden: true }, "There is no job ", element("strong", {}, id), " here. ", element("a", { href: "#/" }, "All jobs"), " are in the list. Start one with ", element("code", {}, "adascale run deploy/adascalejob.yaml"), " on one machine, or ", element("code", {}, "kubectl apply -f deploy/adascalejob.yaml"), " on a cluster."),
+      this.content = element("div"),
+    );
+    this.content.append(
       element("dl", { class: "facts" }, ...this.facts.map(({ name, value }) => element("div", {}, element("dt", {}, name), value))),
       element("h2", {}, "Measurements"),
-      element("div", { class: "controls" }, this.axis, this.copy),
-      element("p", { class: "muted" }, "Dotted lines mark changes of the generation, solid lines with a triangle the loss of a replica or a failure. The arrow keys move the cursor of a chart."),
+      element("div", { class: "controls" }, this.axis, element("span", { class: "control" }, element("label", { for: "smoothing" }, "Smoothing of the loss and of logged values"), this.smoothing), element("label", { class: "control" }, this.isLog, "Logarithmic"), this.whole, this.copy, this.download),
+      element("p", { class: "muted" }, "Dotted lines mark changes of the generation, solid lines with a triangle the loss of a replica or a failure. Drag to show a part, or use the keys + and -; Escape shows all. The arrow keys move the cursor of a chart."),
       this.chartList,
-      element("h2", {}, "Why it has this replica count"), this.decision,
-      element("h2", {}, "What other replica counts would give now"), this.predictions,
+      this.present = element(
+        "div", {},
+        element("h2", {}, "Why it has this replica count"), this.decision,
+        this.forecast = element("div", {}, element("h2", {}, "What other replica counts would give now"), this.predictions),
+      ),
       element("h2", {}, "Generations"), this.history,
       element("h2", {}, "Replicas"), this.replicas,
+      element("h2", {}, "Declaration"), this.declaration,
     );
-    this.timer = setInterval(() => document.hidden || this.readDetails(), READ_INTERVAL);
+    this.timer = setInterval(() => document.hidden || !this.exists || this.readDetails(), READ_INTERVAL);
     this.update(stream.jobs, null);
-    if (!stream.jobs.has(id)) this.readHistory();
-    this.readDetails();
+  }
+
+  // With very many jobs, the stream has the first of them only.
+  get exists() {
+    return this.stream.jobs.has(this.id) || this.stream.isTruncated;
   }
 
   addChart(definition) {
@@ -90,7 +122,7 @@ export class JobView {
     const names = reports.flatMap((report) => Object.keys(report.metrics)).filter((name) => !this.metrics.has(name));
     for (const name of [...new Set(names)].sort()) {
       this.metrics.add(name);
-      this.addChart({ title: name, series: [[name, (each) => each.metrics[name] ?? null]], formatY: significant });
+      this.addChart({ title: name, series: [[name, (each) => each.metrics[name] ?? null]], formatY: significant, isSmoothed: true, canBeLog: true });
     }
   }
 
@@ -101,7 +133,15 @@ export class JobView {
   update(jobs, changed) {
     if (changed && !changed.has(this.id)) return;
     const job = jobs.get(this.id);
-    if (!job) return;
+    this.unknown.hidden = this.exists || !this.stream.isRead;
+    this.content.hidden = !this.unknown.hidden;
+    const isFirst = !this.wasSeen && this.exists;
+    this.wasSeen = this.exists;
+    if (isFirst) this.readDetails();
+    if (!job) {
+      if (isFirst) this.readHistory();
+      return;
+    }
     const { latest } = job;
     setText(this.phase, job.phase);
     this.phase.dataset.phase = job.phase;
@@ -114,8 +154,10 @@ export class JobView {
       latest ? `${count(latest.progress)}${target}` : NONE,
       duration(job.seconds_left),
       count(job.generation), count(job.disruptions), count(job.failures),
-      duration(Date.now() / 1000 - job.created_at),
+      duration((this.endOf(job) ?? Date.now() / 1000) - job.created_at),
     ];
+    this.job = job;
+    this.showResult();
     this.facts.forEach(({ value }, at) => setText(value, values[at]));
     const last = this.reports.at(-1);
     // Only the history has what came while this page was hidden or disconnected, and all reports of a new job of this name.
@@ -149,12 +191,15 @@ export class JobView {
     await this.attempt(async (signal) => {
       const [job, { generations, decided_at: decidedAt }] = await Promise.all([get(path, signal), get(`${path}/generations`, signal)]);
       this.generations = generations;
+      this.showResult();
+      this.showDeclaration(job.spec);
       if (decidedAt === null || decidedAt !== this.decided) this.showDecision(decidedAt === null ? null : await get(`${path}/decision`, signal));
       this.showGenerations();
       this.showReplicas(job);
       this.draw();
-      const gain = job.latest ? await get(`${path}/gain`, signal) : null;
-      this.showPredictions(gain, job);
+      // Once the controller has decided, its own table of counts is the one to read.
+      this.forecast.hidden = this.hasCounts;
+      if (!this.hasCounts) this.showPredictions(job.latest ? await get(`${path}/gain`, signal) : null, job);
     });
   }
 
@@ -163,14 +208,58 @@ export class JobView {
       await read(this.abort.signal);
       this.notice.hidden = true;
     } catch (error) {
-      if (this.abort.signal.aborted) return;
+      if (this.abort.signal.aborted || (error.status === 404 && !this.stream.jobs.has(this.id))) return;
       this.notice.hidden = false;
       setText(this.notice, error instanceof ServiceError ? error.message : "The metrics service does not answer.");
     }
   }
 
+  // When the last generation of a job that has ended was over.
+  endOf(job) {
+    return ENDED.includes(job.phase) ? this.generations.at(-1)?.ended_at ?? job.latest?.time ?? null : null;
+  }
+
+  showResult() {
+    const { job, generations } = this;
+    if (!job) return;
+    this.result.hidden = !ENDED.includes(job.phase);
+    this.present.hidden = !this.result.hidden;
+    if (this.result.hidden) return;
+    const end = this.endOf(job);
+    const began = generations[0]?.started_at ?? job.created_at;
+    const sizes = generations.map((each) => each.replicas).filter((each) => each > 0);
+    const least = Math.min(...sizes), most = Math.max(...sizes);
+    const parts = [
+      { Complete: "Training is complete", Failed: "The program has failed", Stopped: "It was stopped" }[job.phase],
+      job.latest ? ` at progress ${count(job.latest.progress)}, in ${count(job.latest.step)} optimizer steps` : "",
+      end === null ? "" : `, after ${duration(end - began)}`,
+      sizes.length ? `, on ${least === most ? count(most) : `${count(least)} to ${count(most)}`} ${most === 1 ? "replica" : "replicas"}` : "",
+      job.latest && job.latest.loss !== null ? `; the last loss was ${significant(job.latest.loss)}` : "", ".",
+      job.phase === "Failed" ? " The output of its last replica is below." : "",
+    ];
+    setText(this.result, parts.join(""));
+  }
+
+  showDeclaration(spec) {
+    if (!spec) return this.declaration.replaceChildren(element("p", { class: "muted" }, "The job has no declaration."));
+    const rows = Object.entries(spec).filter(([, value]) => value !== null && value !== "").map(([name, value]) => [name, Array.isArray(value) ? value.join(" to ") : typeof value === "object" ? JSON.stringify(value) : String(value)]);
+    this.declaration.replaceChildren(table("Declaration", [{ title: "Field", isText: true }, { title: "Value", isText: true }], rows));
+  }
+
+  downloadReports() {
+    const metrics = [...this.metrics].sort();
+    const fields = ["time", "generation", "step", "progress", "epoch", "replicas", "local_bsz", "accumulation", "scale", "gain", "grad_sqr", "grad_var", "step_time", "sync_time", "lr_factor", "loss"];
+    const quoted = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+    const lines = [[...fields, ...metrics], ...this.reports.map((each) => [...fields.map((field) => each[field] ?? ""), ...metrics.map((name) => each.metrics[name] ?? "")])];
+    const text = lines.map((line) => line.map((value) => quoted(String(value))).join(",")).join("\n") + "\n";
+    const link = element("a", { href: URL.createObjectURL(new Blob([text], { type: "text/csv" })), download: `${this.id}.csv` });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+
   setAxis(byProgress) {
     this.byProgress = byProgress;
+    this.cursor.show(null);
     history.replaceState(null, "", this.link());
     this.draw();
   }
@@ -193,8 +282,12 @@ export class JobView {
     const xs = this.reports.map((report) => (this.byProgress ? report.progress : report.time));
     const marks = this.marks();
     this.charts.forEach((chart, at) => {
-      const ys = this.definitions[at].series.map(([, value]) => this.reports.map(value));
-      chart.setData(ys.every((curve) => curve.every((y) => y === null)) ? [] : xs, ys, { marks });
+      const { series, isSmoothed } = this.definitions[at];
+      const measured = series.map(([, value]) => this.reports.map(value));
+      const weight = isSmoothed ? Number(this.smoothing.value) : 0;
+      const ys = weight ? measured.map((curve) => smoothed(curve, weight)) : measured;
+      const options = { marks, faint: weight ? measured : [], isLog: this.isLog.checked, isTime: !this.byProgress };
+      chart.setData(ys.every((curve) => curve.every((y) => y === null)) ? [] : xs, ys, options);
     });
   }
 
@@ -215,6 +308,7 @@ export class JobView {
   // The last decision as the controller has stored it.
   showDecision(decision) {
     this.decided = decision?.time ?? null;
+    this.hasCounts = Boolean(decision?.counts.length);
     if (!decision) {
       this.decision.replaceChildren(element("p", { class: "muted" }, "No decision about this job is stored: a controller stores one soon after the start."));
       return;
@@ -264,15 +358,15 @@ export class JobView {
 
   showReplicas(job) {
     if (!job.replicas.length) return this.replicas.replaceChildren(element("p", { class: "muted" }, "No replica is registered."));
-    const columns = ["Replica", "State", "Generation", "Exit code", "Heartbeat"].map((title, at) => ({ title, isText: at === 1 }));
+    const columns = ["Replica", "State", "Generation", "How it ended", "Heartbeat"].map((title, at) => ({ title, isText: at === 1 || at === 3 }));
     const rows = job.replicas.map((each) => [
-      count(each.replica), each.state, count(each.generation), each.exit_code === null ? NONE : String(each.exit_code),
+      count(each.replica), each.state, count(each.generation), each.exit_code === null ? NONE : ended(each.exit_code),
       each.seconds_since_heartbeat === null ? NONE : `${duration(each.seconds_since_heartbeat)} ago`,
     ]);
     const open = new Set([...this.replicas.querySelectorAll("details[open]")].map((node) => node.dataset.replica));
     const logs = job.replicas.filter((each) => each.log).map((each) => element(
       "details", { "data-replica": each.replica, open: open.size === 0 || open.has(String(each.replica)) },
-      element("summary", {}, `Output of replica ${each.replica}, which has the exit code ${each.exit_code ?? NONE}`),
+      element("summary", {}, `Output of replica ${each.replica}${each.exit_code === null ? "" : `, which ${ended(each.exit_code)}`}`),
       element("pre", { tabindex: 0, "aria-label": `Output of replica ${each.replica}` }, each.log),
     ));
     // Without a token that may read them, logs are empty texts instead of null.
@@ -289,4 +383,25 @@ export class JobView {
     this.abort.abort();
     for (const chart of this.charts) chart.remove();
   }
+}
+
+function seconds(value) {
+  return value === null || value === undefined ? NONE : value < 1 ? `${significant(1000 * value)} ms` : `${significant(value)} s`;
+}
+
+// Exit code -n and 128+n: signal n.
+function ended(code) {
+  const words = EXITS[code < 0 ? 128 - code : code];
+  return words ? `${words} (exit code ${code})` : `has failed with exit code ${code}`;
+}
+
+// The moving average of the values that were measured, without a pull towards 0 at the beginning.
+function smoothed(curve, weight) {
+  let sum = 0, weights = 0;
+  return curve.map((value) => {
+    if (value === null || value === undefined) return null;
+    sum = weight * sum + (1 - weight) * value;
+    weights = weight * weights + (1 - weight);
+    return sum / weights;
+  });
 }

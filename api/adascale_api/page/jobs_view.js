@@ -51,13 +51,16 @@ export class JobsView {
       title: "Replicas in use", headingLevel: 2, series: [], isStacked: true, isStepped: true, isWhole: true, least: 0,
       formatX: (x, span) => clock(x, { withSeconds: span < 600, withDate: span > 90000 }), formatY: (y) => significant(y),
     });
+    this.shownTime = element("span", { class: "muted" });
+    this.none = element("p", { hidden: true }, "There are no jobs yet. Start one with ", element("code", {}, "adascale run deploy/adascalejob.yaml"), " on one machine, or ", element("code", {}, "kubectl apply -f deploy/adascalejob.yaml"), " on a cluster.");
     this.node = element(
       "div", {},
       element("h1", {}, "Jobs"),
       element("dl", { class: "facts" }, ...this.facts.map(({ name, value }) => element("div", {}, element("dt", {}, name), value))),
-      element("div", { class: "controls" }, labelled("Time shown", this.range), labelled("By", this.group)),
+      element("div", { class: "controls" }, labelled("Time shown", this.range), labelled("By", this.group), this.shownTime),
       this.usage.node,
       element("h2", {}, "All jobs"),
+      this.none,
       element("div", { class: "controls" }, labelled("Name contains", this.filter), labelled("State", this.phase), this.shown),
       element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "All jobs" }, element("table", {}, element("thead", {}, element("tr", {}, ...this.heads)), this.body)),
     );
@@ -80,6 +83,7 @@ export class JobsView {
     const all = [...jobs.values()];
     const values = [total(all.map((job) => job.replicas)), ...Object.values(TALLIES).map((phases) => all.filter((job) => phases.includes(job.phase)).length)];
     this.facts.forEach(({ value }, at) => setText(value, count(values[at])));
+    this.none.hidden = !this.stream.isRead || all.length > 0;
     this.arrange();
   }
 
@@ -146,7 +150,7 @@ export class JobsView {
     try {
       const seconds = Number(this.range.value);
       const usage = await this.usageOfGroups(seconds);
-      const xs = usage.others.map((_, at) => usage.start + (at + 0.5) * usage.interval);
+      const xs = usage.others.map((_, at) => usage.start + at * usage.interval);
       const series = usage.largest.map(({ name }, at) => ({ name: name.replace(/^default\./, ""), style: at + 1 }));
       const ys = usage.largest.map(({ replicas }) => replicas);
       if (usage.other_count) {
@@ -156,6 +160,8 @@ export class JobsView {
       // From the first use on: a service that has just started has used nothing before.
       const first = Math.max(xs.findIndex((_, at) => ys.some((curve) => curve[at] > 0)) - 1, 0);
       this.usage.setData(ys.length ? xs.slice(first) : [], ys.map((curve) => curve.slice(first)), { series, range: [usage.start + first * usage.interval, usage.start + seconds] });
+      const since = first > 0 && ys.length ? `From ${clock(xs[first], { withDate: seconds > 86400 })}, when the first of these replicas began. ` : "";
+      setText(this.shownTime, ys.length ? `${since}Each step is the mean of ${duration(usage.interval)}.` : "");
     } catch {
       // The status of the stream shows that the service does not answer.
     }

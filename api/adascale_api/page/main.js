@@ -1,6 +1,7 @@
 // The page: its views by the hash of the address, the stream of jobs, the token and the theme.
 
 import { setText } from "./dom.js";
+import { clock, duration } from "./format.js";
 import { JobView } from "./job_view.js";
 import { JobsView } from "./jobs_view.js";
 import { JobStream, getToken, setToken } from "./service.js";
@@ -10,6 +11,7 @@ const THEME = "adascale-theme";
 
 const main = document.getElementById("main");
 const status = document.getElementById("status");
+const stale = document.getElementById("stale");
 const dialog = document.getElementById("token-dialog");
 const theme = document.getElementById("theme");
 
@@ -20,10 +22,19 @@ const stream = new JobStream({
   onJobs: (jobs, changed) => document.hidden || view?.update(jobs, changed),
   onStatus: (state, message) => {
     status.dataset.state = state;
+    document.body.classList.toggle("stale", state !== "live");
+    showAge();
     setText(status, state === "live" ? "Live" : state === "refused" ? "A token is needed" : `Disconnected: ${message.replace(/\.?$/, ".")} Trying again.`);
     if (state === "refused") askForToken(message);
   },
 });
+
+// While the service does not answer, what is shown is as old as its last answer.
+function showAge() {
+  const isStale = document.body.classList.contains("stale") && stream.lastAnswer !== null;
+  stale.hidden = !isStale;
+  if (isStale) setText(stale, `What is shown is from ${clock(stream.lastAnswer)}, ${duration(Date.now() / 1000 - stream.lastAnswer)} ago.`);
+}
 
 function open() {
   const [path, query = ""] = location.hash.slice(1).split("?");
@@ -95,6 +106,7 @@ document.addEventListener("visibilitychange", () => {
   }
 });
 addEventListener("hashchange", open);
+setInterval(showAge, 1000);
 
 theme.value = localStorage.getItem(THEME) ?? "auto";
 setTheme(theme.value);

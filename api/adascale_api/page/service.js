@@ -48,6 +48,8 @@ export class JobStream {
     this.onStatus = onStatus;
     this.jobs = new Map();
     this.isTruncated = false;
+    this.isRead = false;
+    this.lastAnswer = null;
     this.abort = null;
   }
 
@@ -94,6 +96,7 @@ export class JobStream {
       const { value, done } = await reader.read();
       if (done) return;
       heard();
+      this.lastAnswer = Date.now() / 1000;
       if (!value.includes("\n\n") && !(value.startsWith("\n") && parts.length)) {
         parts.push(value);
         continue;
@@ -115,6 +118,7 @@ export class JobStream {
     }
     const isFirst = fields.event === "all";
     if (isFirst) this.jobs = new Map();
+    this.isRead = true;
     for (const job of data.jobs) this.jobs.set(job.id, job);
     for (const id of data.deleted) this.jobs.delete(id);
     this.isTruncated = data.truncated;
