@@ -166,10 +166,15 @@ class ElasticTrainer:
             checkpoint_interval=checkpoint_interval,
             max_nonfinite_steps=max_nonfinite_steps,
         )
+        channel: socket.socket | None = None
         try:
             self._arguments = arguments
             channel = environment.take_agent_channel(os.environ)
-            assignment = environment.read_assignment(os.environ)
+            assignment = (
+                environment.read_assignment(os.environ)
+                if channel is None
+                else environment.read_agent_assignment(os.environ)
+            )
             self.device = select_device(device, assignment.local_rank)
             """The device of this replica's model and batches."""
             if channel is not None and self.device.type == "cuda":
@@ -182,7 +187,10 @@ class ElasticTrainer:
             self._seed = seed
             self._trainer = _components(arguments, group, self.device, seed)
             self._membership = self._make_membership(channel) if channel is not None else None
-        except AdaScaleError:
+        except AdaScaleError as error:
+            if channel is not None:
+                # A launcher in between may hide the exit code.
+                AgentChannel(channel).send("exiting", code=exit_code(error))
             self._uncaught_errors.install()
             raise
         self._fast_exit.before(self._release_at_exit)
@@ -207,6 +215,19 @@ class ElasticTrainer:
         has collected in an object that `program_reentry` registers.
         """
         return self._trainer.group.is_main
+
+    @property
+    def replica_group(self) -> torch.distributed.ProcessGroup:
+        """The process group of the replicas, also of a single one, for collective calls of the program.
+
+        With one process per replica, this is torch's default process group. Each generation has its own, so
+        read this when it is needed. Groups of the program's own end with the generation too, and a collective
+        call with one raises a `WorkerError` then.
+
+        Raises:
+            WorkerError: under an agent, before `program_reentry`.
+        """
+        return self._trainer.group.process_group
 
     @property
     def generation(self) -> int:
@@ -403,7 +424,7 @@ class ElasticTrainer:
         require_choice(hyperparameters)
         parts = program_parts(model, optimizer, lr_scheduler)
         check_optimizer_parameters(parts.model, parts, group.replicas)
-        check_synchronized_norms(parts.model, self.device, group.replicas)
+        check_synchronized_norms(parts.model, self.device)
         scaler = scaler_of((register or {}).values())
         made = make_loop(
             parts,

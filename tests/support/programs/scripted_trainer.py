@@ -13,8 +13,12 @@ from pathlib import Path
 
 folder = Path(os.environ["SCRIPTED"])
 todo, seen = folder / f"{os.getpid()}.todo", folder / f"{os.getpid()}.seen"
-environ = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "ADASCALE_REPLICA")}
-channel = socket.socket(fileno=int(os.environ["ADASCALE_AGENT_FD"]))
+environ = {
+    name: os.environ.get(name)
+    for name in ("ADASCALE_RANK", "ADASCALE_REPLICAS", "ADASCALE_REPLICA", "RANK", "WORLD_SIZE")
+}
+channel = socket.socket(socket.AF_UNIX)
+channel.connect(os.environ["ADASCALE_AGENT_SOCKET"])
 
 
 def send(message: dict[str, object]) -> None:

@@ -19,7 +19,7 @@ from adascale_worker.gradients.out_of_memory import forward_without_activations
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.other_parallelism import OtherParallelism
-from adascale_worker.program.patching import MethodOverride
+from adascale_worker.program.patching import MethodOverride, is_traced
 from adascale_worker.program.trained_parameters import Flags, TrainedParameters
 from adascale_worker.torch_private.autograd import accumulates_gradient
 from adascale_worker.torch_private.ddp import (
@@ -106,6 +106,8 @@ class DataParallelModel:
         self.device = device
         self._group = group
         self._find_unused_parameters = find_unused_parameters
+        self._has_forward = False
+        """Whether there was a forward pass through DDP since the last backward pass, or in this step."""
         self._exchanges = 0
         self._timed = 0
         self._local_group: dist.ProcessGroup | None = None
@@ -160,12 +162,17 @@ class DataParallelModel:
 
     def begin_step(self) -> None:
         """Forget the forward passes of the last step."""
+        self._has_forward = False
         self._passes.clear()
         self._graphs.clear()
         self._unknown_graphs.clear()
         if self._group.replicas == 1:
             # Gradients may come from another method of the model. On several replicas that is refused.
             self._begin_forward()
+
+    def end_backward(self) -> None:
+        """Let the next forward pass replace the buffers by those of rank 0."""
+        self._has_forward = False
 
     def follow_trained(self) -> None:
         """Train the parameters that require gradients now in the step that the optimizer makes next.
@@ -287,6 +294,9 @@ class DataParallelModel:
                 self._record_pass()
                 if self.ddp is None:
                     return self._wrapped.forward(*args, **kwargs)
+                # A backward pass may need what an earlier forward pass has saved of the buffers.
+                self.ddp.broadcast_buffers = not self._has_forward
+                self._has_forward = True
                 output = self.ddp(*args, **kwargs)
                 self._observe_graph(output)
                 return output
@@ -445,7 +455,7 @@ class _DataParallelForward(MethodOverride):
         self._parallel = parallel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self._model.training:
+        if torch.is_grad_enabled() and self._model.training and not is_traced():
             return self._parallel.forward(*args, **kwargs)
         return self.original(*args, **kwargs)
 
