@@ -34,6 +34,7 @@ from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import DataFeed, require_evaluable
+from adascale_worker.batches.order import OrderFunction
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.gradients.accumulation import Accumulation
@@ -564,7 +565,16 @@ class ElasticTrainer:
 
     # -- training ---------------------------------------------------------------------------------------
 
-    def dataloader(self, dataset: Sized, *, shuffle: bool = True, **options: Any) -> Iterator[Any]:
+    def dataloader(
+        self,
+        dataset: Sized,
+        *,
+        shuffle: bool = True,
+        order: OrderFunction | None = None,
+        lengths: Sequence[int] | None = None,
+        allow_other_length: bool = False,
+        **options: Any,
+    ) -> Iterator[Any]:
         """Return an iterable over the rest of the current epoch, for a loop in each epoch.
 
         An epoch is len(dataset) / batch_size scale-invariant steps, so at a large scale it can take more
@@ -574,6 +584,18 @@ class ElasticTrainer:
         Args:
             dataset: a data set with `__len__` and `__getitem__`.
             shuffle: whether each pass has its own order.
+            order: a function of the number of the pass, from 0, and a seed, which returns the indices of the
+                samples of this pass, in their order, as a list, a NumPy array or a tensor on the CPU. Indices
+                may be repeated or left out, as by a `WeightedRandomSampler`; each pass has the same number of
+                them, and an epoch counts these. The seed is another one in each pass, follows from the
+                trainer's seed, and has 63 bits. The function returns the same on all replicas, and
+                again after a restart.
+            lengths: the length of each sample, for batches of samples of similar length: the shuffled samples
+                of each 50 * `batch_size` are sorted by length, and divided into groups of `batch_size`, which
+                are shuffled.
+            allow_other_length: whether training that continues from a checkpoint may have a data set of
+                another length than before. Then the present pass and epoch begin from the start, with
+                the present data set, and a message says how many samples of the pass had been seen.
             options: arguments for `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
                 With persistent_workers=True, pass the same objects in each epoch.
 
@@ -584,13 +606,22 @@ class ElasticTrainer:
             WorkerError: the current epoch has ended, and `step` was not called.
             DatasetError: the data set has no length, no items by index, fewer samples than `max_batch_size`
                 (or `batch_size`, if that is not set), or another length than before; an option would choose
-                the batches; or persistent workers would get another data set or options than before.
+                the batches; `order` or `lengths` is not as above; or persistent workers would get another
+                data set or options than before.
             WorkerError: `program_reentry` has not been called.
         """
         loop, trainer = self._require_loop(), self._trainer
         loop.require_epoch()
-        stream = trainer.feed.open(dataset, shuffle=shuffle, options=options)
-        trainer.progress.target = trainer.target(stream.length)
+        stream = trainer.feed.open(
+            dataset,
+            shuffle=shuffle,
+            options=options,
+            order=order,
+            lengths=lengths,
+            allow_other_length=allow_other_length,
+            progress=trainer.progress,
+        )
+        trainer.progress.target = trainer.target
 
         def begin() -> Iterator[Any]:
             loop.require_epoch()

@@ -198,6 +198,7 @@ class TrainingLoop:
                 self._require_later_generation()
                 if state is not None:
                     self._state.load_state_dict(state)
+                    trainer.feed.begin_from_checkpoint()
                 else:
                     self._exchange.keep_initial_weights()
             except AdaScaleError as error:
@@ -724,7 +725,7 @@ class TrainingLoop:
             WorkerError: another epoch was begun before this one ended.
         """
         trainer, planner, progress = self._trainer, self._trainer.planner, self._trainer.progress
-        end = (progress.epoch + 1) * stream.length / planner.bounds.batch_size
+        end = trainer.feed.progress_at(progress.epoch + 1)
         batches: Iterator[Any] | None = None
         place = (trainer.generation, planner.plan)
         self._rates.begin_epoch()
