@@ -101,9 +101,9 @@ def test_samples_are_independent_of_their_place_their_neighbours_and_other_passe
 
     def deviation(pairs: list[tuple[Indices, Indices]]) -> float:
         """Return the chi squared of the tables of 10 by 10 cells, in standard deviations from its mean."""
-        cells = sum(
-            numpy.histogram2d(a, b, bins=10, range=[[0, a.max() + 1], [0, length]])[0] for a, b in pairs
-        )
+        cells = numpy.zeros((10, 10))
+        for a, b in pairs:
+            cells += numpy.histogram2d(a, b, bins=10, range=[[0, a.max() + 1], [0, length]])[0]
         expected = sum(len(a) for a, _ in pairs) / 100
         return float((((cells - expected) ** 2 / expected).sum() - 99) / (2 * 99) ** 0.5)
 

@@ -34,7 +34,7 @@ from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import DataFeed, require_evaluable
-from adascale_worker.batches.order import OrderFunction
+from adascale_worker.batches.order import Lengths, OrderFunction
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.gradients.accumulation import Accumulation
@@ -571,7 +571,7 @@ class ElasticTrainer:
         *,
         shuffle: bool = True,
         order: OrderFunction | None = None,
-        lengths: Sequence[int] | None = None,
+        lengths: Lengths | None = None,
         allow_other_length: bool = False,
         **options: Any,
     ) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import astuple
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_worker.batches.order import (
     GroupedOrder,
+    Lengths,
     Order,
     OrderFunction,
     ProgramOrder,
@@ -73,7 +74,7 @@ class DataFeed:
         shuffle: bool,
         options: dict[str, Any],
         order: OrderFunction | None = None,
-        lengths: Sequence[int] | None = None,
+        lengths: Lengths | None = None,
         allow_other_length: bool = False,
         progress: TrainingProgress | None = None,
     ) -> SampleStream:
@@ -117,7 +118,7 @@ class DataFeed:
         dataset: Sized,
         shuffle: bool,
         order: OrderFunction | None,
-        lengths: Sequence[int] | None,
+        lengths: Lengths | None,
         progress: TrainingProgress,
     ) -> Order:
         samples = _indexed_length(dataset)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
+from numpy.typing import NDArray
+from torch import Tensor
 
 from adascale_worker.batches.permutation import Indices, permute
 from adascale_worker.batches.seeding import mix
@@ -15,6 +17,9 @@ from adascale_worker.errors import DatasetError
 
 OrderFunction = Callable[[int, int], Any]
 """Returns the indices of the samples of a pass. Gets the number of the pass, from 0, and a seed."""
+
+Lengths = Sequence[float] | NDArray[Any] | Tensor
+"""The length of each sample."""
 
 _GROUPS_PER_WINDOW = 50
 _LARGEST_WINDOW = 2**16
@@ -93,7 +98,7 @@ class GroupedOrder(Order):
 
     kind = "grouped by length, shuffled by a Feistel network"
 
-    def __init__(self, lengths: Sequence[int], seed: int, group_size: int) -> None:
+    def __init__(self, lengths: Lengths, seed: int, group_size: int) -> None:
         self._source = lengths
         self._lengths = numpy.asarray(lengths)
         self._shuffled = ShuffledOrder(len(lengths), seed)

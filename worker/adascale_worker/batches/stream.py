@@ -78,7 +78,8 @@ class SampleStream:
 
     def __getitem__(self, span: slice) -> list[int]:
         """Return the sample indices at positions `span.start` to `span.stop` of the stream."""
-        return self.indices(numpy.arange(span.start, span.stop)).tolist()
+        indices: list[int] = self.indices(numpy.arange(span.start, span.stop)).tolist()
+        return indices
 
     def indices(self, positions: Indices) -> Indices:
         """Return the sample indices at positions of the stream, of any shape."""
