@@ -16,8 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
-FORMAT: Final = 3
-"""The format of the manifest and of the state."""
+FORMAT: Final = 4
+"""The format of the manifest and of the state. Another order of samples is another format, because the state
+has the position in it."""
+
+S3_CHECKSUMS: Final = {
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+}
+"""Configuration of S3 clients: some S3-compatible stores refuse the checksums of clients. The manifest has
+its own."""
 
 _FILE_NAME: Final = re.compile(
     r"checkpoint-(?P<number>[0-9]{8,})(\.json|(?P<state>-[0-9a-f]{8}\.safetensors))"

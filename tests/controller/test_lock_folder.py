@@ -67,7 +67,7 @@ def test_one_run_at_a_time_uses_a_folder_without_file_locks(tmp_path: Path, envi
 
 def test_a_job_runs_in_a_folder_without_file_locks(tmp_path: Path, environ: dict[str, str]) -> None:
     job, state = write_light_job(tmp_path / "job.yaml", "exit", "0"), tmp_path / "state"
-    completed = adascale("run", job, "--state-dir", state, "--port", 0, **environ)
+    completed = adascale("run", job, "--state-dir", state, "--port", 0, timeout=60, **environ)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     printed = " ".join(completed.stdout.split())
     assert f"The file system of {state} has no file locks, so the database" in printed

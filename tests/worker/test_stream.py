@@ -86,6 +86,14 @@ def test_the_permutation_has_each_number_once(length: int, key: int) -> None:
     assert sorted(permute(numpy.arange(length), length, key).tolist()) == list(range(length))
 
 
+def test_the_order_is_that_of_the_format_of_checkpoints() -> None:
+    """A change of these numbers needs another FORMAT in adascale_core/checkpoint_manifest.py."""
+    assert SampleStream(10, seed=3)[8:14] == [3, 7, 9, 8, 4, 1]
+    assert SampleStream(10**8, seed=3)[10**8 - 1 : 10**8 + 2] == [4726762, 69589406, 72410342]
+    lengths = [4, 2, 9, 4, 1, 7, 3, 8, 2, 6]
+    assert SampleStream(10, 3, order=GroupedOrder(lengths, 3, 2))[8:14] == [0, 3, 9, 5, 7, 2]
+
+
 def test_all_orders_of_four_samples_are_equally_frequent() -> None:
     draws = 2400
     counts = Counter(tuple(permute(numpy.arange(4), 4, key)) for key in range(draws))

@@ -7,12 +7,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from adascale_core.checkpoint_manifest import Manifest, checkpoint_number, manifest_number
+from adascale_core.checkpoint_manifest import S3_CHECKSUMS, Manifest, checkpoint_number, manifest_number
 from adascale_core.errors import AdaScaleError
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     # A person waits: without limits, a server that does not answer delays each command for 7 minutes.
-    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 15, "retries": {"max_attempts": 0}}},
+    "s3": {
+        "config_kwargs": {
+            "connect_timeout": 5,
+            "read_timeout": 15,
+            "retries": {"max_attempts": 0},
+            **S3_CHECKSUMS,
+        }
+    },
 }
 """Arguments for the clients of URL schemes."""
 

@@ -82,8 +82,8 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
         folder.create()
         if folder.local_folder is not None:
             display.message(
-                f"The file system of {folder.path} has no file locks, so the database of the metrics service is "
-                f"in {folder.local_folder}. Do not run {job.short_id} on another machine at the same time"
+                f"The file system of {folder.path} has no file locks, so the database of the metrics service "
+                f"is in {folder.local_folder}. Do not run {job.short_id} on another machine at the same time"
             )
         lock = StateLock(folder, display.message, lambda: signals.stop_requested)
         try:

@@ -22,14 +22,12 @@ from adascale_worker.batches.order import (
 )
 from adascale_worker.batches.persistent_loader import PersistentLoader
 from adascale_worker.batches.stream import MicroBatches, Origin, SampleStream
-from adascale_worker.errors import DatasetError, UnusableCheckpointError
+from adascale_worker.errors import DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.reporting.progress import TrainingProgress
 
 _CHOSEN_BY_TRAINER = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator"})
 """Arguments of DataLoader that choose the batches."""
-
-_KINDS = frozenset(kind.kind for kind in (SequentialOrder, ShuffledOrder, GroupedOrder, ProgramOrder))
 
 _RANDOM_ORDER = (
     "trainer.dataloader(dataset, order=lambda number, seed: torch.multinomial(weights, len(dataset), "
@@ -258,21 +256,6 @@ class DataFeed:
             "origin": list(astuple(self._origin)),
             "is_open": self._is_open,
         }
-
-    def require_known_order(self, state: dict[str, Any]) -> None:
-        """Check that the order of a saved state can be continued.
-
-        Raises:
-            UnusableCheckpointError: this version computes another order.
-        """
-        kind = state.get("order")
-        if state["samples"] is not None and kind not in _KINDS:
-            raise UnusableCheckpointError(
-                f"the checkpoint was saved with another order of samples ({kind or 'of an earlier version'}) "
-                "than this version computes, so the samples that are left of the present pass are not "
-                "known. Use the version that wrote it, or start from scratch (adascale run --fresh, or "
-                "another checkpoint folder)"
-            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""

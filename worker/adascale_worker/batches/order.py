@@ -29,7 +29,7 @@ class Order(ABC):
     """The order of samples. Two that are equal have the same samples at the same positions.
 
     Attributes:
-        kind: of the order, for messages and checkpoints. It has another name if the algorithm changes.
+        kind: of the order, for messages.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class ShuffledOrder(Order):
 
     samples: int
     seed: int
-    kind = "shuffled by a Feistel network"
+    kind = "shuffled"
 
     @property
     def length(self) -> int:
@@ -96,7 +96,7 @@ class GroupedOrder(Order):
         group_size: number of samples of a group.
     """
 
-    kind = "grouped by length, shuffled by a Feistel network"
+    kind = "grouped by length"
 
     def __init__(self, lengths: Lengths, seed: int, group_size: int) -> None:
         self._source = lengths

@@ -77,7 +77,6 @@ class TrainingState:
                 f"{state['batch_size']}, or start from scratch (adascale run --fresh, or another checkpoint "
                 "folder)"
             )
-        trainer.feed.require_known_order(state["data"])
         load_model(self._program.model, state["program"]["model"])
         self._program.load_state_dict(state["program"])
         # Earlier versions have not saved them.
