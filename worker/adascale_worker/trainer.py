@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -55,6 +56,7 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
 from adascale_worker.process.device import select_device
 from adascale_worker.process.device_clock import clock_of
+from adascale_worker.process.download_lock import download_lock
 from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
 from adascale_worker.process.settings import resolve_settings
 from adascale_worker.process.shutdown_request import ShutdownRequest
@@ -338,6 +340,29 @@ class ElasticTrainer:
             CheckpointError: the manifest cannot be written.
         """
         self._trainer.checkpointing.report_result(plain_result(result))
+
+    def download_lock(self, folder: str | Path) -> AbstractContextManager[bool]:
+        """Return a context in which one process at a time uses a folder, for downloads before training.
+
+            with trainer.download_lock("data"):
+                dataset = CIFAR10("data", download=True)
+
+        The first replica that enters downloads the files. Each of the others waits, enters after it, and
+        finds them. The lock is a file in the folder, so it is for all processes that share the folder: the
+        replicas of one machine, and those of others on a network file system with file locks. If a process
+        ends inside, also if it is killed, the next one enters.
+
+        Args:
+            folder: is created if it does not exist.
+
+        Returns:
+            A context manager. Its value is whether the last process inside was killed or had an error. Then
+            files may be incomplete: delete them, unless the download checks them itself.
+
+        Raises:
+            WorkerError: the folder cannot be created, or written.
+        """
+        return download_lock(folder)
 
     # -- entry ------------------------------------------------------------------------------------------
 
