@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,7 +123,7 @@ def test_a_process_that_waits_long_names_the_holder(
     holder = processes.start(HANG="1")
     assert holder.stdout is not None
     assert holder.stdout.readline() == "hangs\n"
-    monkeypatch.setattr(download_lock.time, "sleep", lambda _: holder.kill())
+    monkeypatch.setattr(time, "sleep", lambda _: holder.kill())
     with download_lock.download_lock(processes.folder):
         pass
     expected = f"waiting for process {holder.pid}, which has locked {processes.folder} by download_lock()"
