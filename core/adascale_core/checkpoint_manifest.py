@@ -33,6 +33,9 @@ _FILE_NAME: Final = re.compile(
 )
 
 
+_BEST_WEIGHTS: Final = re.compile(r"best-[0-9]{8,}-[0-9a-f]{8}\.safetensors(\.[0-9a-f]{8}\.draft)?")
+
+
 class InvalidManifestError(ValueError):
     """A manifest that lacks a member, has a member of the wrong type, or has another checksum."""
 
@@ -171,6 +174,21 @@ def state_file_name(number: int, writer: str) -> str:
         writer: 8 hexadecimal digits, chosen at random by the process that writes the file.
     """
     return f"checkpoint-{number:08d}-{writer}.safetensors"
+
+
+def best_weights_file_name(step: int, writer: str) -> str:
+    """Return the name of a file with the weights that had the best value of a metric.
+
+    Args:
+        step: optimizer steps so far.
+        writer: 8 hexadecimal digits that no other file has.
+    """
+    return f"best-{step:08d}-{writer}.safetensors"
+
+
+def is_best_weights(name: str) -> bool:
+    """Whether a file has such weights, or is the draft of one."""
+    return _BEST_WEIGHTS.fullmatch(name) is not None
 
 
 def manifest_file_name(number: int) -> str:

@@ -71,6 +71,7 @@ from adascale_worker.reporting.logged_metrics import plain_result, require_metri
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reporter import Reporter
 from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.state.checkpoints.best_weights import BestWeights
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.components import TrainerComponents
 from adascale_worker.state.program import Stateful, require_choice, require_stateful
@@ -157,6 +158,8 @@ class ElasticTrainer:
         self._accumulation: Accumulation | None = None
         self._parts: ProgramParts | None = None
         self._rates: LearningRates | None = None
+        self._best_metric: str | None = None
+        self._best_weights: BestWeights | None = None
         self._logged: set[str] = set()
         arguments = environment.JobSettings(
             batch_size=batch_size,
@@ -328,6 +331,42 @@ class ElasticTrainer:
         require_metrics(metrics, len(self._logged - set(metrics)))
         self._logged.update(metrics)
         self._trainer.telemetry.log(metrics)
+        best = self._best_weights
+        if best is not None and best.metric in metrics and self.is_main and self._parts is not None:
+            value = float(torch.as_tensor(metrics[best.metric], dtype=torch.float64).detach().mean())
+            best.offer(value, self.steps, self._parts.model.state_dict)
+
+    def keep_best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> None:
+        """Keep the weights for which a metric had its best value, beside the newest checkpoints.
+
+            trainer.keep_best("accuracy", mode="max")
+            ...
+                trainer.log(accuracy=evaluation.means["accuracy"])
+
+        Whenever rank 0 logs a better value of the metric than ever before in this job, it copies the model's
+        weights as they are then, and writes the copy in the background to a file in the folder of the
+        checkpoints, `best-<step>-<id>.safetensors`. So log the metric right after it is computed, such as
+        once per epoch; a loss of a single batch is noise. `adascale export JOB FILE --best` copies the file.
+        The value of a tensor is read at once, which waits for its device. Without a checkpoint folder nothing
+        is saved.
+
+        Args:
+            metric: the name under which the program logs it.
+            mode: whether the lowest ("min") or the highest ("max") value is the best.
+
+        Raises:
+            WorkerError: `mode` is something else, the name is not valid, or a metric was chosen before.
+        """
+        require_metrics({metric: 0.0}, 0)
+        if mode not in ("min", "max"):
+            raise WorkerError(f'trainer.keep_best() got mode={mode!r}: it must be "min" or "max"')
+        if self._best_metric is not None:
+            raise WorkerError(
+                f"trainer.keep_best({metric!r}) was called after keep_best({self._best_metric!r}): the "
+                "weights are kept for one metric"
+            )
+        self._best_metric = metric
+        self._best_weights = self._trainer.checkpointing.best_weights(metric, mode)
 
     def report_result(self, **result: torch.Tensor | float | str) -> None:
         """Record the result of training, in the manifest of the last checkpoint.
@@ -751,6 +790,8 @@ class ElasticTrainer:
         At the end of the process this is not needed. May be called again.
         """
         self._trainer.feed.close()
+        if self._best_weights is not None:
+            self._best_weights.close()
         self._trainer.checkpointing.close()
         self._trainer.telemetry.close()
         if self._membership is not None:
@@ -787,6 +828,8 @@ class ElasticTrainer:
         if self._membership is not None:
             code = self._fast_exit.code
             self._membership.report_exit(self._exit_status.code if code is None else code)
+        if self._best_weights is not None:
+            self._best_weights.close()
         self._trainer.checkpointing.close()
         self._trainer.telemetry.close()
         if self._membership is not None:
