@@ -11,6 +11,7 @@ import time
 import types
 import uuid
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +45,13 @@ text = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
 (recipe,) = (
     block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Tracker" in block
 )
-names = {"trainer": trainer, "model": model, "optimizer": optimizer, "wandb": wandb, "uuid": uuid}
+names: dict[str, Any] = {
+    "trainer": trainer,
+    "model": model,
+    "optimizer": optimizer,
+    "wandb": wandb,
+    "uuid": uuid,
+}
 exec(recipe, names)
 for epoch in range(names["state"].epoch, 10):
     for _, x, y in trainer.dataloader(samples()):
