@@ -16,13 +16,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
-FORMAT: Final = 3
-"""The format of the manifest and of the state."""
+FORMAT: Final = 4
+"""The format of the manifest and of the state. Another order of samples is another format, because the state
+has the position in it."""
+
+S3_CHECKSUMS: Final = {
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+}
+"""Configuration of S3 clients: some S3-compatible stores refuse the checksums of clients. The manifest has
+its own."""
 
 _FILE_NAME: Final = re.compile(
     r"checkpoint-(?P<number>[0-9]{8,})(\.json|(?P<state>-[0-9a-f]{8}\.safetensors))"
     r"(?P<draft>\.[0-9a-f]{8}\.draft)?"
 )
+
+
+_BEST_WEIGHTS: Final = re.compile(r"best-[0-9]{8,}-[0-9a-f]{8}\.safetensors(\.[0-9a-f]{8}\.draft)?")
 
 
 class InvalidManifestError(ValueError):
@@ -163,6 +174,21 @@ def state_file_name(number: int, writer: str) -> str:
         writer: 8 hexadecimal digits, chosen at random by the process that writes the file.
     """
     return f"checkpoint-{number:08d}-{writer}.safetensors"
+
+
+def best_weights_file_name(step: int, writer: str) -> str:
+    """Return the name of a file with the weights that had the best value of a metric.
+
+    Args:
+        step: optimizer steps so far.
+        writer: 8 hexadecimal digits that no other file has.
+    """
+    return f"best-{step:08d}-{writer}.safetensors"
+
+
+def is_best_weights(name: str) -> bool:
+    """Whether a file has such weights, or is the draft of one."""
+    return _BEST_WEIGHTS.fullmatch(name) is not None
 
 
 def manifest_file_name(number: int) -> str:

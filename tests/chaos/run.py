@@ -323,11 +323,11 @@ class ChaosRun:
     def _scale(self, replicas: int) -> str | None:
         try:
             limit = scale_requests.request_limit(
-                self._state, replicas, lambda: self._controller.poll() is None, 3.0
+                self._state, replicas, self._controller.pid, lambda: self._controller.poll() is None, 3.0
             )
         except ScaleError as error:
             return f"to {replicas}: {error}"
-        return f"to {limit}"
+        return f"to {limit}" if limit is not None else f"to {replicas}, kept for later"
 
     def _allocate(self, choice: int) -> str | None:
         """Request another allocation, as another controller would."""

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from adascale_controller.jobfile import load_job
 from adascale_controller.local import run_history
+from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.log_follower import print_log
 from adascale_controller.local.run_history import RunRecord
-from adascale_controller.local.scale_requests import ScaleError, request_limit
+from adascale_controller.local.scale_requests import ScaleError, ScaleRequests, request_limit
 from adascale_controller.local.state_dir import StateDir
 from e2e.local_run import adascale_in_process as adascale
+from e2e.local_run import write_light_job
 from support.manifests import make_manifest
 
 
@@ -195,13 +200,16 @@ def test_a_followed_log_is_printed_to_the_end_of_the_run(tmp_path: Path) -> None
     assert output.getvalue() == "more\n" * 3
 
 
-def test_a_scale_request_without_an_answer_is_withdrawn(root: Path) -> None:
+def test_a_scale_request_without_an_answer_is_kept_for_its_run_only(root: Path) -> None:
     folder = StateDir(root / "a")
-    with pytest.raises(ScaleError, match="has not answered within 0 s"):
-        request_limit(folder, 2, lambda: True, 0.1)
-    assert not folder.scale_request_file.exists()
+    job = load_job(write_light_job(root / "job.yaml", "sleep", maxReplicas=2))
+    for process, limit in ((os.getpid() + 1, 1), (os.getpid(), 2)):
+        assert request_limit(folder, 2, process, lambda: True, 0.1) is None
+        requests = ScaleRequests(folder, job, [], PlainDisplay(Console(file=io.StringIO())))
+        assert requests.apply(1) == limit
+        assert not folder.scale_request_file.exists()
     with pytest.raises(ScaleError, match="has ended before it read the request"):
-        request_limit(folder, 2, lambda: False, 10)
+        request_limit(folder, 2, os.getpid(), lambda: False, 10)
 
 
 @pytest.mark.parametrize("command", ["explain", "gain"])

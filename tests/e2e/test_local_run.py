@@ -17,6 +17,7 @@ import pytest
 from adascale_controller.local import run_history
 from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.state_dir import StateDir
+from adascale_controller.local.state_lock import running_process
 from adascale_core.names import SIGNAL_REPEAT_INTERVAL
 from e2e.local_run import (
     PACED,
@@ -422,6 +423,23 @@ def test_a_job_is_scaled_while_a_new_replica_has_not_joined(tmp_path: Path, stat
         scaled = adascale("scale", "test", "--replicas", 1, "--state-dir", state)
         assert scaled.stdout == "test scaled to at most 1 replica\n", scaled.stderr
         run.wait_for_output("Rescaling 2 -> 1: limited to 1 replica by `adascale scale`")
+
+
+def test_a_request_to_scale_before_training_begins_is_kept_and_carried_out(
+    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adascale_controller.cli.scale.ANSWER_TIMEOUT", 0.2)
+    job = write_light_job(tmp_path / "job.yaml", "sleep", minReplicas=1, maxReplicas=2)
+    with running(job, state, "--replicas", 2) as run:
+        wait_until(lambda: running_process(StateDir(state)) == run.process.pid, "the start of the run")
+        run.send_signal(signal.SIGSTOP)  # as if its start took longer than the command waits
+        scaled = adascale_in_process("scale", "test", "--replicas", 1, "--state-dir", state)
+        assert scaled.stdout == (
+            "test has not answered within 0.2 s. The request for at most 1 replica is kept, and carried out "
+            "as soon as the run reads it\n"
+        ), scaled.stderr
+        run.send_signal(signal.SIGCONT)
+        run.wait_for_output("Scaled to at most 1 replica, was 2")
 
 
 @pytest.mark.slow

@@ -121,6 +121,8 @@ class Proxy:
         fault: "cut" closes connections after some bytes of a large request; "silent" takes requests and does
             not answer; a refusal answers all requests that write. None forwards everything.
         refusals: requests that were refused.
+        refuses_checksums: whether requests are refused that have checksums which S3 does not require, as by
+            some S3-compatible stores.
         permits: if set, each part of an answer needs a permit.
     """
 
@@ -130,6 +132,7 @@ class Proxy:
         self.port: int = self._listener.getsockname()[1]
         self.fault: str | Refusal | None = None
         self.refusals = 0
+        self.refuses_checksums = False
         self.permits: threading.Semaphore | None = None
         self._sockets: list[socket.socket] = [self._listener]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -163,9 +166,14 @@ class Proxy:
                 forwarded += len(data)
                 fault = self.fault
                 # A client sends a request after the answer to the one before, so each begins a part.
-                if isinstance(fault, Refusal) and is_request and data.startswith((b"PUT ", b"POST ")):
+                refusal = None
+                if is_request and data.startswith((b"PUT ", b"POST ")) and isinstance(fault, Refusal):
+                    refusal = fault
+                elif is_request and self.refuses_checksums and _has_checksums(data):
+                    refusal = Refusal(501, "NotImplemented")
+                if refusal is not None:
                     self.refusals += 1
-                    source.sendall(fault.answer)
+                    source.sendall(refusal.answer)
                     while source.recv(65536):
                         pass
                     break
@@ -179,6 +187,12 @@ class Proxy:
         for each in (source, target):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+
+def _has_checksums(request: bytes) -> bool:
+    head = request.partition(b"\r\n\r\n")[0].lower()
+    names = (b"x-amz-checksum-", b"x-amz-sdk-checksum-algorithm:", b"x-amz-trailer:")
+    return any(b"\n" + name in head for name in names)
 
 
 def accepts(port: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from adascale_core.checkpoint_manifest import Manifest
+from adascale_core.checkpoint_manifest import FORMAT, Manifest
 from adascale_worker.errors import CheckpointError
 from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.storage import open_storage
@@ -145,7 +145,7 @@ def test_every_flipped_bit_of_a_checkpoint_is_noticed(tmp_path: Path) -> None:
             if name.endswith(".json") and json_of(damaged) == json_of(content):
                 continue  # white space
             path.write_bytes(damaged)
-            if name.endswith(".json") and (json_of(damaged) or {}).get("format", 3) != 3:
+            if name.endswith(".json") and (json_of(damaged) or {}).get("format", FORMAT) != FORMAT:
                 with pytest.raises(CheckpointError, match="is not supported"):
                     load(tmp_path)
                 continue
@@ -227,7 +227,7 @@ def test_an_unsupported_format_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, 1)
     manifest = tmp_path / "checkpoint-00000001.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
-    with pytest.raises(CheckpointError, match="format 99 is not supported: this version reads format 3"):
+    with pytest.raises(CheckpointError, match="format 99 is not supported: this version reads format 4"):
         store_in(tmp_path).load()
 
 

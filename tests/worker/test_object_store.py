@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from adascale_controller.local import checkpoints
 from adascale_core.checkpoint_manifest import manifest_number
 from adascale_worker import ElasticTrainer
 from adascale_worker.errors import CheckpointError
@@ -59,7 +60,7 @@ def proxy(server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.P
     for name, value in s3.environment(proxy.port).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(object_store, "MULTIPART_BYTES", PART)
-    options = {"connect_timeout": 1, "read_timeout": 2, "retries": {"max_attempts": 1}}
+    options = {**object_store._OPTIONS["s3"]["config_kwargs"], "connect_timeout": 1, "read_timeout": 2}
     monkeypatch.setitem(object_store._OPTIONS, "s3", {"config_kwargs": options, "skip_instance_cache": True})
     yield proxy
     proxy.close()
@@ -102,6 +103,33 @@ def test_checkpoints_are_saved_loaded_and_the_last_two_kept(
     assert loaded_number(store) == 3
     assert store.numbers() == [2, 3]
     assert len([name for name in store.storage.names() if name.startswith("checkpoint-")]) == 4
+
+
+@pytest.mark.parametrize("elements", [1000, LARGE])
+def test_a_store_that_refuses_the_checksums_of_clients_is_used_without(
+    proxy: s3.Proxy, store: CheckpointStore, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy.refuses_checksums = True
+    options = {**checkpoints._OPTIONS["s3"], "skip_instance_cache": True}
+    monkeypatch.setitem(checkpoints._OPTIONS, "s3", options)
+    url = f"s3://{s3.BUCKET}/jobs/digits"
+    for number in (1, 2, 3):
+        save(store, number, elements)
+    assert loaded_number(store) == 3
+    assert checkpoints.newest_manifest(url) is not None
+    checkpoints.delete_checkpoints(url)
+    assert checkpoints.newest_manifest(url) is None
+    assert proxy.refusals == 0
+
+
+def test_a_store_that_refuses_checksums_refuses_those_that_clients_have_by_default(
+    proxy: s3.Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy.refuses_checksums = True
+    monkeypatch.setitem(object_store._OPTIONS, "s3", {"skip_instance_cache": True})
+    with pytest.raises(CheckpointError, match="NotImplemented"):
+        save(CheckpointStore(open_storage(f"s3://{s3.BUCKET}/jobs/digits/")), 1)
+    assert proxy.refusals > 0
 
 
 def test_a_damaged_object_is_noticed(store: CheckpointStore, tmp_path: Path) -> None:

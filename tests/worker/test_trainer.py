@@ -2,14 +2,21 @@
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import InvalidJobError
@@ -25,6 +32,7 @@ from support.training import (
     ACCUMULATING,
     FIXED,
     MakeTrainer,
+    adamw,
     concatenate,
     equal,
     learn,
@@ -369,7 +377,29 @@ def test_options_that_choose_the_batches_are_an_error(make_trainer: MakeTrainer,
     model = network()
     trainer.program_reentry(model, sgd(model))
     with pytest.raises(DatasetError, match=f"got {option}, but the trainer chooses the batches"):
-        trainer.dataloader(samples(), shuffle=True, **{option: None})
+        trainer.dataloader(samples(), shuffle=True, **{option: None})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "sampler"),
+    [
+        ("sampler", WeightedRandomSampler([1.0] * 48, 48)),
+        ("batch_sampler", BatchSampler(SequentialSampler(range(48)), 8, drop_last=False)),
+    ],
+)
+def test_a_sampler_is_refused_with_a_line_that_works(
+    make_trainer: MakeTrainer, option: str, sampler: Any
+) -> None:
+    trainer, model = make_trainer(**FIXED), network()
+    trainer.program_reentry(model, sgd(model))
+    data = samples()
+    with pytest.raises(DatasetError, match=rf"got {option}={type(sampler).__name__}\(\.\.\.\)") as error:
+        trainer.dataloader(data, **{option: sampler})
+    lines = [line.strip() for line in str(error.value).splitlines() if line.startswith("    ")]
+    names = {"trainer": trainer, "torch": torch, "dataset": data, "weights": torch.ones(48)}
+    for line in lines:
+        assert eval(line, {**names, "lengths": range(48)}) is not None
+    assert len(lines) == 2
 
 
 class Endless(IterableDataset[int]):
@@ -435,8 +465,9 @@ def test_a_data_set_of_another_length_is_an_error(make_trainer: MakeTrainer) -> 
     model = network()
     trainer.program_reentry(model, sgd(model))
     trainer.dataloader(samples(48))
-    with pytest.raises(DatasetError, match="has 40 samples, but had 48 before"):
-        trainer.dataloader(samples(40))
+    for allow_other_length in (False, True):
+        with pytest.raises(DatasetError, match="has 40 samples, but had 48 before: a job trains on one data"):
+            trainer.dataloader(samples(40), allow_other_length=allow_other_length)
 
 
 def test_dataloader_before_program_reentry_is_an_error(make_trainer: MakeTrainer) -> None:
@@ -506,14 +537,48 @@ def test_gradients_of_autograd_grad_may_be_assigned(make_trainer: MakeTrainer) -
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
-def test_a_closure_is_an_error(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**FIXED)
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+def test_a_closure_that_computes_the_gradients_is_called_once_for_each_micro_batch(
+    make_trainer: MakeTrainer, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    def trained(*, by_closure: bool) -> tuple[list[Tensor], list[float], int]:
+        trainer, model, losses = make_trainer(**ACCUMULATING), network(), []
+        optimizer = make_optimizer(model)
+        trainer.program_reentry(model, optimizer)
+
+        batches = []
+        for _, x, y in trainer.dataloader(samples()):
+
+            def compute(x: Tensor = x, y: Tensor = y) -> Tensor:
+                batches.append(x)
+                optimizer.zero_grad()
+                return learn(model, x, y)
+
+            if by_closure:
+                with torch.no_grad():  # torch's optimizers compute gradients here too
+                    loss: Any = optimizer.step(compute)  # type: ignore[arg-type]
+            else:
+                loss = compute()
+                optimizer.step()
+            losses.append(float(loss.detach()))
+        trainer.step(0)
+        assert trainer.steps == 4
+        trainer.close()
+        return parameters_of(model), losses, len(batches)
+
+    weights, losses, calls = trained(by_closure=True)
+    same_weights, same_losses, _ = trained(by_closure=False)
+    assert calls == 12
+    assert losses == same_losses
+    assert equal(weights, same_weights)
+
+
+def test_lbfgs_is_refused_by_name(make_trainer: MakeTrainer) -> None:
     model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
-    trainer.get_local_bsz()
-    with pytest.raises(WorkerError, match=r"step\(closure\) is not supported"):
-        optimizer.step(lambda: 0.0)
+    with pytest.raises(
+        UnsupportedOptimizerError, match="got LBFGS, which computes the gradients of one step"
+    ):
+        make_trainer(**FIXED).program_reentry(model, torch.optim.LBFGS(model.parameters()))
 
 
 # -- schedules ------------------------------------------------------------------------------------------

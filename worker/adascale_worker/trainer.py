@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import DataFeed, require_evaluable
+from adascale_worker.batches.order import Lengths, OrderFunction
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.gradients.accumulation import Accumulation
@@ -54,6 +56,7 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
 from adascale_worker.process.device import select_device
 from adascale_worker.process.device_clock import clock_of
+from adascale_worker.process.download_lock import download_lock
 from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
 from adascale_worker.process.settings import resolve_settings
 from adascale_worker.process.shutdown_request import ShutdownRequest
@@ -68,6 +71,7 @@ from adascale_worker.reporting.logged_metrics import plain_result, require_metri
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reporter import Reporter
 from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.state.checkpoints.best_weights import BestWeights
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.components import TrainerComponents
 from adascale_worker.state.program import Stateful, require_choice, require_stateful
@@ -154,6 +158,8 @@ class ElasticTrainer:
         self._accumulation: Accumulation | None = None
         self._parts: ProgramParts | None = None
         self._rates: LearningRates | None = None
+        self._best_metric: str | None = None
+        self._best_weights: BestWeights | None = None
         self._logged: set[str] = set()
         arguments = environment.JobSettings(
             batch_size=batch_size,
@@ -346,6 +352,42 @@ class ElasticTrainer:
         require_metrics(metrics, len(self._logged - set(metrics)))
         self._logged.update(metrics)
         self._trainer.telemetry.log(metrics)
+        best = self._best_weights
+        if best is not None and best.metric in metrics and self.is_main and self._parts is not None:
+            value = float(torch.as_tensor(metrics[best.metric], dtype=torch.float64).detach().mean())
+            best.offer(value, self.steps, self._parts.model.state_dict)
+
+    def keep_best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> None:
+        """Keep the weights for which a metric had its best value, beside the newest checkpoints.
+
+            trainer.keep_best("accuracy", mode="max")
+            ...
+                trainer.log(accuracy=evaluation.means["accuracy"])
+
+        Whenever rank 0 logs a better value of the metric than ever before in this job, it copies the model's
+        weights as they are then, and writes the copy in the background to a file in the folder of the
+        checkpoints, `best-<step>-<id>.safetensors`. So log the metric right after it is computed, such as
+        once per epoch; a loss of a single batch is noise. `adascale export JOB FILE --best` copies the file.
+        The value of a tensor is read at once, which waits for its device. Without a checkpoint folder nothing
+        is saved.
+
+        Args:
+            metric: the name under which the program logs it.
+            mode: whether the lowest ("min") or the highest ("max") value is the best.
+
+        Raises:
+            WorkerError: `mode` is something else, the name is not valid, or a metric was chosen before.
+        """
+        require_metrics({metric: 0.0}, 0)
+        if mode not in ("min", "max"):
+            raise WorkerError(f'trainer.keep_best() got mode={mode!r}: it must be "min" or "max"')
+        if self._best_metric is not None:
+            raise WorkerError(
+                f"trainer.keep_best({metric!r}) was called after keep_best({self._best_metric!r}): the "
+                "weights are kept for one metric"
+            )
+        self._best_metric = metric
+        self._best_weights = self._trainer.checkpointing.best_weights(metric, mode)
 
     def report_result(self, **result: torch.Tensor | float | str) -> None:
         """Record the result of training, in the manifest of the last checkpoint.
@@ -358,6 +400,29 @@ class ElasticTrainer:
             CheckpointError: the manifest cannot be written.
         """
         self._trainer.checkpointing.report_result(plain_result(result))
+
+    def download_lock(self, folder: str | Path) -> AbstractContextManager[bool]:
+        """Return a context in which one process at a time uses a folder, for downloads before training.
+
+            with trainer.download_lock("data"):
+                dataset = CIFAR10("data", download=True)
+
+        The first replica that enters downloads the files. Each of the others waits, enters after it, and
+        finds them. The lock is a file in the folder, so it is for all processes that share the folder: the
+        replicas of one machine, and those of others on a network file system with file locks. If a process
+        ends inside, also if it is killed, the next one enters.
+
+        Args:
+            folder: is created if it does not exist.
+
+        Returns:
+            A context manager. Its value is whether the last process inside was killed or had an error. Then
+            files may be incomplete: delete them, unless the download checks them itself.
+
+        Raises:
+            WorkerError: the folder cannot be created, or written.
+        """
+        return download_lock(folder)
 
     # -- entry ------------------------------------------------------------------------------------------
 
@@ -585,7 +650,16 @@ class ElasticTrainer:
 
     # -- training ---------------------------------------------------------------------------------------
 
-    def dataloader(self, dataset: Sized, *, shuffle: bool = True, **options: Any) -> Iterator[Any]:
+    def dataloader(
+        self,
+        dataset: Sized,
+        *,
+        shuffle: bool = True,
+        order: OrderFunction | None = None,
+        lengths: Lengths | None = None,
+        allow_other_length: bool = False,
+        **options: Any,
+    ) -> Iterator[Any]:
         """Return an iterable over the rest of the current epoch, for a loop in each epoch.
 
         An epoch is len(dataset) / batch_size scale-invariant steps, so at a large scale it can take more
@@ -595,6 +669,18 @@ class ElasticTrainer:
         Args:
             dataset: a data set with `__len__` and `__getitem__`.
             shuffle: whether each pass has its own order.
+            order: a function of the number of the pass, from 0, and a seed, which returns the indices of the
+                samples of this pass, in their order, as a list, a NumPy array or a tensor on the CPU. Indices
+                may be repeated or left out, as by a `WeightedRandomSampler`; each pass has the same number of
+                them, and an epoch counts these. The seed is another one in each pass, follows from the
+                trainer's seed, and has 63 bits. The function returns the same on all replicas, and
+                again after a restart.
+            lengths: the length of each sample, for batches of samples of similar length: the shuffled samples
+                of each 50 * `batch_size` are sorted by length, and divided into groups of `batch_size`, which
+                are shuffled.
+            allow_other_length: whether training that continues from a checkpoint may have a data set of
+                another length than before. Then the present pass and epoch begin from the start, with
+                the present data set, and a message says how many samples of the pass had been seen.
             options: arguments for `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
                 With persistent_workers=True, pass the same objects in each epoch.
 
@@ -605,13 +691,22 @@ class ElasticTrainer:
             WorkerError: the current epoch has ended, and `step` was not called.
             DatasetError: the data set has no length, no items by index, fewer samples than `max_batch_size`
                 (or `batch_size`, if that is not set), or another length than before; an option would choose
-                the batches; or persistent workers would get another data set or options than before.
+                the batches; `order` or `lengths` is not as above; or persistent workers would get another
+                data set or options than before.
             WorkerError: `program_reentry` has not been called.
         """
         loop, trainer = self._require_loop(), self._trainer
         loop.require_epoch()
-        stream = trainer.feed.open(dataset, shuffle=shuffle, options=options)
-        trainer.progress.target = trainer.target(stream.length)
+        stream = trainer.feed.open(
+            dataset,
+            shuffle=shuffle,
+            options=options,
+            order=order,
+            lengths=lengths,
+            allow_other_length=allow_other_length,
+            progress=trainer.progress,
+        )
+        trainer.progress.target = trainer.target
 
         def begin() -> Iterator[Any]:
             loop.require_epoch()
@@ -716,6 +811,8 @@ class ElasticTrainer:
         At the end of the process this is not needed. May be called again.
         """
         self._trainer.feed.close()
+        if self._best_weights is not None:
+            self._best_weights.close()
         self._trainer.checkpointing.close()
         self._trainer.telemetry.close()
         if self._membership is not None:
@@ -752,6 +849,8 @@ class ElasticTrainer:
         if self._membership is not None:
             code = self._fast_exit.code
             self._membership.report_exit(self._exit_status.code if code is None else code)
+        if self._best_weights is not None:
+            self._best_weights.close()
         self._trainer.checkpointing.close()
         self._trainer.telemetry.close()
         if self._membership is not None:

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from adascale_controller.cli.explain import explain
+from adascale_controller.cli.export import export
 from adascale_controller.cli.gain import gain
 from adascale_controller.cli.list import list_jobs
 from adascale_controller.cli.logs import logs
@@ -39,6 +40,7 @@ for name, command in (
     ("explain", explain),
     ("scale", scale),
     ("stop", stop),
+    ("export", export),
     ("simulate", simulate_workload),
     ("operator", operator),
 ):

@@ -42,6 +42,12 @@ def scale(
         stop_and_report(found, STOP_TIMEOUT)
         return
     process = found.require_process()
-    limit = request_limit(found.folder, replicas, lambda: found.process == process, ANSWER_TIMEOUT)
+    limit = request_limit(found.folder, replicas, process, lambda: found.process == process, ANSWER_TIMEOUT)
+    if limit is None:
+        typer.echo(
+            f"{found.short_id} has not answered within {ANSWER_TIMEOUT:g} s. The request for at most "
+            f"{plural(replicas, 'replica')} is kept, and carried out as soon as the run reads it"
+        )
+        return
     lowered = f" (spec.maxReplicas is {limit})" if limit < replicas else ""
     typer.echo(f"{found.short_id} scaled to at most {plural(limit, 'replica')}{lowered}")

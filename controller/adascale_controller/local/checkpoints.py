@@ -7,12 +7,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from adascale_core.checkpoint_manifest import Manifest, checkpoint_number, manifest_number
+from adascale_core.checkpoint_manifest import (
+    S3_CHECKSUMS,
+    Manifest,
+    checkpoint_number,
+    is_best_weights,
+    manifest_number,
+)
 from adascale_core.errors import AdaScaleError
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     # A person waits: without limits, a server that does not answer delays each command for 7 minutes.
-    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 15, "retries": {"max_attempts": 0}}},
+    "s3": {
+        "config_kwargs": {
+            "connect_timeout": 5,
+            "read_timeout": 15,
+            "retries": {"max_attempts": 0},
+            **S3_CHECKSUMS,
+        }
+    },
 }
 """Arguments for the clients of URL schemes."""
 
@@ -59,7 +72,7 @@ def delete_checkpoints(checkpoints: Path | str) -> None:
     """
     files = _open(checkpoints)
     for name in files.names():
-        if checkpoint_number(name) is not None:
+        if checkpoint_number(name) is not None or is_best_weights(name):
             files.delete(name)
 
 

@@ -89,6 +89,7 @@ class ControlLoop:
         Raises:
             ServiceError: the service does not answer, or refuses.
         """
+        self._replica_limit = self._scale_requests.apply(self._replica_limit)
         self._client.declare_job(self._job.id, self._job.spec)
         view = self._client.get_job(self._job.id)
         if view.complete:

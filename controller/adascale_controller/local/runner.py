@@ -80,6 +80,11 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
     command = resolve_command(job, checkpoints, environ, max(1, cpu_cores() // limit))
     with StopSignals() as signals:
         folder.create()
+        if folder.local_folder is not None:
+            display.message(
+                f"The file system of {folder.path} has no file locks, so the database of the metrics service "
+                f"is in {folder.local_folder}. Do not run {job.short_id} on another machine at the same time"
+            )
         lock = StateLock(folder, display.message, lambda: signals.stop_requested)
         try:
             run_history.require_folder_of(folder, job.id)

@@ -1,11 +1,13 @@
 """Requests of `adascale scale` for another limit of replicas, which the run answers.
 
-Both are files in the state folder. The control loop reads the request at its next iteration.
+Both are files in the state folder. The control loop reads the request when it starts, and at each iteration.
+A request is for one run, by the id of its process, so it is kept from when this process holds the folder.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +24,11 @@ from adascale_core.errors import AdaScaleError
 
 
 class ScaleError(AdaScaleError):
-    """A request that the run refuses, or does not answer."""
+    """A request that the run refuses, or does not read before it ends."""
 
 
 class ScaleRequests:
-    """Reads and answers the requests. A request of an earlier run is deleted.
+    """Reads and answers the requests. A request for an earlier run is deleted.
 
     Args:
         folder: the state folder.
@@ -41,7 +43,6 @@ class ScaleRequests:
         self._job = replace(job, replicas=None)
         self._devices = devices
         self._display = display
-        folder.scale_request_file.unlink(missing_ok=True)
 
     def apply(self, limit: int) -> int:
         """Return the most replicas at once: that of a new request if it is valid, else `limit`."""
@@ -49,10 +50,13 @@ class ScaleRequests:
         if request is None:
             return limit
         self._folder.scale_request_file.unlink(missing_ok=True)
+        if request.get("process") != os.getpid():
+            return limit
         try:
             requested = replica_limit(self._job, int(request["replicas"]), self._devices)
         except ReplicaLimitError as error:
             self._answer(request, {"error": str(error)})
+            self._display.message(f"A request of `adascale scale` is refused: {error}")
             return limit
         self._answer(request, {"limit": requested})
         if requested != limit:
@@ -63,20 +67,23 @@ class ScaleRequests:
         _write(self._folder.scale_answer_file, {"id": request.get("id"), **answer})
 
 
-def request_limit(folder: StateDir, replicas: int, runs: Callable[[], bool], timeout: float) -> int:
+def request_limit(
+    folder: StateDir, replicas: int, process: int, runs: Callable[[], bool], timeout: float
+) -> int | None:
     """Request the run in a state folder to use at most `replicas`, and return the limit that it uses.
 
     Args:
         folder: the state folder.
         replicas: the requested limit, at least 1.
+        process: id of the run's process.
         runs: whether the run still runs.
-        timeout: seconds to wait for its answer.
+        timeout: seconds to wait for its answer. Later, the request is kept, and the result is None.
 
     Raises:
-        ScaleError: the run refuses the limit, ends, or does not answer.
+        ScaleError: the run refuses the limit, or ends.
     """
     request_id = secrets.token_hex(8)
-    _write(folder.scale_request_file, {"id": request_id, "replicas": replicas})
+    _write(folder.scale_request_file, {"id": request_id, "process": process, "replicas": replicas})
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         answer = _read(folder.scale_answer_file)
@@ -88,8 +95,7 @@ def request_limit(folder: StateDir, replicas: int, runs: Callable[[], bool], tim
         if not runs():
             raise ScaleError("the run has ended before it read the request")
         time.sleep(0.05)
-    folder.scale_request_file.unlink(missing_ok=True)
-    raise ScaleError(f"the run has not answered within {timeout:.0f} s; it may not have started to train yet")
+    return None
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

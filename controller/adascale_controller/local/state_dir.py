@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from adascale_controller.local.checkpoints import delete_checkpoints
+from adascale_controller.local.lock_folder import lock_folder
 from adascale_core.errors import AdaScaleError
 
 DEFAULT_ROOT = Path(".adascale")
@@ -30,7 +32,7 @@ class StateDir:
     @property
     def database(self) -> Path:
         """The metrics service's database."""
-        return self.path / "api.sqlite"
+        return lock_folder(self.path) / "api.sqlite"
 
     @property
     def checkpoints(self) -> Path:
@@ -60,7 +62,7 @@ class StateDir:
     @property
     def stop_lock_file(self) -> Path:
         """The file that `adascale stop` locks while it stops the run."""
-        return self.path / "stop.lock"
+        return lock_folder(self.path) / "stop.lock"
 
     @property
     def scale_request_file(self) -> Path:
@@ -80,7 +82,13 @@ class StateDir:
     @property
     def lock_file(self) -> Path:
         """The file that the processes of a run lock."""
-        return self.path / "lock"
+        return lock_folder(self.path) / "lock"
+
+    @property
+    def local_folder(self) -> Path | None:
+        """The folder for files that need file locks, if this folder has none."""
+        folder = lock_folder(self.path)
+        return None if folder == self.path else folder
 
     def replica_log(self, rank: int) -> Path:
         """The output of the replica of `rank`."""
@@ -94,6 +102,13 @@ class StateDir:
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
+            if (elsewhere := self.local_folder) is not None:
+                elsewhere.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if elsewhere.parent.stat().st_uid != os.getuid():
+                    raise StateDirError(
+                        f"the folder {elsewhere.parent} for file locks belongs to another user: set TMPDIR "
+                        "to another folder, or use a state folder on a local disk with --state-dir"
+                    )
             ignore = self.path / ".gitignore"
             if not ignore.exists():
                 ignore.write_text("*\n")
@@ -108,7 +123,7 @@ class StateDir:
         Args:
             checkpoints: the folder or URL of the checkpoints.
         """
-        for database in self.path.glob("api.sqlite*"):
+        for database in self.database.parent.glob("api.sqlite*"):
             database.unlink()
         for log in self.logs.glob("*.log"):
             log.unlink()

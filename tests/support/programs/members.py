@@ -8,7 +8,7 @@ which replica only; PER_EPOCH, 1 to step the scheduler once per epoch; COMPILE, 
 ("in place" or "wrapped"), after which a second compilation is an error; LOADER, arguments of
 trainer.dataloader as JSON; EVALUATES, to evaluate
 after training, which ends when the trainer is "finished", or after the "epochs"; GPUS, on how many GPUs the
-replicas are; WEIGHTED, to give each micro-batch a weight.
+replicas are; SAMPLES, the length of the data set; WEIGHTED, to give each micro-batch a weight.
 """
 
 import hashlib
@@ -34,9 +34,10 @@ trainer = ElasticTrainer(
 )
 
 torch.manual_seed(1)
-features = torch.randn(48, 6)
+count = int(os.environ.get("SAMPLES", "48"))
+features = torch.randn(count, 6)
 targets = (features.sum(1) > 0).long()
-dataset = [(index, features[index], targets[index]) for index in range(48)]
+dataset = [(index, features[index], targets[index]) for index in range(count)]
 
 short = os.environ.get("SHORT", "")
 fits = int(os.environ.get("FITS", "1000000"))

@@ -25,7 +25,7 @@ def seed_generators(seed: int, position: int, rank: int) -> None:
         position: number of samples consumed before the step.
         rank: index of the replica.
     """
-    mixed = _mix(_mix(_mix(seed) + position) + rank)
+    mixed = mix(mix(mix(seed) + position) + rank)
     # `torch.manual_seed` takes 20 times as long, and records its call until CUDA is initialized.
     torch.default_generator.manual_seed(mixed)
     random.seed(mixed)
@@ -34,7 +34,7 @@ def seed_generators(seed: int, position: int, rank: int) -> None:
         torch.cuda.manual_seed(mixed)
 
 
-def _mix(number: int) -> int:
+def mix(number: int) -> int:
     """Return 64 bits that depend on all bits of `number` (splitmix64; Steele et al., OOPSLA 2014)."""
     mixed = (number + _GOLDEN) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

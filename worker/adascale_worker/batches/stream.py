@@ -12,11 +12,33 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+import numpy
 from torch.utils.data import Sampler
 
 from adascale_core.batch.plans import BatchPlan
+from adascale_worker.batches.order import Order, SequentialOrder, ShuffledOrder
+from adascale_worker.batches.permutation import Indices
 from adascale_worker.batches.seeding import seed_generators
+
+_READ_AHEAD = 1024
+"""Samples whose indices are computed at once, because a call takes 0.2 ms for 1 or for 1,000."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where training on the present data set began.
+
+    Args:
+        consumed: position in the stream.
+        number: number of the pass that begins there.
+        epoch: number of the epoch that begins there.
+        progress: the progress there.
+    """
+
+    consumed: int = 0
+    number: int = 0
+    epoch: int = 0
+    progress: float = 0.0
 
 
 class SampleStream:
@@ -26,49 +48,54 @@ class SampleStream:
         length: number of samples in the data set.
         seed: determines the order of each pass, together with the number of the pass.
         shuffle: whether passes are shuffled; otherwise each pass is in the order of the data set.
+        order: the order of samples, in place of that of `shuffle`.
+        origin: where the first pass begins.
     """
 
-    def __init__(self, length: int, seed: int, *, shuffle: bool = True) -> None:
-        self.length = length
-        self._seed = seed
-        self._shuffle = shuffle
-        self._pass = -1
-        self._order: list[int] = []
+    def __init__(
+        self,
+        length: int,
+        seed: int,
+        *,
+        shuffle: bool = True,
+        order: Order | None = None,
+        origin: Origin | None = None,
+    ) -> None:
+        if order is None:
+            order = ShuffledOrder(length, seed) if shuffle else SequentialOrder(length)
+        self._order = order
+        self._origin = origin or Origin()
+        self.seed = seed
+        self.length = order.length
+        """Number of samples of a pass."""
+        self._pass: tuple[int, Indices] | None = None
+        """The last pass, if it is short."""
 
     @property
-    def order(self) -> tuple[int, int, bool]:
-        """What determines the sequence."""
-        return self.length, self._seed, self._shuffle
+    def sequence(self) -> tuple[Order, Origin, int]:
+        """What determines the sequence, and the random numbers that are drawn for it."""
+        return self._order, self._origin, self.seed
 
     def __getitem__(self, span: slice) -> list[int]:
         """Return the sample indices at positions `span.start` to `span.stop` of the stream."""
-        indices: list[int] = []
-        position: int = span.start
-        while position < span.stop:
-            number, offset = divmod(position, self.length)
-            piece = self._order_of(number)[offset : offset + span.stop - position]
-            indices += piece
-            position += len(piece)
+        indices: list[int] = self.indices(numpy.arange(span.start, span.stop)).tolist()
         return indices
 
-    def _order_of(self, number: int) -> list[int]:
-        """Return the sample indices of pass `number`."""
-        if number != self._pass:
-            if self._shuffle:
-                generator = torch.Generator().manual_seed(_combine(self._seed, number))
-                self._order = torch.randperm(self.length, generator=generator).tolist()
-            else:
-                self._order = list(range(self.length))
-            self._pass = number
-        return self._order
+    def indices(self, positions: Indices) -> Indices:
+        """Return the sample indices at positions of the stream, of any shape."""
+        passes, offsets = numpy.divmod(positions - self._origin.consumed, self.length)
+        indices = numpy.empty_like(positions)
+        for number in range(int(passes.min()), int(passes.max()) + 1) if passes.size else ():
+            inside = passes == number
+            indices[inside] = self._indices(self._origin.number + number, offsets[inside])
+        return indices
 
-
-def _combine(seed: int, number: int) -> int:
-    """Combine two numbers into one seed, so that nearby numbers give unrelated seeds.
-
-    The factors are odd 64-bit constants, the steps of two Weyl sequences.
-    """
-    return ((seed + 1) * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03) % 2**63
+    def _indices(self, number: int, offsets: Indices) -> Indices:
+        if self.length > _READ_AHEAD:
+            return self._order.indices(number, offsets)
+        if self._pass is None or self._pass[0] != number:
+            self._pass = number, self._order.indices(number, numpy.arange(self.length))
+        return self._pass[1][offsets]
 
 
 class Batch(list[int]):
@@ -104,13 +131,13 @@ class Place:
     """A place in the micro-batches of a replica.
 
     Args:
-        order: what determines the sequence of samples.
+        sequence: what determines the sequence of samples.
         position: position in the stream of the next step's, or micro-batch's, first sample of all replicas.
         plan: replicas, local batch size and accumulation.
         rank: index of the replica.
     """
 
-    order: tuple[int, int, bool]
+    sequence: tuple[Order, Origin, int]
     position: int
     plan: BatchPlan
     rank: int
@@ -136,15 +163,21 @@ class MicroBatches(Sampler[list[int]]):
     def begin(self, stream: SampleStream, start: int, plan: BatchPlan, rank: int) -> None:
         """Let the next iteration begin at another place. The arguments are those of the constructor."""
         self._stream = stream
-        self.place = Place(stream.order, start, plan, rank)
+        self.place = Place(stream.sequence, start, plan, rank)
 
     def __iter__(self) -> Iterator[list[int]]:
         stream, place = self._stream, self.place
-        local_bsz = place.plan.local_bsz
+        plan = place.plan
+        step = plan.replicas * plan.local_bsz
+        count = max(1, min(_READ_AHEAD // plan.local_bsz, stream.length // step))
+        offsets = numpy.arange(count)[:, None] * step + numpy.arange(plan.local_bsz)
         while True:
-            first = place.position + place.rank * local_bsz
-            yield Batch(stream[first : first + local_bsz], stream.order[1], first)
-            place = place.after_micro_batch()
+            positions = place.position + place.rank * plan.local_bsz + offsets
+            for first, indices in zip(
+                positions[:, 0].tolist(), stream.indices(positions).tolist(), strict=True
+            ):
+                yield Batch(indices, stream.seed, first)
+                place = place.after_micro_batch()
 
     def __len__(self) -> int:
         raise TypeError("an epoch of an elastic trainer has no fixed number of batches")

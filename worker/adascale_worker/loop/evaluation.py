@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -264,10 +264,9 @@ class Evaluation(Iterator[Any]):
         starts = range(rank * self._batch_size, self._length, self._exchange.replicas * self._batch_size)
         if not starts:
             return
-        batches = [list(range(start, min(start + self._batch_size, self._length))) for start in starts]
         loader: DataLoader[Any] = DataLoader(
             self._dataset,  # type: ignore[arg-type]
-            batch_sampler=batches,
+            batch_sampler=_ConsecutiveBatches(starts, self._batch_size, self._length),
             generator=torch.Generator().manual_seed(0),
             **self._options,
         )
@@ -317,6 +316,22 @@ class Evaluation(Iterator[Any]):
             with torch.no_grad():
                 for name, buffer in buffers.items():
                     buffer.copy_(received[name])
+
+
+class _ConsecutiveBatches(Sampler[list[int]]):
+    """The batches of consecutive samples that begin at some of them, made one by one."""
+
+    def __init__(self, starts: range, batch_size: int, length: int) -> None:
+        self._starts = starts
+        self._batch_size = batch_size
+        self._length = length
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in self._starts:
+            yield list(range(start, min(start + self._batch_size, self._length)))
+
+    def __len__(self) -> int:
+        return len(self._starts)
 
 
 def _numbers(values: list[Tensor | Number]) -> Iterator[Number]:

@@ -211,15 +211,15 @@ class SeveralOptimizersLoop(TrainingLoop):
             step = self._rates.observe_optimizer(self.step_of, lambda: self.inside_epoch)
             patch_step(optimizer, partial(step, part))
 
-    def step_of(self, part: OptimizerGradients, closure: None = None) -> None:
+    def step_of(self, part: OptimizerGradients) -> None:
         """Count a micro-batch of one optimizer, and in the last one of a step update its parameters.
 
         Raises:
             StaleBatchSizeError: the program has not read the current local batch size.
-            WorkerError: a closure was passed, the loop does not make its steps as the trainer requires, or
-                the weights of the replicas differ or are not finite.
+            WorkerError: the loop does not make its steps as the trainer requires, or the weights of the
+                replicas differ or are not finite.
         """
-        self._begin_call(closure)
+        self._begin_call()
         if not self._inside_epoch:
             raise WorkerError(
                 f"step() of the optimizer {part.name!r} was called outside of the loop over "

@@ -197,6 +197,7 @@ class TrainingLoop:
                 self._require_later_generation()
                 if state is not None:
                     self._state.load_state_dict(state)
+                    trainer.feed.begin_from_checkpoint()
                 else:
                     self._exchange.keep_initial_weights()
             except AdaScaleError as error:
@@ -522,15 +523,15 @@ class TrainingLoop:
 
     # -- optimizer steps --------------------------------------------------------------------------------
 
-    def optimizer_step(self, closure: None = None) -> None:
+    def optimizer_step(self) -> None:
         """Count a micro-batch, and after the last one of a step update the parameters.
 
         Raises:
             StaleBatchSizeError: the program has not read the current local batch size.
-            WorkerError: a closure was passed, the loop does not make its steps as the trainer requires, or
-                the weights of the replicas differ or are not finite.
+            WorkerError: the loop does not make its steps as the trainer requires, or the weights of the
+                replicas differ or are not finite.
         """
-        self._begin_call(closure)
+        self._begin_call()
         if self._model.has_missed_exchange:
             self._discard_step()
             return
@@ -566,12 +567,8 @@ class TrainingLoop:
         assert isinstance(self.adascale, AdaScale), "several optimizers have a loop of their own"
         return self.adascale
 
-    def _begin_call(self, closure: None) -> None:
+    def _begin_call(self) -> None:
         """Check and record a call of `optimizer.step()`."""
-        if closure is not None:
-            raise WorkerError(
-                "optimizer.step(closure) is not supported: compute the gradients before optimizer.step()"
-            )
         self.step_calls += 1
         self.made_step = False
         self.evaluations.is_evaluating = False
@@ -722,7 +719,7 @@ class TrainingLoop:
             WorkerError: another epoch was begun before this one ended.
         """
         trainer, planner, progress = self._trainer, self._trainer.planner, self._trainer.progress
-        end = (progress.epoch + 1) * stream.length / planner.bounds.batch_size
+        end = trainer.feed.progress_at(progress.epoch + 1)
         batches: Iterator[Any] | None = None
         place = (trainer.generation, planner.plan)
         self._rates.begin_epoch()

@@ -70,15 +70,22 @@ def patch_step(optimizer: torch.optim.Optimizer, step: Step) -> None:
 
     Args:
         optimizer: the program's optimizer.
-        step: called in place of `optimizer.step`.
+        step: called in place of `optimizer.step`, after the closure that the program has passed.
     """
 
     # functools.wraps keeps the mark that a scheduler leaves on the method that it wraps. A scheduler made
     # later wraps this function, and requires a bound method for that, whose signature is without its first
     # argument.
     @functools.wraps(getattr(optimizer.step, "__func__", optimizer.step))
-    def patched(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs)
+    def patched(
+        _: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if closure is None:
+            return step(*args, **kwargs)
+        with torch.enable_grad():
+            loss = closure()
+        step(*args, **kwargs)
+        return loss
 
     optimizer.step = MethodType(patched, optimizer)  # type: ignore[method-assign]
     optimizer.add_param_group = ReplacedMethod(  # type: ignore[method-assign]

@@ -33,6 +33,11 @@ def scaling_rule_of(optimizer: torch.optim.Optimizer) -> ScalingRule:
     name = type(optimizer).__name__
     if inner is not None:
         name = f"{name} of {type(inner).__name__}"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizerError(
+            "got LBFGS, which computes the gradients of one step several times, with other weights each "
+            "time, so its steps have no batch size to scale: use torch.optim.SGD, Adam or AdamW"
+        )
     raise UnsupportedOptimizerError(
         f"got {name}; AdaScale scales torch.optim.SGD, with or without momentum, ZeroRedundancyOptimizer of "
         "it, torch.optim.Adam and torch.optim.AdamW: use one of these. An optimizer of your own that keeps a "

@@ -52,16 +52,13 @@ class TrainerComponents:
             return progress.progress >= settings.scale_invariant_steps
         return settings.epochs is not None and progress.epoch >= settings.epochs
 
-    def target(self, samples: int) -> float | None:
-        """Return the progress at which training ends; None if the program decides.
-
-        Args:
-            samples: length of the data set.
-        """
+    @property
+    def target(self) -> float | None:
+        """The progress at which training ends with the present data set; None if the program decides."""
         settings = self.settings
         if settings.scale_invariant_steps is not None or settings.epochs is None:
             return settings.scale_invariant_steps
-        return settings.epochs * samples / settings.bounds.batch_size
+        return self.feed.progress_at(settings.epochs)
 
     @property
     def unfinished(self) -> str | None:

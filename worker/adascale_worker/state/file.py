@@ -20,7 +20,7 @@ from adascale_worker.state.tree import InvalidSpecError, TensorLayout
 METADATA_KEY: Final = "adascale"
 _ALIGNMENT: Final = 8
 
-_TYPE_NAMES: Final = {
+TYPE_NAMES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -99,9 +99,9 @@ def lay_out(spec: bytes) -> StateFileLayout:
     entries: dict[str, Any] = {"__metadata__": {METADATA_KEY: spec.decode("ascii")}}
     for index in order:
         layout, offset = layouts[index], offsets[index]
-        is_known = layout.dtype in _TYPE_NAMES
+        is_known = layout.dtype in TYPE_NAMES
         entries[names[index]] = {
-            "dtype": _TYPE_NAMES[layout.dtype] if is_known else "U8",
+            "dtype": TYPE_NAMES[layout.dtype] if is_known else "U8",
             "shape": list(layout.shape) if is_known else [layout.bytes],
             "data_offsets": [offset, offset + layout.bytes],
         }

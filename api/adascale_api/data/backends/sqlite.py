@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from adascale_api.data.backends.base import LITTLE_ROOM, Failure, UnusableDatabaseError
 from adascale_api.data.backends.ownership import require_own_tables
@@ -25,6 +25,10 @@ have room: a commit needs some even if it deletes."""
 MAX_RESERVED_FRACTION = 0.1
 """Of the disk, for the reserve."""
 _INSTRUCTIONS_PER_CHECK = 50_000
+
+_LOCK_ERRORS = frozenset(
+    {f"SQLITE_IOERR_{name}" for name in ("LOCK", "RDLOCK", "UNLOCK", "CHECKRESERVEDLOCK")}
+)
 
 _FAILURES = {
     sqlite3.SQLITE_FULL: Failure.FULL,
@@ -63,18 +67,29 @@ class SqliteConnector:
         self._path = Path(path)
         self._reserve = self._path.with_name(f"{self._path.name}-reserve")
         self._lock_file = self._lock()
+        self._vfs: str | None = None
         try:
             if self._free() < self._reserve_size():
                 self._reserve.unlink(missing_ok=True)
-            connection = self.connect(writes=True)
             try:
-                self._create_tables(connection)
-            finally:
-                connection.close()
+                self._open_tables()
+            except sqlite3.Error as error:
+                if not getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR_SHM"):
+                    raise
+                # WAL has its index in shared memory, into which files of some network file systems can't be
+                # mapped. This VFS keeps it in the memory of the process, which is the only one.
+                self._vfs = "unix-excl"
+                self._open_tables()
             self._identity = self._identify()
             self._reserve_room()
         except (sqlite3.Error, OSError) as error:
             os.close(self._lock_file)
+            if getattr(error, "sqlite_errorname", None) in _LOCK_ERRORS:
+                raise UnusableDatabaseError(
+                    f"database {url} can't be used: the file system of {self._path.parent.absolute()} has no "
+                    "file locks, which SQLite needs. Use a file on a local disk, mount the file system with "
+                    "locks (Lustre: -o flock), or use a PostgreSQL database"
+                ) from error
             raise UnusableDatabaseError(f"database {url} can't be opened and written: {error}") from error
         except UnusableDatabaseError:
             os.close(self._lock_file)
@@ -85,7 +100,8 @@ class SqliteConnector:
     def connect(self, *, writes: bool) -> sqlite3.Connection:
         """Open a connection."""
         connection = sqlite3.connect(
-            self._path,
+            self._path if self._vfs is None else f"file:{quote(str(self._path))}?vfs={self._vfs}",
+            uri=self._vfs is not None,
             timeout=BUSY_TIMEOUT,
             isolation_level=None,  # `begin` starts the transactions
             check_same_thread=False,
@@ -242,6 +258,13 @@ class SqliteConnector:
         except OSError:
             pass  # a file system without locks
         return descriptor
+
+    def _open_tables(self) -> None:
+        connection = self.connect(writes=True)
+        try:
+            self._create_tables(connection)
+        finally:
+            connection.close()
 
     def _create_tables(self, connection: sqlite3.Connection) -> None:
         self.begin(connection, writes=True)

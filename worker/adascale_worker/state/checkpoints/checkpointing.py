@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from adascale_client import Backoff
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker.errors import CheckpointError, StorageUnavailableError
 from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.state.checkpoints.best_weights import BestWeights
 from adascale_worker.state.checkpoints.storage import open_storage
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
@@ -63,6 +64,10 @@ class Checkpointing:
         self._result: dict[str, float | str] = {}
         self._has_final = False
         self._is_final_written = False
+
+    def best_weights(self, metric: str, mode: Literal["min", "max"]) -> BestWeights | None:
+        """Return what keeps the weights with the best value of a metric; None if nothing is saved."""
+        return None if self._store is None else BestWeights(self._store.storage, metric, mode)
 
     @property
     def enabled(self) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from adascale_core.checkpoint_manifest import normalized_url
+from adascale_core.checkpoint_manifest import S3_CHECKSUMS, normalized_url
 from adascale_worker.errors import CheckpointError
 from adascale_worker.state.checkpoints.storage.interface import (
     MissingFileError,
@@ -32,7 +32,14 @@ _CREDENTIALS = re.compile("[^/@]*:[^/@]*@")
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     # Without limits, a server that does not answer would delay the end of a job for many minutes.
-    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 1}}},
+    "s3": {
+        "config_kwargs": {
+            "connect_timeout": 5,
+            "read_timeout": 30,
+            "retries": {"max_attempts": 1},
+            **S3_CHECKSUMS,
+        }
+    },
 }
 """Arguments for the clients of URL schemes."""
 

@@ -1,0 +1,40 @@
+"""File systems without file locks or shared memory, for the processes of a test.
+
+A library that is loaded before the C library refuses system calls for the files of a folder, as the kernel
+does for such file systems. So the programs of a test, SQLite included, run unchanged.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+_SOURCE = Path(__file__).with_name("file_systems.c")
+
+
+def limited_folder(
+    folder: Path, build: Path, *, locks: bool = True, shared_memory: bool = True
+) -> dict[str, str]:
+    """Return the environment of processes for which a folder has no file locks, or no shared memory.
+
+    Args:
+        folder: the folder.
+        build: a folder for the library, and for temporary files.
+        locks: whether the folder has file locks.
+        shared_memory: whether the files of the folder can be mapped into shared memory.
+    """
+    compiler = shutil.which("cc")
+    if compiler is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("no C compiler (cc) is installed. Tests are not skipped in CI", pytrace=False)
+        pytest.skip("no C compiler (cc) is installed")
+    library = build / "file_systems.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, _SOURCE, "-ldl"], check=True)
+    environ = {"LD_PRELOAD": str(library), "TMPDIR": str(build)}
+    if not locks:
+        environ["NO_FILE_LOCKS"] = f"{folder}/"
+    if not shared_memory:
+        environ["NO_SHARED_MEMORY"] = f"{folder}/"
+    return environ
