@@ -16,7 +16,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 images, labels = load_digits(return_X_y=True)
 split = train_test_split(images / 16, labels, test_size=0.2, random_state=0, stratify=labels)

@@ -17,7 +17,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:

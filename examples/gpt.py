@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 CONTEXT, BLOCK, WIDTH, HEADS, LAYERS = 64, 1024, 64, 4, 2
 

@@ -20,13 +20,13 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_core.batch.gain import GradientEstimate, require_scale, require_smoothing
+from adascale_worker.errors import UnsupportedOptimizerError
 from adascale_worker.scaling.statistics.gain_estimator import GainEstimator, GainOptions
 from adascale_worker.scaling.statistics.loss_scale import GradScaler
 from adascale_worker.scaling.statistics.sampling import Sampling
 from adascale_worker.scaling.statistics.step_settings import StepSettings, StepWeights
 from adascale_worker.scaling.statistics.uneven_inputs import StatisticsJoinHook
 from adascale_worker.scaling.supported_optimizers import (
-    UnsupportedOptimizerError,
     require_count,
     require_readable,
     require_whole_parameters,

@@ -27,6 +27,7 @@ from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.seeding import seed_generators
 from adascale_worker.batches.stream import SampleStream
 from adascale_worker.errors import (
+    NonFiniteWeightsError,
     ReplicationError,
     WorkerError,
     error_of_kind,
@@ -55,7 +56,7 @@ from adascale_worker.process.exit import FastExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process.user_code import calling_line
 from adascale_worker.program.buffers import ModelBuffers
-from adascale_worker.program.weight_checks import FiniteWeights, NonFiniteWeightsError, WeightComparison
+from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
 from adascale_worker.state.components import TrainerComponents
 from adascale_worker.state.exchange import StateExchange
 from adascale_worker.state.program import ProgramState
