@@ -103,7 +103,7 @@ reference: $(READY) ## generate docs/reference.md
 	$(BIN)/python docs/reference.py > docs/reference.md.new
 	mv docs/reference.md.new docs/reference.md
 
-LOCK := uv pip compile pyproject.toml --extra local --extra examples --universal --python-version 3.11 \
+LOCK := uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 \
 	--generate-hashes --no-emit-index-url --no-emit-find-links --no-header --quiet
 
 .PHONY: lock
