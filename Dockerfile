@@ -56,7 +56,8 @@ RUN --mount=type=cache,target=/root/.cache/uv \
 
 FROM tools AS wheel
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml LICENSE ./
+COPY docs/description.md docs/
 COPY core core
 COPY client client
 COPY worker worker

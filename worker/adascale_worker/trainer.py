@@ -94,8 +94,8 @@ class ElasticTrainer:
     """Trains one model elastically.
 
     The settings of an AdaScaleJob, from the environment, override the arguments. With a job file,
-    `ElasticTrainer()` is enough; the arguments are for a program without one. Another `batch_size` is printed,
-    and another end of training, unless the program has read it from `scale_invariant_steps`.
+    `ElasticTrainer()` is enough; the arguments are for a program without one. Another `batch_size` is
+    printed, and another end of training, unless the program has read it from `scale_invariant_steps`.
 
     Under an agent, `program_reentry` waits until the replica's generation begins, and gets the state of
     training from the other replicas. Until then, `rank` and `replicas` are those that the agent expects. Load
