@@ -63,6 +63,10 @@ test-gpu: $(READY) ## run the tests that need a GPU with CUDA
 test-failed: $(READY) ## run the tests that failed last once more, one by one
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
+.PHONY: test-packaging
+test-packaging: $(READY) ## build the distributions, and test them as users install them
+	.ci/packaging
+
 # Options of the fault harness, such as CHAOS="--runs 1 --faults 8 --seed 5"; --help lists them.
 CHAOS ?= --runs 25 --faults 200
 
