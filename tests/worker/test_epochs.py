@@ -6,7 +6,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +149,13 @@ def test_the_last_epoch_of_a_loop_that_is_left_by_break_ends_when_the_trainer_is
         program.train()
         break
     assert not trainer.finished
-    {
+    uses: dict[str, Callable[[], object]] = {
         "evaluation": lambda: trainer.evaluation(samples(), batch_size=8),
         "dataloader": lambda: trainer.dataloader(samples()),
         "report_result": lambda: trainer.report_result(accuracy=0.5),
         "finish": lambda: trainer.finish("no longer improves"),
-    }[use]()
+    }
+    uses[use]()
     assert trainer.finished
     saved = json.loads(max(tmp_path.glob("*.json")).read_text())
     assert (saved["finished"], saved["finish_reason"]) == (True, "")
