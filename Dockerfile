@@ -56,8 +56,7 @@ RUN --mount=type=cache,target=/root/.cache/uv \
 
 FROM tools AS wheel
 WORKDIR /source
-COPY pyproject.toml LICENSE ./
-COPY docs/description.md docs/
+COPY pyproject.toml DESCRIPTION.md LICENSE ./
 COPY core core
 COPY client client
 COPY worker worker

@@ -25,7 +25,7 @@ LOWEST_TESTS := $(patsubst %,tests/worker/test_%.py,torch_private adascale adasc
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; \`$(PYTHON)\` is `$(PYTHON) --version`. Say which one to use: make PYTHON=/path/to/python3" >&2; exit 2; }

@@ -75,6 +75,7 @@ def test_mypy_sees_the_types_of_the_names(tmp_path: Path) -> None:
 def test_a_missing_extra_is_named_with_what_to_install() -> None:
     with pytest.raises(MissingExtraError) as raised, requires_extra("adascale operator", "kubernetes"):
         raise ModuleNotFoundError("No module named 'kopf'", name="kopf")
+    assert raised.value.exit_code == 2
     assert str(raised.value) == (
         "adascale operator needs the extra 'kubernetes', which is not installed (No module named 'kopf'): "
         "run `pip install 'adascale-operator[kubernetes]'`"

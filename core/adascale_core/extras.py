@@ -10,6 +10,8 @@ from adascale_core.names import DISTRIBUTION
 class MissingExtraError(AdaScaleError):
     """A command or an option needs an extra that is not installed."""
 
+    exit_code = 2
+
 
 def install_command(extra: str) -> str:
     """Return the command that installs an extra."""
