@@ -1,4 +1,4 @@
-"""Prints `docs/reference.md`: the public classes of `adascale`, from their signatures and docstrings.
+"""Prints `docs/reference.md`: the public names of `adascale`, from their signatures and docstrings.
 
 The sources are parsed, not imported, so that annotations are printed as they are written.
 """
@@ -19,7 +19,7 @@ import adascale
 HEADER = """\
 # Reference
 
-The public classes of `adascale`, its [errors](#errors), and the
+The public names of `adascale`, its [errors](#errors), and the
 [environment variables](#environment-variables) of agents and trainers. Generated from their docstrings by
 `make reference`; do not edit.
 """
@@ -45,7 +45,11 @@ def main() -> None:
 def _reference() -> Iterator[str]:
     # The class that programs use first; then by name.
     for name in sorted(adascale._MODULE_OF, key=lambda name: (name != "ElasticTrainer", name)):
-        yield from _class(_definition(adascale._MODULE_OF[name], name))
+        match _definition(adascale._MODULE_OF[name], name):
+            case ast.ClassDef() as definition:
+                yield from _class(definition)
+            case function:
+                yield from _function(function)
     yield from _errors()
     yield from _variables()
 
@@ -77,9 +81,18 @@ def _variables() -> Iterator[str]:
     yield ""
 
 
-def _definition(module: str, name: str) -> ast.ClassDef:
+def _definition(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
     body = _parse(module).body
-    return next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+    return next(
+        node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
+    )
+
+
+def _function(node: ast.FunctionDef) -> Iterator[str]:
+    yield from (f"## {node.name}", "")
+    returned = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    yield from _code(node.name, _arguments(node.args, bound=False), returned)
+    yield from _markdown(ast.get_docstring(node))
 
 
 def _parse(module: str) -> ast.Module:
@@ -158,9 +171,9 @@ def _attributes(constructor: ast.FunctionDef) -> Iterator[tuple[str, str]]:
                 yield target.attr, text.value
 
 
-def _arguments(arguments: ast.arguments) -> list[str]:
-    """Return the arguments as they are written, without `self`."""
-    positional = arguments.args[1:]
+def _arguments(arguments: ast.arguments, *, bound: bool = True) -> list[str]:
+    """Return the arguments as they are written, those of a method without `self`."""
+    positional = arguments.args[1:] if bound else arguments.args
     defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
     written = [_argument(*pair) for pair in zip(positional, defaults, strict=True)]
     if arguments.kwonlyargs:

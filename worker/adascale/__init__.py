@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from adascale_worker.adascale import AdaScale as AdaScale
     from adascale_worker.loop.evaluation import Evaluation as Evaluation
     from adascale_worker.scaling.rules import SecondMomentOptimizer as SecondMomentOptimizer
+    from adascale_worker.scaling.rules import adam_hyperparameters as adam_hyperparameters
     from adascale_worker.trainer import ElasticTrainer as ElasticTrainer
     from adascale_worker.trainer import ReentryState as ReentryState
 
@@ -22,9 +23,18 @@ _MODULE_OF = {
     "Evaluation": "adascale_worker.loop.evaluation",
     "ReentryState": "adascale_worker.trainer",
     "SecondMomentOptimizer": "adascale_worker.scaling.rules",
+    "adam_hyperparameters": "adascale_worker.scaling.rules",
 }
 
-__all__ = ["AdaScale", "ElasticTrainer", "Evaluation", "ReentryState", "SecondMomentOptimizer", "errors"]
+__all__ = [
+    "AdaScale",
+    "ElasticTrainer",
+    "Evaluation",
+    "ReentryState",
+    "SecondMomentOptimizer",
+    "adam_hyperparameters",
+    "errors",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -47,13 +47,13 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     A step at scale S (a batch of S times the initial batch size) makes as much progress as `gain()` steps of
     the initial batch size, 1 <= gain <= S. `step()` multiplies the lr of each group by the gain of the group,
     and restores the lr afterwards. For Adam and AdamW it multiplies the lr by the square root of the gain,
-    and changes betas, eps and the decoupled weight decay too (`adascale_worker.scaling.rules`). Schedules
+    and changes betas, eps and the decoupled weight decay too (docs/adascale.md, "Optimizers"). Schedules
     stay as they were for the initial batch size; advance them, and count progress, by `gain()` per step
     instead of by 1.
 
     The estimates come from the n = world_size * num_gradients_to_accumulate gradients that a step is the
     mean of. With n = 1 they come from the difference of consecutive gradients, which is biased and reported
-    as `estimate.biased` (see `adascale_worker.scaling.statistics.estimates.from_consecutive_gradients`).
+    as `estimate.biased` (docs/adascale.md, "One replica").
 
     Args:
         optimizer: a `torch.optim.SGD`, with or without momentum, or a wrapper of it such as
