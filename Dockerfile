@@ -46,9 +46,9 @@ WORKDIR /locks
 COPY pyproject.toml requirements.lock ./
 RUN --mount=type=cache,target=/root/.cache/uv \
     sed 's/ ; .*/ \\/' requirements.lock > pinned \
-    && for part in examples api controller; do \
+    && for part in worker api controller; do \
         cp requirements.lock $part.lock \
-        && uv pip compile pyproject.toml --extra $part $(test $part != examples || echo --extra s3) --generate-hashes --no-annotate --no-header \
+        && uv pip compile --group image-$part --generate-hashes --no-annotate --no-header \
             --no-emit-index-url --no-emit-find-links --quiet --output-file $part.lock \
         || exit 1; \
         if grep -vxF -f pinned $part.lock; then echo "not in requirements.lock; run: make lock" >&2; exit 1; fi; \
@@ -56,7 +56,7 @@ RUN --mount=type=cache,target=/root/.cache/uv \
 
 FROM tools AS wheel
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml DESCRIPTION.md LICENSE ./
 COPY core core
 COPY client client
 COPY worker worker
@@ -66,7 +66,7 @@ RUN --mount=type=cache,target=/root/.cache/uv uv build --quiet --wheel --out-dir
 
 FROM base AS worker
 # In layers of their own, and before our code, so that a change of ours is a small thing to build and to pull.
-COPY --from=locks /locks/examples.lock /opt/requirements.lock
+COPY --from=locks /locks/worker.lock /opt/requirements.lock
 RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
     --mount=type=cache,target=/root/.cache/uv \
     python -m venv /opt/adascale \

@@ -25,7 +25,7 @@ LOWEST_TESTS := $(patsubst %,tests/worker/test_%.py,torch_private adascale adasc
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; \`$(PYTHON)\` is `$(PYTHON) --version`. Say which one to use: make PYTHON=/path/to/python3" >&2; exit 2; }
@@ -62,6 +62,10 @@ test-gpu: $(READY) ## run the tests that need a GPU with CUDA
 .PHONY: test-failed
 test-failed: $(READY) ## run the tests that failed last once more, one by one
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+
+.PHONY: test-packaging
+test-packaging: $(READY) ## build the distributions, and test them as users install them
+	.ci/packaging
 
 # Options of the fault harness, such as CHAOS="--runs 1 --faults 8 --seed 5"; --help lists them.
 CHAOS ?= --runs 25 --faults 200
@@ -103,7 +107,7 @@ reference: $(READY) ## generate docs/reference.md
 	$(BIN)/python docs/reference.py > docs/reference.md.new
 	mv docs/reference.md.new docs/reference.md
 
-LOCK := uv pip compile pyproject.toml --extra local --extra examples --universal --python-version 3.11 \
+LOCK := uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 \
 	--generate-hashes --no-emit-index-url --no-emit-find-links --no-header --quiet
 
 .PHONY: lock

@@ -36,7 +36,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 
 BATCH = 8

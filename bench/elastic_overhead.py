@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.membership.process_group import backend_of
 from adascale_worker.process.device import select_device
 from adascale_worker.scaling.statistics.sampling import FIRST_STEPS, MAX_INTERVAL

@@ -7,7 +7,7 @@ import rescale_model
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 STATE = os.environ.get("BENCH_STATE", "tiny")
 dataset = TensorDataset(*rescale_model.samples(STATE))

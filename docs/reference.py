@@ -1,4 +1,4 @@
-"""Prints `docs/reference.md`: the public classes of `adascale_worker`, from their signatures and docstrings.
+"""Prints `docs/reference.md`: the public names of `adascale`, from their signatures and docstrings.
 
 The sources are parsed, not imported, so that annotations are printed as they are written.
 """
@@ -14,19 +14,23 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import adascale_worker
+import adascale
 
 HEADER = """\
 # Reference
 
-The public classes of `adascale_worker`, and the [environment variables](#environment-variables) of agents and
-trainers. Generated from their docstrings by `make reference`; do not edit.
+The public names of `adascale`, its [errors](#errors), and the
+[environment variables](#environment-variables) of agents and trainers. Generated from their docstrings by
+`make reference`; do not edit.
 """
 VARIABLES = """\
 Agents and trainers read these. The operator and `adascale run` set those that follow from the `AdaScaleJob`.
 Set others in `env` of its worker container: `adascale run` does not pass on those of its own environment.
 They take precedence over the arguments of `ElasticTrainer`; the batch size and its bounds are taken together,
 all from variables or all from arguments."""
+ERRORS = """\
+All in `adascale.errors`. An error that a program does not catch is printed as its message, without a
+traceback, and the process exits with the error's `exit_code`."""
 WIDTH = 110
 
 _SECTION = re.compile(r"(Args|Returns|Yields|Raises):\Z")
@@ -40,9 +44,26 @@ def main() -> None:
 
 def _reference() -> Iterator[str]:
     # The class that programs use first; then by name.
-    for name in sorted(adascale_worker.__all__, key=lambda name: (name != "ElasticTrainer", name)):
-        yield from _class(_definition(adascale_worker._MODULE_OF[name], name))
+    for name in sorted(adascale._MODULE_OF, key=lambda name: (name != "ElasticTrainer", name)):
+        match _definition(adascale._MODULE_OF[name], name):
+            case ast.ClassDef() as definition:
+                yield from _class(definition)
+            case function:
+                yield from _function(function)
+    yield from _errors()
     yield from _variables()
+
+
+def _errors() -> Iterator[str]:
+    yield "## Errors"
+    yield ""
+    yield from textwrap.wrap(ERRORS, WIDTH, break_on_hyphens=False)
+    yield from ("", "| error | is a | |", "| --- | --- | --- |")
+    for name in adascale.errors.__all__:
+        error = getattr(adascale.errors, name)
+        bases = ", ".join(f"`{base.__name__}`" for base in error.__bases__)
+        yield f"| `{name}` | {bases} | {inspect.cleandoc(error.__doc__).splitlines()[0]} |"
+    yield ""
 
 
 def _variables() -> Iterator[str]:
@@ -60,9 +81,18 @@ def _variables() -> Iterator[str]:
     yield ""
 
 
-def _definition(module: str, name: str) -> ast.ClassDef:
+def _definition(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
     body = _parse(module).body
-    return next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+    return next(
+        node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
+    )
+
+
+def _function(node: ast.FunctionDef) -> Iterator[str]:
+    yield from (f"## {node.name}", "")
+    returned = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    yield from _code(node.name, _arguments(node.args, bound=False), returned)
+    yield from _markdown(ast.get_docstring(node))
 
 
 def _parse(module: str) -> ast.Module:
@@ -141,9 +171,9 @@ def _attributes(constructor: ast.FunctionDef) -> Iterator[tuple[str, str]]:
                 yield target.attr, text.value
 
 
-def _arguments(arguments: ast.arguments) -> list[str]:
-    """Return the arguments as they are written, without `self`."""
-    positional = arguments.args[1:]
+def _arguments(arguments: ast.arguments, *, bound: bool = True) -> list[str]:
+    """Return the arguments as they are written, those of a method without `self`."""
+    positional = arguments.args[1:] if bound else arguments.args
     defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
     written = [_argument(*pair) for pair in zip(positional, defaults, strict=True)]
     if arguments.kwonlyargs:

@@ -8,15 +8,13 @@ The handwritten digits of scikit-learn, 1,797 images of 8x8 pixels, a fifth of w
 The recipe was tuned for a batch size of 16.
 """
 
-import itertools
-
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 images, labels = load_digits(return_X_y=True)
 split = train_test_split(images / 16, labels, test_size=0.2, random_state=0, stratify=labels)
@@ -43,8 +41,8 @@ model = nn.Sequential(
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
 
-state = trainer.program_reentry(model, optimizer, scheduler)
-for epoch in itertools.count(state.epoch):
+trainer.program_reentry(model, optimizer, scheduler)
+for _ in trainer.epochs():
     for x, y in trainer.dataloader(dataset):
         optimizer.zero_grad()
         with torch.autocast(trainer.device.type, dtype=torch.bfloat16):
@@ -53,9 +51,6 @@ for epoch in itertools.count(state.epoch):
         optimizer.step()
         scheduler.step()
         trainer.log(loss=loss)
-    trainer.step(epoch)
-    if trainer.finished:
-        break
 
 model.eval()
 with torch.no_grad():

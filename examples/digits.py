@@ -9,15 +9,13 @@ for a batch size of 4: SGD without momentum, with a learning rate that decays fr
 adapts the learning rate to the batch size that the job uses.
 """
 
-import itertools
-
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
@@ -45,8 +43,8 @@ model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(trai
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01 ** (step / steps))
 
-state = trainer.program_reentry(model, optimizer, scheduler)
-for epoch in itertools.count(state.epoch):
+trainer.program_reentry(model, optimizer, scheduler)
+for _ in trainer.epochs():
     for x, y in trainer.dataloader(dataset):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(shifted(x).to(trainer.device)), y.to(trainer.device))
@@ -54,9 +52,6 @@ for epoch in itertools.count(state.epoch):
         optimizer.step()
         scheduler.step()
         trainer.log(loss=loss)
-    trainer.step(epoch)
-    if trainer.finished:
-        break
 
 model.eval()
 with torch.no_grad():

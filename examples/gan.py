@@ -9,8 +9,6 @@ its class and noise. The result is the share of generated digits that a classifi
 takes for the class that was asked for. The recipe was tuned for a batch size of 32.
 """
 
-import itertools
-
 import torch
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 from torch.utils.data import TensorDataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 NOISE, CLASSES = 16, 10
 
@@ -83,11 +81,11 @@ generator, discriminator = Generator().to(trainer.device), Discriminator().to(tr
 optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999))
 optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
 
-state = trainer.program_reentry(
+trainer.program_reentry(
     {"discriminator": discriminator, "generator": generator},
     {"discriminator": optimizer_d, "generator": optimizer_g},
 )
-for epoch in itertools.count(state.epoch):
+for _ in trainer.epochs():
     for real, label in trainer.dataloader(dataset):
         real, label = real.to(trainer.device), label.to(trainer.device)
         fake = generator(torch.randn(len(real), NOISE, device=trainer.device), label)
@@ -103,9 +101,6 @@ for epoch in itertools.count(state.epoch):
         optimizer_g.step()
 
         trainer.log(loss=loss_d, generator_loss=loss_g)
-    trainer.step(epoch)
-    if trainer.finished:
-        break
 
 classifier = LogisticRegression(max_iter=1000).fit(images / 8 - 1, labels)
 generator.eval()

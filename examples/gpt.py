@@ -8,7 +8,6 @@ It predicts the characters of texts that are in scikit-learn, the descriptions o
 block is held out for the test. The recipe was tuned for batches of 4 sequences of 64 characters.
 """
 
-import itertools
 import math
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 CONTEXT, BLOCK, WIDTH, HEADS, LAYERS = 64, 1024, 64, 4, 2
 
@@ -105,8 +104,8 @@ warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_
 decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=max(steps - 100, 1), eta_min=3e-5)
 scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, decay], milestones=[100])
 
-state = trainer.program_reentry(model, optimizer, scheduler)
-for epoch in itertools.count(state.epoch):
+trainer.program_reentry(model, optimizer, scheduler)
+for _ in trainer.epochs():
     for x, y in trainer.dataloader(Sequences(blocks[~is_test])):
         optimizer.zero_grad()
         loss = loss_of(model, x, y)
@@ -114,9 +113,6 @@ for epoch in itertools.count(state.epoch):
         optimizer.step()
         scheduler.step()
         trainer.log(loss=loss)
-    trainer.step(epoch)
-    if trainer.finished:
-        break
 
 model.eval()
 held_out = Sequences(blocks[is_test])

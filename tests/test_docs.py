@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import adascale_worker
+import adascale
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -70,7 +70,8 @@ def test_the_reference_is_that_of_the_docstrings() -> None:
         [sys.executable, "docs/reference.py"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
     headings = set(re.findall(r"^##+ (.+)$", generated, re.MULTILINE))
-    assert headings >= {*adascale_worker.__all__, "ElasticTrainer.device", "ElasticTrainer.program_reentry"}
+    assert headings >= {*adascale._MODULE_OF, "ElasticTrainer.device", "ElasticTrainer.program_reentry"}
+    assert all(f"| `{name}` |" in generated for name in adascale.errors.__all__)
     assert generated == (ROOT / "docs" / "reference.md").read_text(), "run `make reference`"
 
 

@@ -20,6 +20,7 @@ from adascale_api.service.log_limit import LogLimit
 from adascale_api.service.retention import DAY, JobRetention
 from adascale_api.service.service import DEFAULT_JOBS, DEFAULT_REPORTS, Settings
 from adascale_core.errors import AdaScaleError
+from adascale_core.extras import requires_extra
 from adascale_core.names import (
     DEFAULT_API_PORT,
     ENV_READ_TOKEN,
@@ -221,6 +222,7 @@ def _service_account_authorizer(
                 f"--token-review and {name} contradict each other: unset {name}, or remove --token-review"
             )
     # Imported here because importing the Kubernetes client takes as long as all other imports together.
-    from adascale_api.auth.kubernetes_token_review import KubernetesTokenReviewer
+    with requires_extra("--token-review", "kubernetes"):
+        from adascale_api.auth.kubernetes_token_review import KubernetesTokenReviewer
 
     return ServiceAccountAuthorizer(KubernetesTokenReviewer(environment), options.controller_account)

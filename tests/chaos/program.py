@@ -13,7 +13,6 @@ memory, in the model and in the loss function: `8 5`.
 
 import faulthandler
 import hashlib
-import itertools
 import json
 import os
 import signal
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.batches.stream import SampleStream
 
 SAMPLES = 96
@@ -145,7 +144,7 @@ if bug == "diverge" and state.restored:
 
 def train() -> None:
     with (folder / f"journal-{time.time():.3f}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
-        for epoch in itertools.count(state.epoch):
+        for _ in trainer.epochs():
             for index, x, y in trainer.dataloader(dataset):
                 optimizer.zero_grad()
                 logits, seen = network(index, x)
@@ -170,9 +169,6 @@ def train() -> None:
                 }
                 journal.write(json.dumps(entry) + "\n")
                 time.sleep(pace * len(index))
-            trainer.step(epoch)
-            if trainer.finished:
-                return
 
 
 train()

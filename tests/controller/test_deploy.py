@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
 from pathlib import Path
@@ -299,9 +300,19 @@ def test_no_image_runs_as_root(part: str) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_an_image_installs_the_locked_dependencies_of_its_part(part: str) -> None:
-    extra = {"worker": "examples"}.get(part, part)
-    assert f"COPY --from=locks /locks/{extra}.lock" in stage(part)
+    assert f"COPY --from=locks /locks/{part}.lock" in stage(part)
     assert "--require-hashes" in stage(part)
+
+
+def test_the_dependencies_of_the_images_are_those_of_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"].values()
+    allowed = {
+        requirement.partition(">=")[0]
+        for requirement in itertools.chain(project["project"]["dependencies"], *extras)
+    }
+    groups = {part: {*project["dependency-groups"][f"image-{part}"]} for part in PARTS}
+    assert set[str]().union(*groups.values()) == allowed
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adascale_worker import ElasticTrainer, ReentryState
+from adascale import ElasticTrainer, ReentryState
 
 BCE = nn.functional.binary_cross_entropy_with_logits
 NOISE = 3

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adascale_worker import ElasticTrainer, ReentryState
+from adascale import ElasticTrainer, ReentryState
 from support.training import FIXED, samples
 
 HeadsOf = Callable[[int, int, int], str]

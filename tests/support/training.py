@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 MakeTrainer = Callable[..., ElasticTrainer]
 

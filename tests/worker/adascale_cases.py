@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from adascale.errors import UnsupportedOptimizerError
 from adascale_worker.adascale import AdaScale
-from adascale_worker.scaling.supported_optimizers import UnsupportedOptimizerError
 from worker.adascale_problem import (
     PUBLIC_VALUES,
     Net,

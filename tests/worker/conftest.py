@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.process import exit as shutdown
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from support.members import Members

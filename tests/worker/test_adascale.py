@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from adascale.errors import SparseGradientError, UnsupportedOptimizerError
 from adascale_core.batch.gain import GradientEstimate
 from adascale_worker.adascale import AdaScale
-from adascale_worker.scaling.statistics.parameters import SparseGradientError
-from adascale_worker.scaling.supported_optimizers import UnsupportedOptimizerError
 from worker.adascale_problem import (
     PUBLIC_VALUES,
     Net,

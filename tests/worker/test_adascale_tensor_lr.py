@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from adascale_worker import AdaScale
+from adascale import AdaScale
 from worker.adascale_problem import batches, network, squared_error
 
 

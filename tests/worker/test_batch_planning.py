@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from adascale import AdaScale
+from adascale.errors import StaleBatchSizeError
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.errors import InvalidJobError
-from adascale_worker import AdaScale, StaleBatchSizeError
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment

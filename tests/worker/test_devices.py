@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import TensorDataset
 
+from adascale import AdaScale, ElasticTrainer
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_worker import AdaScale, ElasticTrainer
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.program.weight_checks import FiniteWeights

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.loop.evaluation import ExactSum
 from support.training import ACCUMULATING, FIXED, MakeTrainer, learn, network, samples, sgd

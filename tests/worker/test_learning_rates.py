@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.errors import WorkerError
 from support.training import ACCUMULATING, FIXED, MakeTrainer, learn, network, samples, sgd
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.batches.stream import SampleStream
 from adascale_worker.errors import WorkerError
 from support.training import MakeTrainer, adamw, network, parameters_of, sgd

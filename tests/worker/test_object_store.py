@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import nn
 
+from adascale import ElasticTrainer
 from adascale_controller.local import checkpoints
 from adascale_core.checkpoint_manifest import manifest_number
-from adascale_worker import ElasticTrainer
 from adascale_worker.errors import CheckpointError
 from adascale_worker.state.checkpoints import writer as checkpoint_writer
 from adascale_worker.state.checkpoints.snapshot import Snapshot
@@ -507,7 +507,8 @@ def test_a_client_that_is_not_installed_is_an_error_that_names_its_package(
 ) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(
-        CheckpointError, match=r"client for s3:// is not installed\. Install s3fs, in the image"
+        CheckpointError,
+        match=r"s3:// is not installed: run `pip install 'adascale-operator\[s3\]'`, in",
     ):
         open_storage("s3://bucket/prefix")
 

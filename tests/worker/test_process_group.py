@@ -355,7 +355,7 @@ def test_a_replica_that_ends_while_others_connect_to_it_is_named_without_a_trace
     rank_0 = [TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)]
     keys = rank_0[0].num_keys()
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
-    program = "from adascale_worker import ElasticTrainer; ElasticTrainer(batch_size=8)"
+    program = "from adascale import ElasticTrainer; ElasticTrainer(batch_size=8)"
     with subprocess.Popen(
         [*PYTHON, "-c", program],
         env={**os.environ, **variables, "MASTER_PORT": str(port)},

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from adascale_worker import AdaScale, ElasticTrainer
+from adascale import AdaScale, ElasticTrainer
+from adascale.errors import NonFiniteWeightsError
 from adascale_worker.batches.stream import SampleStream
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.training_loop import MAX_SKIPPED_STEPS
-from adascale_worker.program.weight_checks import NonFiniteWeightsError
 from support.training import (
     ACCUMULATING,
     FIXED,

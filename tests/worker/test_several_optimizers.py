@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from adascale_worker import AdaScale, ElasticTrainer
+from adascale import AdaScale, ElasticTrainer
 from adascale_worker.errors import UnusableCheckpointError, WorkerError
 from support.gan import BCE, Gan, noise_of
 from support.training import ACCUMULATING, FIXED, MakeTrainer, equal, samples

@@ -121,7 +121,7 @@ except RuntimeError as error:
 """
 
 FAILS_IN_THE_CONSTRUCTOR = """
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 ElasticTrainer(batch_size=8, max_batch_size=4)
 """
@@ -148,7 +148,7 @@ def test_an_error_caused_by_a_lost_peer_has_its_own_exit_code() -> None:
 @pytest.mark.slow
 def test_a_trainer_used_before_program_reentry_says_so_without_a_traceback() -> None:
     ended = run_code(
-        "from adascale_worker import ElasticTrainer\nElasticTrainer(batch_size=8).dataloader([0] * 8)\n"
+        "from adascale import ElasticTrainer\nElasticTrainer(batch_size=8).dataloader([0] * 8)\n"
     )
     assert ended.returncode == 78, ended.stderr
     assert "call program_reentry(model, optimizer) first" in ended.stderr, ended.stderr

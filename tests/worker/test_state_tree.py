@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from adascale.errors import UnsupportedStateError
 from adascale_worker.state.tree import (
     MAX_DEPTH,
     InvalidSpecError,
-    UnsupportedStateError,
     flatten,
     layouts,
     tensor_numbers,

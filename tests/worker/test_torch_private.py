@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from adascale.errors import UnsupportedTorchError
 from adascale_worker.torch_private import autograd, ddp, distributed
-from adascale_worker.torch_private.lookup import UnsupportedTorchError
 from adascale_worker.torch_private.tensors import divide_in_place, flatten_together, l2_norms
 from worker.adascale_problem import backward, network
 

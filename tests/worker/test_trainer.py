@@ -18,16 +18,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from adascale import AdaScale
+from adascale.errors import StaleBatchSizeError, UnsupportedOptimizerError
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import InvalidJobError
-from adascale_worker import AdaScale, StaleBatchSizeError
 from adascale_worker.batches.seeding import seed_generators
 from adascale_worker.batches.stream import SampleStream
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import select_device
 from adascale_worker.scaling.statistics.all_reduce import StatisticsAllReduce
-from adascale_worker.scaling.supported_optimizers import UnsupportedOptimizerError
 from support.training import (
     ACCUMULATING,
     FIXED,

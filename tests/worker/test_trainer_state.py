@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.errors import CheckpointError, DatasetError, UnusableCheckpointError, WorkerError
 from support.training import (
     ACCUMULATING,

@@ -20,13 +20,13 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_core.batch.gain import GradientEstimate, require_scale, require_smoothing
+from adascale_worker.errors import UnsupportedOptimizerError
 from adascale_worker.scaling.statistics.gain_estimator import GainEstimator, GainOptions
 from adascale_worker.scaling.statistics.loss_scale import GradScaler
 from adascale_worker.scaling.statistics.sampling import Sampling
 from adascale_worker.scaling.statistics.step_settings import StepSettings, StepWeights
 from adascale_worker.scaling.statistics.uneven_inputs import StatisticsJoinHook
 from adascale_worker.scaling.supported_optimizers import (
-    UnsupportedOptimizerError,
     require_count,
     require_readable,
     require_whole_parameters,
@@ -47,13 +47,13 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     A step at scale S (a batch of S times the initial batch size) makes as much progress as `gain()` steps of
     the initial batch size, 1 <= gain <= S. `step()` multiplies the lr of each group by the gain of the group,
     and restores the lr afterwards. For Adam and AdamW it multiplies the lr by the square root of the gain,
-    and changes betas, eps and the decoupled weight decay too (`adascale_worker.scaling.rules`). Schedules
+    and changes betas, eps and the decoupled weight decay too (docs/adascale.md, "Optimizers"). Schedules
     stay as they were for the initial batch size; advance them, and count progress, by `gain()` per step
     instead of by 1.
 
     The estimates come from the n = world_size * num_gradients_to_accumulate gradients that a step is the
     mean of. With n = 1 they come from the difference of consecutive gradients, which is biased and reported
-    as `estimate.biased` (see `adascale_worker.scaling.statistics.estimates.from_consecutive_gradients`).
+    as `estimate.biased` (docs/adascale.md, "One replica").
 
     Args:
         optimizer: a `torch.optim.SGD`, with or without momentum, or a wrapper of it such as

@@ -42,6 +42,28 @@ class StaleBatchSizeError(WorkerError):
     """The program trains an epoch with a local batch size that is no longer current."""
 
 
+class UnsupportedOptimizerError(AdaScaleError, TypeError):
+    """AdaScale cannot scale the learning rate of the optimizer, or cannot measure its parameters."""
+
+    exit_code = EXIT_INVALID_PROGRAM
+
+
+class UnsupportedTorchError(WorkerError, RuntimeError):
+    """The installed torch does not have something that the worker needs."""
+
+
+class SparseGradientError(WorkerError, TypeError):
+    """A parameter has sparse gradients, whose norm is not that of a sum of micro-gradients."""
+
+
+class NonFiniteWeightsError(WorkerError):
+    """Weights are NaN or infinite."""
+
+
+class DifferentWeightsError(ReplicationError):
+    """The replicas have different weights."""
+
+
 class DatasetError(WorkerError):
     """The job cannot train on this data set."""
 
@@ -60,6 +82,20 @@ class UnusableCheckpointError(CheckpointError):
     """All checkpoints are damaged, or were saved by another program or with other settings."""
 
     exit_code = EXIT_INVALID_PROGRAM
+
+
+class UnsupportedStateError(WorkerError):
+    """A state contains an object that cannot be saved.
+
+    Args:
+        path: where the object is in the state, e.g. "['layers'][0]".
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path or 'the state'} {problem}")
+        self.path = path
+        self.problem = problem
 
 
 _SHARED_KINDS: tuple[type[WorkerError], ...] = (

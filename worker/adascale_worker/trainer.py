@@ -1,11 +1,10 @@
 """The elastic trainer: a training loop that can stop at any step, save, and resume at another size.
 
-    trainer = ElasticTrainer(batch_size=32, max_batch_size=512, local_bsz_bounds=(16, 128), epochs=epochs)
+    trainer = ElasticTrainer(batch_size=32, max_batch_size=512, local_bsz_bounds=(16, 128))
     state = trainer.program_reentry(model, optimizer, lr_scheduler)
-    for epoch in range(state.epoch, epochs):
+    for epoch in trainer.epochs(10):
         for x, y in trainer.dataloader(dataset):
             ...  # zero_grad, forward, backward, optimizer.step(), as in any training loop
-        trainer.step(epoch)
 
 An agent that starts the program passes its rank and the job's settings in the environment. The trainer
 reports the gain to the metrics service. When another generation of replicas is active, or replicas are lost,
@@ -22,7 +21,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +44,7 @@ from adascale_worker.gradients.loss_scaling import patch_scaler, scaler_of
 from adascale_worker.gradients.out_of_memory import kind_of
 from adascale_worker.loop.checks import check_optimizer_parameters, check_synchronized_norms
 from adascale_worker.loop.data_loop import DataLoop
+from adascale_worker.loop.epoch_loops import EpochLoops
 from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.loop.make_loop import LoopOptions, make_loop
 from adascale_worker.loop.step_watchdog import Stall, StepWatchdog
@@ -58,7 +58,7 @@ from adascale_worker.process.device import select_device
 from adascale_worker.process.device_clock import clock_of
 from adascale_worker.process.download_lock import download_lock
 from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
-from adascale_worker.process.settings import resolve_settings
+from adascale_worker.process.settings import check_arguments, describe_differences, resolve_settings
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.program.checks import Models, OptimizersByName, OtherOptimizers, SchedulersByName
 from adascale_worker.program.hyperparameters import Choice, describe
@@ -97,10 +97,13 @@ class ReentryState:
 class ElasticTrainer:
     """Trains one model elastically.
 
-    The settings of an AdaScaleJob, from the environment, override the arguments. Under an agent,
-    `program_reentry` waits until the replica's generation begins, and gets the state of training from the
-    other replicas. Until then, `rank` and `replicas` are those that the agent expects. Load data and make the
-    model before, so that the other replicas do not wait for it.
+    The settings of an AdaScaleJob, from the environment, override the arguments. With a job file,
+    `ElasticTrainer()` is enough; the arguments are for a program without one. Another `batch_size` is
+    printed, and another end of training, unless the program has read it from `scale_invariant_steps`.
+
+    Under an agent, `program_reentry` waits until the replica's generation begins, and gets the state of
+    training from the other replicas. Until then, `rank` and `replicas` are those that the agent expects. Load
+    data and make the model before, so that the other replicas do not wait for it.
 
     The constructor does not change signal handlers or `sys.excepthook`; `program_reentry` does. If the
     constructor itself raises an `AdaScaleError`, it sets `sys.excepthook`, so that an uncaught error is
@@ -112,8 +115,8 @@ class ElasticTrainer:
         local_bsz_bounds: (lower, upper) bounds of the batch on one replica, in samples. None: not bounded. An
             upper bound of "auto" is found in training: what fits into memory, up to `max_batch_size`.
         scale_invariant_steps: steps at `batch_size` after which training is finished.
-        epochs: epochs after which training is finished, if `scale_invariant_steps` is not set. If neither is
-            set, training ends with the program.
+        epochs: epochs after which training is finished, if `scale_invariant_steps` is not set; also the
+            argument of the method `epochs`. If neither is set, training ends with the program.
         efficiency_target: gain per scale that a batch must reach while the throughput is unknown, in (0, 1].
         checkpoint_dir: folder of the checkpoints, or URL of an object store such as s3://bucket/prefix.
             None: nothing is saved.
@@ -151,6 +154,7 @@ class ElasticTrainer:
         self._exit_status = ExitStatus()
         self._uncaught_errors = UncaughtErrorHandler(self._fast_exit)
         self._loop: TrainingLoop | None = None
+        self._epochs: EpochLoops | None = None
         self._watchdog: StepWatchdog | None = None
         self._other_optimizers: OtherOptimizers | None = None
         self._other_parallelism: OtherParallelism | None = None
@@ -161,6 +165,8 @@ class ElasticTrainer:
         self._best_metric: str | None = None
         self._best_weights: BestWeights | None = None
         self._logged: set[str] = set()
+        self._follows_steps = False
+        """Whether the program has read the `scale_invariant_steps` that are used."""
         arguments = environment.JobSettings(
             batch_size=batch_size,
             max_batch_size=max_batch_size,
@@ -259,7 +265,12 @@ class ElasticTrainer:
 
     @property
     def scale_invariant_steps(self) -> int | None:
-        """The requested scale-invariant steps. None if not set."""
+        """The requested scale-invariant steps. None if not set.
+
+        A program that makes its schedule with this number may pass another one to the constructor than its
+        job file has: it is used without a job file.
+        """
+        self._follows_steps = True
         return self._trainer.settings.scale_invariant_steps
 
     @property
@@ -399,6 +410,8 @@ class ElasticTrainer:
             WorkerError: a value is something else.
             CheckpointError: the manifest cannot be written.
         """
+        if self._epochs is not None:
+            self._epochs.end_left()
         self._trainer.checkpointing.report_result(plain_result(result))
 
     def download_lock(self, folder: str | Path) -> AbstractContextManager[bool]:
@@ -514,6 +527,8 @@ class ElasticTrainer:
         )
         self._backward_guard.install()
         self._enter(loop)
+        steps = None if self._follows_steps else self._arguments.scale_invariant_steps
+        self._print_differences(replace(self._arguments, scale_invariant_steps=steps))
         if differences and loop.was_restored and self.is_main:
             print(f"adascale: {describe(differences, hyperparameters)}", flush=True)
         if loop.was_restored and self.is_main and self._trainer.feed.seed != self._seed:
@@ -564,17 +579,27 @@ class ElasticTrainer:
         self._uncaught_errors.explains_lost_peers = lambda: loop.has_stepped or self.device.type == "cpu"
         self._handle_shutdown()
         self._exit_status.install(loop.announce_failure)
+        self._epochs = EpochLoops(loop, lambda: trainer.finished, self.step)
         progress = trainer.progress
         if trainer.finished:
-            loop.end_restored_training()
-            if self.is_main:
-                reason = f" ({progress.finish_reason})" if progress.finish_reason else ""
-                print(
-                    f"adascale: training has already finished, at step {progress.step}, "
-                    f"progress {progress.progress:,.0f}{reason}",
-                    flush=True,
-                )
+            self._end_restored_training()
         return ReentryState(progress.epoch, progress.step, progress.progress, restored=loop.was_restored)
+
+    def _end_restored_training(self) -> None:
+        progress = self._trainer.progress
+        self._require_loop().end_restored_training()
+        if self.is_main:
+            reason = f" ({progress.finish_reason})" if progress.finish_reason else ""
+            print(
+                f"adascale: training has already finished, at step {progress.step}, "
+                f"progress {progress.progress:,.0f}{reason}",
+                flush=True,
+            )
+
+    def _print_differences(self, arguments: environment.JobSettings) -> None:
+        if self.is_main:
+            for difference in describe_differences(arguments, environment.read_job_settings(os.environ)):
+                print(f"adascale: {difference}", flush=True)
 
     def _enter(self, loop: TrainingLoop) -> None:
         """Restore the state of training, in the first generation of this trainer."""
@@ -611,7 +636,7 @@ class ElasticTrainer:
         environment.apply_settings(os.environ, environ)
         trainer = self._trainer
         batch_size = trainer.settings.bounds.batch_size
-        settings, _ = resolve_settings(self._arguments, environment.read_job_settings(os.environ))
+        settings = resolve_settings(self._arguments, environment.read_job_settings(os.environ))
         if settings.bounds.batch_size != batch_size and trainer.progress.step > 0:
             raise WorkerError(
                 f"batch_size has changed from {batch_size} to {settings.bounds.batch_size}, but progress "
@@ -648,7 +673,69 @@ class ElasticTrainer:
             )
         return self._loop
 
+    def _require_epochs(self) -> EpochLoops:
+        self._require_loop()
+        assert self._epochs is not None
+        return self._epochs
+
     # -- training ---------------------------------------------------------------------------------------
+
+    def epochs(self, epochs: int | None = None) -> Iterator[int]:
+        """Return an iterator over the epochs that are left, which ends each of them.
+
+            for epoch in trainer.epochs(10):
+                for x, y in trainer.dataloader(dataset):
+                    ...
+
+        It begins with the current epoch, and ends when training is finished: after `epochs` epochs, or at
+        `scale_invariant_steps` if these are set, or after `finish`. An epoch ends after the body of the loop,
+        also after `continue`, or if the body has called `step`. If the loop is left by `break`, `return`, or
+        an error that the program handles, its epoch ends when another method of the trainer is called, or
+        with the program.
+
+        Args:
+            epochs: after which training is finished, as the constructor's argument of this name, which it has
+                to equal. None: that argument, or the `scale_invariant_steps`.
+
+        Yields:
+            The number of the epoch, from 0.
+
+        Raises:
+            InvalidJobError: `epochs` is not an integer of at least 1.
+            WorkerError: `epochs` differs from that of the constructor or of an earlier call, neither they nor
+                `scale_invariant_steps` are set, an epoch has had no batch, the loop is inside another one, or
+                `program_reentry` has not been called.
+            ReplicationError: this replica has left its data loop, and another has not.
+            CheckpointError: the end of training cannot be saved.
+        """
+        loops = self._require_epochs()
+        if epochs is not None:
+            self._set_epochs(epochs)
+        elif self._trainer.settings.scale_invariant_steps is None and self._trainer.settings.epochs is None:
+            raise WorkerError(
+                "trainer.epochs() does not know when training ends: pass the number of epochs, "
+                "trainer.epochs(10), or set scale_invariant_steps"
+            )
+        return loops.begin()
+
+    def _set_epochs(self, epochs: int) -> None:
+        """Set the epochs after which training is finished, if they are not set."""
+        earlier = self._arguments.epochs
+        if earlier is not None:
+            if epochs != earlier:
+                raise WorkerError(
+                    f"trainer.epochs({epochs!r}) was called, but {earlier} epochs were set before, by "
+                    "ElasticTrainer(epochs=...) or an earlier call: use the same number"
+                )
+            return
+        argument = environment.JobSettings(epochs=epochs)
+        check_arguments(argument)
+        was_finished = self._trainer.finished
+        self._arguments = replace(self._arguments, epochs=epochs)
+        self._trainer.settings = replace(self._trainer.settings, epochs=epochs)
+        self._print_differences(argument)
+        if self._trainer.finished and not was_finished:
+            self._end_restored_training()
 
     def dataloader(
         self,
@@ -695,6 +782,7 @@ class ElasticTrainer:
                 data set or options than before.
             WorkerError: `program_reentry` has not been called.
         """
+        self._require_epochs().end_left()
         loop, trainer = self._require_loop(), self._trainer
         loop.require_epoch()
         stream = trainer.feed.open(
@@ -744,6 +832,7 @@ class ElasticTrainer:
                 choose the batches.
             WorkerError: `batch_size` is not positive, or `program_reentry` has not been called.
         """
+        self._require_epochs().end_left()
         loop = self._require_loop()
         require_evaluable(dataset, options)
         if type(batch_size) is not int or batch_size < 1:
@@ -764,7 +853,7 @@ class ElasticTrainer:
         )
 
     def step(self, epoch: int) -> None:
-        """End the epoch `epoch`. Call it after the data loop of each epoch.
+        """End the epoch `epoch`. Call it after the data loop of each epoch; a loop over `epochs` does it.
 
         If the program leaves the data loop before its end, all replicas have to leave it after the same step.
 
@@ -803,6 +892,7 @@ class ElasticTrainer:
             CheckpointError: the end of training cannot be saved.
             WorkerError: `program_reentry` has not been called.
         """
+        self._require_epochs().end_left()
         self._require_loop().finish(reason)
 
     def close(self) -> None:
@@ -840,7 +930,7 @@ class ElasticTrainer:
         """
         self._stop_watchdog()
         if self._loop is not None and self._fast_exit.code is None and not self._exit_status.failed:
-            failure = self._loop.end_of_program()
+            failure = self._loop.end_of_program(self._require_epochs().left)
             if failure is not None:
                 print(f"adascale: {failure}", file=sys.stderr)
                 self._fast_exit.code = exit_code(failure)
@@ -862,10 +952,7 @@ def _components(
     arguments: environment.JobSettings, group: ReplicaGroup, device: torch.device, seed: int
 ) -> TrainerComponents:
     """Make the parts of a trainer, and form its process group unless an agent does."""
-    settings, differences = resolve_settings(arguments, environment.read_job_settings(os.environ))
-    if group.is_main:
-        for difference in differences:
-            print(f"adascale: {difference}; the job's setting is used", flush=True)
+    settings = resolve_settings(arguments, environment.read_job_settings(os.environ))
     planner = BatchPlanner(settings.bounds, group, settings.efficiency_target)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -28,6 +28,7 @@ from adascale_api.data.sql import Transaction
 from adascale_api.data.store.jobs import write_changes
 from adascale_api.errors import UnavailableError
 from adascale_core.errors import AdaScaleError
+from adascale_core.extras import requires_extra
 
 T = TypeVar("T")
 Operation = Callable[[Transaction], T]
@@ -548,7 +549,8 @@ def open_database(url: str) -> Connector:
 
             return SqliteConnector(url)
         case "postgresql" | "postgres":
-            from adascale_api.data.backends.postgresql import PostgresqlConnector
+            with requires_extra("a PostgreSQL database", "postgres"):
+                from adascale_api.data.backends.postgresql import PostgresqlConnector
 
             return PostgresqlConnector(url)
     raise UnusableDatabaseError(

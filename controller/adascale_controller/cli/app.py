@@ -21,6 +21,7 @@ from adascale_controller.cli.simulate import simulate_workload
 from adascale_controller.cli.status import status
 from adascale_controller.cli.stop import stop
 from adascale_controller.cli.validate import validate
+from adascale_core import names
 from adascale_core.errors import AdaScaleError
 
 app = typer.Typer(
@@ -64,7 +65,7 @@ def main() -> NoReturn:
 
 def _print_version(requested: bool) -> None:
     if requested:
-        print(f"adascale {version('adascale-operator')}")
+        print(f"adascale {version(names.DISTRIBUTION)}")
         raise typer.Exit
 
 

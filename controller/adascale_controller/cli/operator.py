@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from adascale_core import names
+from adascale_core.extras import requires_extra
 
 _LABEL = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
@@ -98,7 +99,8 @@ def operator(
 ) -> None:
     """Run the Kubernetes operator, on the cluster that it runs in or that KUBECONFIG names."""
     # Imported here because importing kopf and the Kubernetes client takes a second.
-    from adascale_controller.operator.runtime.main import run_operator
+    with requires_extra("adascale operator", "kubernetes"):
+        from adascale_controller.operator.runtime.main import run_operator
     from adascale_controller.operator.runtime.settings import OperatorSettings
 
     run_operator(

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 trainer = ElasticTrainer()
 pace = float(os.environ["PACE"])

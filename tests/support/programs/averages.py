@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from support.training import samples
 
 folder = Path(os.environ["JOURNAL"])

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.membership.links import PeersLostError
 
 folder, checkpoints = Path(os.environ["JOURNAL"]), Path(os.environ["ADASCALE_CHECKPOINT_DIR"])

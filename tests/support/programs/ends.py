@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from support.training import samples
 

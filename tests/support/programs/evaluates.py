@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 folder = Path(os.environ["JOURNAL"])
 replica = os.environ["REPLICA"]

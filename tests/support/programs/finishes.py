@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.loop import finish_request, step_watchdog
 from support.training import samples
 

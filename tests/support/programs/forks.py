@@ -10,7 +10,7 @@ import time
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from support.training import samples
 
 trainer = ElasticTrainer(batch_size=8)

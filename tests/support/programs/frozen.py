@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from support.training import adversarial, network, samples, sgd
 
 folder, replica = Path(os.environ["JOURNAL"]), os.environ["REPLICA"]

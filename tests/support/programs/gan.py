@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from support.gan import Gan, noise_of
 from support.training import samples
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.loop import step_watchdog
 
 step_watchdog.WARN_AFTER = 1.0

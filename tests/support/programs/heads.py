@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from support.heads import CASES, Heads
 from support.training import samples
 

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.program import weight_checks
 
 if "COMPARISON_INTERVAL" in os.environ:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.program import weight_checks
 from adascale_worker.torch_private.autograd import call_at_end_of_backward
 from support.gan import Gan, noise_of

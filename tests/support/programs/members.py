@@ -24,7 +24,7 @@ import numpy
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 folder = Path(os.environ["JOURNAL"])
 gpus = int(os.environ.get("GPUS", "0"))

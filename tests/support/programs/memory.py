@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 WIDTH = 500_000
 SPARE = 300 * 2**20

@@ -5,7 +5,6 @@ duration of a step; REPLICA, a name for its file.
 """
 
 import hashlib
-import itertools
 import json
 import os
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 folder = Path(os.environ["JOURNAL"])
 folder.mkdir(parents=True, exist_ok=True)
@@ -26,7 +25,7 @@ model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 state = trainer.program_reentry(model, optimizer)
 with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
-    for epoch in itertools.count(state.epoch):
+    for epoch in trainer.epochs():
         size = trainer.get_local_bsz()
         for batch in range(int(os.environ["BATCHES"])):
             generator = torch.Generator().manual_seed(hash((epoch, batch, trainer.rank)) % 2**32)
@@ -46,9 +45,6 @@ with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", bufferi
             }
             journal.write(json.dumps(record) + "\n")
             time.sleep(float(os.environ["STEP_SECONDS"]))
-        trainer.step(epoch)
-        if trainer.finished:
-            break
 weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 (folder / f"weights-{os.environ['REPLICA']}-{os.getpid()}").write_text(digest)

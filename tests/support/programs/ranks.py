@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.batches.stream import SampleStream
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from worker import reference

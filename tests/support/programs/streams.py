@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 
 README = (Path(__file__).parents[3] / "README.md").read_text()
 (code,) = [

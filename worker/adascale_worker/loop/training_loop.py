@@ -27,6 +27,7 @@ from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.seeding import seed_generators
 from adascale_worker.batches.stream import SampleStream
 from adascale_worker.errors import (
+    NonFiniteWeightsError,
     ReplicationError,
     WorkerError,
     error_of_kind,
@@ -54,7 +55,7 @@ from adascale_worker.process.exit import FastExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process.user_code import calling_line
 from adascale_worker.program.buffers import ModelBuffers
-from adascale_worker.program.weight_checks import FiniteWeights, NonFiniteWeightsError, WeightComparison
+from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
 from adascale_worker.state.components import TrainerComponents
 from adascale_worker.state.exchange import StateExchange
 from adascale_worker.state.program import ProgramState
@@ -694,6 +695,15 @@ class TrainingLoop:
 
     # -- epochs -----------------------------------------------------------------------------------------
 
+    @property
+    def current_epoch(self) -> int:
+        """The number of the epoch that the program is in or begins next, from 0."""
+        return self._trainer.progress.epoch - self._epochs_behind
+
+    def is_in_epoch(self, epoch: int) -> bool:
+        """Whether the program has not ended `epoch` yet."""
+        return epoch in (self.current_epoch, self._overtaken_epoch)
+
     def require_epoch(self) -> None:
         """Check that the current epoch has not ended.
 
@@ -703,7 +713,8 @@ class TrainingLoop:
         epoch = self._trainer.progress.epoch
         if self._ended_epoch == epoch and not self._trainer.checkpointing.has_final:
             raise WorkerError(
-                f"trainer.dataloader() was called again after all batches of epoch {epoch}: call "
+                f"trainer.dataloader() was called again after all batches of epoch {epoch}: iterate over it "
+                "once in each epoch of `for epoch in trainer.epochs(...)`, or call "
                 f"trainer.step({epoch}), with the number of the epoch, after the loop over its batches"
             )
 
@@ -855,11 +866,11 @@ class TrainingLoop:
             if trainer.finished:
                 self._save_final()
             return
-        current = trainer.progress.epoch - self._epochs_behind
-        if epoch != current:
+        if epoch != self.current_epoch:
             raise WorkerError(
-                f"trainer.step({epoch}) was called, but the current epoch is {current}: start "
-                "with the epoch that program_reentry returns, and call trainer.step(epoch) once per epoch"
+                f"trainer.step({epoch}) was called, but the current epoch is {self.current_epoch}: use `for "
+                "epoch in trainer.epochs(...)`, which ends each epoch itself; or start with the epoch that "
+                "program_reentry returns, and call trainer.step(epoch) once per epoch"
             )
         if self._current_epoch is None:
             self._end_epoch_of_own_batches(epoch)
@@ -920,7 +931,7 @@ class TrainingLoop:
         is_empty = self._epoch_of_program != epoch and self._step_at_end == step
         if self._current_epoch is not None and is_empty and not self._trainer.finished:
             raise WorkerError(
-                f"trainer.step({epoch}) was called, but epoch {epoch} has had no batch: call "
+                f"epoch {epoch} has ended, but has had no batch: call "
                 "trainer.dataloader(dataset) in each epoch, because the iterator that it returns ends with "
                 "its epoch"
             )
@@ -939,8 +950,12 @@ class TrainingLoop:
             return
         self._finish_request.make(reason)
 
-    def end_of_program(self) -> WorkerError | None:
-        """Report the last step, and return an error if training is not finished, else None."""
+    def end_of_program(self, left_epoch: int | None = None) -> AdaScaleError | None:
+        """Report the last step, and return an error if training is not finished, else None.
+
+        Args:
+            left_epoch: the epoch of a loop over `trainer.epochs` that the program has left before its end.
+        """
         trainer = self._trainer
         trainer.telemetry.report_last(trainer.planner.plan, trainer.progress, self.adascale)
         if self.has_stepped and not trainer.checkpointing.has_final:
@@ -948,6 +963,10 @@ class TrainingLoop:
                 self._saving.require_finite_weights()
             except NonFiniteWeightsError as error:
                 return error
+        try:
+            self._end_left_epoch(left_epoch)
+        except AdaScaleError as error:
+            return error
         unfinished = trainer.unfinished
         self.evaluations.announce_passed([math.inf])
         if self._finish_request.reason is not None and not trainer.finished:
@@ -963,6 +982,18 @@ class TrainingLoop:
             f"the program ended at {unfinished}. Train until trainer.finished is true, or call "
             "trainer.finish(reason) to end training earlier"
         )
+
+    def _end_left_epoch(self, epoch: int | None) -> None:
+        """End the last epoch of a program that has left it, and save the end of training if it is reached."""
+        trainer = self._trainer
+        if epoch is None or not self.is_in_epoch(epoch) or trainer.checkpointing.has_final:
+            return
+        if epoch != self._overtaken_epoch:
+            trainer.progress.epoch += 1
+        if trainer.finished:
+            self._leave_loop(early=True)
+            self._departures.wait()
+            self._save_final()
 
     def end_restored_training(self) -> None:
         """Save the end of training, if the state that was restored is finished, and the end is not saved.

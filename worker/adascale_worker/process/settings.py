@@ -1,7 +1,8 @@
 """The settings of a trainer: the program's arguments, overridden by the job's environment variables.
 
 The controller plans with the job file. A program that trained with other batch sizes would get replica
-counts that do not fit them, so the job file takes precedence and every difference is reported.
+counts that do not fit them, so the job file takes precedence. A difference that changes the result is
+reported.
 """
 
 from __future__ import annotations
@@ -31,11 +32,32 @@ class TrainerSettings:
     max_nonfinite_steps: int = DEFAULT_MAX_NONFINITE_STEPS
 
 
-_BOUNDS = ("max_batch_size", "local_bsz_bounds")
+def describe_differences(program: JobSettings, job: JobSettings) -> list[str]:
+    """Return a description of each argument that the job overrides, if that changes the result of training.
+
+    Other bounds change only how fast a job trains: the gain makes up for the batch sizes that it uses.
+
+    Args:
+        program: the program's arguments.
+        job: the settings from the environment.
+    """
+    used = "the job's setting is used"
+    differences = [
+        f"the program sets {name} to {argument}, the job sets it to {setting}; {used}"
+        for name in ("batch_size", "scale_invariant_steps")
+        for argument, setting in [(getattr(program, name), getattr(job, name))]
+        if None not in (argument, setting) and argument != setting
+    ]
+    if program.epochs is not None and job.scale_invariant_steps is not None:
+        differences.append(
+            f"the program sets epochs to {program.epochs}, the job sets scale_invariant_steps to "
+            f"{job.scale_invariant_steps}; {used}"
+        )
+    return differences
 
 
-def resolve_settings(program: JobSettings, job: JobSettings) -> tuple[TrainerSettings, list[str]]:
-    """Return the settings to use, and a description of each argument that the job overrides.
+def resolve_settings(program: JobSettings, job: JobSettings) -> TrainerSettings:
+    """Return the settings to use.
 
     The batch size and its bounds are taken together: all from the job if it sets `batch_size`, otherwise
     all from the program.
@@ -48,25 +70,16 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> tuple[TrainerSet
         InvalidJobError: neither sets a batch size, the bounds contradict each other, or an argument of the
             program is out of range.
     """
-    differences = []
-    for name in ("batch_size", "max_batch_size", "local_bsz_bounds", "scale_invariant_steps"):
-        argument, setting = getattr(program, name), getattr(job, name)
-        overridden = setting is not None or (job.batch_size is not None and name in _BOUNDS)
-        if argument is not None and overridden and argument != setting:
-            differences.append(
-                f"the program sets {name} to {argument}, the job "
-                + (f"does not set {name}" if setting is None else f"sets it to {setting}")
-            )
     sizes = job if job.batch_size is not None else program
     if sizes.batch_size is None:
         raise InvalidJobError(
             "batch_size is not set: pass ElasticTrainer(batch_size=...), the batch size that the learning "
             "rate was tuned for, or run the program as an AdaScaleJob"
         )
-    _check_arguments(program)
+    check_arguments(program)
     nonfinite = program.max_nonfinite_steps
     interval = job.checkpoint_interval if job.checkpoint_interval is not None else program.checkpoint_interval
-    settings = TrainerSettings(
+    return TrainerSettings(
         bounds=BatchBounds(
             sizes.batch_size,
             sizes.max_batch_size,
@@ -81,11 +94,14 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> tuple[TrainerSet
         checkpoint_interval=DEFAULT_CHECKPOINT_INTERVAL if interval is None else interval,
         max_nonfinite_steps=DEFAULT_MAX_NONFINITE_STEPS if nonfinite is None else nonfinite,
     )
-    return settings, differences
 
 
-def _check_arguments(program: JobSettings) -> None:
-    """Check the arguments that a program may pass with any type. `BatchBounds` checks the others."""
+def check_arguments(program: JobSettings) -> None:
+    """Check the arguments that a program may pass with any type. `BatchBounds` checks the others.
+
+    Raises:
+        InvalidJobError: one is out of range.
+    """
     target: object = program.efficiency_target
     interval: object = program.checkpoint_interval
     folder: object = program.checkpoint_dir

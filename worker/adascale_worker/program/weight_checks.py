@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from adascale_worker.errors import ReplicationError, WorkerError
+from adascale_worker.errors import DifferentWeightsError, NonFiniteWeightsError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_warnings import OneTimeWarnings
 from adascale_worker.program.checks import ALL_OPTIMIZERS
@@ -25,14 +25,6 @@ Replicas on the same hardware have the same weights, bit for bit. Different proc
 
 PROBES = 8
 """Weights of each parameter that are compared."""
-
-
-class DifferentWeightsError(ReplicationError):
-    """The replicas have different weights."""
-
-
-class NonFiniteWeightsError(WorkerError):
-    """Weights are NaN or infinite."""
 
 
 class WeightComparison:

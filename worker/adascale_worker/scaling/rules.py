@@ -260,7 +260,11 @@ class ProtocolRule(ScalingRule):
 def adam_hyperparameters(group: Mapping[str, Any], gain: float) -> Mapping[str, Any]:
     """Return "lr", "betas" and "eps" of a group for a step that is worth `gain` steps.
 
-    lr * sqrt(gain), beta ** gain and eps / sqrt(gain); see the docstring of this module.
+    lr * sqrt(gain), beta ** gain and eps / sqrt(gain), as `AdaScale` changes those of an Adam.
+
+    Args:
+        group: the parameter group, with these three.
+        gain: at least 1.
     """
     root = math.sqrt(gain)
     return {

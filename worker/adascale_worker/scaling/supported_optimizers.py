@@ -5,15 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adascale_core.errors import AdaScaleError
-from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_worker.errors import UnsupportedOptimizerError
 from adascale_worker.scaling.rules import AdamRule, ProtocolRule, ScalingRule, SecondMomentOptimizer
-
-
-class UnsupportedOptimizerError(AdaScaleError, TypeError):
-    """AdaScale cannot scale the learning rate of the optimizer, or cannot measure its parameters."""
-
-    exit_code = EXIT_INVALID_PROGRAM
 
 
 def scaling_rule_of(optimizer: torch.optim.Optimizer) -> ScalingRule:

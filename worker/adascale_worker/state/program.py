@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from adascale_worker.errors import UnusableCheckpointError, WorkerError
+from adascale_worker.errors import UnsupportedStateError, UnusableCheckpointError, WorkerError
 from adascale_worker.program.hyperparameters import (
     CHOICES,
     Choice,
@@ -21,7 +21,7 @@ from adascale_worker.program.learning_rates import LearningRates
 from adascale_worker.program.optimizer_set import Optimizers, SchedulerSet
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.program.trained_parameters import TrainedParameters
-from adascale_worker.state.tree import UnsupportedStateError, flatten
+from adascale_worker.state.tree import flatten
 from adascale_worker.torch_private.modules import EXTRA_STATE_SUFFIX
 
 

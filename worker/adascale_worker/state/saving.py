@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from adascale_worker.errors import CheckpointError
-from adascale_worker.program.weight_checks import FiniteWeights, NonFiniteWeightsError, nonfinite_message
+from adascale_worker.errors import CheckpointError, NonFiniteWeightsError
+from adascale_worker.program.weight_checks import FiniteWeights, nonfinite_message
 from adascale_worker.state.components import TrainerComponents
 from adascale_worker.state.program import ProgramState
 from adascale_worker.state.training import TrainingState

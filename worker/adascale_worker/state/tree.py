@@ -22,7 +22,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from adascale_worker.errors import CheckpointError, WorkerError
+from adascale_worker.errors import CheckpointError, UnsupportedStateError
 
 ALLOWED: Final = "tensors, numpy arrays, numbers, strings, bytes, lists, tuples, sets and dicts"
 """The types of values in a state, for messages. Subclasses are not allowed, except OrderedDict and Counter;
@@ -30,20 +30,6 @@ None, deque, torch.Size, torch.dtype and torch.device are."""
 
 MAX_DEPTH: Final = 100
 """Levels of a tree. A tree that contains itself has more."""
-
-
-class UnsupportedStateError(WorkerError):
-    """A state contains an object that cannot be saved.
-
-    Args:
-        path: where the object is in the state, e.g. "['layers'][0]".
-        problem: what is wrong with it.
-    """
-
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__(f"{path or 'the state'} {problem}")
-        self.path = path
-        self.problem = problem
 
 
 class InvalidSpecError(CheckpointError):

@@ -2,7 +2,7 @@
 
 Each function names the private part that it uses and why the public interface is not enough. Each module has
 the parts of one subject of torch. A part that the installed torch does not have raises
-`lookup.UnsupportedTorchError`, with its name and the version.
+`UnsupportedTorchError`, with its name and the version.
 
 The tests of the worker pass with these versions:
 

@@ -6,13 +6,9 @@ from typing import Any
 
 import torch
 
-from adascale_worker.errors import WorkerError
+from adascale_worker.errors import UnsupportedTorchError
 
 TESTED_VERSIONS = ("2.9.0", "2.15.0")
-
-
-class UnsupportedTorchError(WorkerError, RuntimeError):
-    """The installed torch does not have something that the worker needs."""
 
 
 def private_part(owner: Any, name: str, purpose: str) -> Any:

@@ -6,15 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adascale_worker.errors import WorkerError
+from adascale_worker.errors import SparseGradientError
 from adascale_worker.scaling.statistics.norms import accumulation_dtype, local_shard
 from adascale_worker.torch_private.tensors import version_of
 
 HOST = torch.device("cpu")
-
-
-class SparseGradientError(WorkerError, TypeError):
-    """A parameter has sparse gradients, whose norm is not that of a sum of micro-gradients."""
 
 
 def require_dense(gradient: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from adascale_core.checkpoint_manifest import S3_CHECKSUMS, normalized_url
+from adascale_core.extras import install_command
 from adascale_worker.errors import CheckpointError
 from adascale_worker.state.checkpoints.storage.interface import (
     MissingFileError,
@@ -189,8 +190,12 @@ def _message(error: BaseException) -> str:
 
 
 def _not_installed(url: str, scheme: str) -> CheckpointError:
-    package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+    packages = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+    if scheme == "s3":
+        remedy = f"run `{install_command('s3')}`"
+    else:
+        remedy = f"install {packages.get(scheme, 'the fsspec implementation for this scheme')}"
     return CheckpointError(
-        f"checkpoints cannot be saved at {url}: the client for {scheme}:// is not installed. Install "
-        f"{package.get(scheme, 'the fsspec implementation for this scheme')}, in the image of the workers too"
+        f"checkpoints cannot be saved at {url}: the client for {scheme}:// is not installed: {remedy}, in "
+        "the image of the workers too"
     )

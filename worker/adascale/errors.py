@@ -1,0 +1,68 @@
+"""The errors of a training program. All of them are an `AdaScaleError`, and none imports torch.
+
+AdaScaleError
+├── InvalidJobError                  the settings of a job
+│   └── InvalidBoundsError
+├── InvalidJobIdError
+├── UnsupportedOptimizerError        also a TypeError
+└── WorkerError                      the program or its environment
+    ├── CheckpointError
+    │   ├── StorageUnavailableError
+    │   └── UnusableCheckpointError
+    ├── DatasetError
+    ├── EnvironmentVariableError
+    ├── GroupFormationError
+    ├── NonFiniteWeightsError
+    ├── ReplicaRefusedError
+    ├── ReplicationError             works on one replica
+    │   └── DifferentWeightsError
+    ├── SparseGradientError          also a TypeError
+    ├── StaleBatchSizeError
+    ├── UnsupportedStateError
+    └── UnsupportedTorchError        also a RuntimeError
+"""
+
+from adascale_core.batch.plans import InvalidBoundsError
+from adascale_core.errors import AdaScaleError, InvalidJobError
+from adascale_core.job_id import InvalidJobIdError
+from adascale_worker.errors import (
+    CheckpointError,
+    DatasetError,
+    DifferentWeightsError,
+    EnvironmentVariableError,
+    GroupFormationError,
+    NonFiniteWeightsError,
+    ReplicaRefusedError,
+    ReplicationError,
+    SparseGradientError,
+    StaleBatchSizeError,
+    StorageUnavailableError,
+    UnsupportedOptimizerError,
+    UnsupportedStateError,
+    UnsupportedTorchError,
+    UnusableCheckpointError,
+    WorkerError,
+)
+
+__all__ = [
+    "AdaScaleError",
+    "CheckpointError",
+    "DatasetError",
+    "DifferentWeightsError",
+    "EnvironmentVariableError",
+    "GroupFormationError",
+    "InvalidBoundsError",
+    "InvalidJobError",
+    "InvalidJobIdError",
+    "NonFiniteWeightsError",
+    "ReplicaRefusedError",
+    "ReplicationError",
+    "SparseGradientError",
+    "StaleBatchSizeError",
+    "StorageUnavailableError",
+    "UnsupportedOptimizerError",
+    "UnsupportedStateError",
+    "UnsupportedTorchError",
+    "UnusableCheckpointError",
+    "WorkerError",
+]

@@ -1,0 +1,71 @@
+"""The program's loops over `trainer.epochs`, which begin where training is and end each epoch by themselves.
+
+The end of an epoch is an exchange among the replicas, which may fail. An iterator that is left by `break` or
+by an error learns of it only when it is deleted, where it cannot raise an error, and does not know which of
+both it was. So the epoch of a loop that is left ends when the program next uses the trainer, or at the end of
+the program unless the program fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from adascale_worker.errors import WorkerError
+from adascale_worker.loop.training_loop import TrainingLoop
+
+
+class EpochLoops:
+    """The loops over epochs of a program.
+
+    Args:
+        loop: the training loop.
+        is_finished: returns whether training has ended.
+        end_epoch: ends an epoch, as `trainer.step` does.
+    """
+
+    def __init__(
+        self, loop: TrainingLoop, is_finished: Callable[[], bool], end_epoch: Callable[[int], None]
+    ) -> None:
+        self._loop = loop
+        self._is_finished = is_finished
+        self._end_epoch = end_epoch
+        self._epoch: int | None = None
+        self._is_inside = False
+
+    def begin(self) -> Iterator[int]:
+        """Yield the numbers of the epochs until training ends; each epoch has ended before the next number.
+
+        Raises:
+            WorkerError: it is iterated inside the body of another loop.
+        """
+        self._require_outside()
+        self.end_left()
+        while not self._is_finished():
+            self._require_outside()
+            self._epoch, self._is_inside = self._loop.current_epoch, True
+            try:
+                yield self._epoch
+            finally:
+                self._is_inside = False
+            self.end_left()
+
+    def _require_outside(self) -> None:
+        if self._is_inside:
+            raise WorkerError(
+                f"a loop over trainer.epochs() began inside epoch {self._epoch} of another one: use one loop "
+                "over epochs, and inside it one loop over trainer.dataloader(dataset)"
+            )
+
+    @property
+    def left(self) -> int | None:
+        """The epoch whose body the program has left, and which has not ended; else None."""
+        return self._epoch if not self._is_inside else None
+
+    def end_left(self) -> None:
+        """End the epoch whose body the program has left, if `trainer.step` has not ended it already."""
+        epoch = self.left
+        if epoch is None:
+            return
+        self._epoch = None
+        if self._loop.is_in_epoch(epoch):
+            self._end_epoch(epoch)
