@@ -63,7 +63,7 @@ def test_the_yaml_is_the_crd() -> None:
     [
         ("batchSize", {"type": "integer", "format": "int32", "minimum": 1, "maximum": 2**20}),
         ("minReplicas", {"type": "integer", "format": "int32", "default": 1, "minimum": 1, "maximum": 1024}),
-        ("replicas", {"type": "integer", "format": "int32", "minimum": 0, "maximum": 1024}),
+        ("replicaLimit", {"type": "integer", "format": "int32", "minimum": 0, "maximum": 1024}),
         (
             "scaleInvariantSteps",
             {"type": "integer", "format": "int64", "minimum": 1, "maximum": 2**53 - 1},
@@ -274,7 +274,7 @@ def test_the_columns_show_fields_of_the_status() -> None:
 def test_the_scale_subresource_has_fields_of_the_right_type() -> None:
     scale = VERSION["subresources"]["scale"]
     assert {path: FIELDS[path]["type"] for path in scale.values()} == {
-        ".spec.replicas": "integer",
+        ".spec.replicaLimit": "integer",
         ".status.replicas": "integer",
         ".status.selector": "string",
     }

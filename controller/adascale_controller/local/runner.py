@@ -68,8 +68,8 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
     if job.suspend:
         display.message(f"{job.short_id} is not run: spec.suspend is true")
         return 0
-    if job.replicas == 0:
-        display.message(f"{job.short_id} is not run: spec.replicas is 0")
+    if job.replica_limit == 0:
+        display.message(f"{job.short_id} is not run: spec.replicaLimit is 0")
         return 0
     folder = StateDir(options.state_dir or DEFAULT_ROOT / job.id)
     chosen = job.checkpoint_url or job.checkpoint.path

@@ -182,8 +182,8 @@ def _stopped(observed: ObservedJob) -> _Finding | None:
         return JobPhase.BLOCKED, Reason.INVALID_SPEC, observed.resource.invalid or ""
     if job.suspend:
         return JobPhase.STOPPING, Reason.SUSPENDED, "spec.suspend is true"
-    if job.replicas == 0:
-        return JobPhase.STOPPING, Reason.SCALED_TO_ZERO, "spec.replicas is 0"
+    if job.replica_limit == 0:
+        return JobPhase.STOPPING, Reason.SCALED_TO_ZERO, "spec.replicaLimit is 0"
     indexed_job = observed.own_indexed_job
     if indexed_job is not None and indexed_job.digest != observed.digest:
         return (

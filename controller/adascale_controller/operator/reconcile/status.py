@@ -10,7 +10,7 @@ from adascale_controller.failing_counts import FailingCount
 from adascale_controller.formatting import duration, plural, progress_text
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
-from adascale_controller.operator.reconcile.replica_cap import cap_problem
+from adascale_controller.operator.reconcile.replica_limit import replica_limit_problem
 from adascale_controller.operator.types.actions import FailedPlacement, Status
 from adascale_controller.operator.types.conditions import (
     Condition,
@@ -297,7 +297,7 @@ def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) ->
             f"{duration(failed.pause)} or when more capacity is available"
         )
         return Condition(kind, False, failed.reason, message)
-    message = (cap_problem(observed.resource.valid_job) or "") if runnable else ""
+    message = (replica_limit_problem(observed.resource.valid_job) or "") if runnable else ""
     return Condition(kind, False, Reason.STABLE, message)
 
 

@@ -584,11 +584,11 @@ class Scheduler:
             memory.digest = observed.digest
         _update_failing_counts(memory.failing_counts, observed, view)
         failing = memory.failing_counts.given_up
-        limits = [job.replicas, memory.backoff.limit(most, observed.now), memory.failing_counts.limit]
+        limits = [job.replica_limit, memory.backoff.limit(most, observed.now), memory.failing_counts.limit]
         limit = min((limit for limit in limits if limit is not None), default=None)
         limit_reason = None
-        if limit is not None and limit == job.replicas:
-            limit_reason = f"spec.replicas is {limit}"
+        if limit is not None and limit == job.replica_limit:
+            limit_reason = f"spec.replicaLimit is {limit}"
         elif failing is not None and limit == failing.limit:
             limit_reason = str(failing)
         replicas = self._requested.get(job.id, current.replicas if current is not None else 0)
