@@ -23,6 +23,7 @@ from adascale_controller.schema import (
 )
 from adascale_controller.validation import validate_document
 from adascale_core import names
+from adascale_core.views.job_state_name import JobStateName
 
 CHECKED_IN = Path(__file__).parents[2] / "deploy" / "base" / "crd.yaml"
 CRD = crd()
@@ -269,6 +270,10 @@ def test_the_columns_show_fields_of_the_status() -> None:
     for column in columns:
         if column["jsonPath"].startswith(".status") and "[" not in column["jsonPath"]:
             assert FIELDS[column["jsonPath"]]["type"] == column["type"]
+
+
+def test_the_states_have_the_names_of_all_other_lists() -> None:
+    assert set(FIELDS[".status.state"]["enum"]) <= set(JobStateName)
 
 
 def test_the_scale_subresource_has_fields_of_the_right_type() -> None:

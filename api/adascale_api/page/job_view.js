@@ -41,7 +41,7 @@ export class JobView {
     this.generations = [];
     this.abort = new AbortController();
     this.byProgress = options.get("x") === "progress";
-    this.phase = element("span", { class: "phase" }, "");
+    this.state = element("span", { class: "state" }, "");
     this.notice = element("p", { class: "notice bad", role: "status", hidden: true });
     this.facts = ["Replicas", "Gain", "Efficiency", "Local batch", "Progress", "Time left", "Generation", "Disruptions", "Failures", "Age"].map((name) => ({ name, value: element("dd", {}, NONE) }));
     this.cursor = new Cursor((zoom) => (this.whole.hidden = zoom === null));
@@ -76,7 +76,7 @@ export class JobView {
       "div", {},
       element("p", {}, element("a", { href: "#/" }, "All jobs")),
       element("h1", {}, id),
-      element("p", {}, this.phase),
+      element("p", {}, this.state),
       this.notice,
       this.result,
       this.unknown = element("p", { hidden: true }, "There is no job ", element("strong", {}, id), " here. ", element("a", { href: "#/" }, "All jobs"), " are in the list. Start one with ", element("code", {}, "adascale run deploy/adascalejob.yaml"), " on one machine, or ", element("code", {}, "kubectl apply -f deploy/adascalejob.yaml"), " on a cluster."),
@@ -143,8 +143,8 @@ export class JobView {
       return;
     }
     const { latest } = job;
-    setText(this.phase, job.phase);
-    this.phase.dataset.phase = job.phase;
+    setText(this.state, job.state);
+    this.state.dataset.state = job.state;
     const target = job.target === null ? "" : ` of ${count(job.target)} (${Math.floor(100 * Math.min((latest?.progress ?? 0) / job.target, 1))}%)`;
     const values = [
       job.desired === null || job.desired === job.replicas ? count(job.replicas) : `${count(job.replicas)} of ${count(job.desired)}`,
