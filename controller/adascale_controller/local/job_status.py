@@ -8,7 +8,7 @@ from typing import Any
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.formatting import age, columns, count, memory, progress_text
-from adascale_controller.local.checkpoints import ObjectStoreError
+from adascale_controller.local.checkpoints import CheckpointStorageError
 from adascale_controller.local.local_jobs import LocalJob
 from adascale_controller.local.run_report import format_result
 from adascale_core.checkpoint_manifest import Manifest
@@ -114,7 +114,7 @@ def read_status(job: LocalJob) -> JobStatus:
     checkpoint, error = None, None
     try:
         checkpoint = job.checkpoint
-    except ObjectStoreError as raised:
+    except CheckpointStorageError as raised:
         error = str(raised)
     if process is None:
         state = _state_after_run(job, checkpoint, error)

@@ -12,7 +12,7 @@ from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.job import Job
 from adascale_controller.local import run_history, service_file
 from adascale_controller.local.agents import STOP_TIMEOUT, Agents
-from adascale_controller.local.checkpoints import ObjectStoreError, location, newest_manifest
+from adascale_controller.local.checkpoints import CheckpointStorageError, location, newest_manifest
 from adascale_controller.local.control_loop import ControlLoop
 from adascale_controller.local.display import Display
 from adascale_controller.local.generations import summarize_generations
@@ -225,7 +225,7 @@ class _Run:
             reports = ()
         try:
             checkpoint = newest_manifest(self._checkpoints)
-        except ObjectStoreError as error:
+        except CheckpointStorageError as error:
             self._display.message(f"Cannot show what is saved: {error}", "yellow")
             return
         print_summary(
