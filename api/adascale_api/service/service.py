@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from adascale_api.auth.authorization import Authorizer
-from adascale_api.bodies.requests import GainReportBody
 from adascale_api.data.database import Committed, Database
 from adascale_api.data.job import Job
 from adascale_api.data.store import jobs, replicas
@@ -32,6 +31,7 @@ from adascale_api.service.prometheus import Metrics
 from adascale_api.service.retention import RETENTION_INTERVAL, JobRetention, Remover
 from adascale_core.messages.allocation import AllocationView
 from adascale_core.messages.registration import Registration
+from adascale_core.messages.reports import GainReport
 from adascale_core.names import HEARTBEAT_INTERVAL
 from adascale_core.rendezvous.rendezvous import VersionMismatchError
 
@@ -150,7 +150,7 @@ class Service:
         """Return a job's generations; errors as for `find_job`."""
         return (await self.find_job(job_id)).view
 
-    async def require_reachable(self, job_id: str, message: Registration | GainReportBody) -> None:
+    async def require_reachable(self, job_id: str, message: Registration | GainReport) -> None:
         """Refuse a generation that a job can't have reached.
 
         Raises:
