@@ -216,13 +216,13 @@ export class JobView {
 
   // When the last generation of a job that has ended was over.
   endOf(job) {
-    return ENDED.includes(job.phase) ? this.generations.at(-1)?.ended_at ?? job.latest?.time ?? null : null;
+    return ENDED.includes(job.state) ? this.generations.at(-1)?.ended_at ?? job.latest?.time ?? null : null;
   }
 
   showResult() {
     const { job, generations } = this;
     if (!job) return;
-    this.result.hidden = !ENDED.includes(job.phase);
+    this.result.hidden = !ENDED.includes(job.state);
     this.present.hidden = !this.result.hidden;
     if (this.result.hidden) return;
     const end = this.endOf(job);
@@ -230,12 +230,12 @@ export class JobView {
     const sizes = generations.map((each) => each.replicas).filter((each) => each > 0);
     const least = Math.min(...sizes), most = Math.max(...sizes);
     const parts = [
-      { Complete: "Training is complete", Failed: "The program has failed", Stopped: "It was stopped" }[job.phase],
+      { Complete: "Training is complete", Failed: "The program has failed", Stopped: "It was stopped" }[job.state],
       job.latest ? ` at progress ${count(job.latest.progress)}, in ${count(job.latest.step)} optimizer steps` : "",
       end === null ? "" : `, after ${duration(end - began)}`,
       sizes.length ? `, on ${least === most ? count(most) : `${count(least)} to ${count(most)}`} ${most === 1 ? "replica" : "replicas"}` : "",
       job.latest && job.latest.loss !== null ? `; the last loss was ${significant(job.latest.loss)}` : "", ".",
-      job.phase === "Failed" ? " The output of its last replica is below." : "",
+      job.state === "Failed" ? " The output of its last replica is below." : "",
     ];
     setText(this.result, parts.join(""));
   }
