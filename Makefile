@@ -16,11 +16,11 @@ unexport PYTHONDONTWRITEBYTECODE
 UV := 0.13.8
 LOWEST_VENV := .venv-lowest
 LOWEST_READY := $(LOWEST_VENV)/.ready
-# In-process tests of what uses private parts of torch (worker/adascale_worker/torch_private/), and of the
-# Kubernetes client.
+# Tests of what uses private parts of torch (worker/adascale_worker/torch_private/), of the Kubernetes client, and of
+# uvicorn (api/adascale_api/http/protocol.py).
 LOWEST_TESTS := $(patsubst %,tests/worker/test_%.py,torch_private adascale adascale_adam adascale_ranks \
 	data_parallel hyperparameters patching previous_gradient program_gradients) \
-	tests/api/test_token_review.py \
+	$(patsubst %,tests/api/test_%.py,token_review attacks connection_limits) \
 	$(patsubst %,tests/controller/test_%.py,kubernetes_cluster lease node_capacity)
 
 .PHONY: help
@@ -82,7 +82,7 @@ $(LOWEST_READY): pyproject.toml requirements-lowest.lock $(READY)
 
 # Needs Python 3.11 or 3.12: the lowest versions have no wheels for newer ones.
 .PHONY: test-lowest
-test-lowest: $(LOWEST_READY) ## run fast tests with the lowest versions of torch and kubernetes
+test-lowest: $(LOWEST_READY) ## run fast tests with the lowest versions of torch, kubernetes and uvicorn
 	$(LOWEST_VENV)/bin/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(LOWEST_TESTS)
 
 .PHONY: check

@@ -3,12 +3,15 @@
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 
-from adascale_api.bodies.requests import GainReportBody
+from adascale_api.bodies.requests import REPORT_FIELDS
+
+Report: Any = create_model("Report", **REPORT_FIELDS)
 
 
 class Stored(BaseModel):
@@ -21,7 +24,7 @@ app = FastAPI()
 
 
 @app.post("/jobs/{job}/gain")
-async def post_gain(job: str, body: GainReportBody | list[GainReportBody]) -> Stored:  # noqa: ARG001
+async def post_gain(job: str, body: Report | list[Report]) -> Stored:  # noqa: ARG001
     return Stored(stored=len(body) if isinstance(body, list) else 1, repeated=0, allocation={"version": 1})
 
 

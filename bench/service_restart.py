@@ -33,7 +33,7 @@ from typing import TypeVar
 from metrics_service import metrics_service
 from service_at_scale import registrations, store_jobs
 
-from adascale_client import JobClient, MetricsServiceClient, ServiceError
+from adascale_client import MetricsServiceClient, ServiceError
 from adascale_core.messages.allocation import AllocationView, MemberView
 from adascale_core.messages.registration import Registration
 from adascale_worker.agent.heartbeat import Heartbeat
@@ -49,23 +49,25 @@ TIMEOUT = 300.0
 T = TypeVar("T")
 
 
-class RecordedClient(JobClient):
+class RecordedClient(MetricsServiceClient):
     """Records when each request began and whether it succeeded."""
 
-    def __init__(self, client: MetricsServiceClient, job_id: str) -> None:
-        super().__init__(client, job_id)
+    def __init__(self, url: str, token: str) -> None:
+        super().__init__(url, token)
         self.requests: list[tuple[float, bool]] = []
         self.registered_at = 0.0
 
-    def register(self, registration: Registration) -> MemberView:
+    def register(self, job_id: str, registration: Registration) -> MemberView:
         begun = time.time()
-        answer = self._recorded(begun, lambda: super(RecordedClient, self).register(registration))
+        answer = self._recorded(begun, lambda: super(RecordedClient, self).register(job_id, registration))
         self.registered_at = begun
         return answer
 
-    def get_allocation(self, known_version: int | None = None, wait: float = 0.0) -> AllocationView:
+    def get_allocation(
+        self, job_id: str, known_version: int | None = None, wait: float = 0.0
+    ) -> AllocationView:
         return self._recorded(
-            time.time(), lambda: super(RecordedClient, self).get_allocation(known_version, wait)
+            time.time(), lambda: super(RecordedClient, self).get_allocation(job_id, known_version, wait)
         )
 
     def _recorded(self, begun: float, call: Callable[[], T]) -> T:
@@ -105,8 +107,8 @@ def run_agents(
         clients = []
         for job_id, registration in agents:
             # An agent has connections of its own.
-            client = RecordedClient(MetricsServiceClient(url, token), job_id)
-            heartbeat = Heartbeat(client, lambda: None)
+            client = RecordedClient(url, token)
+            heartbeat = Heartbeat(client, job_id, lambda: None)
             heartbeat.register(registration)
             heartbeat.start()
             clients.append(client)

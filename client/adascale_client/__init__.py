@@ -6,12 +6,11 @@ after the times that `Backoff` gives.
 """
 
 from adascale_client.backoff import Backoff
-from adascale_client.client import JobClient, MetricsServiceClient
+from adascale_client.client import MetricsServiceClient
 from adascale_client.errors import ServiceError, ServiceRefusedError, ServiceUnreachableError
 
 __all__ = [
     "Backoff",
-    "JobClient",
     "MetricsServiceClient",
     "ServiceError",
     "ServiceRefusedError",

@@ -1,4 +1,4 @@
-"""Calls of the metrics service: `MetricsServiceClient` for any job, `JobClient` for the workers of a job."""
+"""Calls of the metrics service."""
 
 from __future__ import annotations
 
@@ -150,10 +150,6 @@ class MetricsServiceClient:
 
     # -- the client -----------------------------------------------------------------------------------------
 
-    def for_job(self, job_id: str) -> JobClient:
-        """The calls that the workers of a job make."""
-        return JobClient(self, job_id)
-
     def close(self) -> None:
         """Close the idle connections."""
         self._transport.close()
@@ -166,35 +162,6 @@ class MetricsServiceClient:
                 f"{self._transport.url} is not the address of a metrics service, or the service has another "
                 f"version: its answer can't be parsed ({error!r})"
             ) from error
-
-
-class JobClient:
-    """The calls that the workers of a job make; errors as for `MetricsServiceClient`.
-
-    Args:
-        client: the client.
-        job_id: the job.
-    """
-
-    def __init__(self, client: MetricsServiceClient, job_id: str) -> None:
-        self._client = client
-        self._job_id = job_id
-
-    def post_gain(self, reports: Sequence[GainReport]) -> StoredReports:
-        """As `MetricsServiceClient.post_gain`."""
-        return self._client.post_gain(self._job_id, reports)
-
-    def register(self, registration: Registration) -> MemberView:
-        """As `MetricsServiceClient.register`."""
-        return self._client.register(self._job_id, registration)
-
-    def get_allocation(self, known_version: int | None = None, wait: float = 0.0) -> AllocationView:
-        """As `MetricsServiceClient.get_allocation`."""
-        return self._client.get_allocation(self._job_id, known_version, wait)
-
-    def close(self) -> None:
-        """Close the idle connections."""
-        self._client.close()
 
 
 def _path(job_id: str) -> str:

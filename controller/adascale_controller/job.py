@@ -54,7 +54,7 @@ class Job:
         command: the program and its arguments; empty for the image's entry point, on a cluster only.
         env: the environment variables with a literal value.
         working_dir: the program's working directory; None if not set.
-        replicas: the most replicas at once, as `kubectl scale` sets it; None if not capped.
+        replica_limit: the most replicas at once, as `kubectl scale` sets it; None if not limited.
         suspend: whether the job must not run.
         backoff_limit: how many failures of the program are retried.
         max_restarts_without_progress: how many restarts after losses, without a step in between, are made.
@@ -71,7 +71,7 @@ class Job:
     command: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     working_dir: str | None = None
-    replicas: int | None = None
+    replica_limit: int | None = None
     suspend: bool = False
     backoff_limit: int = names.DEFAULT_BACKOFF_LIMIT
     max_restarts_without_progress: int = names.DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS
@@ -115,7 +115,7 @@ def to_job(document: AdaScaleJobDocument) -> Job:
             {variable.name: variable.value or "" for variable in container.env if variable.value_from is None}
         ),
         working_dir=container.working_dir,
-        replicas=spec.replicas,
+        replica_limit=spec.replica_limit,
         suspend=spec.suspend,
         backoff_limit=spec.backoff_limit,
         max_restarts_without_progress=spec.max_restarts_without_progress,

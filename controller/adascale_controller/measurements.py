@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
@@ -112,7 +112,7 @@ _MeasuredPlan = tuple[str, int, int, int, int]
 
 
 def _measured_plan(measured: StepTime) -> _MeasuredPlan:
-    """Return what is equal for measurements of the same."""
+    """Return a key of the type of accelerator, the batch plan and the number of nodes of a measurement."""
     return (
         measured.accelerator,
         measured.replicas,
@@ -141,6 +141,8 @@ _UsableTimes = tuple[
 
 class JobMeasurements:
     """Measures a job: call `update` with each view of it, then `job_state` for the decision's input.
+
+    `job_state` changes nothing.
 
     Args:
         template: what other jobs of the same template have reported; it is extended by this job.
@@ -182,6 +184,21 @@ class JobMeasurements:
         report = view.latest
         return report if report is not None and report.generation >= self._first_generation else None
 
+    def add_reported(self, view: JobView) -> None:
+        """Add the step times and the estimate of the gradients in a view, also to those of the template."""
+        before = self._step_times
+        self._step_times = {}
+        for each in view.step_times:
+            plan = _measured_plan(each)
+            used = before.get(plan)
+            self._step_times[plan] = used if used is not None and _is_same(used, each) else each
+        report = view.latest
+        if report is not None:
+            self.template.add_estimate(GradientEstimate(report.grad_sqr, report.grad_var), report.step)
+            if len(view.step_times) > self._reported_plans:
+                self._reported_plans = len(view.step_times)
+                self.template.add(view.id, view.step_times, report.accelerator)
+
     def update(self, view: JobView, now: float) -> GainReport | None:
         """Measure the change since the previous view.
 
@@ -192,6 +209,7 @@ class JobMeasurements:
         Returns:
             the first report of the active generation, the first time that a view has it; else None.
         """
+        self.add_reported(view)
         if view.desired is not None and (self._desired is None or self._desired[0] != view.generation):
             self._desired = (view.generation, now)
         if view.desired is not None and view.desired.replicas == 0:
@@ -220,7 +238,7 @@ class JobMeasurements:
     def job_state(
         self, job: Job, view: JobView, total: float | None, accelerator: str | None = None
     ) -> JobState:
-        """Return the decision's input.
+        """Return the decision's input, from what `update` or `add_reported` has measured.
 
         Args:
             job: the job as it is specified now.
@@ -233,14 +251,9 @@ class JobMeasurements:
         spec, report = job.spec, view.latest
         bounds = spec.bounds.with_limit(view.local_bsz_limit_on(accelerator))
         estimate = GradientEstimate(report.grad_sqr, report.grad_var) if report else None
-        if report is not None and estimate is not None:
-            self.template.add_estimate(estimate, report.step)
-            if len(view.step_times) > self._reported_plans:
-                self._reported_plans = len(view.step_times)
-                self.template.add(job.id, view.step_times, report.accelerator)
         if accelerator is None and report is not None:
             accelerator = report.accelerator
-        step_times, template_step_times, largest = self._usable_times(view, accelerator)
+        step_times, template_step_times, largest = self._usable_times(accelerator)
         stable_since = None
         if self._stable is not None and self._stable[0] == view.generation and not view.broken:
             stable_since = self._stable[1]
@@ -262,31 +275,18 @@ class JobMeasurements:
             prepare_seconds=(fmean(self._preparations) if self._preparations else self._default_preparation),
         )
 
-    def _usable_times(
-        self, view: JobView, accelerator: str | None
-    ) -> tuple[Sequence[StepTime], Sequence[StepTime], int]:
+    def _usable_times(self, accelerator: str | None) -> tuple[Sequence[StepTime], Sequence[StepTime], int]:
         """Return the step times on a type of accelerator, and the largest count on which they were measured.
 
         They are those of the job, and those of its template.
         """
         template = self.template.step_times(accelerator)
-        question = view.step_times, template, accelerator
+        question = tuple(self._step_times.values()), template, accelerator
         if self._usable is None or self._usable[0] != question:
-            step_times = tuple(
-                each for each in self._settled(view.step_times) if each.accelerator == accelerator
-            )
+            step_times = tuple(each for each in question[0] if each.accelerator == accelerator)
             largest = max((each.replicas for each in (*step_times, *template)), default=0)
             self._usable = question, (step_times, template, largest)
         return self._usable[1]
-
-    def _settled(self, measured: Sequence[StepTime]) -> Iterable[StepTime]:
-        """Return step times, those from before where they are about the same."""
-        before, self._step_times = self._step_times, {}
-        for each in measured:
-            plan = _measured_plan(each)
-            used = before.get(plan)
-            self._step_times[plan] = used if used is not None and _is_same(used, each) else each
-        return self._step_times.values()
 
 
 def _is_same(before: StepTime, after: StepTime) -> bool:

@@ -294,7 +294,7 @@ class AdaScaleJobSpec(_ClosedModel):
     )
     min_replicas: Replicas = Field(default=1, description="The fewest replicas that the job may run on.")
     max_replicas: Replicas = Field(description="The most replicas that the job may run on.")
-    replicas: int | None = Field(
+    replica_limit: int | None = Field(
         default=None,
         ge=0,
         le=MAX_REPLICAS,

@@ -46,7 +46,7 @@ def test_the_page_lists_exactly_the_options_of_the_command(
 def test_the_example_of_a_report_has_the_answers_on_the_page(client: Client, job: str) -> None:
     example = re.search(r"-d '\n(\{.*?\n\})'", PAGE, re.DOTALL)
     assert example is not None
-    GainReportBody.model_validate_json(example[1])
+    TypeAdapter(GainReportBody).validate_json(example[1])
     answer = client.call("POST", f"/jobs/{job}/gain", json.loads(example[1]))
     stored, changes, refused = re.findall(r"```json\n(.*?)\n```", PAGE)
     adapter = TypeAdapter(StoredReports)

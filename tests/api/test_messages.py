@@ -12,7 +12,6 @@ from adascale_api.bodies.requests import (
     AllocationBody,
     CountBody,
     DecisionBody,
-    GainReportBody,
     GivenReplicasBody,
     JobSpecBody,
     LimitBody,
@@ -22,7 +21,6 @@ from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.message import Message
 from adascale_core.messages.registration import Registration
-from adascale_core.messages.reports import GainReport
 from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitView
 from adascale_core.views.gain import GainView
 from adascale_core.views.jobs import JobList, JobView
@@ -32,7 +30,6 @@ from api.client import Client, a_registration, a_report
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (GainReportBody, GainReport),
         (JobSpecBody, JobSpec),
         (AllocationBody, Allocation),
         (RegistrationBody, Registration),

@@ -9,7 +9,7 @@ import schemathesis
 from fastapi import FastAPI
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 from schemathesis import engine
 from schemathesis.engine import events
 from schemathesis.engine.run import PhaseName
@@ -100,13 +100,10 @@ def test_every_call_answers_as_the_document_says(tmp_path: Path, protect_reads: 
 @pytest.mark.parametrize(
     "body", [GainReportBody, JobSpecBody, AllocationBody, RegistrationBody, DecisionBody]
 )
-def test_the_example_of_a_body_is_valid(body: type[BaseModel]) -> None:
-    extra = body.model_config["json_schema_extra"]
-    assert isinstance(extra, dict)
-    examples = extra["examples"]
-    assert isinstance(examples, list)
-    for each in examples:
-        body.model_validate_json(json.dumps(each))
+def test_the_example_of_a_body_is_valid(body: type[object]) -> None:
+    adapter = TypeAdapter(body)
+    (example,) = adapter.json_schema()["examples"]
+    adapter.validate_json(json.dumps(example))
 
 
 labels = st.text("az09-._A", max_size=6)

@@ -100,7 +100,7 @@ def test_fastapis_viewers_which_load_scripts_of_other_hosts_are_not_served(clien
 def test_the_stream_has_all_jobs_and_then_those_that_change(client: Client, job: str, events: Events) -> None:
     train(client, job, 2)
     summary = events.of_job(job)
-    while summary["phase"] != "Running":
+    while summary["state"] != "Running":
         summary = events.of_job(job)
     assert (summary["replicas"], summary["desired"], summary["latest"]) == (2, 2, None)
     client.post_gain(job, a_report(10, progress=400.0, gain=2.0, step_time=0.1))

@@ -140,7 +140,7 @@ def row(page: Page, job: str) -> list[str]:
 
 def test_the_list_shows_the_jobs_and_follows_them(page: Page, shown: ServiceProcess) -> None:
     show(page, shown)
-    expect(page.get_by_role("row", name=re.compile("team.queued"))).to_contain_text("Queued")
+    expect(page.get_by_role("row", name=re.compile("team.queued"))).to_contain_text("Pending")
     expect(page.get_by_role("row", name=re.compile("team.failed"))).to_contain_text("Failed")
     assert row(page, "team.digits")[1:6] == ["Running", "2", "8", "2", "50%"]
     with Client(shown.port) as client:
@@ -369,7 +369,7 @@ def test_numbers_of_replicas_are_whole_and_every_job_is_counted(page: Page, show
     show(page, shown)
     counted = page.locator("dl.facts")
     expect(counted).to_contain_text(
-        re.compile(r"Jobs\s*3\s*Training\s*1\s*Starting\s*0\s*Queued\s*1\s*Failed\s*1")
+        re.compile(r"Jobs\s*3\s*Training\s*1\s*Starting\s*0\s*Pending\s*1\s*Failed\s*1")
     )
 
 

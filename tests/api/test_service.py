@@ -253,6 +253,7 @@ def with_monitor(url: str, scenario: Callable[[Service, Clock], Coroutine[Any, A
     async def use(database: Database) -> None:
         clock = Clock()
         service = Service(database, None, Settings(), monotonic=clock)
+        database.listen(service)
         first = Allocation(1, 1)
         await database.write(partial(jobs.allocate, job_id="a.b", allocation=first, now=0.0))
         await register(service)
@@ -385,6 +386,7 @@ def test_setting_the_clock_back_keeps_no_replica_alive(url: str) -> None:
     async def use(database: Database) -> None:
         clock, wall = Clock(), Clock()
         service = Service(database, None, Settings(), clock=wall, monotonic=clock)
+        database.listen(service)
         first = Allocation(1, 1)
         await database.write(partial(jobs.allocate, job_id="a.b", allocation=first, now=wall()))
         await register(service)

@@ -332,15 +332,15 @@ def test_all_pages_of_the_job_list_are_read(service: Service, monkeypatch: pytes
 
 def test_a_worker_reads_its_generations_from_every_answer(service: Service) -> None:
     client = MetricsServiceClient(service.url, TOKEN)
-    worker = client.for_job("default.worker")
-    registered = worker.register(REGISTRATION)
-    assert worker.post_gain([REPORT]).allocation.version == registered.version
-    assert worker.get_allocation().version == registered.version
-    (replica,) = client.get_job("default.worker").replicas
+    job = "default.worker"
+    registered = client.register(job, REGISTRATION)
+    assert client.post_gain(job, [REPORT]).allocation.version == registered.version
+    assert client.get_allocation(job).version == registered.version
+    (replica,) = client.get_job(job).replicas
     assert replica.registration == REGISTRATION
     assert replica.seconds_since_heartbeat is not None
-    client.delete_job("default.worker")
-    worker.close()
+    client.delete_job(job)
+    client.close()
 
 
 def test_threads_share_a_client(service: Service) -> None:

@@ -186,7 +186,7 @@ fields: dict[str, st.SearchStrategy[Any]] = {
     "localBszBounds": anything | st.dictionaries(st.sampled_from(["lower", "upper", "most"]), anything),
     "minReplicas": anything,
     "maxReplicas": anything,
-    "replicas": st.sampled_from([0, 1, 1024, 1025]) | anything,
+    "replicaLimit": st.sampled_from([0, 1, 1024, 1025]) | anything,
     "scaleInvariantSteps": st.sampled_from([1, 2**53 - 1]) | anything,
     "elasticSingleReplica": anything,
     "efficiencyTarget": st.sampled_from([0, 1e-9, 0.5, 1, 1.0001]) | anything,
@@ -462,7 +462,7 @@ KUBERNETES_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"batchSize": "32"}, r"spec\.batchSize in body must be of type integer: \"string\""),
     ({"batchSize": None}, r"spec\.batchSize: Required value"),
     ({"maxReplicas": 1025}, r"spec\.maxReplicas in body should be less than or equal to 1024"),
-    ({"replicas": -1}, r"spec\.replicas in body should be greater than or equal to 0"),
+    ({"replicaLimit": -1}, r"spec\.replicaLimit in body should be greater than or equal to 0"),
     ({"efficiencyTarget": 0}, r"spec\.efficiencyTarget in body should be greater than 0"),
     ({"max_batch_size": 64}, r'unknown field "spec\.max_batch_size"'),
     (
@@ -521,7 +521,7 @@ def test_all_other_fields_can_be_changed(jobs: Jobs) -> None:
         "localBszBounds": {"lower": 4, "upper": 64},
         "minReplicas": 2,
         "maxReplicas": 4,
-        "replicas": 3,
+        "replicaLimit": 3,
         "scaleInvariantSteps": 1000,
         "elasticSingleReplica": True,
         "efficiencyTarget": 0.7,
@@ -542,15 +542,15 @@ def test_all_other_fields_can_be_changed(jobs: Jobs) -> None:
 # -- kubectl -----------------------------------------------------------------------------------
 
 
-def test_kubectl_scale_sets_spec_replicas(jobs: Jobs, namespace: str, kubectl: Kubectl) -> None:
+def test_kubectl_scale_sets_the_replica_limit(jobs: Jobs, namespace: str, kubectl: Kubectl) -> None:
     jobs.create(document(SUSPENDED), dry_run=False)
     for replicas in ("3", "0"):
         scaled = kubectl("-n", namespace, "scale", "asj/digits", f"--replicas={replicas}")
         assert scaled.stdout == "adascalejob.adascale.dev/digits scaled\n", scaled.stderr
-        shown = kubectl("-n", namespace, "get", "asj", "digits", "-o", "jsonpath={.spec.replicas}")
+        shown = kubectl("-n", namespace, "get", "asj", "digits", "-o", "jsonpath={.spec.replicaLimit}")
         assert shown.stdout == replicas
     rejected = kubectl("-n", namespace, "scale", "asj/digits", "--replicas=1025")
-    assert "spec.replicas in body should be less than or equal to 1024" in rejected.stderr
+    assert "spec.replicaLimit in body should be less than or equal to 1024" in rejected.stderr
 
 
 def test_kubectl_get_shows_the_status(api_client: client.ApiClient, jobs: Jobs, namespace: str) -> None:

@@ -66,7 +66,7 @@ def wait_until_at_rest(job: JobUnderTest, reason: str) -> None:
 
 
 def test_kubectl_scale_limits_the_replicas_and_zero_stops_the_job(workspace: Workspace) -> None:
-    job = workspace.submit(job_manifest(replicas=1, maxReplicas=2, checkpoint=NEVER))
+    job = workspace.submit(job_manifest(replicaLimit=1, maxReplicas=2, checkpoint=NEVER))
     job.wait_until_training(1)
     first = job.uids()
 
@@ -79,7 +79,7 @@ def test_kubectl_scale_limits_the_replicas_and_zero_stops_the_job(workspace: Wor
     status = job.wait_until_training(1)
     wait_until(lambda: job.uids() == first, "the surplus pod's end")
     assert (status["rescales"], status["disruptions"], status["failures"]) == (2, 0, 0)
-    assert ("Rescaling", "Rescaling 2 -> 1: spec.replicas is 1") in job.events()
+    assert ("Rescaling", "Rescaling 2 -> 1: spec.replicaLimit is 1") in job.events()
 
     step = step_of(job)
     job.kubectl("scale", "asj/paced", "--replicas=0")
@@ -174,9 +174,9 @@ def test_after_edits_in_quick_succession_the_last_holds_and_no_step_is_lost(work
     for edit in ("1", "2"):
         environment[-1]["value"] = edit
         job.edit(suspend=True)
-        job.edit(template=template, replicas=0)
+        job.edit(template=template, replicaLimit=0)
         job.edit(suspend=False, minReplicas=2, maxReplicas=2)
-        job.edit(replicas=None, localBszBounds={"lower": 4, "upper": 8})
+        job.edit(replicaLimit=None, localBszBounds={"lower": 4, "upper": 8})
 
     generation = job.raw()["metadata"]["generation"]
     job.wait_for("its last spec", lambda status: status.get("observedGeneration") == generation)

@@ -23,6 +23,7 @@ from adascale_controller.schema import (
 )
 from adascale_controller.validation import validate_document
 from adascale_core import names
+from adascale_core.views.job_state_name import JobStateName
 
 CHECKED_IN = Path(__file__).parents[2] / "deploy" / "base" / "crd.yaml"
 CRD = crd()
@@ -63,7 +64,7 @@ def test_the_yaml_is_the_crd() -> None:
     [
         ("batchSize", {"type": "integer", "format": "int32", "minimum": 1, "maximum": 2**20}),
         ("minReplicas", {"type": "integer", "format": "int32", "default": 1, "minimum": 1, "maximum": 1024}),
-        ("replicas", {"type": "integer", "format": "int32", "minimum": 0, "maximum": 1024}),
+        ("replicaLimit", {"type": "integer", "format": "int32", "minimum": 0, "maximum": 1024}),
         (
             "scaleInvariantSteps",
             {"type": "integer", "format": "int64", "minimum": 1, "maximum": 2**53 - 1},
@@ -271,10 +272,14 @@ def test_the_columns_show_fields_of_the_status() -> None:
             assert FIELDS[column["jsonPath"]]["type"] == column["type"]
 
 
+def test_the_states_have_the_names_of_all_other_lists() -> None:
+    assert set(FIELDS[".status.state"]["enum"]) <= set(JobStateName)
+
+
 def test_the_scale_subresource_has_fields_of_the_right_type() -> None:
     scale = VERSION["subresources"]["scale"]
     assert {path: FIELDS[path]["type"] for path in scale.values()} == {
-        ".spec.replicas": "integer",
+        ".spec.replicaLimit": "integer",
         ".status.replicas": "integer",
         ".status.selector": "string",
     }

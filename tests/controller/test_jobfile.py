@@ -57,7 +57,7 @@ def test_unset_fields_have_defaults() -> None:
     assert parsed.command == ("python", "train.py")
     assert (parsed.suspend, parsed.backoff_limit) == (False, 3)
     assert parsed.active_deadline_seconds is None
-    assert parsed.replicas is None
+    assert parsed.replica_limit is None
     assert parsed.checkpoint == CheckpointSettings(
         claim_name=None,
         path=None,
@@ -76,7 +76,7 @@ def test_every_field_is_read() -> None:
         maxBatchSize=512,
         localBszBounds={"lower": 16, "upper": 128},
         minReplicas=2,
-        replicas=4,
+        replicaLimit=4,
         scaleInvariantSteps=20000,
         efficiencyTarget=1,
         elasticSingleReplica=True,
@@ -116,7 +116,7 @@ def test_every_field_is_read() -> None:
     assert trainer_environment(parsed)["ADASCALE_STEP_TIMEOUT"] == "90"
     assert parsed.ttl_seconds_after_finished == 0
     assert parsed.checkpoint == CheckpointSettings("state", interval_seconds=5.0)
-    assert parsed.replicas == 4
+    assert parsed.replica_limit == 4
 
 
 @pytest.mark.parametrize("upper", [{"upper": "auto"}, {"upper": None}, {}])
@@ -233,9 +233,9 @@ INVALID_FIELDS = [
     (job(maxBatchsize=64), "spec.maxBatchsize: unknown field; did you mean maxBatchSize?"),
     (job(batchsize=None), "spec.batchsize: unknown field; did you mean batchSize?"),
     (job(batchsize=64), "spec.batchsize: unknown field; did you mean batchSize?"),
-    (job(replica=4), "spec.replica: unknown field; did you mean replicas?"),
-    (job(replicas=-1), "spec.replicas: must be at least 0, got -1"),
-    (job(replicas=1025), "spec.replicas: must be at most 1024, got 1025"),
+    (job(replicas=4), "spec.replicas: unknown field; did you mean minReplicas?"),
+    (job(replicaLimit=-1), "spec.replicaLimit: must be at least 0, got -1"),
+    (job(replicaLimit=1025), "spec.replicaLimit: must be at most 1024, got 1025"),
     (
         job(localBszBounds={"lower": 1, "uper": 2, "upper": 2}),
         "spec.localBszBounds.uper: unknown field; did you mean upper?",

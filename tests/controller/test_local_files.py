@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.local import checkpoints
 from adascale_controller.local.checkpoints import (
-    ObjectStoreError,
+    CheckpointStorageError,
     delete_checkpoints,
     location,
     newest_manifest,
 )
 from adascale_controller.local.processes import tail
 from adascale_controller.local.service_process import PortTakenError, listen
+from adascale_storage import object_store
 from support import s3
 from support.manifests import make_manifest
 
@@ -78,12 +78,12 @@ def test_checkpoints_at_a_url_are_read_and_deleted(tmp_path: Path) -> None:
 def test_an_object_store_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A person waits for each attempt to end."""
     pytest.importorskip("s3fs")
-    limits = checkpoints._OPTIONS["s3"]["config_kwargs"]
+    limits = object_store._OPTIONS_OF_PERSON["s3"]["config_kwargs"]
     monkeypatch.setitem(limits, "read_timeout", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for name, value in s3.environment(silent.getsockname()[1]).items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(ObjectStoreError, match=r"s3://bucket/job cannot be read: .*[Tt]imeout"):
+        with pytest.raises(CheckpointStorageError, match=r"s3://bucket/job cannot be read: .*[Tt]imeout"):
             newest_manifest("s3://bucket/job")
         silent.settimeout(0)
         attempts = [silent.accept()[0]]
@@ -104,9 +104,15 @@ def test_an_object_that_a_trainer_deletes_meanwhile_is_skipped(
     assert newest_manifest(f"file://{tmp_path}") == manifest
 
 
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    message = f"{file} cannot be read: Not a directory. Check that the folder can be read"
+    with pytest.raises(CheckpointStorageError, match=message):
+        newest_manifest(file)
+
+
 def test_a_url_without_a_client_is_an_error() -> None:
     pytest.importorskip("fsspec")
-    with pytest.raises(
-        ObjectStoreError, match=r"nothing://bucket cannot be read: .*\. For s3://, install s3fs"
-    ):
+    with pytest.raises(CheckpointStorageError, match=r"nothing://bucket cannot be used: .*[Pp]rotocol"):
         newest_manifest("nothing://bucket")

@@ -79,9 +79,9 @@ def test_a_job_whose_checkpoints_cannot_be_read_is_listed_with_the_others(tmp_pa
     shown = adascale("list", "--state-dir", tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert [row.split()[:2] for row in shown.stdout.splitlines()[1:]] == [["a", "Stopped"], ["b", "Unknown"]]
-    assert shown.stderr.startswith("adascale: b: nostore://bucket/b cannot be read: ")
+    assert shown.stderr.startswith("adascale: b: nostore://bucket/b cannot be used: ")
     status = adascale("status", "b", "--state-dir", tmp_path)
-    assert "unknown: nostore://bucket/b cannot be read" in status.stdout
+    assert "unknown: nostore://bucket/b cannot be used" in status.stdout
 
 
 def test_list_prints_json(root: Path) -> None:

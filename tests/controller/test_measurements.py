@@ -138,6 +138,7 @@ def test_only_measurements_on_the_present_type_of_accelerator_are_used() -> None
     measurements = JobMeasurements()
 
     def used(job: JobMeasurements, seen: JobView, accelerator: str | None) -> tuple[list[StepTime], ...]:
+        job.add_reported(seen)
         state = job.job_state(JOB, seen, 1000, accelerator)
         assert state.largest == max(
             (each.replicas for each in (*state.step_times, *state.template_step_times)), default=0
@@ -158,6 +159,7 @@ def test_step_times_that_hardly_change_stay_those_from_before() -> None:
 
     def step_times(*measured: StepTime) -> tuple[StepTime, ...]:
         seen = replace(view(1, REPORT), step_times=measured)
+        measurements.add_reported(seen)
         return tuple(measurements.job_state(JOB, seen, 1000).step_times)
 
     first = StepTime(2, 4, 1, 1.0, sync_time=0.2)

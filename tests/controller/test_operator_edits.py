@@ -63,16 +63,16 @@ def test_an_edited_step_timeout_reaches_the_replicas_in_new_pods(
 def test_a_cap_below_the_smallest_valid_count_is_reported(replicas: int, fewest: int, spec: JobSpec) -> None:
     before = training_job((1, fewest), spec=spec)
     before = with_status(before, actions_for(before, fewest))
-    edited = job((1, fewest), spec=spec, replicas=replicas, status=before.resource.status)
+    edited = job((1, fewest), spec=spec, replica_limit=replicas, status=before.resource.status)
     actions = actions_for(replace(before, resource=replace(edited, generation=2)), fewest)
     message = (
-        f"spec.replicas is {replicas}, but the job needs at least {fewest} replicas, so the limit is "
-        f"{fewest}: raise spec.replicas to {fewest} or more, lower spec.minReplicas, or set spec.replicas to "
-        "0 to stop the job"
+        f"spec.replicaLimit is {replicas}, but the job needs at least {fewest} replicas, so the limit is "
+        f"{fewest}: raise spec.replicaLimit to {fewest} or more, lower spec.minReplicas, or set "
+        "spec.replicaLimit to 0 to stop the job"
     )
     rescaling = condition(actions, ConditionType.RESCALING)
     assert (rescaling.status, rescaling.reason, rescaling.message) == (False, Reason.STABLE, message)
-    assert Event("ReplicasBelowMinimum", message, warning=True) in actions.events
+    assert Event("ReplicaLimitTooLow", message, warning=True) in actions.events
     again = actions_for(with_status(replace(before, resource=replace(edited, generation=2)), actions), fewest)
     assert not again.status_changed
     assert not again.events, "once per generation of the spec"
@@ -81,9 +81,9 @@ def test_a_cap_below_the_smallest_valid_count_is_reported(replicas: int, fewest:
 @pytest.mark.parametrize("replicas", [None, 2, 5, 8])
 def test_a_cap_with_which_the_job_can_run_is_not_reported(replicas: int | None) -> None:
     spec = replace(SPEC, min_replicas=2)
-    actions = actions_for(training_job((1, 2), spec=spec, replicas=replicas), 2)
+    actions = actions_for(training_job((1, 2), spec=spec, replica_limit=replicas), 2)
     assert condition(actions, ConditionType.RESCALING).message == ""
-    assert "ReplicasBelowMinimum" not in [event.reason for event in actions.events]
+    assert "ReplicaLimitTooLow" not in [event.reason for event in actions.events]
 
 
 def _step_timeout(world: World) -> int | None:

@@ -12,7 +12,8 @@ from adascale_controller.operator.observe.observed_job import CheckpointClaim
 from adascale_controller.operator.reconcile.status import TELEMETRY
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core.messages.allocation import Allocation
-from adascale_core.views.job_summary import JobPhase, summarize
+from adascale_core.views.job_state_name import JobStateName
+from adascale_core.views.job_summary import summarize
 from support.observed_jobs import (
     SPEC,
     actions_for,
@@ -155,9 +156,9 @@ def _end(world: World, condition: dict[str, str]) -> None:
         world.cycle()
 
 
-def phase_of(world: World) -> JobPhase:
-    """Return the phase that the page shows."""
-    return summarize("team.digits", world.service.spec, world.service.state, None, 0.0).phase
+def state_of(world: World) -> JobStateName:
+    """Return the state that the page shows."""
+    return summarize("team.digits", world.service.spec, world.service.state, None, 0.0).state
 
 
 @pytest.mark.parametrize("end", [complete, exceed_deadline])
@@ -181,9 +182,9 @@ def test_the_page_shows_that_a_job_has_failed() -> None:
     world = World()
     world.submit(maxReplicas=1, activeDeadlineSeconds=3600)
     world.run_cycles(10)
-    assert phase_of(world) is JobPhase.RUNNING
+    assert state_of(world) is JobStateName.RUNNING
     exceed_deadline(world)
     assert world.job is not None
-    assert (world.job["status"]["state"], phase_of(world)) == ("Failed", JobPhase.FAILED)
+    assert (world.job["status"]["state"], state_of(world)) == ("Failed", JobStateName.FAILED)
     assert world.service.state.desired is not None
     assert world.service.state.desired.replicas == world.job["status"]["desiredReplicas"] == 0

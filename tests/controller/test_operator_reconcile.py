@@ -304,7 +304,7 @@ def test_a_step_that_does_not_end_is_shown_with_the_replica_that_is_behind() -> 
 
 
 @pytest.mark.parametrize(
-    ("spec", "reason"), [({"suspend": True}, Reason.SUSPENDED), ({"replicas": 0}, Reason.SCALED_TO_ZERO)]
+    ("spec", "reason"), [({"suspend": True}, Reason.SUSPENDED), ({"replica_limit": 0}, Reason.SCALED_TO_ZERO)]
 )
 def test_a_job_is_suspended_once_its_state_is_saved(spec: dict[str, object], reason: Reason) -> None:
     observed_job = training_job((3, 2), **spec)

@@ -109,3 +109,9 @@ def test_a_count_is_given_up_if_a_replica_of_another_version_is_refused() -> Non
     assert failed is not None
     assert (failed.count, failed.limit) == (3, 2)
     assert (failed.reason, failed.message) == (Reason.REPLICA_REFUSED, "it has 9.9")
+    # Only a look at the job counts as an observation of it.
+    scheduler.note_request(later.resource.id, 2)
+    scheduler.set_resources(None, ())
+    again = replace(later, now=failed.until)
+    decided(scheduler, again)
+    assert scheduler.failed_placement(again) is None

@@ -79,8 +79,10 @@ def test_the_default_is_one_replica_per_gpu_or_core_and_at_least_four_on_the_cpu
 
 
 @pytest.mark.parametrize(("replicas", "limit"), [(None, 6), (2, 2), (5, 5), (7, 6), (1024, 6)])
-def test_spec_replicas_lowers_the_limit_as_on_a_cluster(replicas: int | None, limit: int) -> None:
-    assert replica_limit(replace(JOB, replicas=replicas), 6, []) == limit
+def test_the_replica_limit_of_the_job_lowers_the_limit_as_on_a_cluster(
+    replicas: int | None, limit: int
+) -> None:
+    assert replica_limit(replace(JOB, replica_limit=replicas), 6, []) == limit
 
 
 @pytest.mark.parametrize(
@@ -90,8 +92,8 @@ def test_spec_replicas_lowers_the_limit_as_on_a_cluster(replicas: int | None, li
             1,
             6,
             [],
-            "digits needs at least 2 replicas, but spec.replicas is 1: raise spec.replicas to 2 or more, or "
-            "lower spec.minReplicas",
+            "digits needs at least 2 replicas, but spec.replicaLimit is 1: raise spec.replicaLimit to 2 or "
+            "more, or lower spec.minReplicas",
         ),
         (
             None,
@@ -120,7 +122,7 @@ def test_a_limit_that_the_job_or_the_machine_does_not_allow_is_an_error(
     replicas: int | None, requested: int | None, devices: list[str], message: str
 ) -> None:
     with pytest.raises(ReplicaLimitError) as raised:
-        replica_limit(replace(JOB, replicas=replicas), requested, devices)
+        replica_limit(replace(JOB, replica_limit=replicas), requested, devices)
     assert str(raised.value) == message
     assert raised.value.exit_code == 2
 
@@ -128,7 +130,7 @@ def test_a_limit_that_the_job_or_the_machine_does_not_allow_is_an_error(
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        (replace(JOB, replicas=0), "digits is not run: spec.replicas is 0"),
+        (replace(JOB, replica_limit=0), "digits is not run: spec.replicaLimit is 0"),
         (replace(JOB, suspend=True), "digits is not run: spec.suspend is true"),
     ],
 )

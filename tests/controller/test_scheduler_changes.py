@@ -33,7 +33,7 @@ def waiting(number: int, most: int | None, zone: str | None) -> ObservedJob:
     spec: dict[str, Any] = {"containers": [CONTAINER]}
     if zone is not None:
         spec["nodeSelector"] = {"zone": zone}
-    new = job(replicas=most)
+    new = job(replica_limit=most)
     name = f"job-{number}"
     parsed = replace(new.valid_job, id=f"team.{name}")
     resource = replace(

@@ -74,7 +74,7 @@ def shrink_during_a_decision(world: World, decisions: SlowDecisions) -> Iterator
     decisions.may_end.clear()
     world.edit(maxReplicas=8)
     yield lambda: decisions.begun > begun
-    world.edit(replicas=2)
+    world.edit(replicaLimit=2)
     yield desired(world, 2)
 
 
@@ -226,7 +226,7 @@ def test_what_is_planned_is_dropped_with_its_job(
     may_answer, is_asked = hold_back_allocations(world, monkeypatch)
 
     def steps() -> Iterator[Callable[[], bool]]:
-        world.edit(replicas=2)
+        world.edit(replicaLimit=2)
         yield is_asked.is_set
         ended = decisions.ended
         world.submit("other")
@@ -262,7 +262,7 @@ def test_what_is_planned_for_a_job_is_not_begun_while_the_job_is_looked_at(
         return looked_at
 
     def steps() -> Iterator[Callable[[], bool]]:
-        world.edit(replicas=2)
+        world.edit(replicaLimit=2)
         yield is_asked.is_set
         world.submit("other")
         yield lambda: "adascale_operator_pending_jobs 2.0" in world.metrics.text().decode()
@@ -290,7 +290,7 @@ def test_a_slow_metrics_service_delays_no_reaction(
 
     def steps() -> Iterator[Callable[[], bool]]:
         if call == "put_decision":
-            world.edit(replicas=2)
+            world.edit(replicaLimit=2)
         else:
             world.delete(Resource.ADASCALEJOBS, "digits")
             world.delete(Resource.JOBS, "digits")
@@ -355,7 +355,7 @@ def test_a_list_of_all_objects_that_hangs_delays_no_reaction(
 
     def steps() -> Iterator[Callable[[], bool]]:
         yield listing.is_set
-        world.edit(replicas=2)
+        world.edit(replicaLimit=2)
         yield desired(world, 2)
 
     run_steps(world, steps())
@@ -405,7 +405,7 @@ def test_a_decision_that_can_not_be_explained_is_tried_once(
     monkeypatch.setattr(scheduler, "explain", fail)
 
     def steps() -> Iterator[Callable[[], bool]]:
-        world.edit(replicas=2)
+        world.edit(replicaLimit=2)
         yield lambda: attempts > 0
         ended = world.now + 0.5
         yield lambda: world.now > ended

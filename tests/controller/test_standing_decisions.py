@@ -79,7 +79,7 @@ def test_on_nodes_that_have_less_room_now_jobs_only_shrink() -> None:
         ({"min_replicas": 5}, 4),
         ({"limit": 0}, 1),
     ],
-    ids=["spec.replicas", "maxReplicas", "larger", "minReplicas-waits", "the-smallest-is-always-tried"],
+    ids=["spec.replicaLimit", "maxReplicas", "larger", "minReplicas-waits", "the-smallest-is-always-tried"],
 )
 def test_until_the_next_decision_a_job_gets_no_more_than_it_allows(
     changes: dict[str, Any], expected: int

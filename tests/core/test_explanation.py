@@ -163,10 +163,10 @@ def test_on_equal_nodes_it_names_the_counts_that_are_considered() -> None:
 def test_only_the_named_jobs_are_explained_and_their_reasons_can_be_replaced() -> None:
     jobs = [job("a", 4), job("b", 4)]
     decisions = decide(jobs, 8, NOW)
-    decisions["a"] = replace(decisions["a"], reason="spec.replicas is 4")
+    decisions["a"] = replace(decisions["a"], reason="spec.replicaLimit is 4")
     found = explain(DecisionProblem.of(jobs, 8), NOW, decisions=decisions, time=1.0, only=["a"])
     assert set(found) == {"a"}
-    assert found["a"].reason == "spec.replicas is 4"
+    assert found["a"].reason == "spec.replicaLimit is 4"
 
 
 # -- properties -----------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
 from adascale_core.rendezvous.rendezvous import Rendezvous
-from adascale_core.views.job_summary import JobPhase, summarize
+from adascale_core.views.job_state_name import JobStateName
+from adascale_core.views.job_summary import summarize
 
 REPORT = GainReport(
     generation=2, step=100, progress=400.0, epoch=0, replicas=2, local_bsz=8, accumulation=1, scale=4.0,
@@ -36,28 +37,28 @@ def a_state(
 
 
 @pytest.mark.parametrize(
-    ("state", "phase", "replicas"),
+    ("rendezvous", "state", "replicas"),
     [
-        (a_state(None, None, ()), JobPhase.QUEUED, 0),
-        (a_state(active=None, states=(ReplicaState.WAITING,)), JobPhase.STARTING, 0),
-        (a_state(states=(ReplicaState.WAITING, ReplicaState.WAITING)), JobPhase.STARTING, 0),
-        (a_state(), JobPhase.RUNNING, 2),
-        (a_state(Allocation(3, 4)), JobPhase.RESCALING, 2),
-        (a_state(broken=True, states=(ReplicaState.HOLDING,)), JobPhase.RECOVERING, 0),
-        (a_state(broken=True, states=(ReplicaState.FAILED, ReplicaState.FAILED)), JobPhase.FAILED, 0),
-        (a_state(Allocation(3, 0)), JobPhase.RESCALING, 2),
-        (a_state(Allocation(3, 0), states=()), JobPhase.STOPPED, 0),
-        (a_state(Allocation(3, 0, failed=True), states=()), JobPhase.FAILED, 0),
-        (a_state(Allocation(3, 0, failed=True), broken=True, states=()), JobPhase.FAILED, 0),
-        (a_state(Allocation(3, 0, failed=True), complete=True), JobPhase.COMPLETE, 0),
-        (a_state(complete=True), JobPhase.COMPLETE, 0),
+        (a_state(None, None, ()), JobStateName.PENDING, 0),
+        (a_state(active=None, states=(ReplicaState.WAITING,)), JobStateName.STARTING, 0),
+        (a_state(states=(ReplicaState.WAITING, ReplicaState.WAITING)), JobStateName.STARTING, 0),
+        (a_state(), JobStateName.RUNNING, 2),
+        (a_state(Allocation(3, 4)), JobStateName.RESCALING, 2),
+        (a_state(broken=True, states=(ReplicaState.HOLDING,)), JobStateName.RECOVERING, 0),
+        (a_state(broken=True, states=(ReplicaState.FAILED, ReplicaState.FAILED)), JobStateName.FAILED, 0),
+        (a_state(Allocation(3, 0)), JobStateName.RESCALING, 2),
+        (a_state(Allocation(3, 0), states=()), JobStateName.STOPPED, 0),
+        (a_state(Allocation(3, 0, failed=True), states=()), JobStateName.FAILED, 0),
+        (a_state(Allocation(3, 0, failed=True), broken=True, states=()), JobStateName.FAILED, 0),
+        (a_state(Allocation(3, 0, failed=True), complete=True), JobStateName.COMPLETE, 0),
+        (a_state(complete=True), JobStateName.COMPLETE, 0),
     ],
 )
-def test_the_phase_follows_from_the_generations_and_replicas(
-    state: Rendezvous, phase: JobPhase, replicas: int
+def test_the_state_follows_from_the_generations_and_replicas(
+    rendezvous: Rendezvous, state: JobStateName, replicas: int
 ) -> None:
-    summary = summarize("a.b", None, state, None, 0.0)
-    assert (summary.phase, summary.replicas) == (phase, replicas)
+    summary = summarize("a.b", None, rendezvous, None, 0.0)
+    assert (summary.state, summary.replicas) == (state, replicas)
 
 
 @pytest.mark.parametrize(

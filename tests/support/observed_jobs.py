@@ -137,6 +137,7 @@ def observed(
     count = indexed_job_.parallelism if indexed_job_ is not None and not indexed_job_.suspended else 0
     built = ObservedJob(
         resource=job_ or job(),
+        workload=None,
         service=service,
         indexed_job=indexed_job_,
         pods=tuple(pod(rank) for rank in range(count)) if pods is None else pods,

@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -432,7 +433,7 @@ def test_gradients_are_divided_by_the_roots_of_their_second_moments(
         if norms.SEPARATELY_READ:
             pytest.skip("on the CPU, factors are numbers")
         tensor = torch.tensor([9.0, 3.0, 0.5])
-        moments = [SecondMoment(value, tensor, index) for index, value in enumerate(values[:2], start=1)]
+        moments = [SecondMoment(value, tensor, place) for place, value in enumerate(values[:2], start=1)]
         factors = (3.0, 0.5)
     else:
         moments = [SecondMoment(value, factor) for value, factor in zip(values[:2], factors, strict=True)]
@@ -448,16 +449,16 @@ def test_gradients_are_divided_by_the_roots_of_their_second_moments(
     second.append(torch.full(real(parameters[2]).shape, mean, dtype=torch.float64))
     added = mean * metric.FLOOR + 1e-8**2
     expected = [real(g).double() / (v + added).sqrt() for g, v in zip(gradients, second, strict=True)]
-    accuracy = {"rel": 1e-5, "abs": 1e-6}
+    approximately = partial(pytest.approx, rel=1e-5, abs=1e-6)
     divided = measured.divided(parameters, gradients)
     for found, each, gradient in zip(divided, expected, gradients, strict=True):
         assert found.shape == gradient.shape
-        assert real(found).flatten().tolist() == pytest.approx(each.flatten().tolist(), **accuracy)
+        assert real(found).flatten().tolist() == approximately(each.flatten().tolist())
     sqr_norm = sum(float(each.square().sum()) for each in expected)
     total = measured.sqr_norm(parameters, gradients, torch.device("cpu"))
-    assert total.item() == pytest.approx(sqr_norm, **accuracy)
+    assert total.item() == approximately(sqr_norm)
     assert [measured.norm(*pair).item() for pair in zip(parameters, gradients, strict=True)] == (
-        pytest.approx([float(each.norm()) for each in expected], **accuracy)
+        approximately([float(each.norm()) for each in expected])
     )
 
 

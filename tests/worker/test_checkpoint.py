@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from adascale_core.checkpoint_manifest import FORMAT, Manifest
-from adascale_worker.errors import CheckpointError
-from adascale_worker.state.checkpoints.snapshot import Snapshot
-from adascale_worker.state.checkpoints.storage import open_storage
-from adascale_worker.state.checkpoints.storage.folder import Folder
-from adascale_worker.state.checkpoints.storage.interface import (
+from adascale_storage import open_storage
+from adascale_storage.folder import Folder
+from adascale_storage.interface import (
     NameTakenError,
     StorageError,
     WriteCancelledError,
 )
+from adascale_worker.errors import CheckpointError
+from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.file import StateFileLayout
 from support.fast_python import PYTHON
@@ -413,7 +413,7 @@ from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointSt
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.checkpoints.snapshot import Snapshot
-from adascale_worker.state.checkpoints.storage.folder import Folder
+from adascale_storage.folder import Folder
 
 torch.set_num_threads(1)
 directory, end = Path(sys.argv[1]), sys.argv[2]

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
-from adascale_worker.state.checkpoints.storage.folder import Folder
+from adascale_storage.folder import Folder
 
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from adascale_core.checkpoint_manifest import Manifest
+from adascale_storage.folder import Folder
+from adascale_storage.interface import Part, StorageError
 from adascale_worker.errors import CheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.checkpoints import checkpointing as checkpointing_module
 from adascale_worker.state.checkpoints import writer as checkpoint_writer
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.checkpoints.snapshot import Snapshot
-from adascale_worker.state.checkpoints.storage.folder import Folder
-from adascale_worker.state.checkpoints.storage.interface import Part, StorageError
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 

@@ -34,11 +34,13 @@ class FakeClient:
         self.known_versions: list[int | None] = []
         self.registrations: list[Registration] = []
 
-    def get_allocation(self, known_version: int | None = None, wait: float = 0.0) -> AllocationView:
+    def get_allocation(
+        self, _job_id: str, known_version: int | None = None, wait: float = 0.0
+    ) -> AllocationView:
         self.known_versions.append(known_version)
         return self._answers.pop(0)() if self._answers else no_answer()
 
-    def register(self, registration: Registration) -> MemberView:
+    def register(self, _job_id: str, registration: Registration) -> MemberView:
         self.registrations.append(registration)
         return self._registered()
 
@@ -49,7 +51,7 @@ def no_answer() -> NoReturn:
 
 
 def start_heartbeat(client: FakeClient) -> Heartbeat:
-    heartbeat = Heartbeat(client, lambda: None)  # type: ignore[arg-type]
+    heartbeat = Heartbeat(client, "a.b", lambda: None)  # type: ignore[arg-type]
     heartbeat.start()
     return heartbeat
 
@@ -66,7 +68,7 @@ def test_heartbeats_follow_the_interval_of_the_answers() -> None:
             return super().wait(timeout)
 
     client = FakeClient(registered=lambda: replace(member_view(1), heartbeat_interval=17.5))
-    heartbeat = Heartbeat(client, lambda: None)  # type: ignore[arg-type]
+    heartbeat = Heartbeat(client, "a.b", lambda: None)  # type: ignore[arg-type]
     heartbeat._changed = Condition()
     heartbeat._registration = REGISTRATION
     heartbeat.start()
@@ -87,6 +89,7 @@ def test_a_refused_agent_waits_until_the_service_has_removed_members_that_are_go
 
     heartbeat = Heartbeat(
         FakeClient(registered=refuse),  # type: ignore[arg-type]
+        "a.b",
         refused.set,
         clock=lambda: now,
     )

@@ -21,11 +21,14 @@ from torch import nn
 from adascale import ElasticTrainer
 from adascale_controller.local import checkpoints
 from adascale_core.checkpoint_manifest import manifest_number
+from adascale_storage import is_url, object_store, open_storage
+from adascale_storage.interface import NameTakenError, StorageError, UnusableStorageError
 from adascale_worker.errors import CheckpointError
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.environment import RankAssignment
 from adascale_worker.state.checkpoints import writer as checkpoint_writer
+from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.checkpoints.snapshot import Snapshot
-from adascale_worker.state.checkpoints.storage import is_url, object_store, open_storage
-from adascale_worker.state.checkpoints.storage.interface import NameTakenError, StorageError
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from support import s3
@@ -110,8 +113,8 @@ def test_a_store_that_refuses_the_checksums_of_clients_is_used_without(
     proxy: s3.Proxy, store: CheckpointStore, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy.refuses_checksums = True
-    options = {**checkpoints._OPTIONS["s3"], "skip_instance_cache": True}
-    monkeypatch.setitem(checkpoints._OPTIONS, "s3", options)
+    options = {**object_store._OPTIONS_OF_PERSON["s3"], "skip_instance_cache": True}
+    monkeypatch.setitem(object_store._OPTIONS_OF_PERSON, "s3", options)
     url = f"s3://{s3.BUCKET}/jobs/digits"
     for number in (1, 2, 3):
         save(store, number, elements)
@@ -397,8 +400,9 @@ import json, os, signal, sys
 from types import SimpleNamespace
 import torch
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.checkpoints.snapshot import Snapshot
-from adascale_worker.state.checkpoints.storage import object_store, open_storage
+from adascale_storage import object_store, open_storage
 
 object_store.MULTIPART_BYTES = 5 * 2**20
 store = CheckpointStore(open_storage(sys.argv[1]), 2**20)
@@ -493,13 +497,15 @@ def test_urls_are_distinguished_from_folders() -> None:
             "s3://key:secret@bucket/prefix",
             "URL of the checkpoints contains credentials, .*: use s3://bucket/prefix, and",
         ),
-        ("nothing://bucket/prefix", "nothing://bucket/prefix: .*[Pp]rotocol"),
+        ("nothing://bucket/prefix", "nothing://bucket/prefix cannot be used: .*[Pp]rotocol"),
     ],
 )
 def test_an_unusable_url_is_an_error(url: str, complaint: str) -> None:
-    with pytest.raises(CheckpointError, match=complaint) as raised:
+    with pytest.raises(UnusableStorageError, match=complaint) as raised:
         open_storage(url)
     assert "secret" not in str(raised.value)
+    with pytest.raises(CheckpointError, match=complaint):
+        Checkpointing(url, 1.0, ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu")))
 
 
 def test_a_client_that_is_not_installed_is_an_error_that_names_its_package(
@@ -507,7 +513,7 @@ def test_a_client_that_is_not_installed_is_an_error_that_names_its_package(
 ) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(
-        CheckpointError,
+        UnusableStorageError,
         match=r"s3:// is not installed: run `pip install 'adascale-operator\[s3\]'`, in",
     ):
         open_storage("s3://bucket/prefix")

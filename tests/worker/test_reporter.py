@@ -47,8 +47,7 @@ class ServiceJob:
         self.reporters: list[Reporter] = []
 
     def reporter(self, token: str = TOKEN) -> Reporter:
-        client = MetricsServiceClient(self.service.url, token).for_job(self.job)
-        self.reporters.append(Reporter(client))
+        self.reporters.append(Reporter(MetricsServiceClient(self.service.url, token), self.job))
         return self.reporters[-1]
 
     def steps(self) -> list[int]:
@@ -181,7 +180,7 @@ class BusyService:
     def __init__(self) -> None:
         self.posted: list[list[int]] = []
 
-    def post_gain(self, reports: list[GainReport]) -> StoredReports:
+    def post_gain(self, _job_id: str, reports: list[GainReport]) -> StoredReports:
         self.posted.append([report.step for report in reports])
         view = AllocationView(1, None, None, broken=False, complete=False)
         return StoredReports(len(reports), 0, view, post_interval=40.0)
@@ -189,7 +188,7 @@ class BusyService:
 
 def test_reports_are_collected_for_as_long_as_the_service_asks_for() -> None:
     service = BusyService()
-    reporter = Reporter(service)  # type: ignore[arg-type]
+    reporter = Reporter(service, "a.b")  # type: ignore[arg-type]
     reporter.report(report(1))
     wait_until(lambda: reporter.interval > 0, "the first answer")
     assert reporter.interval == 40.0 / REPORTS_PER_POST

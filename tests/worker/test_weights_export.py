@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from adascale import ElasticTrainer
 from adascale_controller.local import run_history
 from adascale_controller.local.checkpoints import delete_checkpoints
 from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.state_dir import StateDir
-from adascale_worker import ElasticTrainer
 from adascale_worker.errors import CheckpointError, WorkerError
 from adascale_worker.state.export import export, main
 from e2e.local_run import adascale

@@ -986,7 +986,7 @@ def _make_reporter() -> Reporter | None:
     if service is None:
         return None
     client = MetricsServiceClient(service.url, service.token, service.token_file)
-    return Reporter(client.for_job(service.job_id))
+    return Reporter(client, service.job_id)
 
 
 def _pair(bounds: Sequence[int | Literal["auto"]] | None) -> LocalBszBounds | None:

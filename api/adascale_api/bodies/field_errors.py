@@ -23,7 +23,7 @@ def _field_error(error: Mapping[str, Any], skip: int) -> FieldError:
             got, expected = _excerpt(error["input"]), f"JSON ({error['ctx']['error']})"
         case "missing":
             got, expected = "nothing", "a value: the field is required"
-        case "extra_forbidden":
+        case "extra_forbidden" | "unexpected_keyword_argument":  # of a model, of a dataclass
             got, expected = _excerpt(error["input"]), "no field of this name"
         case "too_long" | "too_short" if isinstance(error["input"], list):
             got, expected = f"a list of {len(error['input'])}", _lengths(error)

@@ -48,6 +48,11 @@ Steps = Annotated[int, Field(ge=1, le=MAX_STEPS), INTEGER]
 Port = Annotated[int, Field(ge=0, le=65535), INTEGER]
 ExitCode = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER), INTEGER]
 Estimate = Annotated[float, Field(ge=-1e300, le=1e300)]
+Progress = Annotated[float, Field(ge=0, le=1e15)]
+Ratio = Annotated[float, Field(ge=1e-9, le=1e9)]
+Factor = Annotated[float, Field(ge=0, le=1e9)]
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
+Timestamp = Annotated[float, Field(ge=0, le=1e12)]
 NO_NUL = r"^[^\x00]*$"
 """PostgreSQL stores no text with this character."""
 AcceleratorType = Annotated[str, Field(max_length=MAX_ACCELERATOR_LENGTH, pattern=r"^[^\x00-\x1f]*$")]

@@ -10,20 +10,27 @@ from adascale_api.bodies.field_types import (
     Count,
     Estimate,
     ExitCode,
+    Factor,
     Generation,
     Metrics,
     Port,
+    Progress,
     Rank,
+    Ratio,
     Replicas,
     ReplicasOrZero,
     Samples,
     SamplesOrAuto,
+    Seconds,
     Step,
     Steps,
+    Timestamp,
 )
+from adascale_api.bodies.validation import STRICT, described_fields, validated
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport
 from adascale_core.names import MAX_REPLICAS, MAX_STALL_LENGTH
 from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
 
@@ -42,69 +49,48 @@ def _example(**members: Any) -> dict[str, Any]:
 class RequestBody(BaseModel):
     """A request body with exactly these fields of exactly these types."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = STRICT
 
 
-class GainReportBody(RequestBody):
+REPORT_FIELDS = described_fields(
+    GainReport,
+    {
+        "generation": Count,
+        "step": Step,
+        "progress": Progress,
+        "epoch": Count,
+        "replicas": Replicas,
+        "local_bsz": Samples,
+        "accumulation": Samples,
+        "scale": Ratio,
+        "gain": Ratio,
+        "grad_sqr": Estimate,
+        "grad_var": Estimate,
+        "step_time": Seconds,
+        "time": Timestamp,
+        "loss": Estimate | None,
+        "target": Progress | None,
+        "nodes": Replicas,
+        "lr_factor": Factor | None,
+        "sync_time": Seconds | None,
+        "metrics": Metrics,
+        "accelerator": AcceleratorType,
+    },
+)
+
+
+@validated(
+    REPORT_FIELDS,
+    _example(
+        generation=2, step=1200, progress=3110.5, epoch=8, replicas=4, local_bsz=8, accumulation=1,
+        scale=8.0, gain=3.2, grad_sqr=0.021, grad_var=0.064, step_time=0.0031,
+        time=1760000000.0, loss=0.31, target=20000.0, nodes=2,
+        lr_factor=3.2, sync_time=0.0008, metrics={"accuracy": 0.91},
+        accelerator="NVIDIA-H200",
+    ),
+)  # fmt: skip
+class GainReportBody(GainReport):
     """A snapshot of training, posted by rank 0."""
-
-    model_config = ConfigDict(
-        json_schema_extra=_example(
-            generation=2, step=1200, progress=3110.5, epoch=8, replicas=4, local_bsz=8, accumulation=1,
-            scale=8.0, gain=3.2, grad_sqr=0.021, grad_var=0.064, step_time=0.0031,
-            time=1760000000.0, loss=0.31, target=20000.0, nodes=2,
-            lr_factor=3.2, sync_time=0.0008, metrics={"accuracy": 0.91},
-            accelerator="NVIDIA-H200",
-        )
-    )  # fmt: skip
-
-    generation: Count = Field(description="The generation in which it was measured.")
-    step: Step = Field(description="Optimizer steps since the job began.")
-    progress: float = Field(ge=0, le=1e15, description="Sum of gains so far, in steps at `batch_size`.")
-    epoch: Count = Field(description="The current epoch, from 0.")
-    replicas: Replicas = Field(description="Number of replicas (K).")
-    local_bsz: Samples = Field(description="Samples in a micro-batch of one replica (b).")
-    accumulation: Samples = Field(description="Micro-batches of one replica per optimizer step (a).")
-    scale: float = Field(ge=1e-9, le=1e9, description="K*b*a / `batch_size`.")
-    gain: float = Field(ge=1e-9, le=1e9, description="The worth of one step, in steps at `batch_size`.")
-    grad_sqr: Estimate = Field(
-        description="Estimated squared norm of the true gradient; noise can make it negative."
-    )
-    grad_var: Estimate = Field(
-        description="Estimated variance of a gradient at `batch_size`; noise can make it negative."
-    )
-    step_time: float = Field(
-        ge=0, le=1e6, description="Mean seconds per step since the last report; 0 if not measured."
-    )
-    time: float = Field(ge=0, le=1e12, description="When the step finished, in seconds since 1970.")
-    loss: Estimate | None = Field(
-        default=None,
-        description="Mean training loss since the last report, or its last mean; null if not logged.",
-    )
-    target: float | None = Field(
-        default=None, ge=0, le=1e15, description="The progress at which training ends; null if unbounded."
-    )
-    nodes: Replicas = Field(default=1, description="Number of nodes on which the replicas ran.")
-    lr_factor: float | None = Field(
-        default=None,
-        ge=0,
-        le=1e9,
-        description="The factor of the learning rate for this gain; null if not reported.",
-    )
-    sync_time: float | None = Field(
-        default=None,
-        ge=0,
-        le=1e6,
-        description="Seconds of a step in which computation waits for the exchange of gradients; null if not "
-        "measured.",
-    )
-    metrics: Metrics = Field(
-        default_factory=dict,
-        description="The means, since the last report, of other values that the program has logged, by name.",
-    )
-    accelerator: AcceleratorType = Field(
-        default="", description="The type of accelerator of the replicas; empty if unknown."
-    )
 
 
 class JobSpecBody(RequestBody):

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from adascale_api.data.backends.base import Connector, Failure, UnusableDatabaseError
 from adascale_api.data.job import Job
@@ -105,6 +105,22 @@ class Condition:
     failures: dict[str, int] = field(default_factory=dict)
 
 
+class DatabaseListener(Protocol):
+    """What learns of changes of the database."""
+
+    def committed(self, committed: Committed) -> None:
+        """This service has committed changes."""
+        ...
+
+    def changed(self, job_id: str) -> None:
+        """Any service has changed a job, this one too."""
+        ...
+
+    def missed_changes(self) -> None:
+        """Changes of other services may have been missed."""
+        ...
+
+
 class Database:
     """Reads and writes the tables, from an event loop.
 
@@ -120,7 +136,7 @@ class Database:
         self.connector = open_database(url)
         self.cache = JobCache()
         self.condition = Condition()
-        self.on_commit: Callable[[Committed], None] = lambda _: None
+        self._listener: DatabaseListener | None = None
         self._clock = clock
         self._short = _Readers(self, "reader")
         self._long = _Readers(self, "long-reader")
@@ -162,14 +178,10 @@ class Database:
             return None
         return self.cache.get(job_id)
 
-    def listen(self, on_change: Callable[[str], None], on_missed: Callable[[], None]) -> None:
-        """Learn of changes that other services commit. The callbacks are called in the event loop.
-
-        Args:
-            on_change: called with the id of a job that any service has changed, this one too.
-            on_missed: called when changes may have been missed.
-        """
+    def listen(self, listener: DatabaseListener) -> None:
+        """Report the changes that this service and others commit to a listener, in the event loop."""
         loop = asyncio.get_running_loop()
+        self._listener = listener
 
         def change(job_id: str, version: int) -> None:
             known = self.cache.get(job_id)
@@ -177,12 +189,12 @@ class Database:
             # of what was only read.
             if version < 0 or known is None or known.version < version:
                 self.cache.remove(job_id)
-            on_change(job_id)
+            listener.changed(job_id)
 
         def listening(*, is_current: bool) -> None:
             self._is_current = is_current
             self.cache.clear()
-            on_missed()
+            listener.missed_changes()
 
         def schedule(callback: Callable[[], None]) -> None:
             with suppress(RuntimeError):  # the loop is closed
@@ -252,7 +264,8 @@ class Database:
             started = loop.time()
             committed = await loop.run_in_executor(self._writer, self._commit, batch)
             seconds = loop.time() - started
-            self.on_commit(committed)
+            if self._listener is not None:
+                self._listener.committed(committed)
             for write in batch:
                 if write.done.done():  # the request was cancelled
                     continue

@@ -16,7 +16,7 @@ from adascale_api.http.request_body import REFERENCE
 
 _REDACTED = frozenset({"/jobs", "/jobs/{job}", "/jobs/{job}/allocation", "/changes"})
 """Reads whose answers have less without a token."""
-_BODIES = (GainReportBody, AllocationBody, RegistrationBody, JobSpecBody, DecisionBody)
+_BODIES: tuple[Any, ...] = (GainReportBody, AllocationBody, RegistrationBody, JobSpecBody, DecisionBody)
 
 
 class DescribedApp(FastAPI):

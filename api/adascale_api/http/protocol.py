@@ -1,5 +1,8 @@
 """The HTTP connections of the service, with limits that uvicorn does not have.
 
+This module alone uses private parts of uvicorn, whose own limits count all connections together, so that one
+client could take the places of all others. `pyproject.toml` has an upper bound for uvicorn because of it.
+
 A connection is closed if its request is incomplete for too long, if the request line and headers are too
 large, if a request follows before the answer to the one before, if its client does not read the answer, or if
 all connections together need too much; see `connection_limits`. Times are measured by one sweep per second

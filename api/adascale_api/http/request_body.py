@@ -14,6 +14,7 @@ from pydantic_core import from_json
 from adascale_api.bodies.field_errors import field_errors
 from adascale_api.bodies.requests import MAX_REPORTS, GainReportBody
 from adascale_api.errors import FieldError, InvalidInputError, NotJsonError
+from adascale_core.messages.reports import GainReport
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -58,22 +59,23 @@ class JsonBody(Generic[M]):
 class ReportsBody:
     """A FastAPI dependency that parses the body as a report or a list of reports."""
 
+    _report = TypeAdapter(GainReportBody)
     # The length is checked while the list is read, and reading ends at the first invalid report.
     _reports = TypeAdapter(
         Annotated[list[GainReportBody], Field(min_length=1, max_length=MAX_REPORTS, fail_fast=True)]
     )
 
-    async def __call__(self, request: Request) -> list[GainReportBody]:
+    async def __call__(self, request: Request) -> list[GainReport]:
         """Return the reports; errors as for `JsonBody`."""
         return self.parse(await _read(request))
 
-    def parse(self, text: bytes) -> list[GainReportBody]:
+    def parse(self, text: bytes) -> list[GainReport]:
         """Return the reports in a text; errors as for `JsonBody`."""
         _check_size(text, f"1 to {MAX_REPORTS} reports")
         try:
             if not text.lstrip(b" \t\r\n").startswith(b"["):
-                return [GainReportBody.model_validate_json(text)]
-            return self._reports.validate_json(text)
+                return [self._report.validate_json(text)]
+            return list(self._reports.validate_json(text))
         except ValidationError as error:
             raise _invalid(error) from error
 
@@ -149,7 +151,7 @@ def _invalid(error: ValidationError) -> InvalidInputError:
     return InvalidInputError(field_errors(error.errors(include_url=False)))
 
 
-def _reference(model: type[BaseModel]) -> dict[str, Any]:
+def _reference(model: type[object]) -> dict[str, Any]:
     return {"$ref": REFERENCE.format(model=model.__name__)}
 
 

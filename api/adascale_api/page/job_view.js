@@ -41,7 +41,7 @@ export class JobView {
     this.generations = [];
     this.abort = new AbortController();
     this.byProgress = options.get("x") === "progress";
-    this.phase = element("span", { class: "phase" }, "");
+    this.state = element("span", { class: "state" }, "");
     this.notice = element("p", { class: "notice bad", role: "status", hidden: true });
     this.facts = ["Replicas", "Gain", "Efficiency", "Local batch", "Progress", "Time left", "Generation", "Disruptions", "Failures", "Age"].map((name) => ({ name, value: element("dd", {}, NONE) }));
     this.cursor = new Cursor((zoom) => (this.whole.hidden = zoom === null));
@@ -76,7 +76,7 @@ export class JobView {
       "div", {},
       element("p", {}, element("a", { href: "#/" }, "All jobs")),
       element("h1", {}, id),
-      element("p", {}, this.phase),
+      element("p", {}, this.state),
       this.notice,
       this.result,
       this.unknown = element("p", { hidden: true }, "There is no job ", element("strong", {}, id), " here. ", element("a", { href: "#/" }, "All jobs"), " are in the list. Start one with ", element("code", {}, "adascale run deploy/adascalejob.yaml"), " on one machine, or ", element("code", {}, "kubectl apply -f deploy/adascalejob.yaml"), " on a cluster."),
@@ -143,8 +143,8 @@ export class JobView {
       return;
     }
     const { latest } = job;
-    setText(this.phase, job.phase);
-    this.phase.dataset.phase = job.phase;
+    setText(this.state, job.state);
+    this.state.dataset.state = job.state;
     const target = job.target === null ? "" : ` of ${count(job.target)} (${Math.floor(100 * Math.min((latest?.progress ?? 0) / job.target, 1))}%)`;
     const values = [
       job.desired === null || job.desired === job.replicas ? count(job.replicas) : `${count(job.replicas)} of ${count(job.desired)}`,
@@ -216,13 +216,13 @@ export class JobView {
 
   // When the last generation of a job that has ended was over.
   endOf(job) {
-    return ENDED.includes(job.phase) ? this.generations.at(-1)?.ended_at ?? job.latest?.time ?? null : null;
+    return ENDED.includes(job.state) ? this.generations.at(-1)?.ended_at ?? job.latest?.time ?? null : null;
   }
 
   showResult() {
     const { job, generations } = this;
     if (!job) return;
-    this.result.hidden = !ENDED.includes(job.phase);
+    this.result.hidden = !ENDED.includes(job.state);
     this.present.hidden = !this.result.hidden;
     if (this.result.hidden) return;
     const end = this.endOf(job);
@@ -230,12 +230,12 @@ export class JobView {
     const sizes = generations.map((each) => each.replicas).filter((each) => each > 0);
     const least = Math.min(...sizes), most = Math.max(...sizes);
     const parts = [
-      { Complete: "Training is complete", Failed: "The program has failed", Stopped: "It was stopped" }[job.phase],
+      { Complete: "Training is complete", Failed: "The program has failed", Stopped: "It was stopped" }[job.state],
       job.latest ? ` at progress ${count(job.latest.progress)}, in ${count(job.latest.step)} optimizer steps` : "",
       end === null ? "" : `, after ${duration(end - began)}`,
       sizes.length ? `, on ${least === most ? count(most) : `${count(least)} to ${count(most)}`} ${most === 1 ? "replica" : "replicas"}` : "",
       job.latest && job.latest.loss !== null ? `; the last loss was ${significant(job.latest.loss)}` : "", ".",
-      job.phase === "Failed" ? " The output of its last replica is below." : "",
+      job.state === "Failed" ? " The output of its last replica is below." : "",
     ];
     setText(this.result, parts.join(""));
   }

@@ -5,28 +5,28 @@ import { element, setAttributes, setText } from "./dom.js";
 import { NONE, clock, count, duration, percent, significant } from "./format.js";
 import { get } from "./service.js";
 
-const PHASES = ["Failed", "Recovering", "Rescaling", "Starting", "Running", "Queued", "Stopped", "Complete"];
-// The counts above the chart, and the phases of their jobs.
-const TALLIES = { Jobs: PHASES, Training: ["Running", "Rescaling", "Recovering"], Starting: ["Starting"], Queued: ["Queued"], Failed: ["Failed"], Complete: ["Complete"] };
+const STATES = ["Failed", "Recovering", "Rescaling", "Starting", "Running", "Pending", "Stopped", "Complete"];
+// The counts above the chart, and the states of their jobs.
+const TALLIES = { Jobs: STATES, Training: ["Running", "Rescaling", "Recovering"], Starting: ["Starting"], Pending: ["Pending"], Failed: ["Failed"], Complete: ["Complete"] };
 const USAGE_INTERVAL = 5000;
 // What the use is grouped by, with the singular and plural of those that are summed.
 const GROUPS = { job: ["job", "jobs"], namespace: ["namespace", "namespaces"] };
 const RANGES = [["10 minutes", 600], ["1 hour", 3600], ["6 hours", 21600], ["1 day", 86400], ["7 days", 604800]];
 
 const share = (job) => (job.latest && job.target ? Math.min(job.latest.progress / job.target, 1) : null);
-const waiting = (job) => (job.phase === "Queued" ? Date.now() / 1000 - job.created_at : null);
+const pending = (job) => (job.state === "Pending" ? Date.now() / 1000 - job.created_at : null);
 
 // `value` sorts; `show` is the text.
 const COLUMNS = [
   { key: "name", title: "Job", value: (job) => job.id, show: (job) => job.id.replace(/^default\./, ""), isText: true },
-  { key: "state", title: "State", value: (job) => PHASES.indexOf(job.phase), show: (job) => job.phase, isText: true },
+  { key: "state", title: "State", value: (job) => STATES.indexOf(job.state), show: (job) => job.state, isText: true },
   { key: "replicas", title: "Replicas", value: (job) => job.replicas, show: (job) => (job.desired === null || job.desired === job.replicas ? `${job.replicas}` : `${job.replicas} of ${job.desired}`) },
   { key: "batch", title: "Local batch", value: (job) => job.latest?.local_bsz, show: (job) => (job.latest ? `${job.latest.local_bsz}${job.latest.accumulation > 1 ? ` × ${job.latest.accumulation}` : ""}` : NONE), isMinor: true },
   { key: "gain", title: "Gain", value: (job) => job.latest?.gain, show: (job) => significant(job.latest?.gain), isMinor: true },
   { key: "efficiency", title: "Efficiency", value: (job) => efficiency(job), show: (job) => percent(efficiency(job)), isMinor: true },
   { key: "progress", title: "Progress", value: (job) => share(job) ?? job.latest?.progress, show: (job) => (share(job) === null ? (job.latest ? `${count(job.latest.progress)} steps` : NONE) : `${Math.floor(100 * share(job))}%`) },
   { key: "left", title: "Time left", value: (job) => job.seconds_left, show: (job) => duration(job.seconds_left) },
-  { key: "queued", title: "Queued for", value: waiting, show: (job) => duration(waiting(job)), isMinor: true },
+  { key: "pending", title: "Pending for", value: pending, show: (job) => duration(pending(job)), isMinor: true },
 ];
 
 function efficiency(job) {
@@ -40,7 +40,7 @@ export class JobsView {
     this.sort = { column: COLUMNS[1], isDescending: false };
     this.facts = ["Replicas in use", ...Object.keys(TALLIES)].map((name) => ({ name, value: element("dd", {}, NONE) }));
     this.filter = element("input", { id: "filter", type: "search", autocomplete: "off", oninput: () => this.arrange() });
-    this.phase = element("select", { id: "phase", onchange: () => this.arrange() }, element("option", { value: "" }, "All"), ...PHASES.map((phase) => element("option", {}, phase)));
+    this.state = element("select", { id: "state", onchange: () => this.arrange() }, element("option", { value: "" }, "All"), ...STATES.map((state) => element("option", {}, state)));
     this.range = element("select", { id: "range", onchange: () => this.readUsage() }, ...RANGES.map(([name, seconds]) => element("option", { value: seconds, selected: seconds === 3600 }, name)));
     this.group = element("select", { id: "group", onchange: () => this.chooseGroup() }, ...Object.keys(GROUPS).map((group) => element("option", { value: group }, group)));
     this.isGroupChosen = false;
@@ -61,7 +61,7 @@ export class JobsView {
       this.usage.node,
       element("h2", {}, "All jobs"),
       this.none,
-      element("div", { class: "controls" }, labelled("Name contains", this.filter), labelled("State", this.phase), this.shown),
+      element("div", { class: "controls" }, labelled("Name contains", this.filter), labelled("State", this.state), this.shown),
       element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "All jobs" }, element("table", {}, element("thead", {}, element("tr", {}, ...this.heads)), this.body)),
     );
     this.timer = setInterval(() => document.hidden || this.readUsage(), USAGE_INTERVAL);
@@ -81,7 +81,7 @@ export class JobsView {
       else this.rows.delete(id);
     }
     const all = [...jobs.values()];
-    const values = [total(all.map((job) => job.replicas)), ...Object.values(TALLIES).map((phases) => all.filter((job) => phases.includes(job.phase)).length)];
+    const values = [total(all.map((job) => job.replicas)), ...Object.values(TALLIES).map((states) => all.filter((job) => states.includes(job.state)).length)];
     this.facts.forEach(({ value }, at) => setText(value, count(values[at])));
     this.none.hidden = !this.stream.isRead || all.length > 0;
     this.arrange();
@@ -93,7 +93,7 @@ export class JobsView {
       const link = element("a", { href: `#/jobs/${encodeURIComponent(job.id)}` });
       const texts = COLUMNS.map(() => element("span"));
       const bar = element("progress", { max: 1, "aria-label": `Progress of ${job.id}` });
-      texts[1].className = "phase";
+      texts[1].className = "state";
       link.append(texts[0]);
       const cells = COLUMNS.map((column, at) => element(at ? "td" : "th", { scope: at ? null : "row", class: classes(column) }, ...(at === 0 ? [link] : column.key === "progress" ? [bar, texts[at]] : [texts[at]])));
       row = { node: element("tr", { "data-job": job.id }, ...cells), texts, bar };
@@ -101,7 +101,7 @@ export class JobsView {
     }
     row.job = job;
     COLUMNS.forEach((column, at) => setText(row.texts[at], column.show(job)));
-    row.texts[1].dataset.phase = job.phase;
+    row.texts[1].dataset.state = job.state;
     const progress = share(job);
     row.bar.hidden = progress === null;
     if (progress !== null) row.bar.value = progress;
@@ -115,8 +115,8 @@ export class JobsView {
   arrange() {
     const { column, isDescending } = this.sort;
     this.heads.forEach((head, at) => setAttributes(head, { "aria-sort": COLUMNS[at] === column ? (isDescending ? "descending" : "ascending") : null }));
-    const text = this.filter.value.trim().toLowerCase(), phase = this.phase.value;
-    const rows = [...this.rows.values()].filter(({ job }) => (!phase || job.phase === phase) && job.id.includes(text));
+    const text = this.filter.value.trim().toLowerCase(), state = this.state.value;
+    const rows = [...this.rows.values()].filter(({ job }) => (!state || job.state === state) && job.id.includes(text));
     const direction = isDescending ? -1 : 1;
     rows.sort((a, b) => direction * compare(column.value(a.job), column.value(b.job)) || compare(a.job.id, b.job.id));
     // Only rows that are at another place are moved, so the focus stays.

@@ -25,6 +25,7 @@ from adascale_api.routes.common import (
     errors,
 )
 from adascale_api.routes.error_handlers import error_response
+from adascale_api.service.service import Service
 from adascale_core.messages.allocation import AllocationView, MemberView
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
 from adascale_core.rendezvous.rendezvous import StaleAllocationError
@@ -34,6 +35,7 @@ MAX_WAIT = 60.0
 
 router = APIRouter(prefix="/jobs/{job}", tags=["allocation"])
 _view = TypeAdapter(AllocationView)
+_member_view = TypeAdapter(MemberView)
 allocation_body = JsonBody(AllocationBody)
 registration_body = JsonBody(RegistrationBody)
 
@@ -109,6 +111,7 @@ def allocation_json(job: Job, *, shows_all: bool) -> bytes:
     "/replicas/{replica}",
     summary="Register the state of a replica",
     dependencies=WORKER,
+    response_model=MemberView,
     responses={
         **errors(401, 403, 413, 415, 422, 500, 503),
         409: {
@@ -124,14 +127,23 @@ async def put_replica(
     job: JobId,
     replica: Annotated[int, Path(ge=0, lt=MAX_REPLICAS, description="Index of the replica, from 0.")],
     body: Annotated[RegistrationBody, Depends(registration_body)],
-) -> MemberView:
+) -> Response:
     """Agents repeat it as a heartbeat, at the interval in the answer, which grows with the number of
     replicas. A replica whose heartbeat has expired is absent. Answers with the job's generations, and with
     the secret of its members."""
+    return Response(await register(service, job, replica, body), media_type="application/json")
+
+
+async def register(service: Service, job: str, replica: int, body: RegistrationBody) -> bytes:
+    """Store the registration of a replica, and return its `MemberView` as JSON.
+
+    Raises:
+        InvalidInputError: the path names another replica.
+    """
     if body.replica != replica:
         expected = f"{replica}, the index in the path"
         raise InvalidInputError([FieldError(field="replica", got=str(body.replica), expected=expected)])
     registration = body.to_registration()
     stored = await service.register(job, registration)
     view = stored.rendezvous.member_view(stored.version, registration.instance)
-    return replace(view, heartbeat_interval=service.heartbeats.interval)
+    return _member_view.dump_json(replace(view, heartbeat_interval=service.heartbeats.interval))

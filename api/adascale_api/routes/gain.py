@@ -5,14 +5,13 @@ from operator import attrgetter
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
+from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter
 
-from adascale_api.bodies.requests import GainReportBody
 from adascale_api.bodies.responses import GainResponse
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
 from adascale_api.data.store.jobs import JobNotFoundError
-from adascale_api.data.store.reports import Posted
 from adascale_api.http.request_body import ReportsBody
 from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, answer, errors
 from adascale_api.service.service import Service
@@ -42,20 +41,21 @@ class ReportNotFoundError(JobNotFoundError):
     "",
     summary="Post a report or a list of reports",
     dependencies=WORKER,
+    response_model=StoredReports,
     responses=errors(401, 403, 413, 415, 422, 500, 503),
     openapi_extra=reports_body.openapi,
 )
 async def post_gain(
-    service: ServiceOf, job: JobId, body: Annotated[list[GainReportBody], Depends(reports_body)]
-) -> StoredReports:
+    service: ServiceOf, job: JobId, body: Annotated[list[GainReport], Depends(reports_body)]
+) -> Response:
     """Stores each report once per generation and step, so repeating a request has no effect. Stores all
     reports of a request, or none. Answers with the job's generations, and with the seconds until the next
     reports shall be posted, which grow with the number of jobs."""
-    return (await store_reports(service, job, body)).view(service.heartbeats.post_interval)
+    return Response(await store_reports(service, job, body), media_type="application/json")
 
 
-async def store_reports(service: Service, job: str, body: list[GainReportBody]) -> Posted:
-    """Store the reports of a request."""
+async def store_reports(service: Service, job: str, body: list[GainReport]) -> bytes:
+    """Store the reports of a request, and return `StoredReports` as JSON."""
     await service.require_reachable(job, max(body, key=attrgetter("generation")))
     posted = await service.database.write(
         partial(reports.post, job_id=job, new=body, now=service.clock(), retention=service.settings.reports),
@@ -63,7 +63,13 @@ async def store_reports(service: Service, job: str, body: list[GainReportBody]) 
         is_report=True,
     )
     service.metrics.count_reports(posted.stored, posted.repeated)
-    return posted
+    # The text of the generations is kept, since all requests of a job have the same.
+    return b'{"stored":%d,"repeated":%d,"allocation":%b,"post_interval":%a}' % (
+        posted.stored,
+        posted.repeated,
+        posted.job.view_json,
+        service.heartbeats.post_interval,
+    )
 
 
 @router.get(
@@ -78,8 +84,7 @@ async def get_gain(service: ServiceOf, job: JobId) -> Response:
     each valid replica count from `min_replicas` to `max_replicas`, by the measured step times."""
 
     def query(transaction: Transaction) -> Response:
-        view = GainResponse.of(_gain_view(transaction, job))
-        return Response(view.model_dump_json(), media_type="application/json")
+        return JSONResponse(_gain_view(transaction, job).to_json())
 
     return await service.database.read(query, is_long=True)
 

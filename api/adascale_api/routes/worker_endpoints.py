@@ -9,22 +9,19 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, get_type_hints
+from typing import Any
 
 from fastapi.routing import APIRoute
-from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adascale_api.auth.authorization import Role
 from adascale_api.http.body_limit import limited_body
 from adascale_api.http.protocol import CLOSED
-from adascale_api.http.request_body import ReportsBody, require_json
-from adascale_api.routes import allocation
+from adascale_api.http.request_body import require_json
+from adascale_api.routes import allocation, gain
 from adascale_api.routes.common import authorize, bearer_token, may_read
 from adascale_api.routes.error_handlers import response_to
-from adascale_api.routes.gain import post_gain, store_reports
-from adascale_api.routes.gain import router as gain_router
 from adascale_api.service.service import Service
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import parse_job_id
@@ -48,9 +45,7 @@ class WorkerEndpoints:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
-        self._reports = ReportsBody()
-        self._view: TypeAdapter[Any] = TypeAdapter(get_type_hints(allocation.put_replica)["return"])
-        self._gain_route = _template(gain_router.routes, post_gain)
+        self._gain_route = _template(gain.router.routes, gain.post_gain)
         self._change_route = _template(allocation.router.routes, allocation.get_allocation)
         self._replica_route = _template(allocation.router.routes, allocation.put_replica)
 
@@ -120,16 +115,9 @@ class WorkerEndpoints:
         require_json(headers.get(b"content-type", b"").decode("latin-1"))
         text = await _read(receive)
         if replica is None:
-            posted = await store_reports(self._service, job_id, self._reports.parse(text))
-            return b'{"stored":%d,"repeated":%d,"allocation":%b,"post_interval":%a}' % (
-                posted.stored,
-                posted.repeated,
-                posted.job.view_json,
-                self._service.heartbeats.post_interval,
-            )
+            return await gain.store_reports(self._service, job_id, gain.reports_body.parse(text))
         body = allocation.registration_body.parse(text)
-        view = await allocation.put_replica(self._service, job_id, replica, body)
-        return self._view.dump_json(view)
+        return await allocation.register(self._service, job_id, replica, body)
 
 
 def _sender(scope: Scope) -> tuple[dict[bytes, bytes], str | None, str]:

@@ -4,10 +4,10 @@ The next generation of a job is higher than any that its replicas have been in, 
 its state. A worker that names the highest number would leave none for the controller.
 """
 
-from adascale_api.bodies.requests import GainReportBody
 from adascale_api.data.job import Job
 from adascale_api.errors import FieldError, InvalidInputError
 from adascale_core.messages.registration import Registration
+from adascale_core.messages.reports import GainReport
 
 EPOCH = 1_577_836_800.0
 """Seconds since 1970 of the beginning of 2020, before which no job ran."""
@@ -16,7 +16,7 @@ LOST_GENERATIONS = 100_000
 _FIELDS = ("generation", "assigned", "stepped")
 
 
-def require_reachable(message: Registration | GainReportBody, job: Job | None, now: float) -> None:
+def require_reachable(message: Registration | GainReport, job: Job | None, now: float) -> None:
     """Refuse a generation that the job can't have reached.
 
     That is one above the desired generation by more than `LOST_GENERATIONS` and one per second since the job

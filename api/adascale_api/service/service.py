@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from adascale_api.auth.authorization import Authorizer
-from adascale_api.bodies.requests import GainReportBody
 from adascale_api.data.database import Committed, Database
 from adascale_api.data.job import Job
 from adascale_api.data.store import jobs, replicas
@@ -32,6 +31,7 @@ from adascale_api.service.prometheus import Metrics
 from adascale_api.service.retention import RETENTION_INTERVAL, JobRetention, Remover
 from adascale_core.messages.allocation import AllocationView
 from adascale_core.messages.registration import Registration
+from adascale_core.messages.reports import GainReport
 from adascale_core.names import HEARTBEAT_INTERVAL
 from adascale_core.rendezvous.rendezvous import VersionMismatchError
 
@@ -99,7 +99,6 @@ class Service:
         self.metrics = Metrics(database.condition, self.connections)
         self.remover = Remover(database, settings.jobs, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
-        database.on_commit = self._publish
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -115,7 +114,7 @@ class Service:
         check = partial(self.database.check, thorough=True)
         tasks.append(asyncio.create_task(repeat(check, THOROUGH_CHECK_INTERVAL, at_once=True)))
         self.remover.start()
-        self.database.listen(self._note_change, self._note_missed_changes)
+        self.database.listen(self)
         try:
             yield
         finally:
@@ -151,7 +150,7 @@ class Service:
         """Return a job's generations; errors as for `find_job`."""
         return (await self.find_job(job_id)).view
 
-    async def require_reachable(self, job_id: str, message: Registration | GainReportBody) -> None:
+    async def require_reachable(self, job_id: str, message: Registration | GainReport) -> None:
         """Refuse a generation that a job can't have reached.
 
         Raises:
@@ -206,7 +205,8 @@ class Service:
             self.heartbeats.settle(transition.job, without_log, registration.log)
         return transition.job
 
-    def _publish(self, committed: Committed) -> None:
+    def committed(self, committed: Committed) -> None:
+        """Wake what waits for these changes."""
         self.heartbeats.update(committed)
         for job in committed.changed:
             self._wake(job.id)
@@ -215,11 +215,13 @@ class Service:
         if committed.deleted:
             self.remover.wake()
 
-    def _note_change(self, job_id: str) -> None:
+    def changed(self, job_id: str) -> None:
+        """Wake what waits for a change of a job, which another service may have made."""
         self.heartbeats.update_elsewhere(job_id)
         self._wake(job_id)
 
-    def _note_missed_changes(self) -> None:
+    def missed_changes(self) -> None:
+        """Wake all that waits, because changes of other services may have been missed."""
         self.heartbeats.reload()
         self.changes.notify_all()
         self.log.restart()

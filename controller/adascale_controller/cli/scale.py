@@ -34,7 +34,7 @@ def scale(
 ) -> None:
     """Set the most replicas of a job that runs on this machine, until the run ends.
 
-    As with `kubectl scale`, this replaces spec.replicas; 0 saves and stops the job.
+    As with `kubectl scale`, this replaces spec.replicaLimit; 0 saves and stops the job.
     The job uses fewer replicas if more are not worthwhile.
     """
     found = find_job(state_dir, job)

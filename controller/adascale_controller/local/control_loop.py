@@ -113,6 +113,7 @@ class ControlLoop:
             ServiceError: as of `start`; status 409 if another was requested since `view` was read.
         """
         total = self._total(view)
+        self._measurements.add_reported(view)
         state = self._measurements.job_state(self._job, view, total)
         decision = decide([state], self._replica_limit, time.monotonic())[self._job.id]
         # Trainers of an earlier generation than that of the checkpoint cannot replace it. The metrics service

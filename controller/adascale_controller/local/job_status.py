@@ -8,11 +8,11 @@ from typing import Any
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.formatting import age, columns, count, memory, progress_text
-from adascale_controller.local.checkpoints import ObjectStoreError
+from adascale_controller.local.checkpoints import CheckpointStorageError
 from adascale_controller.local.local_jobs import LocalJob
 from adascale_controller.local.run_report import format_result
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_core.messages.registration import ReplicaState
+from adascale_core.views.job_state_name import JobStateName, registered_state, training_replicas
 from adascale_core.views.jobs import JobView
 
 _HEADER = (
@@ -28,8 +28,7 @@ class JobStatus:
         job: the job.
         process: the process of its run; None if it does not run.
         url: the address of its metrics service; None if none runs.
-        state: as `kubectl get asj` shows it, or `Stopping` or `Stopped`; `Unknown` after a run if the
-            checkpoints, which say whether it has finished, cannot be read.
+        state: what it does.
         view: the metrics service's view of it; None if no service answers.
         checkpoint: its newest checkpoint; None if it has none, or its checkpoints cannot be read.
         checkpoint_error: why they cannot be read; None if they can.
@@ -38,7 +37,7 @@ class JobStatus:
     job: LocalJob
     process: int | None
     url: str | None
-    state: str
+    state: JobStateName
     view: JobView | None
     checkpoint: Manifest | None
     checkpoint_error: str | None = None
@@ -46,7 +45,7 @@ class JobStatus:
     @property
     def replicas(self) -> int:
         """The replicas that train."""
-        return len(_training_ranks(self.view))
+        return training_replicas(self.view.active, self.view.replicas) if self.view else 0
 
     @property
     def desired(self) -> int:
@@ -78,7 +77,7 @@ class JobStatus:
         return {
             "name": name,
             "namespace": namespace,
-            "state": self.state,
+            "state": self.state.value,
             "replicas": self.replicas,
             "desiredReplicas": self.desired,
             "batchSize": report.replicas * report.local_bsz * report.accumulation if report else None,
@@ -115,12 +114,12 @@ def read_status(job: LocalJob) -> JobStatus:
     checkpoint, error = None, None
     try:
         checkpoint = job.checkpoint
-    except ObjectStoreError as raised:
+    except CheckpointStorageError as raised:
         error = str(raised)
     if process is None:
         state = _state_after_run(job, checkpoint, error)
     elif service is not None and service.stopping:
-        state = "Stopping"
+        state = JobStateName.STOPPING
     else:
         state = _state_in_run(view)
     return JobStatus(job, process, service.url if service else None, state, view, checkpoint, error)
@@ -168,31 +167,29 @@ def _checkpoint(status: JobStatus) -> str:
     return f"step {count(status.checkpoint.step)}" if status.checkpoint else "none"
 
 
-def _state_after_run(job: LocalJob, checkpoint: Manifest | None, error: str | None) -> str:
+def _state_after_run(job: LocalJob, checkpoint: Manifest | None, error: str | None) -> JobStateName:
     exit_code = job.runs[-1].exit_code
     if error is not None and exit_code == 0:
         # It has finished, or has reached --until.
-        return "Unknown"
+        return JobStateName.UNKNOWN
     if checkpoint is not None and checkpoint.finished and not exit_code:
-        return "Complete"
+        return JobStateName.COMPLETE
     # A run that a signal stopped has the exit code 128 + its number.
-    return "Stopped" if exit_code is None or exit_code == 0 or exit_code > 128 else "Failed"
+    return (
+        JobStateName.STOPPED
+        if exit_code is None or exit_code == 0 or exit_code > 128
+        else JobStateName.FAILED
+    )
 
 
-def _state_in_run(view: JobView | None) -> str:
-    if view is None or not _training_ranks(view):
-        return "Starting"
-    return "Running" if view.active and view.active.generation == view.generation else "Rescaling"
-
-
-def _training_ranks(view: JobView | None) -> list[int]:
-    if view is None or view.active is None:
-        return []
-    return [
-        replica.replica
-        for replica in view.replicas
-        if replica.state is ReplicaState.RUNNING and replica.generation == view.active.generation
-    ]
+def _state_in_run(view: JobView | None) -> JobStateName:
+    if view is None:
+        return JobStateName.STARTING
+    state = registered_state(
+        view.desired, view.active, view.replicas, broken=view.broken, complete=view.complete
+    )
+    # Before its first allocation the run itself starts.
+    return JobStateName.STARTING if state is JobStateName.PENDING else state
 
 
 def _row(status: JobStatus, now: float) -> tuple[str, ...]:

@@ -42,10 +42,10 @@ def replica_limit(job: Job, requested: int | None, devices: Sequence[str]) -> in
         raise ReplicaLimitError(
             f"{needs}, but {source}: use --replicas {fewest} or more, or lower spec.minReplicas"
         )
-    cap = spec.max_replicas if job.replicas is None else job.replicas
-    if fewest > cap:
+    specified = spec.max_replicas if job.replica_limit is None else job.replica_limit
+    if fewest > specified:
         raise ReplicaLimitError(
-            f"{needs}, but spec.replicas is {cap}: raise spec.replicas to {fewest} or more, or lower "
-            "spec.minReplicas"
+            f"{needs}, but spec.replicaLimit is {specified}: raise spec.replicaLimit to {fewest} or more, or "
+            "lower spec.minReplicas"
         )
-    return min(limit, cap, spec.max_replicas)
+    return min(limit, specified, spec.max_replicas)

@@ -15,8 +15,9 @@ from adascale_controller.local.agents import AgentExit, Agents
 from adascale_controller.local.display import Display
 from adascale_core.failures.count import FailureCount
 from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit
+from adascale_core.failures.retries import ProgramFailure, is_permanent, repeats_early_failure
 from adascale_core.messages.registration import ReplicaState
-from adascale_core.views.jobs import JobView, ReplicaView
+from adascale_core.views.jobs import JobView
 
 RESTART_DELAY = 0.5
 """Seconds before an agent that was lost is restarted."""
@@ -45,19 +46,6 @@ class JobFailure:
     permanent: bool = False
 
 
-@dataclass(frozen=True)
-class _EarlyFailure:
-    """A failure before the first step of a generation.
-
-    Args:
-        exit_code: the exit code of the agent.
-        last_lines: the last two lines of the output of the program and its agent.
-    """
-
-    exit_code: int
-    last_lines: list[str]
-
-
 class Replicas:
     """The replicas of a run.
 
@@ -78,7 +66,7 @@ class Replicas:
         self._max_restarts_without_progress = max_restarts_without_progress
         self._failures = FailureCount()
         self._false_starts: dict[int, int] = {}
-        self._early_failure: _EarlyFailure | None = None
+        self._program_failures: list[ProgramFailure] = []
         self._display = display
         self._exits: list[AgentExit] = []
         self._finished = False
@@ -210,34 +198,37 @@ class Replicas:
         else:
             self._false_starts[rank] = self._false_starts.get(rank, 0) + 1
             self._failures = before.with_false_starts(self._false_starts.values())
+        log = (failed and failed.log) or self.agents.log_tail(rank)
+        generation = failed.generation if failed is not None else 0
+        self._program_failures.append(ProgramFailure(rank, generation, agent_exit.code, log))
         count, limit, delay = self._failures.count, self._backoff_limit, backoff(self._failures.count)
         self._restart_at[rank] = now + delay
         if count == before.count:
             return None
         message = f"The program failed on replica {rank} ({describe_exit(agent_exit.code)})"
-        log = (failed and failed.log) or self.agents.log_tail(rank)
         exit_class = classify_exit(agent_exit.code)
-        single = exit_class is ExitClass.SINGLE_REPLICA_PROGRAM
+        measured = {step_time.replicas for step_time in view.step_times}
         given_up = None
         if failed is not None and exit_class is not ExitClass.INVALID_PROGRAM:
             failure = f"replica {rank}: {describe_exit(agent_exit.code)}"
+            single = exit_class is ExitClass.SINGLE_REPLICA_PROGRAM
             given_up = self.failing_counts.fail(failed.generation, view, failure, at_once=single)
-        if exit_class is ExitClass.INVALID_PROGRAM or (single and given_up is None):
+        if is_permanent(exit_class, measured):
             return JobFailure(
                 f"{message}; it is not restarted, because it would fail again", log, permanent=True
             )
-        previous, self._early_failure = self._early_failure, _early_failure(agent_exit, failed, log, view)
         if self._failures.exceeds(limit):
             verb = "exceeds" if count == 1 else "exceed"
             return JobFailure(f"{message}: {plural(count, 'failure')} {verb} backoffLimit ({limit})", log)
         if given_up is not None:
-            self._early_failure = None
             fewer = plural(given_up.limit, "replica")
             self._display.message(f"{message}. T{str(given_up)[1:]}; continuing on {fewer} at most", "yellow")
             if log:
                 self._display.print(output_text(log))
             return None
-        if previous is not None and previous == self._early_failure:
+        latest = view.latest.generation if view.latest is not None else 0
+        replicas = view.desired.replicas if view.desired is not None else None
+        if repeats_early_failure(self._program_failures, latest, replicas, measured):
             return JobFailure(f"{message}, twice in the same way before its first step", log)
         self._display.message(
             f"{message}: failure {count}, backoffLimit is {limit}; restarting in {delay:.0f} s", "yellow"
@@ -250,13 +241,3 @@ class Replicas:
 def output_text(log: str) -> Text:
     """Return the last lines of a program's output, as they are displayed after a failure."""
     return Text(f"\nThe last lines of its output:\n{log}\n", "dim")
-
-
-def _early_failure(
-    agent_exit: AgentExit, failed: ReplicaView | None, log: str, view: JobView
-) -> _EarlyFailure | None:
-    """Return the failure of a generation that has made no step; None if it has."""
-    latest = view.latest
-    if failed is not None and latest is not None and latest.generation >= failed.generation > 0:
-        return None
-    return _EarlyFailure(agent_exit.code, log.strip().splitlines()[-2:])

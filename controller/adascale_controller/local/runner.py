@@ -12,7 +12,7 @@ from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.job import Job
 from adascale_controller.local import run_history, service_file
 from adascale_controller.local.agents import STOP_TIMEOUT, Agents
-from adascale_controller.local.checkpoints import ObjectStoreError, location, newest_manifest
+from adascale_controller.local.checkpoints import CheckpointStorageError, location, newest_manifest
 from adascale_controller.local.control_loop import ControlLoop
 from adascale_controller.local.display import Display
 from adascale_controller.local.generations import summarize_generations
@@ -68,8 +68,8 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
     if job.suspend:
         display.message(f"{job.short_id} is not run: spec.suspend is true")
         return 0
-    if job.replicas == 0:
-        display.message(f"{job.short_id} is not run: spec.replicas is 0")
+    if job.replica_limit == 0:
+        display.message(f"{job.short_id} is not run: spec.replicaLimit is 0")
         return 0
     folder = StateDir(options.state_dir or DEFAULT_ROOT / job.id)
     chosen = job.checkpoint_url or job.checkpoint.path
@@ -230,7 +230,7 @@ class _Run:
             reports = ()
         try:
             checkpoint = newest_manifest(self._checkpoints)
-        except ObjectStoreError as error:
+        except CheckpointStorageError as error:
             self._display.message(f"Cannot show what is saved: {error}", "yellow")
             return
         print_summary(

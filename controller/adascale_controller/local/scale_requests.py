@@ -39,8 +39,8 @@ class ScaleRequests:
 
     def __init__(self, folder: StateDir, job: Job, devices: Sequence[str], display: Display) -> None:
         self._folder = folder
-        # As with `kubectl scale`, the request replaces spec.replicas.
-        self._job = replace(job, replicas=None)
+        # As with `kubectl scale`, the request replaces spec.replicaLimit.
+        self._job = replace(job, replica_limit=None)
         self._devices = devices
         self._display = display
 

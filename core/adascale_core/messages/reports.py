@@ -18,11 +18,13 @@ class GainReport(Message):
         step: optimizer steps since the job was created, over all generations.
         progress: sum of gains so far, in steps at `batch_size`.
         epoch: the present epoch, from 0.
-        replicas, local_bsz, accumulation: the batch plan (K, b, a).
-        scale: S = K*b*a / batch_size.
+        replicas: number of replicas (K).
+        local_bsz: samples in a micro-batch of one replica (b).
+        accumulation: micro-batches of one replica per optimizer step (a).
+        scale: S = K*b*a / `batch_size`.
         gain: how many steps at `batch_size` one step is worth, between 1 and S for S >= 1.
-        grad_sqr: estimated squared norm of the true gradient.
-        grad_var: estimated variance of a gradient at `batch_size`.
+        grad_sqr: estimated squared norm of the true gradient; noise can make it negative.
+        grad_var: estimated variance of a gradient at `batch_size`; noise can make it negative.
         step_time: mean seconds per optimizer step since the last report; 0 if not measured yet.
         time: when the step was made, in seconds since 1970 by the worker's clock.
         loss: mean training loss since the last report, or its last mean; None if the program does not log it.

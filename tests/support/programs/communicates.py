@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 from torchmetrics import MeanMetric
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from adascale_worker.errors import WorkerError
 
 # Before the trainer, as Hugging Face's `TrainingArguments` does.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adascale_worker import ElasticTrainer
+from adascale import ElasticTrainer
 from support.training import samples
 
 folder = Path(os.environ["JOURNAL"])

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from adascale_client import JobClient, ServiceUnreachableError
+from adascale_client import MetricsServiceClient, ServiceUnreachableError
 from adascale_core.failures.exit_codes import (
     EXIT_COMMAND_NOT_FOUND,
     EXIT_FINISHED,
@@ -50,7 +50,8 @@ class Agent:
     """Runs the user's program as one replica of a job, in one generation after the other.
 
     Args:
-        client: client of the metrics service, for this job.
+        client: the metrics service.
+        job_id: the job.
         command: the user's program and its arguments.
         environ: the environment of the trainers, without what the agent sets. Variables of launchers are
             left out, because frameworks would start communication of their own.
@@ -64,7 +65,8 @@ class Agent:
 
     def __init__(
         self,
-        client: JobClient,
+        client: MetricsServiceClient,
+        job_id: str,
         command: Sequence[str],
         environ: Mapping[str, str],
         *,
@@ -89,7 +91,7 @@ class Agent:
         self._agent = secrets.token_hex(8)
         self._key = secrets.token_hex(16)
         self._events = Events()
-        self._heartbeat = Heartbeat(client, self._events.notify)
+        self._heartbeat = Heartbeat(client, job_id, self._events.notify)
         self._backoff = RestartBackoff()
         self._restart_at = 0.0
         self._trainers = 0

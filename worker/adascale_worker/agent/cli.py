@@ -78,7 +78,8 @@ def _run(command: list[str]) -> int:
                 "Without one, run the program itself"
             )
         agent = Agent(
-            MetricsServiceClient(service.url, service.token, service.token_file).for_job(service.job_id),
+            MetricsServiceClient(service.url, service.token, service.token_file),
+            service.job_id,
             command,
             environ,
             replica=environment.read_replica(environ),

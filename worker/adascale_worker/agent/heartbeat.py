@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from adascale_client import Backoff, JobClient, ServiceError, ServiceRefusedError
+from adascale_client import Backoff, MetricsServiceClient, ServiceError, ServiceRefusedError
 from adascale_core.messages.allocation import AllocationView, MemberView
 from adascale_core.messages.pacing import MAX_INTERVAL, change_wait
 from adascale_core.messages.registration import Registration
@@ -28,14 +28,20 @@ class Heartbeat:
 
     Args:
         client: the metrics service.
+        job_id: the job.
         on_change: called when `view` has changed, from a thread of this object.
         clock: returns seconds from an arbitrary start.
     """
 
     def __init__(
-        self, client: JobClient, on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic
+        self,
+        client: MetricsServiceClient,
+        job_id: str,
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
+        self._job_id = job_id
         self._clock = clock
         self._on_change = on_change
         self._changed = threading.Condition()
@@ -103,7 +109,7 @@ class Heartbeat:
                     self._changed.wait()
                 registration, before = self._registration, self._view
             try:
-                answer = self._client.register(registration)
+                answer = self._client.register(self._job_id, registration)
                 self._record_answer(answer, registration)
                 self._update_view(answer, before)
             except ServiceError as error:
@@ -126,10 +132,10 @@ class Heartbeat:
             before = self._view
             try:
                 if before is None:
-                    self._update_view(self._client.get_allocation(), before)
+                    self._update_view(self._client.get_allocation(self._job_id), before)
                 else:
                     wait = change_wait(self._interval, CHANGE_TIMEOUT)
-                    self._update_view(self._client.get_allocation(before.version, wait), before)
+                    self._update_view(self._client.get_allocation(self._job_id, before.version, wait), before)
                 backoff.reset()
             except ServiceError as error:
                 self._record_error(error)

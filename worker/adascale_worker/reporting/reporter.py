@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from itertools import islice
 
-from adascale_client import Backoff, JobClient, ServiceError, ServiceRefusedError
+from adascale_client import Backoff, MetricsServiceClient, ServiceError, ServiceRefusedError
 from adascale_core.messages.pacing import MAX_INTERVAL, report_interval
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import REPORT_INTERVAL
@@ -26,10 +26,12 @@ class Reporter:
 
     Args:
         client: the metrics service.
+        job_id: the job.
     """
 
-    def __init__(self, client: JobClient) -> None:
+    def __init__(self, client: MetricsServiceClient, job_id: str) -> None:
         self._client = client
+        self._job_id = job_id
         self._queue: deque[GainReport] = deque(maxlen=MAX_QUEUED)
         self._changed = threading.Condition()
         self._closing = False
@@ -71,7 +73,7 @@ class Reporter:
                         return
                     continue
             try:
-                answer = self._client.post_gain(reports)
+                answer = self._client.post_gain(self._job_id, reports)
             except ServiceError as error:
                 status = error.status if isinstance(error, ServiceRefusedError) else None
                 if status in INVALID_REPORT:

@@ -48,12 +48,12 @@ class SecondMoment(NamedTuple):
     Attributes:
         value: of the shape of the parameter.
         factor: a positive number; or for values on a GPU, the factors of several parameters: shape (n,).
-        index: of the parameter's own factor among these.
+        place: of the parameter's own factor among these.
     """
 
     value: Tensor
     factor: float | Tensor = 1.0
-    index: int = 0
+    place: int = 0
 
 
 @runtime_checkable
@@ -209,8 +209,8 @@ class AdamRule(ScalingRule):
             steps = flatten_together([state["step"] for state in others.values()])
             steps = steps.to(accumulation_dtype(device))  # 1 - beta loses digits.
             tensor = (1.0 - beta ** (steps * unit)).reciprocal()
-            for index, (parameter_id, state) in enumerate(others.items()):
-                found[parameter_id] = SecondMoment(state[name], tensor, index)
+            for place, (parameter_id, state) in enumerate(others.items()):
+                found[parameter_id] = SecondMoment(state[name], tensor, place)
         return found
 
     def eps(self, number: int) -> float:

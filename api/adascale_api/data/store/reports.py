@@ -14,13 +14,10 @@ from operator import attrgetter
 from statistics import median
 from typing import Any
 
-from adascale_api.bodies.requests import GainReportBody
 from adascale_api.data.job import Job, UnreadableJobError
 from adascale_api.data.sql import Row, Sql, Transaction
 from adascale_api.data.store.jobs import MAX_UNDECLARED, lock_or_create
-from adascale_core.messages.allocation import AllocationView
 from adascale_core.messages.reports import GainReport, StepTime
-from adascale_core.views.gain import StoredReports
 
 REPORTS_PER_STEP_TIME = 50
 """A step time is the median over this many of the latest reports with the same batch plan."""
@@ -30,8 +27,6 @@ MAX_PLANS = 256
 """Batch plans of a job whose step times are kept, the latest."""
 
 
-Report = GainReport | GainReportBody
-"""A report, as a message or as the body of a request: both have the same fields."""
 _Place = tuple[int, int]
 """The generation and step of a report."""
 _Plan = tuple[Any, ...]
@@ -74,15 +69,6 @@ class Posted:
     repeated: int
     job: Job
 
-    @property
-    def allocation(self) -> AllocationView:
-        """The job's generations."""
-        return self.job.view
-
-    def view(self, post_interval: float) -> StoredReports:
-        """Return the answer."""
-        return StoredReports(self.stored, self.repeated, self.job.view, post_interval)
-
 
 @dataclass(frozen=True)
 class _Times:
@@ -100,7 +86,7 @@ class _Times:
 def post(
     transaction: Transaction,
     job_id: str,
-    new: Sequence[Report],
+    new: Sequence[GainReport],
     now: float,
     retention: Retention = Retention(),
 ) -> Posted:
@@ -263,10 +249,10 @@ def _measurements(transaction: Transaction, job: Job) -> tuple[int, int, int, in
 
 
 def _unstored(
-    transaction: Transaction, key: int, new: Sequence[Report], newest: _Place
-) -> dict[_Place, Report]:
+    transaction: Transaction, key: int, new: Sequence[GainReport], newest: _Place
+) -> dict[_Place, GainReport]:
     """Return the reports that are not stored, the first of each place; `newest` is the newest stored."""
-    found: dict[_Place, Report] = {}
+    found: dict[_Place, GainReport] = {}
     for report in new:
         found.setdefault((report.generation, report.step), report)
     first, last = min(found), max(found)
@@ -277,12 +263,12 @@ def _unstored(
     return found
 
 
-def _row(key: int, report: Report) -> Row:
+def _row(key: int, report: GainReport) -> Row:
     *numbers, metrics, accelerator = _values(report)
     return (key, *numbers, json.dumps(metrics) if metrics else "", accelerator)
 
 
-def _times(transaction: Transaction, job: Job, new: Sequence[Report]) -> dict[_Plan, _Times]:
+def _times(transaction: Transaction, job: Job, new: Sequence[GainReport]) -> dict[_Plan, _Times]:
     """Return the step times of the batch plans of reports, kept and new."""
     found: dict[_Plan, _Times] = {}
     for report in new:

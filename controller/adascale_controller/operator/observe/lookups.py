@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
-from adascale_controller.operator.observe.observed_job import CachedJob, CheckpointClaim, live_pods
+from adascale_controller.operator.observe.observed_job import CachedJob, CheckpointClaim
 from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.types.conditions import Reason, has_ended
 from adascale_controller.operator.types.kubernetes import ApiObject, seconds
@@ -73,7 +73,7 @@ class LookupResults:
 def needed_lookups(cached: CachedJob, now: float) -> Lookups:
     """Return the lookups that a job needs at `now`, in seconds since 1970."""
     job, workload, indexed_job = cached.resource, cached.workload, cached.own_indexed_job
-    live = live_pods(cached.pods)
+    live = cached.live_pods
     short = (
         indexed_job is not None
         and not (indexed_job.suspended or indexed_job.finished)

@@ -125,36 +125,35 @@ class CachedJob:
     @property
     def own_indexed_job(self) -> IndexedJob | None:
         """The Indexed Job, if this AdaScaleJob owns it and it is not being deleted."""
-        return own_indexed_job(self.resource, self.indexed_job)
+        indexed_job = self.indexed_job
+        owned = (
+            indexed_job is not None and indexed_job.owner == self.resource.uid and not indexed_job.deleting
+        )
+        return indexed_job if owned else None
+
+    @property
+    def live_pods(self) -> dict[int, Pod]:
+        """The pods that have not ended and are not being deleted, by rank."""
+        return _live(self.pods)
 
 
 @dataclass(frozen=True)
-class ObservedJob:
-    """The observed state of one AdaScaleJob at one moment.
+class ObservedJob(CachedJob):
+    """The observed state of one AdaScaleJob at one moment: what the caches hold, and what had to be fetched.
 
     Args:
-        resource: the AdaScaleJob.
         service: its view in the metrics service. None if the metrics service does not answer.
-        indexed_job: the Job of the same name.
-        pods: the pods of the same name.
         claim: the claim for checkpoints. None if checkpoints are saved at a path.
         digest: digest of the current template.
         pod_creation_failure: why the Job controller can't create pods.
-        lost_nodes: names of nodes that are not ready.
         now: seconds since 1970.
-        workload: what its objects are made from. None if the spec is invalid.
     """
 
-    resource: AdaScaleJob
     service: JobView | None
-    indexed_job: IndexedJob | None
-    pods: Sequence[Pod]
     claim: CheckpointClaim | None
     digest: str
     pod_creation_failure: PodProblem | None
-    lost_nodes: frozenset[str]
     now: float
-    workload: Workload | None = None
 
     @property
     def current_allocation(self) -> Allocation | None:
@@ -175,11 +174,6 @@ class ObservedJob:
         if not recorded or recorded["template"] != self.digest:
             return None
         return FailingCount(recorded["count"], recorded["limit"], recorded["failure"])
-
-    @property
-    def own_indexed_job(self) -> IndexedJob | None:
-        """The Indexed Job, if this AdaScaleJob owns it and it is not being deleted."""
-        return own_indexed_job(self.resource, self.indexed_job)
 
     @property
     def own_pods(self) -> Sequence[Pod]:
@@ -207,11 +201,6 @@ class ObservedJob:
         if view is None or view.active is None or view.broken:
             return 0
         return view.active.replicas
-
-    @property
-    def live_pods(self) -> dict[int, Pod]:
-        """The pods that have not ended and are not being deleted, by rank."""
-        return live_pods(self.pods)
 
     @property
     def required_pods(self) -> int:
@@ -245,7 +234,7 @@ class ObservedJob:
         registered = {replica.replica for replica in view.replicas}
         return {
             rank
-            for rank, pod in live_pods(self.own_pods).items()
+            for rank, pod in _live(self.own_pods).items()
             if pod.has_started and pod.created_at <= view.created_at and rank not in registered
         }
 
@@ -287,12 +276,5 @@ class ObservedJob:
         return self.placement_problem(ranks) or next((problem for problem in problems if problem), None)
 
 
-def own_indexed_job(job: AdaScaleJob, indexed_job: IndexedJob | None) -> IndexedJob | None:
-    """Return the Indexed Job if the AdaScaleJob owns it and it is not being deleted."""
-    owned = indexed_job is not None and indexed_job.owner == job.uid and not indexed_job.deleting
-    return indexed_job if owned else None
-
-
-def live_pods(pods: Iterable[Pod]) -> dict[int, Pod]:
-    """Return the pods that have not ended and are not being deleted, by rank."""
+def _live(pods: Iterable[Pod]) -> dict[int, Pod]:
     return {pod.rank: pod for pod in pods if pod.exit is None and pod.deletion_deadline is None}

@@ -8,7 +8,7 @@ from typing import Any
 from adascale_controller.formatting import describe_limit, plural, progress_text
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.job_phase import JobPhase, last_failure
-from adascale_controller.operator.reconcile.replica_cap import cap_problem
+from adascale_controller.operator.reconcile.replica_limit import replica_limit_problem
 from adascale_controller.operator.reconcile.status import ScheduledJob
 from adascale_controller.operator.types.actions import Event, Status
 from adascale_controller.operator.types.conditions import (
@@ -87,9 +87,11 @@ def _rescheduled(
 
 def _without_effect(observed: ObservedJob, scheduled: ScheduledJob) -> Iterator[Event]:
     """Yield an Event about what in an edited spec has no effect."""
-    problem = cap_problem(observed.resource.valid_job) if scheduled.phase is JobPhase.RUNNABLE else None
+    problem = (
+        replica_limit_problem(observed.resource.valid_job) if scheduled.phase is JobPhase.RUNNABLE else None
+    )
     if problem is not None:
-        yield Event("ReplicasBelowMinimum", problem, warning=True)
+        yield Event("ReplicaLimitTooLow", problem, warning=True)
     if (steps := _steps_after_end(observed)) is not None:
         yield Event("NotContinued", _not_continued(observed, steps), warning=True)
 

@@ -15,7 +15,8 @@ from adascale_controller.operator.observe.failed_pods import failed_pods, is_pro
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_core.failures.count import FailureCount
-from adascale_core.failures.exit_codes import ExitClass, classify_exit
+from adascale_core.failures.exit_codes import classify_exit
+from adascale_core.failures.retries import ProgramFailure, is_permanent, repeats_early_failure
 
 LONG_LIFE: Final = 600.0
 """Seconds after which the Job controller no longer counts a pod's end against its backoff."""
@@ -52,60 +53,35 @@ def with_pods(recorded: FailureCount, pods: Iterable[Pod]) -> FailureCount:
 
 
 def has_permanent_failure(observed: ObservedJob) -> bool:
-    """Whether the program has failed, before its end on rank 0, in a way that a restart would repeat.
-
-    A program that has failed because it has several replicas may continue on one, if it has trained on one.
-    """
-    permanent = {ExitClass.INVALID_PROGRAM}
-    view = observed.service
-    if view is not None and not any(each.replicas == 1 for each in view.step_times):
-        permanent.add(ExitClass.SINGLE_REPLICA_PROGRAM)
+    """Whether the program has failed, before its end on rank 0, in a way that a restart would repeat."""
+    measured = _measured(observed)
     return not observed.program_finished and any(
         pod.exit is not None
         and pod.exit.of_worker
         and pod.exit.exit_code is not None
-        and classify_exit(pod.exit.exit_code) in permanent
+        and is_permanent(classify_exit(pod.exit.exit_code), measured)
         for pod in failed_pods(observed.own_pods)
     )
 
 
-def repeats_early_failure(observed: ObservedJob) -> bool:
-    """Whether the program has failed twice in a row in the same way, both times before its first step.
-
-    In the same way: with the same exit code and the same last two lines of output. False if it has trained on
-    another replica count, to which the job may return.
-    """
-    view = observed.service
+def has_repeated_failure(observed: ObservedJob) -> bool:
+    """Whether the program has failed twice in the same way before its first step."""
+    view, current = observed.service, observed.current_allocation
     if observed.program_finished or view is None:
         return False
-    current = observed.current_allocation
-    if any(current is not None and each.replicas != current.replicas for each in view.step_times):
-        return False
+    failures = []
+    for pod in failed_pods(observed.own_pods):
+        end = pod.exit.termination if pod.exit is not None else None
+        if pod.exit is not None and end is not None:
+            failures.append(ProgramFailure(pod.rank, end.generation, pod.exit.exit_code, end.log))
     latest = view.latest.generation if view.latest is not None else 0
-    return any(
-        len(failures) > 1 and failures[-1] == failures[-2]
-        for failures in _early_failures(failed_pods(observed.own_pods), latest).values()
-    )
+    replicas = current.replicas if current is not None else None
+    return repeats_early_failure(failures, latest, replicas, _measured(observed))
 
 
-def _early_failures(pods: Iterable[Pod], latest: int) -> dict[int, list[tuple[int | None, list[str]]]]:
-    """Return the failures before the first step of each rank, by creation time.
-
-    Args:
-        pods: pods that the program has failed in.
-        latest: the newest generation that has made a step; 0 if none has.
-    """
-    failures: dict[int, list[tuple[int | None, list[str]]]] = {}
-    for pod in pods:
-        end = pod.exit
-        message = end.termination if end is not None else None
-        if end is None or message is None:
-            continue
-        if 0 < message.generation <= latest:
-            failures.pop(pod.rank, None)
-        else:
-            failures.setdefault(pod.rank, []).append((end.exit_code, message.log.strip().splitlines()[-2:]))
-    return failures
+def _measured(observed: ObservedJob) -> set[int]:
+    """Return the replica counts with measured step times. One replica is assumed without the service."""
+    return {each.replicas for each in observed.service.step_times} if observed.service is not None else {1}
 
 
 def is_lost(pod: Pod, now: float) -> bool:

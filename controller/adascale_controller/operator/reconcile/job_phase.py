@@ -11,7 +11,7 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.failures import (
     count_failures,
     has_permanent_failure,
-    repeats_early_failure,
+    has_repeated_failure,
 )
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
 from adascale_core.failures.count import FailureCount
@@ -103,7 +103,7 @@ def _ended(observed: ObservedJob, failures: FailureCount) -> _Finding | None:
     if has_permanent_failure(observed):
         message = "The program is not restarted, because it would fail again"
         return JobPhase.FAILED, Reason.PROGRAM_FAILED, f"{message}. {last_failure(observed)}".rstrip()
-    if repeats_early_failure(observed):
+    if has_repeated_failure(observed):
         message = "The program has failed twice in the same way before its first step"
         return JobPhase.FAILED, Reason.PROGRAM_FAILED, f"{message}. {last_failure(observed)}".rstrip()
     return None
@@ -182,8 +182,8 @@ def _stopped(observed: ObservedJob) -> _Finding | None:
         return JobPhase.BLOCKED, Reason.INVALID_SPEC, observed.resource.invalid or ""
     if job.suspend:
         return JobPhase.STOPPING, Reason.SUSPENDED, "spec.suspend is true"
-    if job.replicas == 0:
-        return JobPhase.STOPPING, Reason.SCALED_TO_ZERO, "spec.replicas is 0"
+    if job.replica_limit == 0:
+        return JobPhase.STOPPING, Reason.SCALED_TO_ZERO, "spec.replicaLimit is 0"
     indexed_job = observed.own_indexed_job
     if indexed_job is not None and indexed_job.digest != observed.digest:
         return (

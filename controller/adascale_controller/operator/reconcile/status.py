@@ -10,7 +10,7 @@ from adascale_controller.failing_counts import FailingCount
 from adascale_controller.formatting import duration, plural, progress_text
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
-from adascale_controller.operator.reconcile.replica_cap import cap_problem
+from adascale_controller.operator.reconcile.replica_limit import replica_limit_problem
 from adascale_controller.operator.types.actions import FailedPlacement, Status
 from adascale_controller.operator.types.conditions import (
     Condition,
@@ -24,6 +24,7 @@ from adascale_controller.operator.types.kubernetes import timestamp
 from adascale_core import names
 from adascale_core.decision.accelerators import Accelerator
 from adascale_core.messages.allocation import Allocation
+from adascale_core.views.job_state_name import JobStateName
 
 TELEMETRY = frozenset(
     {
@@ -100,7 +101,7 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
     conditions = _conditions(observed, scheduled, training, counts)
     status: Status = {
         "observedGeneration": observed.resource.generation,
-        "state": _state(conditions, scheduled),
+        "state": str(_state(conditions, scheduled)),
         "replicas": training,
         "desiredReplicas": allocation.replicas if allocation and not ended else 0,
         "selector": f"{names.LABEL_JOB}={observed.resource.name}",
@@ -297,7 +298,7 @@ def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) ->
             f"{duration(failed.pause)} or when more capacity is available"
         )
         return Condition(kind, False, failed.reason, message)
-    message = (cap_problem(observed.resource.valid_job) or "") if runnable else ""
+    message = (replica_limit_problem(observed.resource.valid_job) or "") if runnable else ""
     return Condition(kind, False, Reason.STABLE, message)
 
 
@@ -316,15 +317,22 @@ def _suspended(assessment: Assessment, training: int, observed: ObservedJob) -> 
     return Condition(kind, False, Reason.RESUMED if resumed else Reason.STABLE)
 
 
-def _state(conditions: list[Condition], scheduled: ScheduledJob) -> str:
+_STATES = {
+    ConditionType.FAILED: JobStateName.FAILED,
+    ConditionType.COMPLETE: JobStateName.COMPLETE,
+    ConditionType.SUSPENDED: JobStateName.SUSPENDED,
+}
+
+
+def _state(conditions: list[Condition], scheduled: ScheduledJob) -> JobStateName:
     """Return the state that `kubectl get` shows."""
     true = {condition.type for condition in conditions if condition.status}
-    for kind in (ConditionType.FAILED, ConditionType.COMPLETE, ConditionType.SUSPENDED):
+    for kind, state in _STATES.items():
         if kind in true:
-            return str(kind)
+            return state
     if ConditionType.RUNNING in true:
-        return str(ConditionType.RESCALING if ConditionType.RESCALING in true else ConditionType.RUNNING)
+        return JobStateName.RESCALING if ConditionType.RESCALING in true else JobStateName.RUNNING
     allocation = scheduled.allocation
     if scheduled.phase is JobPhase.RUNNABLE and allocation is not None and allocation.replicas:
-        return "Starting"
-    return "Pending"
+        return JobStateName.STARTING
+    return JobStateName.PENDING

@@ -180,7 +180,7 @@ class ControlLoop:
             await self._cancel_writes()
 
     async def _cancel_writes(self) -> None:
-        """End what goes on beside the cycles: another operator may write as soon as this one has ended."""
+        """Cancel all pending calls and writes: another operator may write as soon as this one has ended."""
         self._planned.clear()
         tasks: list[asyncio.Task[Any]] = [*self._applying.values(), *self._beside.values()]
         if self._decision is not None:
@@ -339,17 +339,17 @@ class ControlLoop:
     # -- what to look at ------------------------------------------------------------------------------------
 
     def _look_at(self, key: JobKey) -> None:
-        """Have a cycle look at a job now."""
+        """Look at a job in the next cycle, and start that now."""
         self._queue.add([key])
         self._cache.changed.set()
 
     def _look_at_changed(self, keys: Collection[JobKey]) -> None:
-        """Have the next cycle look at jobs, and try again what has failed for them."""
+        """Look at jobs in the next cycle, and retry their failed calls."""
         self._queue.add(keys)
         self._errors.retry_now(map(".".join, keys))
 
     def _look_at_all(self) -> None:
-        """Have a cycle look at everything, as if all had changed."""
+        """Look at all jobs and nodes in the next cycle, as if all had changed."""
         self._queue.add(self._cache.keys(Resource.ADASCALEJOBS))
         self._resources_changed = True
         self._scheduler.decide_again()
@@ -444,7 +444,7 @@ class ControlLoop:
             self._resources_changed |= _fixed_pods(before) != _fixed_pods(job)
 
     def _drop(self, keys: Collection[JobKey]) -> None:
-        """Have each phase drop its memory of jobs that are deleted. Others' Jobs and pods have none."""
+        """Drop the memory of deleted jobs in each phase. Jobs and pods of others have none."""
         self._queue.discard(keys)
         for key in keys:
             self._planned.pop(key, None)
@@ -468,7 +468,7 @@ class ControlLoop:
     # -- schedule -------------------------------------------------------------------------------------------
 
     def _update_resources(self) -> None:
-        """Have the scheduler know the nodes, and the pods on them that it can't move."""
+        """Pass the nodes to the scheduler, and the pods on them that it can't move."""
         if not self._resources_changed:
             return
         self._resources_changed = False
@@ -565,7 +565,7 @@ class ControlLoop:
         return reconcile(job, assessment, decision, failed_placement, failing_count)
 
     async def _store_decisions(self) -> None:
-        """Store the explained decisions with the metrics service, or have them explained again.
+        """Store the explained decisions with the metrics service, or else explain them again later.
 
         While there are changes, they come first, for `MAX_EXPLAIN_DELAY` at most.
         """
@@ -647,7 +647,7 @@ class ControlLoop:
                 break
 
     def _drop_applied(self) -> None:
-        """Have the jobs whose actions are carried out looked at again, if that was postponed."""
+        """Queue the jobs whose actions are carried out, if a look at them was postponed."""
         for key, task in list(self._applying.items()):
             if task.done():
                 del self._applying[key]

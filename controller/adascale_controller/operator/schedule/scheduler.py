@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
-from types import MappingProxyType
 
 from adascale_controller.explanation_schedule import ExplanationSchedule
-from adascale_controller.failing_counts import FailingCount, FailingCounts
-from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
-from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.failed_pods import failed_pods
+from adascale_controller.failing_counts import FailingCount
+from adascale_controller.measurements import TemplateMeasurements
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.accelerator_types import AcceleratorTypes, TypedDemands
+from adascale_controller.operator.schedule.candidate import Candidate, Resources, make_candidate
+from adascale_controller.operator.schedule.job_memory import JobMemory
 from adascale_controller.operator.schedule.node_selection import NodeSelection
-from adascale_controller.operator.schedule.nodes import free_nodes, pod_request
-from adascale_controller.operator.schedule.placement_backoff import PlacementBackoff
 from adascale_controller.operator.schedule.standing_decisions import StandingDecisions, still_applies
 from adascale_controller.operator.types.actions import FailedPlacement
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_core.batch.plans import BatchBounds, valid_replicas
-from adascale_core.decision.accelerators import Accelerator, TypeOptions, choose_types
+from adascale_core.decision.accelerators import Accelerator, choose_types
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.explanation import explain
-from adascale_core.decision.job_state import JobState
-from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
-from adascale_core.performance.goodput_table import candidate_counts
-from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
-from adascale_core.placement.packing import Demand, Node
+from adascale_core.placement.packing import Demand
 from adascale_core.views.decision import DecisionView
-from adascale_core.views.jobs import JobView
 
 MIN_INTERVAL = 1.0
 """Seconds between two decisions for which there are only new measurements."""
@@ -45,113 +33,6 @@ MAX_CHANGE_SHARE = 0.5
 """The share of the time that decisions about changes take, beyond `BURST`."""
 BURST = 1.0
 """Seconds of processor time that such decisions may take at any time, one after the other."""
-
-
-@dataclass
-class _JobMemory:
-    """The scheduler's state of one job.
-
-    A restarted operator measures it again. Only the count that is given up is read from the status, because
-    trying it again would cost a failure of the program.
-    """
-
-    measurements: JobMeasurements = field(default_factory=JobMeasurements)
-    backoff: PlacementBackoff = field(default_factory=PlacementBackoff)
-    failing_counts: FailingCounts = field(default_factory=FailingCounts)
-    digest: str | None = None
-    """The digest of the template of which `failing_counts` are."""
-    request: tuple[int, Mapping[str, int]] = (-1, MappingProxyType({}))
-    """What a pod requests, and the generation of the AdaScaleJob for which that was computed."""
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A job that may run, as the decision sees it.
-
-    Args:
-        observed: the job.
-        demand: what it requests of the nodes, of any type of accelerator.
-        state: its state, on the type on which it was measured last, with the limit of the local batch size of
-            its replicas.
-        types: the types of accelerators that it may run on.
-        states: type -> its state.
-        template: what other jobs of its template had reported when the state was computed.
-        limit_reason: why it has `state.limit`; None if the decision has a better reason.
-    """
-
-    observed: ObservedJob
-    demand: Demand
-    state: JobState
-    types: TypedDemands
-    states: Mapping[str, JobState]
-    template: tuple[object, ...]
-    limit_reason: str | None
-
-    def demand_on(self, accelerator: str | None) -> Demand:
-        """Return what it requests if it runs on a type of accelerator. None if it is not tied to a type."""
-        return self.demand if accelerator is None else self.types.by_type[accelerator].demand
-
-    def state_on(self, accelerator: str | None) -> JobState:
-        """Return its state on a type of accelerator. None if it is not tied to a type."""
-        return self.state if accelerator is None else self.states[accelerator]
-
-    def decided_state(self, decision: Decision | None) -> JobState:
-        """Return its state on the type of a decision, if it may run on that now."""
-        return self.state_on(self.decided_type(decision))
-
-    def decided_type(self, decision: Decision | None) -> str | None:
-        """Return the type of a decision. None if it has none, or none on which the job may run now."""
-        accelerator = decision.accelerator if decision is not None else None
-        name = accelerator.type if accelerator is not None else None
-        return name if name in self.types.by_type else None
-
-    @cached_property
-    def options(self) -> TypeOptions:
-        """Return the types from which to choose: those on which a count is valid."""
-        smallest = {}
-        for name, state in self.states.items():
-            counts = candidate_counts(state.bounds, state.min_replicas, state.max_replicas)
-            if counts:
-                smallest[name] = counts[0]
-        demands = {name: self.types.by_type[name].demand for name in smallest}
-        return TypeOptions(self.state.id, smallest, demands, self.types.present)
-
-
-class _Resources:
-    """The nodes and the pods on them that a decision can't change.
-
-    Args:
-        nodes: all nodes. None if the operator may not read nodes.
-        pods: the pods that belong to no job that may run.
-    """
-
-    def __init__(self, nodes: Sequence[ApiObject] | None, pods: Sequence[ApiObject]) -> None:
-        self.nodes = nodes
-        self._pods = pods
-
-    @cached_property
-    def free(self) -> Sequence[Node] | None:
-        """The nodes with their free resources."""
-        return None if self.nodes is None else free_nodes(self.nodes, self._pods, ())
-
-    def capacity(
-        self,
-        candidates: Mapping[str, _Candidate],
-        demands: Mapping[str, Demand],
-        before: DecisionResult | None = None,
-    ) -> Capacity:
-        """Return what the replicas of jobs have to fit into.
-
-        Args:
-            candidates: all jobs that may run.
-            demands: of the jobs in question.
-            before: the last decision. None if there is none.
-        """
-        if self.free is None:
-            return ReplicaCapacity(sum(each.state.max_replicas for each in candidates.values()))
-        bounds = [problem.bound for problem in before.problems] if before is not None else []
-        known = next((bound for bound in bounds if isinstance(bound, NodeCapacity)), None)
-        return NodeCapacity(self.free, demands, known)
 
 
 @dataclass(frozen=True)
@@ -165,8 +46,8 @@ class DecisionInput:
         same_jobs: whether no job has changed since the last decision.
     """
 
-    candidates: Mapping[str, _Candidate]
-    resources: _Resources
+    candidates: Mapping[str, Candidate]
+    resources: Resources
     before: DecisionResult | None
     same_jobs: bool
 
@@ -207,16 +88,16 @@ class Scheduler:
     def __init__(self, accelerator_label: str = DEFAULT_ACCELERATOR_LABEL) -> None:
         self._accelerator_label = accelerator_label
         self._accelerator_types = AcceleratorTypes(accelerator_label)
-        self._memories: dict[str, _JobMemory] = {}
+        self._memories: dict[str, JobMemory] = {}
         self._templates = TemplateMeasurements()
         self._node_selection = NodeSelection()
         self._explanations = ExplanationSchedule()
-        self._candidates: dict[str, _Candidate] = {}
+        self._candidates: dict[str, Candidate] = {}
         self._present_types: dict[str, str | None] = {}
         """Job id -> the type on which its replicas were when the decision that holds was made."""
         self._requested: dict[str, int] = {}
         """Job id -> the replica count that is being requested since the job was observed."""
-        self._resources = _Resources(None, ())
+        self._resources = Resources(None, ())
         self._standing = StandingDecisions()
         self._result: DecisionResult | None = None
         self._adopted_at = -inf
@@ -246,28 +127,33 @@ class Scheduler:
             nodes: all nodes. None if the operator may not read nodes.
             pods: the pods that belong to no job that may run.
         """
-        self._resources = _Resources(nodes, pods)
+        self._resources = Resources(nodes, pods)
         self._resources_changed = True
         selects_others = self._node_selection.update(nodes or ())
         if selects_others:
             self._accelerator_types = AcceleratorTypes(self._accelerator_label, nodes or ())
         for candidate in list(self._candidates.values()):
-            memory = self._memories[candidate.observed.resource.uid]
-            if selects_others or memory.backoff.failed_placement(candidate.observed.now) is not None:
-                self._use(candidate.observed)
+            job, memory = candidate.observed, self._memories[candidate.observed.resource.uid]
+            if selects_others or memory.backoff.failed_placement(job.now) is not None:
+                self._replace(candidate, self._candidate(job, *self._demands(job)))
 
     def update(self, job: ObservedJob) -> None:
         """Use this state of a job that may run from now on."""
-        self._requested.pop(job.resource.id, None)
-        self._use(job)
-
-    def _use(self, job: ObservedJob) -> None:
         job_id, before = job.resource.id, self._candidates.get(job.resource.id)
+        self._requested.pop(job_id, None)
         if before is not None and before.observed.resource.uid != job.resource.uid:
             # Another AdaScaleJob of this name.
             self.remove(job_id)
             before = None
-        candidate = self._candidate(job, self._demand(job))
+        memory = self._memories.setdefault(job.resource.uid, JobMemory())
+        memory.observe_spec(job.resource, self._templates)
+        demand, types = self._demands(job)
+        memory.observe(job, types, lambda: self._fitting(job_id, demand, types))
+        self._replace(before, self._candidate(job, demand, types))
+
+    def _replace(self, before: Candidate | None, candidate: Candidate) -> None:
+        """Use another state of a job, and record whether that makes a decision due."""
+        job_id = candidate.state.id
         self._candidates[job_id] = candidate
         if before is None:
             self._jobs_changed = True
@@ -277,7 +163,7 @@ class Scheduler:
         decided_type = kept.accelerator.type if kept.accelerator is not None else None
         if (
             not still_applies(candidate.decided_state(kept), before.decided_state(kept), kept)
-            or not _same_demand(candidate, before)
+            or not candidate.has_same_demand(before)
             or candidate.types.present not in (before.types.present, decided_type)
         ):
             self._jobs_changed = True
@@ -294,7 +180,7 @@ class Scheduler:
         candidate = self._candidates.get(job_id)
         if candidate is not None:
             self._requested[job_id] = replicas
-            self._candidates[job_id] = self._candidate(candidate.observed, candidate.demand)
+            self._candidates[job_id] = self._candidate(candidate.observed, candidate.demand, candidate.types)
 
     def remove(self, job_id: str) -> None:
         """Drop a job that may not run, or is gone."""
@@ -305,12 +191,12 @@ class Scheduler:
             self._jobs_changed = True
 
     def explain_again(self, job_id: str) -> None:
-        """Have the decision about a job explained again, since it could not be stored."""
+        """Explain the decision about a job again, because it could not be stored."""
         self._not_stored.add(job_id)
         self._measurements_changed = True
 
     def decide_again(self) -> None:
-        """Have a decision be due, though nothing is known to have changed."""
+        """Make a decision due, even if no change is known."""
         self._jobs_changed = True
 
     # -- deciding -------------------------------------------------------------------------------------------
@@ -341,7 +227,9 @@ class Scheduler:
         for job_id, candidate in list(self._candidates.items()):
             memory = self._memories[candidate.observed.resource.uid]
             if candidate.template != memory.measurements.template.reported:
-                self._candidates[job_id] = self._candidate(candidate.observed, candidate.demand)
+                self._candidates[job_id] = self._candidate(
+                    candidate.observed, candidate.demand, candidate.types
+                )
                 self._measurements_changed = True
         same_jobs = not (self._jobs_changed or self._measurements_changed)
         self._jobs_changed = self._resources_changed = self._measurements_changed = False
@@ -363,7 +251,7 @@ class Scheduler:
             types = choose_types([each.options for each in ordered], resources.free)
         demands = {job_id: each.demand_on(types.get(job_id)) for job_id, each in candidates.items()}
         states = [each.state_on(types.get(job_id)) for job_id, each in candidates.items()]
-        capacity = resources.capacity(candidates, demands, before)
+        capacity = resources.capacity(candidates, demands, before.problems if before else ())
         problems = DecisionProblem.independent(states, capacity, before.problems if before else ())
         decisions: dict[str, Decision] = {}
         for problem in problems:
@@ -473,7 +361,7 @@ class Scheduler:
             decision = replace(decision, accelerator=candidate.types.by_type[decided_type].accelerator)
         return decision
 
-    def _is_about_another_type(self, candidate: _Candidate) -> bool:
+    def _is_about_another_type(self, candidate: Candidate) -> bool:
         """Whether a job has left the type of accelerator on which it was when it was decided about.
 
         A job without replicas may get any type, so both decisions would hold in turn.
@@ -516,7 +404,7 @@ class Scheduler:
                 replicas = max(candidate.state.replicas, standing.replicas if standing is not None else 0)
             if replicas:
                 counts[job_id] = replicas
-        return present.capacity(self._candidates, demands, result).fits(counts)
+        return present.capacity(self._candidates, demands, result.problems).fits(counts)
 
     # -- one job --------------------------------------------------------------------------------------------
 
@@ -537,136 +425,32 @@ class Scheduler:
         memory = self._memories.get(job.resource.uid)
         return memory.backoff.next_due(job.now) if memory is not None else inf
 
-    def _demand(self, observed: ObservedJob) -> Demand:
-        """Return what a job requests of the nodes."""
-        job = observed.resource
-        pod_spec = job.template["spec"]
-        memory = self._memories.setdefault(job.uid, _JobMemory())
-        if memory.request[0] != job.generation:
-            memory.request = (job.generation, pod_request(pod_spec))
-            memory.measurements.template = self._templates.of(_program(job))
-        return Demand(
-            request=memory.request[1],
-            nodes=self._node_selection.eligible(pod_spec),
+    def _demands(self, observed: ObservedJob) -> tuple[Demand, TypedDemands]:
+        """Return what a job requests of the nodes of any type of accelerator, and of those of each type."""
+        demand = Demand(
+            request=self._memories[observed.resource.uid].request,
+            nodes=self._node_selection.eligible(observed.resource.template["spec"]),
             placed={rank: pod.node for rank, pod in observed.live_pods.items() if pod.node},
             one_node=observed.single_node,
         )
+        if self._resources.nodes is None:
+            return demand, TypedDemands()
+        return demand, self._accelerator_types.demands(observed, demand)
 
-    def _candidate(self, observed: ObservedJob, demand: Demand) -> _Candidate:
+    def _candidate(self, observed: ObservedJob, demand: Demand, types: TypedDemands) -> Candidate:
         """Return a job as the decision sees it."""
-        job, view = observed.resource.valid_job, observed.service or JobView.empty()
-        memory = self._memories.setdefault(observed.resource.uid, _JobMemory())
-        memory.measurements.update(view, time.monotonic())
-        types = TypedDemands()
-        if self._resources.nodes is not None:
-            types = self._accelerator_types.demands(observed, demand)
-        present = demand if types.present is None else types.by_type[types.present].demand
-        target = training_target(job, view)
-        state = memory.measurements.job_state(job, view, target)
-        current = observed.current_allocation
-        trains_current = view.desired == current and observed.training_replicas > 0
-
-        def most() -> int:
-            demands = {job.id: present}
-            return self._resources.capacity(self._candidates, demands, self._result).max_replicas(job.id)
-
-        on_types = {
-            name: memory.measurements.job_state(job, view, target, name)
-            if each.accelerator.required
-            else state
-            for name, each in types.by_type.items()
-        }
-        bounds = (state if types.present is None else on_types[types.present]).bounds
-        _update_backoff(memory.backoff, observed, bounds, most)
-        if memory.digest != observed.digest:
-            # The program is another, or the operator has been restarted.
-            memory.failing_counts = FailingCounts(observed.recorded_failing_count)
-            memory.digest = observed.digest
-        _update_failing_counts(memory.failing_counts, observed, view)
-        failing = memory.failing_counts.given_up
-        limits = [job.replicas, memory.backoff.limit(most, observed.now), memory.failing_counts.limit]
-        limit = min((limit for limit in limits if limit is not None), default=None)
-        limit_reason = None
-        if limit is not None and limit == job.replicas:
-            limit_reason = f"spec.replicas is {limit}"
-        elif failing is not None and limit == failing.limit:
-            limit_reason = str(failing)
-        replicas = self._requested.get(job.id, current.replicas if current is not None else 0)
-        is_stable = trains_current and job.id not in self._requested
-        state = replace(
-            state,
-            arrival=float(observed.resource.created_at),
-            replicas=replicas,
-            stable_since=state.stable_since if is_stable else None,
-            limit=limit,
+        job_id, memory = observed.resource.id, self._memories[observed.resource.uid]
+        return make_candidate(
+            observed,
+            memory,
+            demand,
+            types,
+            lambda: self._fitting(job_id, demand, types),
+            self._requested.get(job_id),
         )
-        states = {
-            name: replace(
-                state,
-                accelerator=name,
-                bounds=on_type.bounds,
-                largest=on_type.largest,
-                step_times=on_type.step_times,
-                template_step_times=on_type.template_step_times,
-            )
-            for name, on_type in on_types.items()
-        }
-        reported = memory.measurements.template.reported
-        return _Candidate(observed, demand, state, types, states, reported, limit_reason)
 
-
-def _same_demand(candidate: _Candidate, before: _Candidate) -> bool:
-    """Whether what a job requests differs in no more than the nodes and the type of its replicas."""
-
-    def compared(each: _Candidate) -> object:
-        types = {name: (typed.accelerator, typed.demand.nodes) for name, typed in each.types.by_type.items()}
-        return replace(each.demand, placed={}), types
-
-    return compared(candidate) == compared(before)
-
-
-def _program(job: AdaScaleJob) -> str:
-    """Return a key that is equal for jobs of a namespace that run the same program in the same way.
-
-    Gradients are estimated for a batch size, so that is a part of the key. Jobs of another namespace do not
-    influence the decision.
-    """
-    parts = [job.namespace, job.valid_job.spec.batch_size, job.template]
-    text = json.dumps(parts, sort_keys=True, default=dict)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _update_failing_counts(counts: FailingCounts, observed: ObservedJob, view: JobView) -> None:
-    counts.update(view)
-    for pod in failed_pods(observed.own_pods):
-        end = pod.exit
-        if end is not None and end.exit_code is not None and end.termination is not None:
-            failure = f"replica {pod.rank}: {describe_exit(end.exit_code)}"
-            single = classify_exit(end.exit_code) is ExitClass.SINGLE_REPLICA_PROGRAM
-            counts.fail(end.termination.generation, view, failure, at_once=single)
-
-
-def _update_backoff(
-    backoff: PlacementBackoff, observed: ObservedJob, bounds: BatchBounds, capacity: Callable[[], int]
-) -> None:
-    current = observed.current_allocation
-    if current is None or current.replicas == 0:
-        return
-    problem = observed.placement_problem(range(current.replicas))
-    live, refusals = observed.live_pods, observed.refusals
-    placed = 0
-    while placed in live and live[placed].is_placed and placed not in refusals:
-        placed += 1
-    spec = observed.resource.valid_job.spec
-    backoff.update(
-        generation=current.generation,
-        count=current.replicas,
-        training=observed.training_replicas,
-        problem=(problem.reason, problem.message) if problem is not None else None,
-        placed=placed,
-        valid=lambda: [
-            count for count in valid_replicas(bounds, spec.max_replicas) if count >= spec.min_replicas
-        ],
-        capacity=capacity,
-        now=observed.now,
-    )
+    def _fitting(self, job_id: str, demand: Demand, types: TypedDemands) -> int:
+        """Return how many replicas of a job seem to fit."""
+        present = demand if types.present is None else types.by_type[types.present].demand
+        problems = self._result.problems if self._result is not None else ()
+        return self._resources.capacity(self._candidates, {job_id: present}, problems).max_replicas(job_id)

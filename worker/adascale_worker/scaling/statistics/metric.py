@@ -376,7 +376,7 @@ def _factors(moments: Sequence[SecondMoment], device: torch.device) -> Tensor:
     shared = moments[0].factor
     if not isinstance(shared, Tensor):
         return torch.tensor([moment.factor for moment in moments], device=device)
-    positions = [moment.index for moment in moments]
+    positions = [moment.place for moment in moments]
     start, end = positions[0], positions[0] + len(positions)
     if positions == list(range(start, end)):
         return shared[start:end]

@@ -87,8 +87,12 @@ class PreviousGradient:
         old = self._gradients or self._free_memory
         gradients: list[list[Tensor | None]] = []
         for number, group in enumerate(parameters):
-            present = [index for index, parameter in enumerate(group) if parameter.grad is not None]
-            sources = [local_shard(group[index].grad) for index in present]
+            shards = {
+                index: local_shard(parameter.grad)
+                for index, parameter in enumerate(group)
+                if parameter.grad is not None
+            }
+            present, sources = list(shards), list(shards.values())
             divided = self._metric.divided([group[index] for index in present], sources)
             memory = old[number] if number < len(old) else []
             old_copies = [memory[index] if index < len(memory) else None for index in present]
@@ -118,14 +122,14 @@ class PreviousGradient:
         previous: list[list[Tensor]] = []
         current: list[list[Tensor]] = []
         for copies, group in zip(self._gradients or [], parameters, strict=True):
-            pairs = [
-                (copied, parameter)
+            compared = [
+                (copied, parameter, local_shard(parameter.grad))
                 for copied, parameter in zip(copies, group, strict=True)
                 if copied is not None and parameter.grad is not None
             ]
-            previous.append([copied for copied, _ in pairs])
-            own = [parameter for _, parameter in pairs]
-            current.append(self._metric.divided(own, [local_shard(parameter.grad) for parameter in own]))
+            previous.append([copied for copied, *_ in compared])
+            own = [parameter for _, parameter, _ in compared]
+            current.append(self._metric.divided(own, [gradient for *_, gradient in compared]))
         return inner_products(previous, current, device)
 
     def state_dict(self) -> dict[str, Any] | None:

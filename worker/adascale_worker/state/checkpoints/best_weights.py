@@ -12,8 +12,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from adascale_core.checkpoint_manifest import best_weights_file_name, is_best_weights
+from adascale_storage.interface import Storage, StorageError
 from adascale_worker.errors import CheckpointError
-from adascale_worker.state.checkpoints.storage.interface import Storage, StorageError
 from adascale_worker.state.weights_file import encode, plain_weights, read_metadata
 
 MAX_WAIT_AT_EXIT = 20.0

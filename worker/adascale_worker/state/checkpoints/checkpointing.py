@@ -11,10 +11,11 @@ from torch import Tensor
 
 from adascale_client import Backoff
 from adascale_core.checkpoint_manifest import Manifest
+from adascale_storage import open_storage
+from adascale_storage.interface import Storage, UnusableStorageError
 from adascale_worker.errors import CheckpointError, StorageUnavailableError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.checkpoints.best_weights import BestWeights
-from adascale_worker.state.checkpoints.storage import open_storage
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 
@@ -49,7 +50,7 @@ class Checkpointing:
     """
 
     def __init__(self, location: str | Path | None, interval: float, group: ReplicaGroup) -> None:
-        self._store = CheckpointStore(open_storage(location)) if location is not None else None
+        self._store = None if location is None else CheckpointStore(_open(location))
         self._writer = (
             CheckpointWriter(self._store, interval, self._keep_manifest) if self._store is not None else None
         )
@@ -297,3 +298,15 @@ class Checkpointing:
 
     def _keep_manifest(self, manifest: Manifest) -> None:
         self._manifest = manifest
+
+
+def _open(location: str | Path) -> Storage:
+    """Return the storage at a location.
+
+    Raises:
+        CheckpointError: it can't be used.
+    """
+    try:
+        return open_storage(location)
+    except UnusableStorageError as error:
+        raise CheckpointError(str(error)) from error

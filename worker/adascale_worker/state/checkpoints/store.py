@@ -37,18 +37,19 @@ from adascale_core.checkpoint_manifest import (
     manifest_number,
     state_file_name,
 )
-from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
-from adascale_worker.state import tree
-from adascale_worker.state.checkpoints.snapshot import Snapshot
-from adascale_worker.state.checkpoints.storage.interface import (
+from adascale_storage.interface import (
     MissingFileError,
     NameTakenError,
     Part,
     Storage,
     StorageError,
     StorageFullError,
+    UnusableStorageError,
     WriteCancelledError,
 )
+from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
+from adascale_worker.state import tree
+from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.file import StateFileLayout, read_layout
 from adascale_worker.state.tree import InvalidSpecError
 
@@ -137,6 +138,8 @@ class CheckpointStore:
                         raise
             else:
                 raise StorageError(f"other processes have saved here during each of {_MAX_ATTEMPTS} attempts")
+        except UnusableStorageError as error:
+            raise CheckpointError(str(error)) from error
         except StorageError as error:
             remedy = "Check that the storage can be reached and written, or use another one"
             if isinstance(error, StorageFullError):
@@ -218,6 +221,8 @@ class CheckpointStore:
             raise CheckpointError(
                 f"the result cannot be saved in {self.storage}: another process has saved later checkpoints"
             ) from error
+        except UnusableStorageError as error:
+            raise CheckpointError(str(error)) from error
         except StorageError as error:
             raise StorageUnavailableError(f"the result cannot be saved in {self.storage}: {error}") from error
         self._prune()

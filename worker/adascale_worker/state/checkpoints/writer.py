@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from adascale_core.checkpoint_manifest import Manifest
+from adascale_storage.interface import WriteCancelledError
 from adascale_worker.errors import CheckpointError
 from adascale_worker.program.weight_checks import all_finite, nonfinite_message
 from adascale_worker.state.checkpoints.snapshot import Snapshot
-from adascale_worker.state.checkpoints.storage.interface import WriteCancelledError
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 
 State = dict[str, Any]

@@ -1,12 +1,18 @@
-"""What checkpoints need from a storage."""
+"""What checkpoints need from a storage, and its errors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Protocol
 
+from adascale_core.errors import AdaScaleError
+
 Part = bytes | memoryview
 """A part of a file's content."""
+
+
+class UnusableStorageError(AdaScaleError):
+    """The storage can never be used: the URL is invalid, or the client or the store lacks something."""
 
 
 class StorageError(Exception):

@@ -13,12 +13,12 @@ from typing import Any
 
 from adascale_core.checkpoint_manifest import S3_CHECKSUMS, normalized_url
 from adascale_core.extras import install_command
-from adascale_worker.errors import CheckpointError
-from adascale_worker.state.checkpoints.storage.interface import (
+from adascale_storage.interface import (
     MissingFileError,
     NameTakenError,
     Part,
     StorageError,
+    UnusableStorageError,
     WriteCancelledError,
 )
 
@@ -43,9 +43,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 """Arguments for the clients of URL schemes."""
-
-_S3FS_ATTEMPTS = 2
-"""How many times s3fs sends a request, each of which botocore repeats by itself; 5 if it is not set."""
+_OPTIONS_OF_PERSON: dict[str, dict[str, Any]] = {
+    "s3": {
+        "config_kwargs": {
+            "connect_timeout": 5,
+            "read_timeout": 15,
+            "retries": {"max_attempts": 0},
+            **S3_CHECKSUMS,
+        }
+    },
+}
+"""The same while a person waits for the answer."""
 
 
 class ObjectStore:
@@ -56,33 +64,37 @@ class ObjectStore:
 
     Args:
         url: such as s3://bucket/prefix.
+        person_waits: whether to give up early, without repeating a request.
 
     Raises:
-        CheckpointError: no client for this URL is installed, or the URL has no bucket, or has credentials.
+        UnusableStorageError: no client for this URL is installed, or the URL has no bucket or has
+            credentials.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, person_waits: bool = False) -> None:
         self._url = normalized_url(url)
         scheme, _, path = url.partition("://")
         if _CREDENTIALS.match(path):
-            raise CheckpointError(
+            raise UnusableStorageError(
                 f"the URL of the checkpoints contains credentials, which would appear in logs: use {scheme}://"
                 f"{_CREDENTIALS.sub('', path)}, and for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             )
         if not path.strip("/"):
-            raise CheckpointError(f"{url} has no bucket: use a URL such as {scheme}://bucket/prefix")
+            raise UnusableStorageError(f"{url} has no bucket: use a URL such as {scheme}://bucket/prefix")
         try:
             import fsspec
         except ImportError as error:
             raise _not_installed(url, scheme) from error
         try:
-            self._fs, self._prefix = fsspec.core.url_to_fs(self._url, **_OPTIONS.get(scheme, {}))
+            options = (_OPTIONS_OF_PERSON if person_waits else _OPTIONS).get(scheme, {})
+            self._fs, self._prefix = fsspec.core.url_to_fs(self._url, **options)
         except ImportError as error:
             raise _not_installed(url, scheme) from error
         except ValueError as error:
-            raise CheckpointError(f"checkpoints cannot be saved at {url}: {error}") from error
+            raise UnusableStorageError(f"{url} cannot be used: {error}") from error
         if scheme == "s3":
-            self._fs.retries = _S3FS_ATTEMPTS
+            # How often s3fs sends a request, which botocore repeats by itself; 5 if it is not set.
+            self._fs.retries = 1 if person_waits else 2
         self._is_checked = False
 
     def __str__(self) -> str:
@@ -148,7 +160,7 @@ class ObjectStore:
         """Check once that the store refuses a second object of the same name.
 
         Raises:
-            CheckpointError: the store overwrites objects instead.
+            UnusableStorageError: the store overwrites objects instead.
         """
         if self._is_checked:
             return
@@ -158,7 +170,7 @@ class ObjectStore:
             except FileExistsError:
                 self._is_checked = True
                 return
-        raise CheckpointError(
+        raise UnusableStorageError(
             f"{self._url}: this store ignores the condition If-None-Match, which keeps a replaced replica "
             "from overwriting checkpoints: use a store with conditional writes"
         )
@@ -172,7 +184,7 @@ def _errors() -> Iterator[None]:
     """Raise the errors of clients, which differ, as those of storages."""
     try:
         yield
-    except (CheckpointError, StorageError, WriteCancelledError):
+    except (UnusableStorageError, StorageError, WriteCancelledError):
         raise
     except FileExistsError as error:
         raise NameTakenError(_message(error)) from error
@@ -189,13 +201,13 @@ def _message(error: BaseException) -> str:
     return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
 
 
-def _not_installed(url: str, scheme: str) -> CheckpointError:
+def _not_installed(url: str, scheme: str) -> UnusableStorageError:
     packages = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
     if scheme == "s3":
         remedy = f"run `{install_command('s3')}`"
     else:
         remedy = f"install {packages.get(scheme, 'the fsspec implementation for this scheme')}"
-    return CheckpointError(
+    return UnusableStorageError(
         f"checkpoints cannot be saved at {url}: the client for {scheme}:// is not installed: {remedy}, in "
         "the image of the workers too"
     )

@@ -1,0 +1,179 @@
+"""A job as the decision sees it, and the nodes that it competes for. All of it is pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from adascale_controller.measurements import training_target
+from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.schedule.accelerator_types import TypedDemands
+from adascale_controller.operator.schedule.job_memory import JobMemory
+from adascale_controller.operator.schedule.nodes import free_nodes
+from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_core.decision.accelerators import TypeOptions
+from adascale_core.decision.decide import Decision, DecisionProblem
+from adascale_core.decision.job_state import JobState
+from adascale_core.performance.goodput_table import candidate_counts
+from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
+from adascale_core.placement.packing import Demand, Node
+from adascale_core.views.jobs import JobView
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A job that may run, as the decision sees it.
+
+    Args:
+        observed: the job.
+        demand: what it requests of the nodes, of any type of accelerator.
+        state: its state, on the type on which it was measured last, with the limit of the local batch size of
+            its replicas.
+        types: the types of accelerators that it may run on.
+        states: type -> its state.
+        template: what jobs of its template had reported when the state was computed.
+        limit_reason: why it has `state.limit`; None if the decision has a better reason.
+    """
+
+    observed: ObservedJob
+    demand: Demand
+    state: JobState
+    types: TypedDemands
+    states: Mapping[str, JobState]
+    template: tuple[object, ...]
+    limit_reason: str | None
+
+    def demand_on(self, accelerator: str | None) -> Demand:
+        """Return what it requests if it runs on a type of accelerator. None if it is not tied to a type."""
+        return self.demand if accelerator is None else self.types.by_type[accelerator].demand
+
+    def state_on(self, accelerator: str | None) -> JobState:
+        """Return its state on a type of accelerator. None if it is not tied to a type."""
+        return self.state if accelerator is None else self.states[accelerator]
+
+    def decided_state(self, decision: Decision | None) -> JobState:
+        """Return its state on the type of a decision, if it may run on that now."""
+        return self.state_on(self.decided_type(decision))
+
+    def decided_type(self, decision: Decision | None) -> str | None:
+        """Return the type of a decision. None if it has none, or none on which the job may run now."""
+        accelerator = decision.accelerator if decision is not None else None
+        name = accelerator.type if accelerator is not None else None
+        return name if name in self.types.by_type else None
+
+    @cached_property
+    def options(self) -> TypeOptions:
+        """Return the types from which to choose: those on which a count is valid."""
+        smallest = {}
+        for name, state in self.states.items():
+            counts = candidate_counts(state.bounds, state.min_replicas, state.max_replicas)
+            if counts:
+                smallest[name] = counts[0]
+        demands = {name: self.types.by_type[name].demand for name in smallest}
+        return TypeOptions(self.state.id, smallest, demands, self.types.present)
+
+    def has_same_demand(self, other: Candidate) -> bool:
+        """Whether two candidates request the same, apart from the nodes and the type of their replicas."""
+
+        def compared(each: Candidate) -> object:
+            types = {
+                name: (typed.accelerator, typed.demand.nodes) for name, typed in each.types.by_type.items()
+            }
+            return replace(each.demand, placed={}), types
+
+        return compared(self) == compared(other)
+
+
+def make_candidate(
+    observed: ObservedJob,
+    memory: JobMemory,
+    demand: Demand,
+    types: TypedDemands,
+    fitting: Callable[[], int],
+    requested: int | None,
+) -> Candidate:
+    """Return a job as the decision sees it. Changes nothing.
+
+    Args:
+        observed: the job.
+        memory: what was observed of it.
+        demand: what it requests of the nodes, of any type of accelerator.
+        types: the types of accelerators that it may run on.
+        fitting: returns how many of its replicas seem to fit.
+        requested: the replica count that is being requested since it was observed. None if none is.
+    """
+    job, view = observed.resource.valid_job, observed.service or JobView.empty()
+    target, measured = training_target(job, view), memory.measurements
+    state = measured.job_state(job, view, target)
+    on_types = {
+        name: measured.job_state(job, view, target, name) if each.accelerator.required else state
+        for name, each in types.by_type.items()
+    }
+    failing = memory.failing_counts.given_up
+    limits = [job.replica_limit, memory.backoff.limit(fitting, observed.now), memory.failing_counts.limit]
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    limit_reason = None
+    if limit is not None and limit == job.replica_limit:
+        limit_reason = f"spec.replicaLimit is {limit}"
+    elif failing is not None and limit == failing.limit:
+        limit_reason = str(failing)
+    current = observed.current_allocation
+    trains_current = view.desired == current and observed.training_replicas > 0
+    replicas = current.replicas if current is not None else 0
+    state = replace(
+        state,
+        arrival=float(observed.resource.created_at),
+        replicas=replicas if requested is None else requested,
+        stable_since=state.stable_since if trains_current and requested is None else None,
+        limit=limit,
+    )
+    states = {
+        name: replace(
+            state,
+            accelerator=name,
+            bounds=on_type.bounds,
+            largest=on_type.largest,
+            step_times=on_type.step_times,
+            template_step_times=on_type.template_step_times,
+        )
+        for name, on_type in on_types.items()
+    }
+    return Candidate(observed, demand, state, types, states, measured.template.reported, limit_reason)
+
+
+class Resources:
+    """The nodes and the pods on them that a decision can't change.
+
+    Args:
+        nodes: all nodes. None if the operator may not read nodes.
+        pods: the pods that belong to no job that may run.
+    """
+
+    def __init__(self, nodes: Sequence[ApiObject] | None, pods: Sequence[ApiObject]) -> None:
+        self.nodes = nodes
+        self._pods = pods
+
+    @cached_property
+    def free(self) -> Sequence[Node] | None:
+        """The nodes with their free resources."""
+        return None if self.nodes is None else free_nodes(self.nodes, self._pods, ())
+
+    def capacity(
+        self,
+        candidates: Mapping[str, Candidate],
+        demands: Mapping[str, Demand],
+        known: Sequence[DecisionProblem] = (),
+    ) -> Capacity:
+        """Return what the replicas of jobs have to fit into.
+
+        Args:
+            candidates: all jobs that may run.
+            demands: of the jobs in question.
+            known: the problems of the last decision, whose search for nodes is continued.
+        """
+        if self.free is None:
+            return ReplicaCapacity(sum(each.state.max_replicas for each in candidates.values()))
+        bounds = (problem.bound for problem in known)
+        before = next((bound for bound in bounds if isinstance(bound, NodeCapacity)), None)
+        return NodeCapacity(self.free, demands, before)

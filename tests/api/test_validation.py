@@ -1,0 +1,39 @@
+"""Bodies that are subclasses of messages of the core."""
+
+import json
+from dataclasses import fields
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from adascale_api.bodies.requests import REPORT_FIELDS, GainReportBody
+from adascale_api.bodies.responses import GainResponse
+from adascale_core.messages.reports import GainReport
+from api.client import a_report
+
+ADAPTER = TypeAdapter(GainReportBody)
+
+
+def test_a_parsed_report_is_the_message_with_its_defaults() -> None:
+    required = {name: value for name, value in a_report(7).to_json().items() if value not in (None, {}, "")}
+    parsed = ADAPTER.validate_json(json.dumps(required))
+    assert isinstance(parsed, GainReport)
+    assert GainReport(**vars(parsed)) == GainReport(**required)
+    assert parsed.efficiency == parsed.gain / parsed.scale
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("step", True), ("gain", 0.0), ("loss", float("nan")), ("x", 1)]
+)
+def test_a_report_with_an_invalid_field_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=field):
+        ADAPTER.validate_json(json.dumps({**a_report().to_json(), field: value}))
+
+
+def test_the_schemas_describe_each_field_of_a_report() -> None:
+    names = [field.name for field in fields(GainReport)]
+    assert list(REPORT_FIELDS) == names
+    properties = ADAPTER.json_schema()["properties"]
+    assert properties["epoch"]["description"] == "The present epoch, from 0."
+    assert all(properties[name]["description"] for name in names)
+    assert set(names) < set(GainResponse.model_json_schema()["properties"])
