@@ -67,6 +67,10 @@ ENV_READ_TOKEN_FILE = "ADASCALE_READ_TOKEN_FILE"
 """A file with that token."""
 ENV_REPLICA = "ADASCALE_REPLICA"
 """Index of the replica, from 0 (default: 0)."""
+ENV_RANK = "ADASCALE_RANK"
+"""Rank of the trainer, from 0; before its first generation, index of its replica. Set by the agent."""
+ENV_REPLICAS = "ADASCALE_REPLICAS"
+"""Number of replicas; before the trainer's first generation, the desired number. Set by the agent."""
 ENV_ADDRESS = "ADASCALE_ADDRESS"
 """Host name or IP address at which other replicas reach this replica (default: 127.0.0.1)."""
 ENV_NODE_NAME = "ADASCALE_NODE_NAME"
@@ -110,6 +114,38 @@ ENV_CHECKPOINT_INTERVAL = "ADASCALE_CHECKPOINT_INTERVAL"
 """Seconds between two periodic checkpoints (default: 30)."""
 ENV_STEP_TIMEOUT = "ADASCALE_STEP_TIMEOUT"
 """Seconds without a step after which a trainer that is behind ends its process (default: never)."""
+
+LAUNCHER_VARIABLES = (
+    # torchrun
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    # MPI
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "PMI_RANK",
+    "PMI_SIZE",
+    # Slurm
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NTASKS",
+)
+"""Variables of launchers from which frameworks conclude that they run in one process of several. An agent
+removes them from the environment of trainers."""
 
 # -- defaults of settings -------------------------------------------------------------------------------
 

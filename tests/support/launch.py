@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,12 +190,20 @@ class Replicas:
 class AgentProcess:
     """An agent and the trainers that it starts."""
 
-    def __init__(self, rank: int, folder: Path, service: Mapping[str, str], **options: object) -> None:
+    def __init__(
+        self,
+        rank: int,
+        folder: Path,
+        service: Mapping[str, str],
+        *,
+        command: Sequence[str] = (),
+        **options: object,
+    ) -> None:
         self.rank = rank
         self.log = folder / f"agent-{rank}-{len(list(folder.glob(f'agent-{rank}-*.log')))}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "adascale_worker.agent", "--", *PYTHON, str(PROGRAM)],
+                [sys.executable, "-m", "adascale_worker.agent", "--", *(command or [*PYTHON, str(PROGRAM)])],
                 stdout=log,
                 stderr=log,
                 env={

@@ -144,7 +144,7 @@ class Members:
                 rank=rank,
                 members=described,
                 secret="secret",
-                env={"RANK": str(rank), "WORLD_SIZE": str(len(members)), **(env or {})},
+                env={"ADASCALE_RANK": str(rank), "ADASCALE_REPLICAS": str(len(members)), **(env or {})},
             )
         for trainer in released:
             trainer.send(type="release", generation=self.generation)

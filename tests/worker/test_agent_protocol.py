@@ -123,7 +123,7 @@ def test_trainers_stay_while_the_job_grows_and_shrinks(job: Job) -> None:
     job.start(0)
     job.wait_for_members(1, 0)
     first = job.trainer(0)
-    assert first.seen()[0]["WORLD_SIZE"] == "1"
+    assert first.seen()[0]["ADASCALE_REPLICAS"] == "1"
     assert not first.wait_for("assign", 1)["state"]
     job.service.allocate(2, 2)
     job.start(1)
@@ -136,7 +136,7 @@ def test_trainers_stay_while_the_job_grows_and_shrinks(job: Job) -> None:
     assert assignments[0]["members"] == assignments[1]["members"]
     assert assignments[0]["secret"] == assignments[1]["secret"] != ""
     assert assignments[1]["env"]["ADASCALE_BATCH_SIZE"] == "8"
-    assert assignments[1]["env"]["WORLD_SIZE"] == "2"
+    assert assignments[1]["env"]["ADASCALE_REPLICAS"] == "2"
     job.service.allocate(3, 1)
     job.wait_for_members(3, 0)
     assert not second.wait_for("release", 3)["last"]

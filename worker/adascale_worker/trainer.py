@@ -169,7 +169,11 @@ class ElasticTrainer:
         try:
             self._arguments = arguments
             channel = environment.take_agent_channel(os.environ)
-            assignment = environment.read_assignment(os.environ)
+            assignment = (
+                environment.read_assignment(os.environ)
+                if channel is None
+                else environment.read_agent_assignment(os.environ)
+            )
             self.device = select_device(device, assignment.local_rank)
             """The device of this replica's model and batches."""
             if channel is not None and self.device.type == "cuda":
@@ -207,6 +211,19 @@ class ElasticTrainer:
         has collected in an object that `program_reentry` registers.
         """
         return self._trainer.group.is_main
+
+    @property
+    def replica_group(self) -> torch.distributed.ProcessGroup:
+        """The process group of the replicas, also of a single one, for collective calls of the program.
+
+        With one process per replica, this is torch's default process group. Each generation has its own, so
+        read this when it is needed. Groups of the program's own end with the generation too, and a collective
+        call with one raises a `WorkerError` then.
+
+        Raises:
+            WorkerError: under an agent, before `program_reentry`.
+        """
+        return self._trainer.group.process_group
 
     @property
     def generation(self) -> int:
@@ -403,7 +420,7 @@ class ElasticTrainer:
         require_choice(hyperparameters)
         parts = program_parts(model, optimizer, lr_scheduler)
         check_optimizer_parameters(parts.model, parts, group.replicas)
-        check_synchronized_norms(parts.model, self.device, group.replicas)
+        check_synchronized_norms(parts.model, self.device)
         scaler = scaler_of((register or {}).values())
         made = make_loop(
             parts,

@@ -35,7 +35,8 @@ channel.start(
 channel.send("ready", port=1)
 while channel.newest is None:
     channel.wait(1)
-print(f"replica {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, who: {os.environ.get('WHO')}", flush=True)
+rank, replicas = os.environ["ADASCALE_RANK"], os.environ["ADASCALE_REPLICAS"]
+print(f"replica {rank} of {replicas}, who: {os.environ.get('WHO')}", flush=True)
 
 match sys.argv[1:]:
     case ["sleep"]:

@@ -13,7 +13,10 @@ from pathlib import Path
 
 folder = Path(os.environ["SCRIPTED"])
 todo, seen = folder / f"{os.getpid()}.todo", folder / f"{os.getpid()}.seen"
-environ = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "ADASCALE_REPLICA")}
+environ = {
+    name: os.environ.get(name)
+    for name in ("ADASCALE_RANK", "ADASCALE_REPLICAS", "ADASCALE_REPLICA", "RANK", "WORLD_SIZE")
+}
 channel = socket.socket(fileno=int(os.environ["ADASCALE_AGENT_FD"]))
 
 

@@ -27,6 +27,9 @@ from adascale_core.names import (
     ENV_API_URL,
     ENV_GENERATION,
     ENV_JOINS_OTHERS,
+    ENV_RANK,
+    ENV_REPLICAS,
+    LAUNCHER_VARIABLES,
     LEAVE_GRACE,
 )
 from adascale_core.rendezvous.instruction import Instruction, instruction
@@ -49,7 +52,8 @@ class Agent:
     Args:
         client: client of the metrics service, for this job.
         command: the user's program and its arguments.
-        environ: the environment of the trainers, without their rank assignment.
+        environ: the environment of the trainers, without what the agent sets. Variables of launchers are
+            left out, because frameworks would start communication of their own.
         replica: index of the replica.
         address: host name or IP address at which other replicas reach it.
         node: the node that it runs on.
@@ -77,6 +81,8 @@ class Agent:
         self._command = list(command)
         # The warnings of c10d about a lost connection have a page of stack frames each.
         self._environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **environ, ENV_ADDRESS: address}
+        for name in LAUNCHER_VARIABLES:
+            self._environ.pop(name, None)
         self._replica = replica
         self._address = address
         self._node = node
@@ -223,9 +229,8 @@ class Agent:
         others_train = active is not None and bool(active.indices - {self._replica})
         environ = {
             **self._environ,
-            "RANK": str(self._replica),
-            "WORLD_SIZE": str(replicas),
-            "LOCAL_RANK": "0",
+            ENV_RANK: str(self._replica),
+            ENV_REPLICAS: str(replicas),
             ENV_GENERATION: "0",
             ENV_JOINS_OTHERS: "1" if others_train else "0",
         }
@@ -325,9 +330,8 @@ class Agent:
             state=allocation.has_state,
             secret=self._heartbeat.key,
             env={
-                "RANK": str(self._rank),
-                "WORLD_SIZE": str(allocation.replicas),
-                "LOCAL_RANK": "0",
+                ENV_RANK: str(self._rank),
+                ENV_REPLICAS: str(allocation.replicas),
                 ENV_GENERATION: str(allocation.generation),
                 # The bounds of the job may have changed since this agent was started.
                 **(allocation.spec.environment() if allocation.spec is not None else {}),

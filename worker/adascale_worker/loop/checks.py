@@ -426,29 +426,21 @@ def warn_of_parameters_outside(model: torch.nn.Module, optimizer: HasGroups) -> 
         )
 
 
-def check_synchronized_norms(model: torch.nn.Module, device: torch.device, replicas: int) -> None:
+def check_synchronized_norms(model: torch.nn.Module, device: torch.device) -> None:
     """Check that the device supports the model's layers of type `SyncBatchNorm`, if it has any.
 
-    On one replica the program is warned, because it works there.
+    torch refuses them on a CPU where there is a process group, which a single replica has too.
 
     Raises:
-        ReplicationError: it does not, on several replicas.
+        ReplicationError: it does not.
     """
     if device.type != "cpu":
         return
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.SyncBatchNorm)]
-    if not names:
-        return
-    found = (
-        f"the model has the SyncBatchNorm {names[0]!r}, which torch supports on GPUs only, but this replica "
-        "is on the CPU"
-    )
-    remedy = (
-        "Call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) only if trainer.device.type is 'cuda'; "
-        "BatchNorm works everywhere, with the statistics of each replica's own batch"
-    )
-    if replicas > 1:
-        raise ReplicationError(f"{found}. {remedy}")
-    OneTimeWarnings().warn(
-        "SyncBatchNorm", f"{found}. On 2 or more replicas, this stops training with an error. {remedy}"
-    )
+    if names:
+        raise ReplicationError(
+            f"the model has the SyncBatchNorm {names[0]!r}, which torch supports on GPUs only, but this "
+            "replica is on the CPU. Call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) only if "
+            "trainer.device.type is 'cuda'; BatchNorm works everywhere, with the statistics of each "
+            "replica's own batch"
+        )

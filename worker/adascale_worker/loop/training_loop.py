@@ -42,7 +42,6 @@ from adascale_worker.loop.checks import (
     BatchChecks,
     LoopChecks,
     check_optimizer_parameters,
-    check_synchronized_norms,
 )
 from adascale_worker.loop.departures import LoopDepartures
 from adascale_worker.loop.evaluation_sequence import EvaluationSequence
@@ -283,7 +282,6 @@ class TrainingLoop:
         self._adopt_settings(assignment.environ)
         if group.replicas > 1:
             check_optimizer_parameters(self._program.model, self.adascale.optimizer, group.replicas)
-            check_synchronized_norms(self._program.model, self._model.device, group.replicas)
             # Before more memory is mapped for the exchange of gradients.
             self.adascale.discard_comparison()
         self._model.connect()

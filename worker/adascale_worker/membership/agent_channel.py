@@ -42,7 +42,7 @@ class Assignment:
         rank: index of this trainer in `members`.
         members: in the order of ranks.
         secret: known to the members only.
-        environ: settings of the job and torchrun's variables; None for a variable that is not set.
+        environ: settings of the job, rank and number of replicas; None for a variable that is not set.
     """
 
     generation: int

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from adascale_worker.errors import GroupFormationError
+from adascale_worker.errors import GroupFormationError, WorkerError
 from adascale_worker.membership import gloo_sockets, gloo_threads, stuck_collective
 from adascale_worker.membership.agent_channel import Assignment
 from adascale_worker.membership.links import PeersLostError, listen
@@ -28,7 +28,9 @@ from adascale_worker.process.environment import RankAssignment
 from adascale_worker.torch_private.distributed import (
     abort_process_group,
     default_store,
+    end_default_group,
     is_lost_peer,
+    loopback_gloo,
     nccl_options,
     reset_group_names,
     set_collective_timeout,
@@ -53,8 +55,8 @@ _NUMBERS = itertools.count()
 class ReplicaGroup:
     """The replicas of a generation, in the process of one replica. They change with the generation.
 
-    All replicas must call a collective method in the same order. With one replica, every method returns its
-    argument without communication.
+    They are torch's default process group, also a single replica. All replicas must call a collective method
+    in the same order. With one replica, every method returns its argument without communication.
 
     Under an agent, a failed collective raises `PeersLostError`, and so does every later one until the next
     generation is formed.
@@ -104,14 +106,17 @@ class ReplicaGroup:
     # -- formation ----------------------------------------------------------------------------------------
 
     def form_from_environment(self) -> None:
-        """Initialize torch's default process group from torchrun's variables.
+        """Initialize torch's default process group, of several replicas from torchrun's variables.
 
-        Does nothing if the program has done so, or with one replica.
+        Does nothing if the program has done so.
 
         Raises:
             GroupFormationError: another replica has ended, or does not answer.
         """
-        if self.replicas == 1 or dist.is_initialized():
+        if dist.is_initialized():
+            return
+        if self.replicas == 1:
+            self._initialize_alone()
             return
         try:
             self._initialize(None, INIT_TIMEOUT)
@@ -158,13 +163,16 @@ class ReplicaGroup:
             secret: of the job.
 
         Raises:
+            WorkerError: the program has initialized a default process group of several processes.
             PeersLostError: a member was lost meanwhile, or a process does not know the secret.
         """
+        self._replace_group_of_program()
         self.rank, self.replicas = assignment.rank, len(assignment.members)
         self.generation = assignment.generation
         self.nodes = len({member.node or member.address for member in assignment.members})
         self._failed = False
         if self.replicas == 1:
+            self._initialize_alone()
             return
         with self._lock:
             before = self._sockets_before = gloo_sockets.open_sockets()
@@ -269,12 +277,68 @@ class ReplicaGroup:
             sys.excepthook = hook
         self._formed = True
 
+    def _initialize_alone(self) -> None:
+        """Initialize the default process group of a single replica, which other processes cannot reach."""
+        backend = backend_of(self._device, share_a_gpu=not dist.is_nccl_available())
+        options = nccl_options(self._device, INIT_TIMEOUT) if "nccl" in backend else {}
+        hook = sys.excepthook
+        if self.is_elastic:
+            reset_group_names()
+        with loopback_gloo():
+            dist.init_process_group(
+                backend,
+                store=dist.HashStore(),  # type: ignore[attr-defined]
+                rank=0,
+                world_size=1,
+                timeout=INIT_TIMEOUT,
+                **options,
+            )
+        sys.excepthook = hook
+        self._formed = True
+
+    def _replace_group_of_program(self) -> None:
+        """Destroy a default process group that the program has initialized for this process alone.
+
+        As `torchrun --nproc-per-node 1` and a framework do, when they find themselves started by an agent.
+
+        Raises:
+            WorkerError: it has other processes.
+        """
+        if self._formed or not dist.is_initialized():
+            return
+        if (processes := dist.get_world_size()) > 1:
+            raise WorkerError(
+                f"the program has initialized torch's default process group, of {processes} processes, but "
+                "under an agent program_reentry initializes it, for the replicas of each generation: leave "
+                "out torch.distributed.init_process_group"
+            )
+        end_default_group(_ended_group)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """torch's process group of the replicas.
+
+        Raises:
+            WorkerError: the generation of this replica has not begun.
+        """
+        if not dist.is_initialized():
+            raise WorkerError(
+                "trainer.replica_group is known after program_reentry, which waits for the other replicas: "
+                "read it later"
+            )
+        world = dist.group.WORLD
+        assert world is not None, "the default process group is initialized"
+        return world
+
     def destroy(self) -> None:
         """Destroy the process group if this object initialized it. May be called again."""
         with self._aborting:
             was_formed, self._formed = self._formed, False
         if was_formed and dist.is_initialized():
-            dist.destroy_process_group()
+            if self.is_elastic:
+                end_default_group(_ended_group)
+            else:
+                dist.destroy_process_group()
         self._sockets = frozenset()
 
     def destroy_before_finalization(self) -> None:
@@ -549,6 +613,14 @@ def backend_of(device: torch.device, *, share_a_gpu: bool) -> str:
     if device.type != "cuda":
         return "gloo"
     return "cpu:gloo,cuda:gloo" if share_a_gpu else "cpu:gloo,cuda:nccl"
+
+
+def _ended_group() -> WorkerError:
+    return WorkerError(
+        "a process group of an earlier generation was used, whose members have changed: make groups again "
+        "with torch.distributed.new_group when trainer.generation has changed, and read "
+        "trainer.replica_group and torch.distributed.group.WORLD when they are needed"
+    )
 
 
 def exchange_values(store: TCPStore, key: str, rank: int, ranks: int, value: str) -> list[str]:

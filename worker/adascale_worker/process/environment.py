@@ -38,7 +38,7 @@ class ServiceAddress:
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The rank of a trainer, from torchrun's variables.
+    """The rank of a trainer, from the variables of its agent, or those of torchrun.
 
     Args:
         rank: index of the replica, from 0.
@@ -102,7 +102,7 @@ def take_agent_channel(environ: MutableMapping[str, str]) -> socket.socket | Non
 
 
 def apply_settings(environ: MutableMapping[str, str], settings: Mapping[str, str | None]) -> None:
-    """Set the variables of a generation, where torch and the program find them; None removes a variable."""
+    """Set the variables of a generation, where the program finds them; None removes a variable."""
     for name, value in settings.items():
         if value is None:
             environ.pop(name, None)
@@ -150,7 +150,7 @@ def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:
 
 
 def read_assignment(environ: Mapping[str, str]) -> RankAssignment:
-    """Return the rank of this trainer: rank 0 of 1 if the variables are not set.
+    """Return the rank of a trainer without an agent: rank 0 of 1 if torchrun's variables are not set.
 
     Raises:
         EnvironmentVariableError: a variable is not a number, or the rank is not below the world size.
@@ -168,6 +168,29 @@ def read_assignment(environ: Mapping[str, str]) -> RankAssignment:
         master_addr=environ.get("MASTER_ADDR"),
         master_port=_read(environ, "MASTER_PORT", _positive_integer, None),
         local_replicas=_read(environ, "LOCAL_WORLD_SIZE", _positive_integer, 1),
+    )
+
+
+def read_agent_assignment(environ: Mapping[str, str]) -> RankAssignment:
+    """Return the rank that the agent expects for its trainer.
+
+    Raises:
+        EnvironmentVariableError: a variable is not a number, or another launcher between the agent and this
+            program has started several processes.
+    """
+    processes = _read(environ, "WORLD_SIZE", _positive_integer, 1)
+    if processes > 1:
+        raise EnvironmentVariableError(
+            f"the command of the job starts {processes} processes (WORLD_SIZE is {processes}), but a replica "
+            "is one process: let it start one (torchrun --nproc-per-node 1, accelerate launch "
+            "--num_processes 1), and set the number of replicas in the job"
+        )
+    return RankAssignment(
+        rank=_read(environ, names.ENV_RANK, _non_negative_integer, 0),
+        replicas=_read(environ, names.ENV_REPLICAS, _positive_integer, 1),
+        local_rank=0,
+        master_addr=None,
+        master_port=None,
     )
 
 

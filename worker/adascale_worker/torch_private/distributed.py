@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import socket
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -58,6 +61,53 @@ def local_process_group() -> dist.ProcessGroup:
         register(torch.device(device), kind, backend)
     private_part(group, "_set_default_backend", "to make a group of one process")(kind)
     return group
+
+
+@contextmanager
+def loopback_gloo() -> Iterator[None]:
+    """Let groups of gloo that are made meanwhile listen on the loopback interface only."""
+    name = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(name)
+    interface = next((each for _, each in socket.if_nameindex() if each in ("lo", "lo0")), None)
+    if interface is not None:
+        os.environ[name] = interface
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
+        elif interface is not None:
+            del os.environ[name]
+
+
+_ended_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def end_default_group(error: Callable[[], Exception]) -> None:
+    """Destroy the default process group and all that were made beside it, and refuse their use from now on.
+
+    A program may still have one of them. torch would let it communicate with the processes that were in it,
+    or with itself alone, which is a wrong result.
+
+    Args:
+        error: returns what a collective call with one of these groups raises.
+    """
+    module = dist.distributed_c10d
+    purpose = "to refuse groups whose members have changed"
+    groups = list(private_part(module, "_world", purpose).pg_map)
+    dist.destroy_process_group()
+    _ended_groups.update(groups)
+    # All collective calls with a group ask this function first.
+    is_other = private_part(module, "_rank_not_in_group", purpose)
+    if not hasattr(is_other, "refuses_ended_groups"):
+
+        def refuse_ended(group: Any) -> Any:
+            if group is not None and group in _ended_groups:
+                raise error()
+            return is_other(group)
+
+        refuse_ended.refuses_ended_groups = True  # type: ignore[attr-defined]
+        module._rank_not_in_group = refuse_ended
 
 
 def reset_group_names() -> None:

@@ -1,0 +1,78 @@
+"""A training program that communicates itself, beside the trainer: a framework, metrics, groups of its own.
+
+Each step adds a line to <JOURNAL>/<ADASCALE_REPLICA, default 0>.jsonl; FINISH_FILE ends training. Without an
+agent it makes STEPS steps.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torchmetrics import MeanMetric
+
+from adascale_worker import ElasticTrainer
+from adascale_worker.errors import WorkerError
+
+# Before the trainer, as Hugging Face's `TrainingArguments` does.
+accelerator = Accelerator(cpu=True)
+trainer = ElasticTrainer(batch_size=12, local_bsz_bounds=(2, 12), device=accelerator.device)
+model = nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+state = trainer.program_reentry(model, optimizer)
+mean = MeanMetric()
+folder = Path(os.environ["JOURNAL"])
+folder.mkdir(exist_ok=True)
+finish = Path(os.environ.get("FINISH_FILE", "nothing"))
+dataset = [(index, torch.tensor([index / 48])) for index in range(48)]
+
+generation, group, ended = None, dist.group.WORLD, dist.group.WORLD
+with (folder / f"{os.environ.get('ADASCALE_REPLICA', '0')}.jsonl").open("w", buffering=1) as journal:
+    for epoch in range(state.epoch, 10**6):
+        for index, x in trainer.dataloader(dataset):
+            refusal = ""
+            if trainer.generation != generation:
+                if generation is not None:
+                    for old in (group, ended):
+                        try:
+                            dist.all_reduce(torch.ones(1), group=old)
+                        except WorkerError as error:
+                            refusal = str(error)
+                        else:
+                            raise AssertionError("a group of an earlier generation was used")
+                generation, group, ended = trainer.generation, dist.new_group(), dist.group.WORLD
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            total = index.sum()
+            dist.all_reduce(total, group=group)
+            each = [torch.zeros_like(index) for _ in range(dist.get_world_size())]
+            dist.all_gather(each, index)
+            mean.reset()
+            mean.update(index)
+            journal.write(
+                json.dumps(
+                    {
+                        "step": trainer.steps,
+                        "replicas": trainer.replicas,
+                        "ranks": [dist.get_rank(), trainer.rank, trainer.replica_group.rank()],
+                        "sizes": [dist.get_world_size(), trainer.replica_group.size()],
+                        "indices": torch.cat(each).tolist(),
+                        "total": int(total),
+                        "mean": float(mean.compute()),
+                        "framework": [str(accelerator.distributed_type), accelerator.num_processes],
+                        "refusal": refusal,
+                    }
+                )
+                + "\n"
+            )
+            if finish.exists() or trainer.steps == int(os.environ.get("STEPS", "0")):
+                trainer.finish("enough")
+        trainer.step(epoch)
+        if trainer.finished:
+            break
+if "STEPS" in os.environ:
+    dist.destroy_process_group()

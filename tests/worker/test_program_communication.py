@@ -1,0 +1,97 @@
+"""Communication of the program itself, and frameworks in it, under real agents and without."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adascale_core.names import LAUNCHER_VARIABLES
+from support.fast_python import PYTHON
+from support.launch import PROGRAM, AgentProcess, run_python, wait_until
+from support.service import Service
+
+COMMUNICATES = PROGRAM.with_name("communicates.py")
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    running = Service(tmp_path)
+    yield running
+    running.stop(signal.SIGKILL)
+
+
+def records(folder: Path, replica: int) -> list[dict[str, Any]]:
+    """Return what the program has recorded on a replica."""
+    path = folder / "journal" / f"{replica}.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def require_right(found: list[dict[str, Any]], rank: int) -> None:
+    """Check what all replicas together have computed in each step."""
+    for record in found:
+        replicas, indices = record["replicas"], record["indices"]
+        assert record["ranks"] == [rank] * 3, record
+        assert record["sizes"] == [replicas] * 2, record
+        assert record["total"] == sum(indices), record
+        assert record["mean"] == pytest.approx(sum(indices) / len(indices)), record
+        assert len(set(indices)) == len(indices) >= replicas, record
+        assert record["framework"] == ["DistributedType.NO", 1], record
+
+
+def test_a_program_communicates_on_1_and_2_and_1_replicas_under_agents(
+    tmp_path: Path, service: Service
+) -> None:
+    """Frameworks that look for a launcher find none: neither that of the agent, nor one around it."""
+    finish = tmp_path / "finish"
+    options = dict.fromkeys(LAUNCHER_VARIABLES, "2") | {"FINISH_FILE": str(finish)}
+    command = [*PYTHON, str(COMMUNICATES)]
+    service.allocate(1, 1)
+    agents = [AgentProcess(0, tmp_path, service.environ, command=command, **options)]
+
+    def wait_for(replicas: int, replica: int, count: int = 3) -> None:
+        def has_steps() -> bool:
+            assert all(agent.process.poll() in (None, 75) for agent in agents), "\n".join(
+                agent.log.read_text() for agent in agents
+            )
+            return [each["replicas"] for each in records(tmp_path, replica)][-count:] == [replicas] * count
+
+        wait_until(has_steps, f"steps on {replicas} replicas")
+
+    try:
+        wait_for(1, 0)
+        service.allocate(2, 2)
+        agents.append(AgentProcess(1, tmp_path, service.environ, command=command, **options))
+        wait_for(2, 0)
+        wait_for(2, 1)
+        service.allocate(3, 1)
+        wait_for(1, 0)
+        agents[1].process.terminate()
+        assert agents[1].wait() == 75
+        finish.touch()
+        assert agents[0].wait() == 0, agents[0].log.read_text()
+    finally:
+        for agent in agents:
+            agent.end()
+    for replica in (0, 1):
+        require_right(records(tmp_path, replica), replica)
+    refusals = [each["refusal"] for each in records(tmp_path, 0) if each["refusal"]]
+    assert len(refusals) == 2
+    assert all("when trainer.generation has changed" in each for each in refusals)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_program_communicates_without_an_agent(tmp_path: Path, replicas: int) -> None:
+    environ = {name: "" for name in LAUNCHER_VARIABLES if name in os.environ}
+    output = run_python(COMMUNICATES, replicas=replicas, JOURNAL=tmp_path / "journal", STEPS=5, **environ)
+    found = records(tmp_path, 0)
+    if replicas:
+        # torchrun's variables stay, so the framework has initialized the group.
+        assert {each["framework"][0] for each in found} == {"DistributedType.MULTI_CPU"}
+        found = [each | {"framework": ["DistributedType.NO", 1]} for each in found]
+    require_right(found, 0)
+    assert len(found) == 5, output
