@@ -1,13 +1,18 @@
 """Tests of method overrides: they apply to the program's own objects, and not to copies of them."""
 
 import copy
+import inspect
 import io
+import sys
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-from support.training import ACCUMULATING, MakeTrainer, learn, network, samples, sgd
+from support.training import ACCUMULATING, FIXED, MakeTrainer, learn, network, samples, sgd
 
 
 def enter(make_trainer: MakeTrainer) -> tuple[nn.Module, torch.optim.SGD, LRScheduler]:
@@ -67,7 +72,97 @@ def test_state_dicts_are_those_of_unpatched_objects(make_trainer: MakeTrainer) -
     assert len(torch.load(file, weights_only=True)) == 3
 
 
-def test_patched_methods_keep_their_names_and_docstrings(make_trainer: MakeTrainer) -> None:
-    _, optimizer, scheduler = enter(make_trainer)
-    assert optimizer.step.__name__ == "step"
-    assert scheduler.step.__doc__ == LRScheduler.step.__doc__
+class WithMask(nn.Module):
+    """A model whose parameters' names a framework reads, as Hugging Face's Trainer selects columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 2)
+
+    def forward(self, inputs: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the outputs, where `mask` is 1."""
+        outputs: torch.Tensor = self.inner(inputs)
+        return outputs if mask is None else outputs * mask
+
+
+class PerUpdate:
+    """A scheduler as those of timm."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        """Set the learning rate."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def described(call: Callable[..., Any]) -> tuple[object, ...]:
+    # The wrapper of a scheduler around optimizer.step has the signature of a method that is not bound.
+    parameters = [str(each) for each in inspect.signature(call).parameters.values() if each.name != "self"]
+    return parameters, call.__name__, call.__qualname__, call.__doc__, call.__module__
+
+
+def several(one: bool) -> Any:
+    """Return how the parts of a program are passed: as they are, or by name."""
+    return (lambda part: part) if one else (lambda part: {"only": part})
+
+
+@pytest.mark.parametrize("one", [True, False])
+@pytest.mark.parametrize("make_scheduler", [lambda it: StepLR(it, step_size=1), PerUpdate])
+def test_replaced_methods_have_the_signatures_names_and_docstrings_of_the_original_ones(
+    make_trainer: MakeTrainer, one: bool, make_scheduler: Callable[..., Any]
+) -> None:
+    trainer, pass_as = make_trainer(**FIXED), several(one)
+    model, scaler = WithMask(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = make_scheduler(optimizer)
+    objects: list[object] = [model, optimizer, scheduler, scaler, torch.autograd, sys]
+    names = [
+        "forward", "zero_grad", "step", "add_param_group", "step_update", "state_dict", "load_state_dict",
+        "unscale_", "update", "backward", "exit",
+    ]  # fmt: skip
+    found = [
+        (each, name) for each in objects for name in names if hasattr(each, name)
+        if (each, name) != (torch.autograd, "forward")
+    ]  # fmt: skip
+    before = [(getattr(each, name), described(getattr(each, name))) for each, name in found]
+    trainer.program_reentry(
+        pass_as(model), pass_as(optimizer), pass_as(scheduler), register={"scaler": scaler}
+    )
+    after = [(getattr(each, name), described(getattr(each, name))) for each, name in found]
+    assert [description for _, description in after] == [description for _, description in before]
+    assert list(inspect.signature(model.forward).parameters) == ["inputs", "mask"]
+    replaced = [
+        name for (_, name), (was, _), (now, _) in zip(found, before, after, strict=True) if was != now
+    ]
+    assert {
+        "forward",
+        "zero_grad",
+        "step",
+        "add_param_group",
+        "unscale_",
+        "update",
+        "backward",
+        "exit",
+    } <= set(replaced), replaced
+
+
+# torch.jit.trace is deprecated in later versions.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("one", [True, False])
+def test_a_model_can_be_exported_while_it_trains(make_trainer: MakeTrainer, one: bool) -> None:
+    trainer, pass_as = make_trainer(**FIXED), several(one)
+    model = WithMask()
+    trainer.program_reentry(pass_as(model), pass_as(sgd(model)))
+    inputs, mask = torch.randn(3, 6), torch.ones(3, 2)
+    exported = torch.export.export(model, (inputs,), {"mask": mask})
+    assert torch.equal(exported.module()(inputs, mask=mask), model(inputs, mask=mask))
+    assert list(exported.state_dict) == ["inner.weight", "inner.bias"]
+    traced = torch.jit.trace(model, inputs)
+    assert torch.equal(traced(inputs), model(inputs))
+    learn(model, inputs, torch.tensor([0, 1, 0]))

@@ -8,6 +8,7 @@ Before and after a pass, the trainer prepares the gradients of a step that has s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,18 +45,24 @@ class BackwardGuard:
         self._skips = skips
         self._is_inside = False
         self._original: Callable[..., None] | None = None
+        self._replacement: Callable[..., None] | None = None
         self._undo: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Replace `torch.autograd.backward`, and let clipping find no gradients."""
         if self._original is None:
             self._original = torch.autograd.backward
-            torch.autograd.backward = self._backward
+
+            @functools.wraps(self._original)
+            def backward(*args: Any, **kwargs: Any) -> None:
+                self._backward(*args, **kwargs)
+
+            torch.autograd.backward = self._replacement = backward
             self._undo = let_clipping_find_no_gradients()
 
     def uninstall(self) -> None:
         """Restore it, unless it was replaced again since."""
-        if self._original is not None and torch.autograd.backward == self._backward:
+        if self._original is not None and torch.autograd.backward is self._replacement:
             torch.autograd.backward, self._original = self._original, None
             self._undo()
 

@@ -19,7 +19,7 @@ from adascale_worker.gradients.out_of_memory import forward_without_activations
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.other_parallelism import OtherParallelism
-from adascale_worker.program.patching import MethodOverride
+from adascale_worker.program.patching import MethodOverride, is_traced
 from adascale_worker.program.trained_parameters import Flags, TrainedParameters
 from adascale_worker.torch_private.autograd import accumulates_gradient
 from adascale_worker.torch_private.ddp import (
@@ -445,7 +445,7 @@ class _DataParallelForward(MethodOverride):
         self._parallel = parallel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self._model.training:
+        if torch.is_grad_enabled() and self._model.training and not is_traced():
             return self._parallel.forward(*args, **kwargs)
         return self.original(*args, **kwargs)
 

@@ -15,6 +15,7 @@ import torch
 from torch.amp import GradScaler
 
 from adascale_worker.errors import WorkerError
+from adascale_worker.program.patching import ReplacedMethod
 from adascale_worker.torch_private.optim import skipping_outside_kernel
 
 CHECKED_CALLS = 100
@@ -62,9 +63,9 @@ def patch_scaler(scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer]
     if not scaler.is_enabled():
         return
     parts = _Scaler(scaler, optimizers, loop)
-    scaler.unscale_ = parts.unscale  # type: ignore[method-assign]
-    scaler.step = parts.step  # type: ignore[method-assign]
-    scaler.update = parts.update  # type: ignore[method-assign]
+    scaler.unscale_ = ReplacedMethod(scaler.unscale_, parts.unscale)  # type: ignore[method-assign]
+    scaler.step = ReplacedMethod(scaler.step, parts.step)  # type: ignore[method-assign]
+    scaler.update = ReplacedMethod(scaler.update, parts.update)  # type: ignore[method-assign]
 
 
 class _Scaler:

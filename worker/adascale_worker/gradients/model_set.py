@@ -18,7 +18,7 @@ from adascale_worker.gradients.out_of_memory import forward_without_activations
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import PendingTimes, clock_of
 from adascale_worker.program.other_parallelism import OtherParallelism
-from adascale_worker.program.patching import MethodOverride
+from adascale_worker.program.patching import MethodOverride, is_traced
 from adascale_worker.torch_private.modules import call_of, override_call
 
 
@@ -162,6 +162,6 @@ class _TrainedForward(MethodOverride):
         self._models = models
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self._model.training:
+        if torch.is_grad_enabled() and self._model.training and not is_traced():
             return self._models.forward(self._model, self.original, args, kwargs)
         return self.original(*args, **kwargs)

@@ -11,6 +11,7 @@ import ast
 import atexit
 import builtins
 import dis
+import functools
 import linecache
 import multiprocessing
 import os
@@ -86,8 +87,14 @@ class ExitStatus:
         return self._code if type(self._code) is int and self._code else 1
 
     def _replace(self, owner: Any, name: str, replacement: Any) -> None:
-        self._replaced.append((owner, name, getattr(owner, name), replacement))
-        setattr(owner, name, replacement)
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> None:
+            replacement(*args, **kwargs)
+
+        self._replaced.append((owner, name, original, call))
+        setattr(owner, name, call)
 
     def _exit(self, code: object = None, /) -> NoReturn:
         self._code, self._has_exited = code, True

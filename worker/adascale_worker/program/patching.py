@@ -74,16 +74,19 @@ def patch_step(optimizer: torch.optim.Optimizer, step: Step) -> None:
     """
 
     # functools.wraps keeps the mark that a scheduler leaves on the method that it wraps. A scheduler made
-    # later wraps this function, and requires a bound method for that.
-    @functools.wraps(optimizer.step)
+    # later wraps this function, and requires a bound method for that, whose signature is without its first
+    # argument.
+    @functools.wraps(getattr(optimizer.step, "__func__", optimizer.step))
     def patched(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
 
     optimizer.step = MethodType(patched, optimizer)  # type: ignore[method-assign]
-    optimizer.add_param_group = _refuse_param_group  # type: ignore[method-assign, assignment]
+    optimizer.add_param_group = ReplacedMethod(  # type: ignore[method-assign]
+        optimizer.add_param_group, _refuse_param_group
+    )
 
 
-def _refuse_param_group(_param_group: dict[str, Any]) -> None:
+def _refuse_param_group(*_args: Any, **_kwargs: Any) -> None:
     """Replaces `optimizer.add_param_group`.
 
     A checkpoint would not fit the optimizer that the program makes next time, and the gradients would not be
@@ -99,20 +102,46 @@ class MethodOverride:
     """Overrides a bound method on one object, and not on copies of that object.
 
     A deep copy of the object, such as an averaged model, and an object that was pickled and loaded have the
-    original method.
+    original method. The override has its name, docstring and signature, which frameworks read.
 
     Args:
         original: the bound method.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
         self.original = original
+        if hasattr(original, "__code__"):
+            # torch.export reads it.
+            self.__code__ = original.__code__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.original, memo)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return self.original.__reduce__()
+
+
+def is_traced() -> bool:
+    """Whether a model is called to export it, so that its forward pass trains nothing."""
+    return bool(torch.compiler.is_exporting() or torch.jit.is_tracing())
+
+
+class ReplacedMethod(MethodOverride):
+    """Overrides a bound method by a function.
+
+    Args:
+        original: the bound method.
+        replacement: called in its place.
+    """
+
+    def __init__(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+        super().__init__(original)
+        self._replacement = replacement
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the replacement."""
+        return self._replacement(*args, **kwargs)
 
 
 class _ZeroGrad(MethodOverride):
