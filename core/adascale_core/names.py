@@ -90,8 +90,9 @@ ENV_GENERATION = "ADASCALE_GENERATION"
 ENV_JOINS_OTHERS = "ADASCALE_JOINS_OTHERS"
 """1 if other replicas train when a trainer is started, so that it gets the state of training from them. Set
 by the agent."""
-ENV_AGENT_FD = "ADASCALE_AGENT_FD"
-"""Descriptor over which a trainer reports what it does, and is assigned to generations. Set by the agent."""
+ENV_AGENT_SOCKET = "ADASCALE_AGENT_SOCKET"
+"""Path of the Unix socket over which a trainer reports what it does, and is assigned to generations. Set by
+the agent."""
 ENV_PEER_TIMEOUT = "ADASCALE_PEER_TIMEOUT"
 """Seconds of silence after which the other members of a generation take a member for lost (default: 5)."""
 ENV_BATCH_SIZE = "ADASCALE_BATCH_SIZE"

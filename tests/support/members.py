@@ -15,6 +15,7 @@ from typing import Any
 
 from adascale_core.failures.exit_codes import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REENTRY
 from adascale_core.names import LEAVE_GRACE
+from adascale_worker.agent.trainer_socket import TrainerSocket
 from support.fast_python import Program
 from support.launch import wait_until
 
@@ -34,7 +35,8 @@ class Trainer:
     def __init__(self, replica: int, folder: Path, options: dict[str, object]) -> None:
         self.replica = replica
         self.messages: list[dict[str, Any]] = []
-        self.channel, theirs = socket.socketpair()
+        self.channel: socket.socket | None = None
+        self._socket = TrainerSocket()
         environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")},
             "OMP_NUM_THREADS": "1",
@@ -46,9 +48,8 @@ class Trainer:
         }
         self.output = folder / f"output-{replica}"
         program = str(environ.pop("PROGRAM", PROGRAM))
-        with theirs:
-            environ["ADASCALE_AGENT_FD"] = str(theirs.fileno())
-            self._program = Program([program], environ, self.output, [theirs.fileno()])
+        environ["ADASCALE_AGENT_SOCKET"] = self._socket.path
+        self._program = Program([program], environ, self.output)
         threading.Thread(target=self._receive, daemon=True).start()
 
     @property
@@ -63,12 +64,15 @@ class Trainer:
         return self._program.code
 
     def _receive(self) -> None:
-        # A trainer that is killed before it has read all messages resets the connection.
-        with contextlib.suppress(ConnectionResetError), self.channel.makefile("r") as lines:
-            for line in lines:
-                self.messages.append(json.loads(line))
+        # One that is killed before it has read all messages resets the connection, or it never connects.
+        with contextlib.suppress(OSError):
+            self.channel, _ = self._socket.accept()
+            with self.channel.makefile("r") as lines:
+                for line in lines:
+                    self.messages.append(json.loads(line))
 
     def send(self, **message: object) -> None:
+        assert self.channel is not None, "it is ready"
         with contextlib.suppress(OSError):  # it was killed
             self.channel.sendall(json.dumps(message).encode() + b"\n")
 
@@ -88,7 +92,9 @@ class Trainer:
     def close(self) -> None:
         """Kill it if it runs."""
         self._program.close()
-        self.channel.close()
+        self._socket.close()
+        if self.channel is not None:
+            self.channel.close()
 
 
 class Members:

@@ -1,17 +1,19 @@
 """Tests of the environment variables: valid values, and the errors for invalid ones."""
 
+import os
 import re
-import socket
 from pathlib import Path
 
 import pytest
 
+from adascale_worker.agent.trainer_socket import TrainerSocket
 from adascale_worker.errors import EnvironmentVariableError
 from adascale_worker.process.environment import (
     JobSettings,
     RankAssignment,
     ServiceAddress,
     apply_settings,
+    read_agent_assignment,
     read_assignment,
     read_incarnation,
     read_job_settings,
@@ -118,23 +120,36 @@ def test_the_settings_of_a_generation_set_variables_and_remove_null_ones() -> No
     assert environ == {"RANK": "1", "ADASCALE_BATCH_SIZE": "8"}
 
 
-def test_the_channel_of_the_agent_is_taken_once_and_not_inherited() -> None:
-    agent, trainer = socket.socketpair()
-    environ = {"ADASCALE_AGENT_FD": str(trainer.detach())}
-    with agent:
+def test_the_agent_is_connected_to_once_and_the_connection_not_inherited() -> None:
+    waiting = TrainerSocket()
+    environ = {"ADASCALE_AGENT_SOCKET": waiting.path}
+    try:
         channel = take_agent_channel(environ)
         assert channel is not None
         with channel:
             assert not channel.get_inheritable()
+            accepted, process = waiting.accept()
+            assert process == os.getpid()
+            accepted.close()
+    finally:
+        waiting.close()
     assert take_agent_channel(environ) is None
+    assert not Path(waiting.path).parent.exists()
 
 
-def test_a_channel_that_another_program_has_closed_is_an_error_with_its_cause() -> None:
-    agent, trainer = socket.socketpair()
-    with agent, trainer:
-        environ = {"ADASCALE_AGENT_FD": str(trainer.fileno())}
-    with pytest.raises(EnvironmentVariableError, match=r"Bad file descriptor.* close_fds=False"):
-        take_agent_channel(environ)
+def test_an_agent_that_does_not_answer_is_an_error_with_its_cause() -> None:
+    waiting = TrainerSocket()
+    waiting.close()
+    with pytest.raises(EnvironmentVariableError, match=r"No such file or directory.* where its agent runs"):
+        take_agent_channel({"ADASCALE_AGENT_SOCKET": waiting.path})
+
+
+def test_several_processes_of_another_launcher_are_refused() -> None:
+    agent = {"ADASCALE_RANK": "1", "ADASCALE_REPLICAS": "3"}
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    assert read_agent_assignment(agent | one) == RankAssignment(1, 3, 0, None, None)
+    with pytest.raises(EnvironmentVariableError, match=r"starts 2 processes .* let the command start one"):
+        read_agent_assignment(agent | {"WORLD_SIZE": "2"})
 
 
 def test_the_peer_timeout_is_above_zero() -> None:

@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM
 from adascale_core.names import LAUNCHER_VARIABLES
-from support.fast_python import PYTHON
+from support.fast_python import PYTHON, torchrun
 from support.launch import PROGRAM, AgentProcess, run_python, wait_until
 from support.service import Service
 
@@ -95,3 +98,55 @@ def test_a_program_communicates_without_an_agent(tmp_path: Path, replicas: int) 
         found = [each | {"framework": ["DistributedType.NO", 1]} for each in found]
     require_right(found, 0)
     assert len(found) == 5, output
+
+
+def launched(tmp_path: Path, service: Service, *command: str, **options: object) -> tuple[int, str]:
+    """Run the command of a job under an agent, and return its exit code and its output."""
+    service.allocate(1, 1)
+    agent = AgentProcess(0, tmp_path, service.environ, command=command, EPOCHS=2, **options)
+    try:
+        return agent.wait(), agent.log.read_text()
+    finally:
+        agent.end()
+
+
+STARTS = PROGRAM.with_name("starts.py")
+
+
+@pytest.mark.parametrize("launcher", ["a wrapper", "torchrun", "accelerate"])
+def test_a_trainer_may_be_started_by_another_launcher(
+    tmp_path: Path, service: Service, launcher: str
+) -> None:
+    """A Python program closes inherited descriptors; torchrun sets its variables too."""
+    finish = tmp_path / "finish"
+    finish.touch()
+    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes=1"]
+    command = {
+        "a wrapper": [sys.executable, str(STARTS), "1", *PYTHON],
+        "torchrun": torchrun(1),
+        "accelerate": [
+            *accelerate,
+            "--num_machines=1",
+            "--mixed_precision=no",
+            "--dynamo_backend=no",
+            "--cpu",
+        ],
+    }[launcher]
+    code, log = launched(tmp_path, service, *command, str(COMMUNICATES), FINISH_FILE=finish)
+    assert code == 0, log
+    assert service.job()["complete"]
+    assert records(tmp_path, 0)[-1]["ranks"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("launcher", ["a wrapper", "torchrun"])
+def test_several_processes_of_one_replica_are_refused(
+    tmp_path: Path, service: Service, launcher: str
+) -> None:
+    finish = tmp_path / "finish"
+    command = {"a wrapper": [sys.executable, str(STARTS), "2", *PYTHON], "torchrun": torchrun(2)}[launcher]
+    if launcher == "a wrapper":
+        finish.touch()
+    code, log = launched(tmp_path, service, *command, str(COMMUNICATES), FINISH_FILE=finish)
+    assert code == EXIT_INVALID_PROGRAM, log
+    found = "has started a trainer already" if launcher == "a wrapper" else "starts 2 processes"
+    assert re.search(rf"adascale: the command of the job {found}.* let the command start one", log), log

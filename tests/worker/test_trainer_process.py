@@ -97,7 +97,8 @@ def test_ctrl_c_in_a_terminal_does_not_reach_the_trainer() -> None:
 
 STARTED = """
 import json, os, signal, socket, sys
-channel = socket.socket(fileno=int(os.environ["ADASCALE_AGENT_FD"]))
+channel = socket.socket(socket.AF_UNIX)
+channel.connect(os.environ["ADASCALE_AGENT_SOCKET"])
 send = lambda **message: channel.sendall(json.dumps(message).encode() + b"\\n")
 send(type="ready", port=7, pid=os.getpid())
 assert json.loads(channel.makefile().readline()) == {"type": "terminate"}
@@ -162,7 +163,8 @@ def test_a_trainer_is_killed_with_the_shell_that_has_started_it(
 def test_a_trainer_reports_and_gets_messages_for_its_whole_life() -> None:
     script = (
         "import json, os, socket;"
-        "channel = socket.socket(fileno=int(os.environ['ADASCALE_AGENT_FD']));"
+        "channel = socket.socket(socket.AF_UNIX);"
+        "channel.connect(os.environ['ADASCALE_AGENT_SOCKET']);"
         "send = lambda **message: channel.sendall(json.dumps(message).encode() + b'\\n');"
         "channel.sendall(b'what?\\n[1]\\n');"
         "send(type='ready', port=7, accelerator='NVIDIA-T4');"

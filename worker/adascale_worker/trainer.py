@@ -166,6 +166,7 @@ class ElasticTrainer:
             checkpoint_interval=checkpoint_interval,
             max_nonfinite_steps=max_nonfinite_steps,
         )
+        channel: socket.socket | None = None
         try:
             self._arguments = arguments
             channel = environment.take_agent_channel(os.environ)
@@ -186,7 +187,10 @@ class ElasticTrainer:
             self._seed = seed
             self._trainer = _components(arguments, group, self.device, seed)
             self._membership = self._make_membership(channel) if channel is not None else None
-        except AdaScaleError:
+        except AdaScaleError as error:
+            if channel is not None:
+                # A launcher in between may hide the exit code.
+                AgentChannel(channel).send("exiting", code=exit_code(error))
             self._uncaught_errors.install()
             raise
         self._fast_exit.before(self._release_at_exit)

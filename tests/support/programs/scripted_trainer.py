@@ -17,7 +17,8 @@ environ = {
     name: os.environ.get(name)
     for name in ("ADASCALE_RANK", "ADASCALE_REPLICAS", "ADASCALE_REPLICA", "RANK", "WORLD_SIZE")
 }
-channel = socket.socket(fileno=int(os.environ["ADASCALE_AGENT_FD"]))
+channel = socket.socket(socket.AF_UNIX)
+channel.connect(os.environ["ADASCALE_AGENT_SOCKET"])
 
 
 def send(message: dict[str, object]) -> None:

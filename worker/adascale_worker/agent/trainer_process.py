@@ -1,7 +1,8 @@
-"""A trainer as a child process of its agent, or as a process that this child, such as a shell, has started.
+"""A trainer as a child process of its agent, or as a process that this child has started.
 
-It dies with its agent, which forwards its output and keeps the last lines. Over a connection that lasts for
-its whole life, as lines of JSON, the agent assigns it to generations, and it reports what it does.
+Such a child is a shell or a launcher, for example. It dies with its agent, which forwards its output and
+keeps the last lines. Over a connection that lasts for its whole life, as lines of JSON, the agent assigns the
+trainer to generations, and the trainer reports what it does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from adascale_core.names import ENV_AGENT_FD
+from adascale_core.names import ENV_AGENT_SOCKET
+from adascale_worker.agent.trainer_socket import TrainerSocket
 from adascale_worker.agent.trainer_status import TrainerStatus
 
 LOG_LINES = 40
@@ -62,36 +64,37 @@ class TrainerProcess:
     ) -> None:
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._on_change = on_change
-        self._channel, trainer_end = socket.socketpair()
-        additions = {"PYTHONUNBUFFERED": "1", ENV_AGENT_FD: str(trainer_end.fileno())}
+        self._socket = TrainerSocket()
         try:
-            with trainer_end:
-                self._process = subprocess.Popen(
-                    command,
-                    env={**DEFAULTS, **environ, **additions},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[trainer_end.fileno()],
-                    # Ctrl-C in a terminal must only reach the agent, which lets the trainer save its state.
-                    process_group=0,
-                    preexec_fn=_die_with_parent(os.getpid()),
-                    text=True,
-                    errors="replace",
-                )
+            self._process = subprocess.Popen(
+                command,
+                env={**DEFAULTS, **environ, "PYTHONUNBUFFERED": "1", ENV_AGENT_SOCKET: self._socket.path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in a terminal must only reach the agent, which lets the trainer save its state.
+                process_group=0,
+                preexec_fn=_die_with_parent(os.getpid()),
+                text=True,
+                errors="replace",
+            )
         except OSError:
-            self._channel.close()
+            self._socket.close()
             raise
         _unreaped.add(self._process.pid)
         self.status = TrainerStatus()
         """What it has reported."""
+        self._channel: socket.socket | None = None
+        self._connected: int | None = None
+        """The process that has connected; None if there is none, or if it is unknown."""
+        self._descriptor: int | None = None
+        """Of that process: its process id can be reused."""
         self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._exited = False
         output = threading.Thread(target=self._forward_output, name="adascale-output", daemon=True)
         output.start()
-        reports = threading.Thread(target=self._receive, name="adascale-reports", daemon=True)
+        reports = threading.Thread(target=self._connect, name="adascale-reports", daemon=True)
         reports.start()
-        threading.Thread(target=self._send, name="adascale-assignments", daemon=True).start()
         threading.Thread(
             target=self._wait_for_exit, args=[output, reports], name="adascale-exit", daemon=True
         ).start()
@@ -111,10 +114,11 @@ class TrainerProcess:
         if not self._exited:
             return None
         code, status = self._process.returncode, self.status
-        if status.pid in (None, self.pid):
+        trainer = status.pid if self._connected is None else self._connected
+        if trainer in (None, self.pid):
             return code
         if status.exit_code is None:
-            return code or -signal.SIGKILL
+            return code if status.port is None else code or -signal.SIGKILL
         return status.exit_code or code
 
     @property
@@ -127,56 +131,66 @@ class TrainerProcess:
         self._outgoing.put(json.dumps({"type": kind, **fields}).encode() + b"\n")
 
     def kill(self) -> None:
-        """Kill it and what else is in its process group, unless it has exited."""
+        """Kill it and what else is in the process group of the child process, unless that has exited."""
         # Until the child is reaped, its process id cannot be reused.
         if self._process.returncode is None:
             self._kill_group()
+            self._kill_trainer()
 
     def _wait_for_exit(self, output: threading.Thread, reports: threading.Thread) -> None:
-        """Wait for its exit, and kill what is left of its process group.
+        """Wait for its exit, and kill what is left of the process group of the child process.
 
         Processes of data loaders would keep its connections and its output open.
         """
         with contextlib.suppress(ChildProcessError):
             # Until it is reaped, its process id cannot be reused.
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-            self._wait_for_started_trainer()
+            if self._descriptor is not None:
+                # The child process may have exited before the trainer that it has started.
+                select.select([self._descriptor], [], [])
             self._kill_group()
         self._process.wait()
         _unreaped.discard(self._process.pid)
         # A process that has moved to another group is not killed, and may keep the output open.
         output.join(OUTPUT_TIMEOUT)
+        self._socket.stop()
         reports.join(OUTPUT_TIMEOUT)
-        with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)
-        self._outgoing.put(b"")
-        self._channel.close()
+        self._socket.close()
+        if self._channel is not None:
+            with contextlib.suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)
+            self._outgoing.put(b"")
+            self._channel.close()
         self._exited = True
         self._on_change()
-
-    def _wait_for_started_trainer(self) -> None:
-        """Wait for the exit of a trainer that the child process, which has exited, has started."""
-        pid = self.status.pid
-        if pid in (None, self.pid) or not hasattr(os, "pidfd_open"):
-            return
-        with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(pid)
-            try:
-                # In a PID namespace of its own it knows another process id.
-                if os.getpgid(pid) == self.pid:
-                    select.select([descriptor], [], [])
-            finally:
-                os.close(descriptor)
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _receive(self) -> None:
-        with (
-            contextlib.suppress(OSError),
-            self._channel.makefile("r", encoding="utf-8", errors="replace") as lines,
-        ):
+    def _kill_trainer(self) -> None:
+        """Kill the trainer, which a launcher may have started in another process group."""
+        if self._descriptor is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def _connect(self) -> None:
+        """Wait for the connection of the trainer, and receive its messages until it is closed."""
+        with contextlib.suppress(OSError):
+            self._channel, self._connected = self._socket.accept()
+            with contextlib.suppress(OSError):  # it has exited already
+                if self._connected is not None and hasattr(os, "pidfd_open"):
+                    self._descriptor = os.pidfd_open(self._connected)
+            threading.Thread(
+                target=self._socket.refuse_others, args=[self._connected], name="adascale-others", daemon=True
+            ).start()
+            threading.Thread(
+                target=self._send, args=[self._channel], name="adascale-assignments", daemon=True
+            ).start()
+            self._receive(self._channel)
+
+    def _receive(self, channel: socket.socket) -> None:
+        with channel.makefile("r", encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 try:
                     message = json.loads(line)
@@ -186,10 +200,10 @@ class TrainerProcess:
                     continue
                 self._on_change()
 
-    def _send(self) -> None:
+    def _send(self, channel: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while line := self._outgoing.get():
-                self._channel.sendall(line)
+                channel.sendall(line)
 
     def _forward_output(self) -> None:
         assert self._process.stdout is not None

@@ -82,6 +82,7 @@ class AgentChannel:
         self._changed = threading.Condition()
         self._changes = self._known_changes = 0
         self._newest: Assignment | Release | None = None
+        self._refusal: str | None = None
         self._is_closed = False
         self._sending = threading.Lock()
         self._on_assignment: Callable[[Assignment], None] = lambda _: None
@@ -115,6 +116,11 @@ class AgentChannel:
         """The generation of `newest`; 0 before the first."""
         newest = self._newest
         return 0 if newest is None else newest.generation
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the agent refuses this trainer. None if it does not."""
+        return self._refusal
 
     @property
     def is_closed(self) -> bool:
@@ -153,6 +159,8 @@ class AgentChannel:
     def _handle(self, message: dict[str, Any]) -> None:
         generation = int(message.get("generation", 0))
         match message["type"]:
+            case "refuse":
+                self._refusal = str(message["reason"])
             case "terminate":
                 self._on_terminate()
             case "hold":

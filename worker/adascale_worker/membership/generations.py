@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Final, NoReturn
 
+from adascale_worker.errors import WorkerError
 from adascale_worker.membership.agent_channel import AgentChannel, Assignment, Release
 from adascale_worker.membership.links import (
     Formation,
@@ -187,6 +188,7 @@ class Membership:
 
         Raises:
             LeaveError: the trainer has to leave.
+            WorkerError: the agent refuses this trainer, because it has another one.
             OtherVersionError: the other members have another version.
         """
         while True:
@@ -211,6 +213,8 @@ class Membership:
 
     def _wait_for_assignment(self, prepare_to_leave: Callable[[], None]) -> Assignment:
         while True:
+            if self._channel.refusal is not None:
+                raise WorkerError(self._channel.refusal)
             if self._is_terminated():
                 prepare_to_leave()
                 self.leave()

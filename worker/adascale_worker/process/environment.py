@@ -12,11 +12,19 @@ from adascale_core import names
 from adascale_core.batch.plans import AUTO, LocalBszBounds
 from adascale_core.job_id import parse_job_id
 from adascale_worker.errors import EnvironmentVariableError
+from adascale_worker.process.unix_peer import require_same_user
 
 T = TypeVar("T")
 
 DEFAULT_TERMINATION_GRACE = 25.0
 """Seconds. A pod has 30 by default; the agent needs the rest to report how it ended."""
+
+
+ONE_PROCESS = (
+    "let the command start one (torchrun --nproc-per-node 1, accelerate launch --num_processes 1), and set "
+    "the number of replicas in the job"
+)
+"""What to do if the command of a job starts several trainers."""
 
 
 @dataclass(frozen=True)
@@ -77,27 +85,27 @@ class JobSettings:
 
 
 def take_agent_channel(environ: MutableMapping[str, str]) -> socket.socket | None:
-    """Return the connection with the agent that has started this program. None without an agent.
+    """Connect to the agent that has started this program, or a program in between. None without an agent.
 
-    Removes its variable, since programs that this one starts are not trainers of the agent.
+    Removes the variable, since programs that this one starts are not trainers of the agent.
 
     Raises:
-        EnvironmentVariableError: another program between the agent and this one has closed the connection.
+        EnvironmentVariableError: no agent answers, or a process of another user does.
     """
-    descriptor = _read(environ, names.ENV_AGENT_FD, _non_negative_integer, None)
-    if descriptor is None:
+    path = environ.pop(names.ENV_AGENT_SOCKET, None)
+    if not path:
         return None
-    del environ[names.ENV_AGENT_FD]
+    channel = socket.socket(socket.AF_UNIX)
     try:
-        channel = socket.socket(fileno=descriptor)
+        channel.connect(path)
+        require_same_user(channel)
     except OSError as error:
+        channel.close()
         raise EnvironmentVariableError(
-            f"{names.ENV_AGENT_FD} is {descriptor}, but this descriptor is not a connection with the agent "
-            f"({error.strerror}): the program that has started this one has closed it. Start this program by "
-            "the command of the job or by a shell, or let it inherit descriptors (in Python, "
-            "subprocess.run(..., close_fds=False))"
+            f"{names.ENV_AGENT_SOCKET} is {path}, but this is no connection with the agent "
+            f"({error.strerror or error}): the agent has ended, or this program runs in another container or "
+            "as another user. Start it where its agent runs, as the same user"
         ) from None
-    channel.set_inheritable(False)
     return channel
 
 
@@ -182,8 +190,7 @@ def read_agent_assignment(environ: Mapping[str, str]) -> RankAssignment:
     if processes > 1:
         raise EnvironmentVariableError(
             f"the command of the job starts {processes} processes (WORLD_SIZE is {processes}), but a replica "
-            "is one process: let it start one (torchrun --nproc-per-node 1, accelerate launch "
-            "--num_processes 1), and set the number of replicas in the job"
+            f"is one process: {ONE_PROCESS}"
         )
     return RankAssignment(
         rank=_read(environ, names.ENV_RANK, _non_negative_integer, 0),

@@ -1,0 +1,88 @@
+"""The Unix socket at which an agent waits for its trainer.
+
+The trainer finds it by its path, so other programs, such as launchers, may be between the agent and it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+
+from adascale_worker.process.environment import ONE_PROCESS
+from adascale_worker.process.unix_peer import require_same_user
+
+MAX_PATH_LENGTH = 100
+"""Bytes. The kernel allows 108 on Linux, and 104 on other systems."""
+
+
+class TrainerSocket:
+    """Accepts the connection of one trainer, and refuses those of others.
+
+    Attributes:
+        path: of the socket, in a folder that only this user can enter.
+
+    Raises:
+        OSError: no folder for temporary files is writable.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="adascale-agent-")
+        if len(os.fsencode(self._folder)) + len("/trainer") > MAX_PATH_LENGTH:
+            shutil.rmtree(self._folder)
+            self._folder = tempfile.mkdtemp(prefix="adascale-agent-", dir="/tmp")
+        self.path = f"{self._folder}/trainer"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen(128)
+
+    def accept(self) -> tuple[socket.socket, int | None]:
+        """Wait for the trainer.
+
+        Returns:
+            The connection, and the process id of the trainer; None if it is unknown.
+
+        Raises:
+            OSError: this socket was closed.
+        """
+        while True:
+            connection, _ = self._listener.accept()
+            try:
+                return connection, require_same_user(connection)
+            except PermissionError as error:
+                _refuse(connection, f"the agent of this replica refuses the connection: {error}")
+
+    def refuse_others(self, trainer: int | None) -> None:
+        """Refuse all further connections, until this socket is closed.
+
+        Args:
+            trainer: the process id of the trainer; None if it is unknown.
+        """
+        process = "" if trainer is None else f", process {trainer}"
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                _refuse(
+                    connection,
+                    f"the command of the job has started a trainer already{process}, but a replica is one "
+                    f"process: {ONE_PROCESS}",
+                )
+
+    def stop(self) -> None:
+        """Delete the socket, and end the calls of other threads when they have accepted who has connected."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Delete the socket, and accept nothing more."""
+        self.stop()
+        self._listener.close()
+
+
+def _refuse(connection: socket.socket, reason: str) -> None:
+    with connection, contextlib.suppress(OSError):
+        connection.sendall(json.dumps({"type": "refuse", "reason": reason}).encode() + b"\n")
