@@ -2,10 +2,14 @@
 
 import copy
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from adascale_worker.errors import WorkerError
@@ -71,3 +75,48 @@ def test_wrappers_are_refused_until_the_trainer_is_closed(make_trainer: MakeTrai
     trainer.program_reentry(model, sgd(model))
     trainer.close()
     wrap(model)
+
+
+def shard_fully(model: nn.Sequential) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+def shard_a_part_fully(model: nn.Sequential) -> nn.Module:
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+def shard_tensors(model: nn.Sequential) -> nn.Module:
+    return parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+
+
+WHOLE = "ElasticTrainer supports models that each replica has as a whole.* At a fixed number of processes"
+
+
+@pytest.mark.parametrize(
+    ("shard", "found"),
+    [
+        (shard_fully, "a model with FSDP"),
+        (shard_a_part_fully, "a model with FSDP on its part '0'"),
+        (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), "a model with FSDP"),
+        (shard_tensors, r"a model whose parameter '0\.weight' is a DTensor, as of tensor parallelism"),
+    ],
+)
+# FSDP warns that it is slow without a GPU.
+@pytest.mark.filterwarnings("ignore")
+def test_a_sharded_model_is_refused(
+    make_trainer: MakeTrainer, shard: Callable[[nn.Sequential], nn.Module], found: str
+) -> None:
+    trainer = make_trainer(**FIXED)
+    model = shard(network())
+    with pytest.raises(WorkerError, match=rf"program_reentry got {found}\. {WHOLE}"):
+        trainer.program_reentry(model, sgd(model))
+
+
+def test_a_model_that_is_sharded_later_is_refused_when_it_is_called(make_trainer: MakeTrainer) -> None:
+    trainer, model = make_trainer(**FIXED), network()
+    trainer.program_reentry(model, sgd(model))
+    shard_a_part_fully(model)
+    _, x, y = next(iter(trainer.dataloader(samples())))
+    with pytest.raises(WorkerError, match=f"fully_shard was applied .* after program_reentry. {WHOLE}"):
+        learn(model, x, y)

@@ -1,7 +1,8 @@
-"""Finds other data parallelism around a model that the trainer makes data-parallel.
+"""Finds other parallelism of a model that the trainer makes data-parallel.
 
-Both would average the gradients, so they would be divided by the number of replicas twice. A wrapper is found
-when it is made around the model, or when it calls the model, if it was made before.
+A wrapper would average the gradients too, so they would be divided by the number of replicas twice. It is
+found when it is made around the model, or when it calls the model, if it was made before. And of a model that
+is sharded over several processes, no replica has all parameters.
 """
 
 from __future__ import annotations
@@ -14,15 +15,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import WorkerError
+from adascale_worker.torch_private.fsdp import is_fully_sharded
 
 CHECKED_CALLS = 3
 """Calls of a model, while it trains, whose callers are searched for wrappers."""
 
-_MODULES = (
-    "torch.nn.parallel.distributed",
-    "torch.nn.parallel.data_parallel",
-    "torch.distributed.fsdp.fully_sharded_data_parallel",
-)
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_MODULES = ("torch.nn.parallel.distributed", "torch.nn.parallel.data_parallel", _FSDP1)
 """Where the wrappers are defined. They are not imported for this: FSDP takes a third of a second."""
 
 _REMEDY = (
@@ -31,18 +30,41 @@ _REMEDY = (
     "does not wrap it; in a framework's trainer, select training on one device"
 )
 
+_WHOLE = (
+    "ElasticTrainer supports models that each replica has as a whole, in one process on one device: leave "
+    "the sharding out, and use a smaller local batch (local_bsz_bounds) or activation checkpointing if the "
+    "model does not fit. At a fixed number of processes, AdaScale(optimizer, model=model) supports "
+    "fully_shard with SGD, in a loop of your own"
+)
+
 
 def require_unwrapped(model: torch.nn.Module) -> None:
-    """Check that a model for `program_reentry` is not data-parallel, and has no part that is.
+    """Check that a model for `program_reentry` is not parallel already, and has no part that is.
 
     Raises:
         WorkerError: it is, or has.
     """
     for name, module in model.named_modules():
+        if is_fully_sharded(module) or type(module).__module__ == _FSDP1:
+            raise WorkerError(
+                f"program_reentry got a model with FSDP{f' on its part {name!r}' if name else ''}. {_WHOLE}"
+            )
         if is_data_parallel(module):
             kind = type(module).__name__
             found = f"whose part {name!r} is of type {kind}" if name else f"of type {kind}"
             raise WorkerError(f"program_reentry got a model {found}: pass it before it is wrapped. {_REMEDY}")
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise WorkerError(
+                f"program_reentry got a model whose parameter {name!r} is a DTensor, as of tensor "
+                f"parallelism. {_WHOLE}"
+            )
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a DTensor."""
+    # By attribute and not by type, because importing DTensor takes a third of a second.
+    return hasattr(parameter, "device_mesh")
 
 
 def is_data_parallel(module: torch.nn.Module) -> bool:
@@ -81,11 +103,15 @@ class OtherParallelism:
         """Check who calls a model, in its first calls.
 
         Raises:
-            WorkerError: a wrapper that was made before `program_reentry`.
+            WorkerError: a wrapper that was made before `program_reentry`, or FSDP2 was applied to the model.
         """
         if self._calls >= CHECKED_CALLS or torch.compiler.is_compiling():
             return
         self._calls += 1
+        if any(is_fully_sharded(module) for model in self._models for module in model.modules()):
+            raise WorkerError(
+                f"fully_shard was applied to the model, or a part of it, after program_reentry. {_WHOLE}"
+            )
         frame = inspect.currentframe()
         while frame is not None:
             if frame.f_globals.get("__name__") in _MODULES:
