@@ -175,6 +175,7 @@ class GradientAccumulation(Accumulation):
             WorkerError: some micro-batches of the step have a weight, and others have none.
             PeersLostError: members are lost.
         """
+        self._model.end_backward()
         self._exchange.end_pass()
         is_weighted = self.weights.end_pass()
         self.weights.check_pass()

@@ -106,6 +106,8 @@ class DataParallelModel:
         self.device = device
         self._group = group
         self._find_unused_parameters = find_unused_parameters
+        self._has_forward = False
+        """Whether there was a forward pass through DDP since the last backward pass, or in this step."""
         self._exchanges = 0
         self._timed = 0
         self._local_group: dist.ProcessGroup | None = None
@@ -160,12 +162,17 @@ class DataParallelModel:
 
     def begin_step(self) -> None:
         """Forget the forward passes of the last step."""
+        self._has_forward = False
         self._passes.clear()
         self._graphs.clear()
         self._unknown_graphs.clear()
         if self._group.replicas == 1:
             # Gradients may come from another method of the model. On several replicas that is refused.
             self._begin_forward()
+
+    def end_backward(self) -> None:
+        """Let the next forward pass replace the buffers by those of rank 0."""
+        self._has_forward = False
 
     def follow_trained(self) -> None:
         """Train the parameters that require gradients now in the step that the optimizer makes next.
@@ -287,6 +294,9 @@ class DataParallelModel:
                 self._record_pass()
                 if self.ddp is None:
                     return self._wrapped.forward(*args, **kwargs)
+                # A backward pass may need what an earlier forward pass has saved of the buffers.
+                self.ddp.broadcast_buffers = not self._has_forward
+                self._has_forward = True
                 output = self.ddp(*args, **kwargs)
                 self._observe_graph(output)
                 return output
