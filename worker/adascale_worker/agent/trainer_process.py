@@ -89,6 +89,8 @@ class TrainerProcess:
         """The process that has connected; None if there is none, or if it is unknown."""
         self._descriptor: int | None = None
         """Of that process: its process id can be reused."""
+        self._killing = threading.Lock()
+        """Held while the child process is killed or reaped."""
         self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._exited = False
         output = threading.Thread(target=self._forward_output, name="adascale-output", daemon=True)
@@ -133,9 +135,10 @@ class TrainerProcess:
     def kill(self) -> None:
         """Kill it and what else is in the process group of the child process, unless that has exited."""
         # Until the child is reaped, its process id cannot be reused.
-        if self._process.returncode is None:
-            self._kill_group()
-            self._kill_trainer()
+        with self._killing:
+            if self._process.returncode is None:
+                self._kill_group()
+                self._kill_trainer()
 
     def _wait_for_exit(self, output: threading.Thread, reports: threading.Thread) -> None:
         """Wait for its exit, and kill what is left of the process group of the child process.
@@ -149,7 +152,8 @@ class TrainerProcess:
                 # The child process may have exited before the trainer that it has started.
                 select.select([self._descriptor], [], [])
             self._kill_group()
-        self._process.wait()
+        with self._killing:
+            self._process.wait()
         _unreaped.discard(self._process.pid)
         # A process that has moved to another group is not killed, and may keep the output open.
         output.join(OUTPUT_TIMEOUT)
@@ -161,6 +165,8 @@ class TrainerProcess:
                 self._channel.shutdown(socket.SHUT_RDWR)
             self._outgoing.put(b"")
             self._channel.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
         self._exited = True
         self._on_change()
 
