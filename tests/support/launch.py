@@ -195,8 +195,8 @@ class AgentProcess:
         rank: int,
         folder: Path,
         service: Mapping[str, str],
-        *,
         command: Sequence[str] = (),
+        /,
         **options: object,
     ) -> None:
         self.rank = rank

@@ -80,9 +80,9 @@ def two_forward_passes_before_a_backward_pass_with_batch_normalization() -> None
     same = torch.ones(5, 3)
     for each in (model, twin):
         each(same)
-    for own, plain in zip(model.buffers(), twin.buffers(), strict=True):
-        dist.broadcast(plain, 0)
-        torch.testing.assert_close(own, plain)
+    for buffer, expected in zip(model.buffers(), twin.buffers(), strict=True):
+        dist.broadcast(expected, 0)
+        torch.testing.assert_close(buffer, expected)
 
 
 RANKS: dict[str, Callable[[], None]] = {

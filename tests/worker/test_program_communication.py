@@ -1,7 +1,6 @@
 """Communication of the program itself, and frameworks in it, under real agents and without."""
 
 import json
-import os
 import re
 import signal
 import sys
@@ -54,7 +53,7 @@ def test_a_program_communicates_on_1_and_2_and_1_replicas_under_agents(
     options = dict.fromkeys(LAUNCHER_VARIABLES, "2") | {"FINISH_FILE": str(finish)}
     command = [*PYTHON, str(COMMUNICATES)]
     service.allocate(1, 1)
-    agents = [AgentProcess(0, tmp_path, service.environ, command=command, **options)]
+    agents = [AgentProcess(0, tmp_path, service.environ, command, **options)]
 
     def wait_for(replicas: int, replica: int, count: int = 3) -> None:
         def has_steps() -> bool:
@@ -68,7 +67,7 @@ def test_a_program_communicates_on_1_and_2_and_1_replicas_under_agents(
     try:
         wait_for(1, 0)
         service.allocate(2, 2)
-        agents.append(AgentProcess(1, tmp_path, service.environ, command=command, **options))
+        agents.append(AgentProcess(1, tmp_path, service.environ, command, **options))
         wait_for(2, 0)
         wait_for(2, 1)
         service.allocate(3, 1)
@@ -88,9 +87,12 @@ def test_a_program_communicates_on_1_and_2_and_1_replicas_under_agents(
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_a_program_communicates_without_an_agent(tmp_path: Path, replicas: int) -> None:
-    environ = {name: "" for name in LAUNCHER_VARIABLES if name in os.environ}
-    output = run_python(COMMUNICATES, replicas=replicas, JOURNAL=tmp_path / "journal", STEPS=5, **environ)
+def test_a_program_communicates_without_an_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int
+) -> None:
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    output = run_python(COMMUNICATES, replicas=replicas, JOURNAL=tmp_path / "journal", STEPS=5)
     found = records(tmp_path, 0)
     if replicas:
         # torchrun's variables stay, so the framework has initialized the group.
@@ -103,7 +105,7 @@ def test_a_program_communicates_without_an_agent(tmp_path: Path, replicas: int) 
 def launched(tmp_path: Path, service: Service, *command: str, **options: object) -> tuple[int, str]:
     """Run the command of a job under an agent, and return its exit code and its output."""
     service.allocate(1, 1)
-    agent = AgentProcess(0, tmp_path, service.environ, command=command, EPOCHS=2, **options)
+    agent = AgentProcess(0, tmp_path, service.environ, command, EPOCHS=2, **options)
     try:
         return agent.wait(), agent.log.read_text()
     finally:
@@ -113,7 +115,9 @@ def launched(tmp_path: Path, service: Service, *command: str, **options: object)
 STARTS = PROGRAM.with_name("starts.py")
 
 
-@pytest.mark.parametrize("launcher", ["a wrapper", "torchrun", "accelerate"])
+@pytest.mark.parametrize(
+    "launcher", ["a wrapper", "torchrun", pytest.param("accelerate", marks=pytest.mark.slow)]
+)
 def test_a_trainer_may_be_started_by_another_launcher(
     tmp_path: Path, service: Service, launcher: str
 ) -> None:

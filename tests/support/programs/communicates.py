@@ -7,6 +7,7 @@ agent it makes STEPS steps.
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,9 @@ folder.mkdir(exist_ok=True)
 finish = Path(os.environ.get("FINISH_FILE", "nothing"))
 dataset = [(index, torch.tensor([index / 48])) for index in range(48)]
 
-generation, group, ended = None, dist.group.WORLD, dist.group.WORLD
+generation: int | None = None
+group: Any = None
+ended: Any = None
 with (folder / f"{os.environ.get('ADASCALE_REPLICA', '0')}.jsonl").open("w", buffering=1) as journal:
     for epoch in range(state.epoch, 10**6):
         for index, x in trainer.dataloader(dataset):
@@ -43,7 +46,7 @@ with (folder / f"{os.environ.get('ADASCALE_REPLICA', '0')}.jsonl").open("w", buf
                             refusal = str(error)
                         else:
                             raise AssertionError("a group of an earlier generation was used")
-                generation, group, ended = trainer.generation, dist.new_group(), dist.group.WORLD
+                generation, group, ended = trainer.generation, dist.new_group(), trainer.replica_group
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()

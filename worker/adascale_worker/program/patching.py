@@ -109,7 +109,7 @@ class MethodOverride:
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, original)
+        functools.update_wrapper(self, original)  # type: ignore[arg-type]
         self.original = original
         if hasattr(original, "__code__"):
             # torch.export reads it.
@@ -124,7 +124,9 @@ class MethodOverride:
 
 def is_traced() -> bool:
     """Whether a model is called to export it, so that its forward pass trains nothing."""
-    return bool(torch.compiler.is_exporting() or torch.jit.is_tracing())
+    return torch.compiler.is_exporting() or bool(
+        torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    )
 
 
 class ReplacedMethod(MethodOverride):

@@ -107,7 +107,7 @@ def end_default_group(error: Callable[[], Exception]) -> None:
             return is_other(group)
 
         refuse_ended.refuses_ended_groups = True  # type: ignore[attr-defined]
-        module._rank_not_in_group = refuse_ended
+        module._rank_not_in_group = refuse_ended  # type: ignore[assignment]
 
 
 def reset_group_names() -> None:
