@@ -86,7 +86,7 @@ def test_a_program_communicates_on_1_and_2_and_1_replicas_under_agents(
     assert all("when trainer.generation has changed" in each for each in refusals)
 
 
-@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_program_communicates_without_an_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int
 ) -> None:
@@ -113,29 +113,28 @@ def launched(tmp_path: Path, service: Service, *command: str, **options: object)
 
 
 STARTS = PROGRAM.with_name("starts.py")
+ACCELERATE = [
+    *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes=1"),
+    *("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--cpu"),
+]
 
 
-@pytest.mark.parametrize(
-    "launcher", ["a wrapper", "torchrun", pytest.param("accelerate", marks=pytest.mark.slow)]
-)
+def test_a_trainer_may_be_started_by_a_program_that_closes_descriptors(
+    tmp_path: Path, service: Service
+) -> None:
+    code, log = launched(tmp_path, service, sys.executable, str(STARTS), "1", *PYTHON, str(PROGRAM))
+    assert code == 0, log
+    assert service.job()["complete"]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow)])
 def test_a_trainer_may_be_started_by_another_launcher(
     tmp_path: Path, service: Service, launcher: str
 ) -> None:
-    """A Python program closes inherited descriptors; torchrun sets its variables too."""
+    """With the variables of torchrun, the framework initializes the default process group."""
     finish = tmp_path / "finish"
     finish.touch()
-    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes=1"]
-    command = {
-        "a wrapper": [sys.executable, str(STARTS), "1", *PYTHON],
-        "torchrun": torchrun(1),
-        "accelerate": [
-            *accelerate,
-            "--num_machines=1",
-            "--mixed_precision=no",
-            "--dynamo_backend=no",
-            "--cpu",
-        ],
-    }[launcher]
+    command = {"torchrun": torchrun(1), "accelerate": ACCELERATE}[launcher]
     code, log = launched(tmp_path, service, *command, str(COMMUNICATES), FINISH_FILE=finish)
     assert code == 0, log
     assert service.job()["complete"]
@@ -146,11 +145,8 @@ def test_a_trainer_may_be_started_by_another_launcher(
 def test_several_processes_of_one_replica_are_refused(
     tmp_path: Path, service: Service, launcher: str
 ) -> None:
-    finish = tmp_path / "finish"
     command = {"a wrapper": [sys.executable, str(STARTS), "2", *PYTHON], "torchrun": torchrun(2)}[launcher]
-    if launcher == "a wrapper":
-        finish.touch()
-    code, log = launched(tmp_path, service, *command, str(COMMUNICATES), FINISH_FILE=finish)
+    code, log = launched(tmp_path, service, *command, str(PROGRAM))
     assert code == EXIT_INVALID_PROGRAM, log
     found = "has started a trainer already" if launcher == "a wrapper" else "starts 2 processes"
     assert re.search(rf"adascale: the command of the job {found}.* let the command start one", log), log
