@@ -1,15 +1,19 @@
 """Process groups of generations, formed by two processes."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from adascale_core.failures.exit_codes import EXIT_PEER_LOST
@@ -22,7 +26,8 @@ from adascale_worker.errors import (
     error_of_kind,
     kind_of_error,
 )
-from adascale_worker.membership import process_group, stuck_collective
+from adascale_worker.membership import gloo_sockets, process_group, stuck_collective
+from adascale_worker.membership.agent_channel import Assignment, Member
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup, backend_of, exchange_values
 from adascale_worker.process.device import describe_shared_gpu, gpu_names
@@ -30,6 +35,7 @@ from adascale_worker.process.environment import RankAssignment
 from adascale_worker.torch_private.distributed import is_lost_peer
 from support.fast_python import PYTHON
 from support.launch import free_port, wait_until
+from worker.adascale_ranks import run_cases
 
 PROGRAM = """
 import datetime, socket, sys
@@ -236,6 +242,111 @@ def test_a_replica_that_shares_a_gpu_although_others_are_free_says_so(used: list
 def test_another_replica_ends_with_the_error_of_rank_0(error: WorkerError, kind: type[WorkerError]) -> None:
     found = error_of_kind(kind_of_error(error), str(error))
     assert (type(found), str(found)) == (kind, str(error))
+
+
+# -- a single replica --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> Iterator[ReplicaGroup]:
+    """A replica under an agent, in its first generation."""
+    group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
+    enter(group, 1)
+    yield group
+    group.destroy()
+
+
+def enter(group: ReplicaGroup, generation: int) -> None:
+    group.destroy()
+    members = (Member(0, "", "127.0.0.1", 0, None),)
+    group.form(Assignment(generation, 0, members, "", {}), None, 0, "")
+
+
+def sum_of_ones(group: dist.ProcessGroup | None = None) -> float:
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=group)
+    return ones.item()
+
+
+def test_a_single_replica_is_the_default_process_group_and_other_hosts_cannot_reach_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "an interface")
+    hook, before = sys.excepthook, gloo_sockets.open_sockets()
+    group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
+    group.form_from_environment()
+    try:
+        assert (dist.get_rank(), dist.get_world_size(), sum_of_ones()) == (0, 1, 1)
+        assert group.process_group is dist.group.WORLD
+        addresses = []
+        for descriptor, _ in gloo_sockets.open_sockets() - before:
+            with socket.socket(fileno=os.dup(descriptor)) as opened:
+                if opened.family in (socket.AF_INET, socket.AF_INET6):
+                    addresses.append(opened.getsockname()[0])
+        assert set(addresses) <= {"127.0.0.1", "::1"}, addresses
+        assert (os.environ["GLOO_SOCKET_IFNAME"], sys.excepthook) == ("an interface", hook)
+    finally:
+        group.destroy()
+    assert not dist.is_initialized()
+    with pytest.raises(WorkerError, match=r"trainer\.replica_group is known after program_reentry"):
+        group.process_group  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        sum_of_ones,
+        lambda group: dist.all_gather([torch.zeros(1)], torch.ones(1), group=group),
+        lambda group: dist.broadcast(torch.ones(1), 0, group=group),
+        lambda group: dist.barrier(group=group),
+        dist.get_world_size,
+    ],
+)
+def test_groups_of_an_earlier_generation_are_refused(
+    alone: ReplicaGroup, call: Callable[[dist.ProcessGroup], object]
+) -> None:
+    own, default = dist.new_group(), alone.process_group
+    assert isinstance(own, dist.ProcessGroup)
+    call(own)
+    call(default)
+    enter(alone, 2)
+    for ended in (own, default):
+        with pytest.raises(WorkerError, match=r"again .* when trainer\.generation has changed"):
+            call(ended)
+    call(alone.process_group)
+    assert sum_of_ones() == 1
+
+
+def test_a_group_that_the_program_has_initialized_for_itself_is_replaced() -> None:
+    """As a framework does under `torchrun --nproc-per-node 1`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    before = dist.group.WORLD
+    group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
+    enter(group, 1)
+    try:
+        assert sum_of_ones() == 1
+        with pytest.raises(WorkerError, match="of an earlier generation"):
+            sum_of_ones(before)
+    finally:
+        group.destroy()
+
+
+def a_default_group_of_several_processes_is_refused() -> None:
+    group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
+    with pytest.raises(WorkerError, match=r"of 2 processes, .* leave out torch\.distributed\.init_process"):
+        enter(group, 1)
+    assert sum_of_ones() == 2
+
+
+RANKS: dict[str, Callable[[], None]] = {
+    case.__name__: case for case in [a_default_group_of_several_processes_is_refused]
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks(name: str, tmp_path: Path) -> None:
+    failures = run_cases("worker.test_process_group", "RANKS", 2, tmp_path)
+    assert not failures[name], "\n".join(failures[name])
 
 
 @pytest.mark.slow

@@ -279,6 +279,7 @@ class ReplicaGroup:
 
     def _initialize_alone(self) -> None:
         """Initialize the default process group of a single replica, which other processes cannot reach."""
+        # A build of torch without NCCL suffices for a single replica.
         backend = backend_of(self._device, share_a_gpu=not dist.is_nccl_available())
         options = nccl_options(self._device, INIT_TIMEOUT) if "nccl" in backend else {}
         hook = sys.excepthook
@@ -372,7 +373,7 @@ class ReplicaGroup:
         # The others have to know of it, also if the next call takes long.
         self.on_failure()
         with self._aborting:
-            if self._device.type == "cuda" and self._formed and not self._share_a_gpu:
+            if self._device.type == "cuda" and self._formed and self.replicas > 1 and not self._share_a_gpu:
                 try:
                     abort_process_group()
                 except RuntimeError as error:
