@@ -432,13 +432,13 @@ def check_synchronized_norms(model: torch.nn.Module, device: torch.device) -> No
     torch refuses them on a CPU where there is a process group, which a single replica has too.
 
     Raises:
-        ReplicationError: it does not.
+        WorkerError: it does not.
     """
     if device.type != "cpu":
         return
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.SyncBatchNorm)]
     if names:
-        raise ReplicationError(
+        raise WorkerError(
             f"the model has the SyncBatchNorm {names[0]!r}, which torch supports on GPUs only, but this "
             "replica is on the CPU. Call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) only if "
             "trainer.device.type is 'cuda'; BatchNorm works everywhere, with the statistics of each "
