@@ -103,7 +103,8 @@ crd: $(READY) ## generate deploy/base/crd.yaml
 	mv deploy/base/crd.yaml.new deploy/base/crd.yaml
 
 .PHONY: reference
-reference: $(READY) ## generate docs/reference.md
+reference: $(READY) ## generate docs/reference.md, and the table of messages in docs/design.md
+	$(BIN)/python docs/messages.py
 	$(BIN)/python docs/reference.py > docs/reference.md.new
 	mv docs/reference.md.new docs/reference.md
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchBounds, BatchPlan
+from adascale_core.messages import channel
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView, Member, MemberView
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.message import Message
@@ -244,3 +245,56 @@ def test_a_view_shows_which_generations_have_ended_and_which_is_next(
 def test_an_instance_names_the_agent_and_numbers_its_trainers(instance: str, agent: str, number: int) -> None:
     registration = Registration(0, instance, ReplicaState.WAITING, 0, "127.0.0.1", 1)
     assert (registration.agent, registration.trainer) == (agent, number)
+
+
+# -- between agent and trainer ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        channel.Ready(7, "NVIDIA-T4", 12),
+        channel.Holding(3, None, (1, 2)),
+        channel.SavedElsewhere(4),
+        channel.TrainingSaved(),
+        channel.Exiting(75),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_of_a_trainer_survives_the_trip_through_json(message: channel.TrainerMessage) -> None:
+    assert channel.trainer_message(channel.encode(message).decode()) == message
+
+
+@given(
+    members=st.lists(members, max_size=3).map(tuple),
+    secret=words,
+    env=st.dictionaries(words, st.none() | words),
+)
+def test_an_assignment_survives_the_trip_through_json(
+    members: tuple[Member, ...], secret: str, env: dict[str, str | None]
+) -> None:
+    assignment = channel.Assignment(3, 0, members, secret, env)
+    assert channel.agent_message(channel.encode(assignment).decode()) == assignment
+
+
+def test_a_message_of_an_unknown_type_and_unknown_fields_are_ignored() -> None:
+    assert channel.trainer_message('{"type": "sings", "song": 1}') is None
+    assert channel.trainer_message('{"type": "terminate"}') is None, "of an agent"
+    assert channel.trainer_message('{"type": "exiting", "code": 1, "song": 2}') == channel.Exiting(1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "what?",
+        "[1]",
+        '{"type": "running"}',
+        '{"type": "running", "generation": "3"}',
+        '{"type": "running", "generation": true}',
+        '{"type": "holding", "generation": 3, "step": 1, "lost": 2}',
+        '{"type": "holding", "generation": 3, "step": 1, "lost": ["2"]}',
+    ],
+)
+def test_what_is_no_message_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match=r"message|Expecting value"):
+        channel.trainer_message(line)

@@ -1,6 +1,5 @@
 """Tests of a trainer's connection with its agent."""
 
-import json
 import queue
 import socket
 import threading
@@ -9,10 +8,27 @@ from collections.abc import Iterator
 
 import pytest
 
-from adascale_worker.membership.agent_channel import AgentChannel, Release
+from adascale_core.messages.channel import Assignment, Hold, Release, Terminate, encode
+from adascale_worker.membership.agent_channel import AgentChannel
 
 LONG = 60.0
 """Seconds that no wait of these tests may take."""
+
+
+class Receiver:
+    """Collects the messages that a trainer is to act on."""
+
+    def __init__(self) -> None:
+        self.received: queue.Queue[Assignment | Hold | Terminate] = queue.Queue()
+
+    def assign(self, assignment: Assignment) -> None:
+        self.received.put(assignment)
+
+    def hold(self, generation: int) -> None:
+        self.received.put(Hold(generation))
+
+    def terminate(self) -> None:
+        self.received.put(Terminate())
 
 
 @pytest.fixture
@@ -38,15 +54,14 @@ def test_a_message_that_arrived_before_the_wait_ends_it(
     connection: tuple[AgentChannel, socket.socket],
 ) -> None:
     channel, agent = connection
-    handled = threading.Event()
-    channel.start(lambda _: None, lambda _: handled.set(), lambda: None)
-    agent.sendall(json.dumps({"type": "release", "generation": 3, "last": True}).encode() + b"\n")
-    agent.sendall(json.dumps({"type": "hold", "generation": 4}).encode() + b"\n")
-    assert handled.wait(LONG)
+    receiver = Receiver()
+    channel.start(receiver)
+    agent.sendall(encode(Release(3, last=True)) + encode(Hold(4)))
+    assert receiver.received.get(timeout=LONG) == Hold(4)
     began = time.monotonic()
     channel.wait(LONG)
     assert time.monotonic() - began < LONG
-    assert channel.newest == Release(3, is_last=True)
+    assert channel.newest == Release(3, last=True)
     agent.close()
     while not channel.is_closed:
         channel.wait(LONG)
@@ -57,11 +72,11 @@ def test_a_trainer_saves_and_exits_when_its_agent_requests_it_or_is_gone(
     connection: tuple[AgentChannel, socket.socket],
 ) -> None:
     channel, agent = connection
-    requests: queue.Queue[None] = queue.Queue()
-    channel.start(lambda _: None, lambda _: None, lambda: requests.put(None))
-    agent.sendall(json.dumps({"type": "terminate"}).encode() + b"\n")
-    requests.get(timeout=LONG)
+    receiver = Receiver()
+    channel.start(receiver)
+    agent.sendall(encode(Terminate()))
+    assert receiver.received.get(timeout=LONG) == Terminate()
     assert not channel.is_closed
     agent.close()
-    requests.get(timeout=LONG)
+    assert receiver.received.get(timeout=LONG) == Terminate()
     assert channel.is_closed

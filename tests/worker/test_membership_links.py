@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from adascale_core.messages.allocation import Member
+from adascale_core.messages.channel import Assignment, encode
 from adascale_worker.membership import links as membership_links
-from adascale_worker.membership.agent_channel import AgentChannel, Assignment, Member
+from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.links import MembershipLinks, OtherVersionError, listen
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.process.package_version import package_version
+from adascale_worker.process.shutdown_request import ShutdownRequest
 from support.launch import wait_until
 
 ADDRESS = "127.0.0.1"
@@ -318,12 +321,9 @@ def test_a_trainer_with_another_version_ends_with_the_error_that_it_gets(
     with agent, trainer, listen(ADDRESS) as listener:
         channel = AgentChannel(trainer)
         group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
-        membership = Membership(channel, listener, group, "", PATIENCE, lambda: False)
-        membership.start(lambda: None, lambda: None)
-        assignment = coordinator.assignments[1]
-        members = [vars(member) for member in assignment.members]
-        message = {"type": "assign", "generation": GENERATION, "rank": 1, "members": members, "env": {}}
-        agent.sendall(json.dumps({**message, "secret": SECRET}).encode() + b"\n")
+        membership = Membership(channel, listener, group, "", PATIENCE, ShutdownRequest())
+        membership.start(lambda: None)
+        agent.sendall(encode(coordinator.assignments[1]))
         with pytest.raises(OtherVersionError) as error:
             membership.join(lambda: None, lambda: None, lambda *_: None)
         assert "this replica has version 9.9 of adascale-operator" in str(error.value)

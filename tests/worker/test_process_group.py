@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from adascale_core.failures.exit_codes import EXIT_PEER_LOST
+from adascale_core.messages.allocation import Member
+from adascale_core.messages.channel import Assignment
 from adascale_worker.errors import (
     CheckpointError,
     ReplicationError,
@@ -27,7 +29,6 @@ from adascale_worker.errors import (
     kind_of_error,
 )
 from adascale_worker.membership import gloo_sockets, process_group, stuck_collective
-from adascale_worker.membership.agent_channel import Assignment, Member
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup, backend_of, exchange_values
 from adascale_worker.process.device import describe_shared_gpu, gpu_names
@@ -42,13 +43,14 @@ import datetime, socket, sys
 import torch
 from adascale_core.failures.exit_codes import EXIT_PEER_LOST
 from adascale_worker.membership import process_group, stuck_collective
-from adascale_worker.membership.agent_channel import Assignment, Member
+from adascale_core.messages.allocation import Member
+from adascale_core.messages.channel import Assignment
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.torch_private.distributed import tcp_store
 
 rank, port, failures = map(int, sys.argv[1:4])
-members = tuple(Member(replica, "", "127.0.0.1", 0, None) for replica in range(2))
+members = tuple(Member(replica, "", "127.0.0.1", 0) for replica in range(2))
 assignment = RankAssignment(rank, 2, rank, None, None)
 group = process_group.ReplicaGroup(assignment, torch.device("cpu"), is_elastic=True)
 
@@ -258,7 +260,7 @@ def alone() -> Iterator[ReplicaGroup]:
 
 def enter(group: ReplicaGroup, generation: int) -> None:
     group.destroy()
-    members = (Member(0, "", "127.0.0.1", 0, None),)
+    members = (Member(0, "", "127.0.0.1", 0),)
     group.form(Assignment(generation, 0, members, "", {}), None, 0, "")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from adascale_core.messages.channel import Assignment, Hold, Terminate
 from adascale_core.messages.registration import ReplicaState
 from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess
 from adascale_worker.agent.trainer_status import TrainerStatus
@@ -91,7 +92,7 @@ def test_ctrl_c_in_a_terminal_does_not_reach_the_trainer() -> None:
     assert os.getpgid(int(trainer.log)) != os.getpgid(0)
     trainer.kill()
     assert exit_code() == -signal.SIGKILL
-    trainer.send("assign", generation=1)
+    trainer.send(Hold(1))
     trainer.kill()
 
 
@@ -146,7 +147,7 @@ def test_a_trainer_that_a_shell_has_started_gets_the_requests_and_has_the_exit_c
     if "READY" in script:
         wait_until(lambda: is_gone(trainer.pid), "the end of the shell")
     assert trainer.exit_code is None
-    trainer.send("terminate")
+    trainer.send(Terminate())
     assert exit_code() == code
 
 
@@ -178,9 +179,9 @@ def test_a_trainer_reports_and_gets_messages_for_its_whole_life() -> None:
     trainer = TrainerProcess([sys.executable, "-c", script], os.environ, on_change=lambda: None)
     ready = TrainerStatus(port=7, accelerator="NVIDIA-T4")
     wait_until(lambda: trainer.status == ready, "the port")
-    trainer.send("assign", generation=3)
+    trainer.send(Assignment(3, 0, ()))
     running = replace(ready, state=ReplicaState.RUNNING, generation=3)
     wait_until(lambda: trainer.status == running, "the generation")
-    trainer.send("hold", generation=3)
+    trainer.send(Hold(3))
     wait_until(lambda: trainer.exit_code == 0, "the end")
     assert trainer.status == replace(running, state=ReplicaState.HOLDING, step=12, lost=(1, 2), stepped=3)

@@ -30,6 +30,7 @@ import torch
 from adascale_client import MetricsServiceClient
 from adascale_core.batch.plans import LocalBszBounds
 from adascale_core.errors import AdaScaleError
+from adascale_core.messages.channel import Exiting
 from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
 from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_worker.adascale import AdaScale
@@ -202,7 +203,7 @@ class ElasticTrainer:
         except AdaScaleError as error:
             if channel is not None:
                 # A launcher in between may hide the exit code.
-                AgentChannel(channel).send("exiting", code=exit_code(error))
+                AgentChannel(channel).send(Exiting(exit_code(error)))
             self._uncaught_errors.install()
             raise
         self._fast_exit.before(self._release_at_exit)
@@ -615,7 +616,7 @@ class ElasticTrainer:
 
         if os.environ.get(ENV_JOINS_OTHERS) == "1":
             loop.prepare_to_receive()
-        self._membership.start(step, self._shutdown_request.make)
+        self._membership.start(step)
         loop.enter_generation()
 
     def _make_membership(self, channel: socket.socket) -> Membership:
@@ -627,7 +628,7 @@ class ElasticTrainer:
             group,
             environment.read_secret(environ),
             group.peer_timeout,
-            lambda: self._shutdown_request.received is not None,
+            self._shutdown_request,
             _accelerator_type(self.device),
         )
 

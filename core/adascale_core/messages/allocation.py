@@ -42,7 +42,7 @@ class Member(Message):
     instance: str
     address: str
     port: int
-    holds: bool
+    holds: bool = False
     node: str = ""
 
 

@@ -11,7 +11,8 @@ import signal
 import sys
 import time
 
-from adascale_worker.membership.agent_channel import AgentChannel, Assignment, Release
+from adascale_core.messages.channel import Assignment, Finished, Holding, Ready, Release, Running
+from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.process import environment
 
 descriptor = environment.take_agent_channel(os.environ)
@@ -19,20 +20,21 @@ assert descriptor is not None
 channel = AgentChannel(descriptor)
 
 
-def enter(assignment: Assignment) -> None:
-    environment.apply_settings(os.environ, assignment.environ)
-    channel.send("running", generation=assignment.generation)
+class Receiver:
+    def assign(self, assignment: Assignment) -> None:
+        environment.apply_settings(os.environ, assignment.env)
+        channel.send(Running(assignment.generation))
+
+    def hold(self, generation: int) -> None:
+        channel.send(Holding(generation, step=0))
+
+    def terminate(self) -> None:
+        if "stubborn" not in sys.argv:
+            os._exit(75)
 
 
-def terminate() -> None:
-    if "stubborn" not in sys.argv:
-        os._exit(75)
-
-
-channel.start(
-    enter, lambda generation: channel.send("holding", generation=generation, step=0, lost=[]), terminate
-)
-channel.send("ready", port=1)
+channel.start(Receiver())
+channel.send(Ready(port=1))
 while channel.newest is None:
     channel.wait(1)
 rank, replicas = os.environ["ADASCALE_RANK"], os.environ["ADASCALE_REPLICAS"]
@@ -48,7 +50,7 @@ match sys.argv[1:]:
     case ["exit", code]:
         print("[red]the last line", flush=True)
         if int(code) == 0:
-            channel.send("finished")
+            channel.send(Finished())
         sys.exit(int(code))
     case ["crash"]:
         os.kill(os.getpid(), signal.SIGSEGV)

@@ -21,6 +21,7 @@ from adascale_core.failures.exit_codes import (
 )
 from adascale_core.failures.termination_message import TerminationMessage
 from adascale_core.messages.allocation import ActiveAllocation, AllocationView
+from adascale_core.messages.channel import Assignment, Hold, Release, Terminate
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.names import (
     ENV_ADDRESS,
@@ -264,7 +265,7 @@ class Agent:
                     trainer.kill()
                 else:
                     # A signal would only reach a shell that has started it, or a handler of the program.
-                    trainer.send("terminate")
+                    trainer.send(Terminate())
                 self._deadline.set(now + self._termination_grace)
             self._instruct(trainer, now)
             if status.port is not None:
@@ -312,32 +313,29 @@ class Agent:
                 self._deadline.advance(now + RESCALE_GRACE)
             case Instruction.HOLD if self._held < active.generation:
                 self._held = active.generation
-                trainer.send("hold", generation=active.generation)
+                trainer.send(Hold(active.generation))
                 if not self._events.terminating:
                     self._deadline.advance(now + LEAVE_GRACE)
             case Instruction.RELEASE:
                 self._released = True
                 # With no members, nobody else keeps the state.
-                trainer.send("release", generation=active.generation, last=not active.members)
+                trainer.send(Release(active.generation, last=not active.members))
                 was_lost = view.desired is not None and self._replica < view.desired.replicas
                 self._deadline.advance(now + (LEAVE_GRACE if was_lost else RESCALE_GRACE))
 
     def _assign(self, trainer: TrainerProcess, allocation: ActiveAllocation) -> None:
+        rank = allocation.rank_of(self._replica, self._instance)
+        assert rank is not None, "a trainer that takes part is assigned"
         self._assignment = allocation
+        environ = {
+            ENV_RANK: str(rank),
+            ENV_REPLICAS: str(allocation.replicas),
+            ENV_GENERATION: str(allocation.generation),
+            # The bounds of the job may have changed since this agent was started.
+            **(allocation.spec.environment() if allocation.spec is not None else {}),
+        }
         trainer.send(
-            "assign",
-            generation=allocation.generation,
-            rank=self._rank,
-            members=[member.to_json() for member in allocation.members],
-            state=allocation.has_state,
-            secret=self._heartbeat.key,
-            env={
-                ENV_RANK: str(self._rank),
-                ENV_REPLICAS: str(allocation.replicas),
-                ENV_GENERATION: str(allocation.generation),
-                # The bounds of the job may have changed since this agent was started.
-                **(allocation.spec.environment() if allocation.spec is not None else {}),
-            },
+            Assignment(allocation.generation, rank, allocation.members, self._heartbeat.key, environ)
         )
 
     # -- after a trainer -----------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import queue
 import select
@@ -20,8 +19,8 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
+from adascale_core.messages.channel import AgentMessage, encode, trainer_message
 from adascale_core.names import ENV_AGENT_SOCKET
 from adascale_worker.agent.trainer_socket import TrainerSocket
 from adascale_worker.agent.trainer_status import TrainerStatus
@@ -128,9 +127,9 @@ class TrainerProcess:
         """The last lines of its output."""
         return "\n".join(self._lines)
 
-    def send(self, kind: str, **fields: Any) -> None:
+    def send(self, message: AgentMessage) -> None:
         """Send it a message. Does not wait until it is received."""
-        self._outgoing.put(json.dumps({"type": kind, **fields}).encode() + b"\n")
+        self._outgoing.put(encode(message))
 
     def kill(self) -> None:
         """Kill it and what else is in the process group of the child process, unless that has exited."""
@@ -199,12 +198,13 @@ class TrainerProcess:
         with channel.makefile("r", encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 try:
-                    message = json.loads(line)
-                    self.status = self.status.after(message)
-                except (TypeError, ValueError):
+                    message = trainer_message(line)
+                except ValueError:
                     print(f"adascale-agent: the trainer sent {line[:100]!r}, which is ignored", flush=True)
                     continue
-                self._on_change()
+                if message is not None:
+                    self.status = self.status.after(message)
+                    self._on_change()
 
     def _send(self, channel: socket.socket) -> None:
         with contextlib.suppress(OSError):

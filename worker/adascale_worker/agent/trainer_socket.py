@@ -6,12 +6,12 @@ The trainer finds it by its path, so other programs, such as launchers, may be b
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import socket
 import tempfile
 
+from adascale_core.messages.channel import Refuse, encode
 from adascale_worker.process.environment import ONE_PROCESS
 from adascale_worker.process.unix_peer import require_same_user
 
@@ -85,4 +85,4 @@ class TrainerSocket:
 
 def _refuse(connection: socket.socket, reason: str) -> None:
     with connection, contextlib.suppress(OSError):
-        connection.sendall(json.dumps({"type": "refuse", "reason": reason}).encode() + b"\n")
+        connection.sendall(encode(Refuse(reason)))

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
+from adascale_core.messages.channel import (
+    Exiting,
+    Finished,
+    Holding,
+    Limited,
+    Ready,
+    Running,
+    SavedElsewhere,
+    Stalled,
+    Stepped,
+    Terminated,
+    TrainerMessage,
+    TrainingSaved,
+)
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.names import MAX_ACCELERATOR_LENGTH, MAX_STALL_LENGTH
 
@@ -50,16 +62,12 @@ class TrainerStatus:
     saved: int = 0
     exit_code: int | None = None
 
-    def after(self, message: Mapping[str, Any]) -> TrainerStatus:
-        """Return the status after a message. Messages of unknown types are ignored."""
+    def after(self, message: TrainerMessage) -> TrainerStatus:
+        """Return the status after a message."""
         match message:
-            case {"type": "ready", "port": int(port)}:
-                accelerator = str(message.get("accelerator", ""))[:MAX_ACCELERATOR_LENGTH]
-                pid = message.get("pid")
-                return replace(
-                    self, port=port, accelerator=accelerator, pid=pid if type(pid) is int else None
-                )
-            case {"type": "running", "generation": int(generation)}:
+            case Ready(port, accelerator, pid):
+                return replace(self, port=port, accelerator=accelerator[:MAX_ACCELERATOR_LENGTH], pid=pid)
+            case Running(generation):
                 return replace(
                     self,
                     state=ReplicaState.RUNNING,
@@ -69,29 +77,27 @@ class TrainerStatus:
                     stall="",
                     local_bsz_limit=None,
                 )
-            case {"type": "holding", "generation": int(generation), "step": step, "lost": [*lost]}:
+            case Holding(generation, step, lost):
                 return replace(
                     self,
                     state=ReplicaState.HOLDING,
                     generation=generation,
-                    step=None if step is None else int(step),
-                    lost=tuple(sorted(set(map(int, lost)))),
+                    step=step,
+                    lost=tuple(sorted(set(lost))),
                 )
-            case {"type": "stepped", "generation": int(generation)}:
+            case Stepped(generation):
                 return replace(self, stepped=max(self.stepped, generation))
-            case {"type": "limited", "local_bsz_limit": int(limit)}:
+            case Limited(limit):
                 return replace(self, local_bsz_limit=limit)
-            case {"type": "saved", "generation": int(generation)}:
+            case SavedElsewhere(generation):
                 return replace(self, saved=max(self.saved, generation))
-            case {"type": "stalled", "stall": str(stall)}:
+            case Stalled(stall):
                 return replace(self, stall=stall[:MAX_STALL_LENGTH])
-            case {"type": "final"}:
+            case TrainingSaved():
                 return replace(self, final=True)
-            case {"type": "finished"}:
+            case Finished():
                 return replace(self, finished=True)
-            case {"type": "terminated"}:
+            case Terminated():
                 return replace(self, terminated=True)
-            case {"type": "exiting", "code": int(code)}:
+            case Exiting(code):
                 return replace(self, exit_code=code)
-            case _:
-                return self

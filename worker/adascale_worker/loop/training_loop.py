@@ -23,6 +23,7 @@ import torch
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures.exit_codes import EXIT_REENTRY
+from adascale_core.messages.channel import Assignment
 from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.seeding import seed_generators
 from adascale_worker.batches.stream import SampleStream
@@ -48,7 +49,6 @@ from adascale_worker.loop.departures import LoopDepartures
 from adascale_worker.loop.evaluation_sequence import EvaluationSequence
 from adascale_worker.loop.finish_request import FinishRequest
 from adascale_worker.loop.memory_shortage import MemoryShortage
-from adascale_worker.membership.agent_channel import Assignment
 from adascale_worker.membership.generations import LeaveError, Membership
 from adascale_worker.membership.links import Formation, PeersLostError, StateNumber
 from adascale_worker.process.exit import FastExit
@@ -281,7 +281,7 @@ class TrainingLoop:
         """Give all members of a generation whose group is formed the same state."""
         trainer, group = self._trainer, self._trainer.group
         self._assignment = assignment
-        self._adopt_settings(assignment.environ)
+        self._adopt_settings(assignment.env)
         if group.replicas > 1:
             check_optimizer_parameters(self._program.model, self.adascale.optimizer, group.replicas)
             # Before more memory is mapped for the exchange of gradients.

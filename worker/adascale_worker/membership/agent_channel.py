@@ -1,73 +1,43 @@
-"""The connection of a trainer with its agent: JSON lines over a socket, for the whole life of the trainer.
+"""The connection of a trainer with its agent, for the whole life of the trainer.
 
-The agent sends assignments to generations; the trainer reports in which generation it is. `docs/design.md`
-lists the messages.
+The agent sends assignments to generations; the trainer reports in which generation it is. The messages are
+those of `adascale_core.messages.channel`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
+
+from adascale_core.messages.channel import (
+    AgentMessage,
+    Assignment,
+    Hold,
+    Refuse,
+    Release,
+    Terminate,
+    TrainerMessage,
+    agent_message,
+    encode,
+)
 
 
-@dataclass(frozen=True)
-class Member:
-    """A member of a generation.
+class MessageReceiver(Protocol):
+    """Receives the messages of the agent, in a thread."""
 
-    Args:
-        replica: index of its replica.
-        instance: identifies its trainer process.
-        address, port: where it accepts connections of the other members.
-        node: the node that it runs on; None if unknown.
-    """
+    def assign(self, assignment: Assignment) -> None:
+        """Prepare for an assignment, which `AgentChannel.newest` returns next."""
 
-    replica: int
-    instance: str
-    address: str
-    port: int
-    node: str | None = None
+    def hold(self, generation: int) -> None:
+        """Leave a generation that the service has ended."""
 
+    def terminate(self) -> None:
+        """Save and exit: the agent requests it, or is gone.
 
-@dataclass(frozen=True)
-class Assignment:
-    """The place of this trainer in a generation.
-
-    Args:
-        generation: number of the generation.
-        rank: index of this trainer in `members`.
-        members: in the order of ranks.
-        secret: known to the members only.
-        environ: settings of the job, rank and number of replicas; None for a variable that is not set.
-    """
-
-    generation: int
-    rank: int
-    members: tuple[Member, ...]
-    secret: str
-    environ: Mapping[str, str | None]
-
-    @property
-    def replica(self) -> int:
-        """Index of this trainer's replica."""
-        return self.members[self.rank].replica
-
-
-@dataclass(frozen=True)
-class Release:
-    """A generation is active without this trainer.
-
-    Args:
-        generation: number of the generation.
-        is_last: whether it has no members, so that nobody keeps the state.
-    """
-
-    generation: int
-    is_last: bool = False
+        The death of an agent ends its child process, which may be a shell that has started this one.
+        """
 
 
 class AgentChannel:
@@ -85,26 +55,12 @@ class AgentChannel:
         self._refusal: str | None = None
         self._is_closed = False
         self._sending = threading.Lock()
-        self._on_assignment: Callable[[Assignment], None] = lambda _: None
-        self._on_hold: Callable[[int], None] = lambda _: None
-        self._on_terminate: Callable[[], None] = lambda: None
 
-    def start(
-        self,
-        on_assignment: Callable[[Assignment], None],
-        on_hold: Callable[[int], None],
-        on_terminate: Callable[[], None],
-    ) -> None:
-        """Start to receive messages.
-
-        Args:
-            on_assignment: called in a thread with each assignment, before `newest` returns it.
-            on_hold: called in a thread with the number of a generation that the service has ended.
-            on_terminate: called in a thread when the agent requests to save and exit, or is gone. Its death
-                ends its child process, which may be a shell that has started this one.
-        """
-        self._on_assignment, self._on_hold, self._on_terminate = on_assignment, on_hold, on_terminate
-        threading.Thread(target=self._receive, name="adascale-agent-channel", daemon=True).start()
+    def start(self, receiver: MessageReceiver) -> None:
+        """Start to receive messages, for `receiver`, in a thread."""
+        threading.Thread(
+            target=self._receive, args=[receiver], name="adascale-agent-channel", daemon=True
+        ).start()
 
     @property
     def newest(self) -> Assignment | Release | None:
@@ -142,46 +98,30 @@ class AgentChannel:
             self._changes += 1
             self._changed.notify_all()
 
-    def send(self, kind: str, **fields: Any) -> None:
+    def send(self, message: TrainerMessage) -> None:
         """Send a message. Does nothing if the agent is gone: then this process ends."""
-        line = json.dumps({"type": kind, **fields}).encode() + b"\n"
         with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(line)
+            self._socket.sendall(encode(message))
 
-    def _receive(self) -> None:
+    def _receive(self, receiver: MessageReceiver) -> None:
         with contextlib.suppress(OSError), self._socket.makefile("r", encoding="utf-8") as lines:
             for line in lines:
-                self._handle(json.loads(line))
+                self._handle(agent_message(line), receiver)
         self._is_closed = True
-        self._on_terminate()
+        receiver.terminate()
         self.notify()
 
-    def _handle(self, message: dict[str, Any]) -> None:
-        generation = int(message.get("generation", 0))
-        match message["type"]:
-            case "refuse":
-                self._refusal = str(message["reason"])
-            case "terminate":
-                self._on_terminate()
-            case "hold":
-                self._on_hold(generation)
-            case "assign" if generation > self.newest_generation:
-                assignment = _assignment(message)
-                self._on_assignment(assignment)
-                self._newest = assignment
-            case "release" if generation > self.newest_generation:
-                self._newest = Release(generation, bool(message.get("last")))
+    def _handle(self, message: AgentMessage | None, receiver: MessageReceiver) -> None:
+        match message:
+            case Refuse(reason):
+                self._refusal = reason
+            case Terminate():
+                receiver.terminate()
+            case Hold(generation):
+                receiver.hold(generation)
+            case Assignment() if message.generation > self.newest_generation:
+                receiver.assign(message)
+                self._newest = message
+            case Release() if message.generation > self.newest_generation:
+                self._newest = message
         self.notify()
-
-
-def _assignment(message: dict[str, Any]) -> Assignment:
-    return Assignment(
-        generation=message["generation"],
-        rank=message["rank"],
-        members=tuple(
-            Member(m["replica"], m.get("instance") or "", m["address"], m["port"], m.get("node"))
-            for m in message["members"]
-        ),
-        secret=message.get("secret") or "",
-        environ=message.get("env") or {},
-    )

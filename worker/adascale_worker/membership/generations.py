@@ -7,8 +7,23 @@ import socket
 from collections.abc import Callable
 from typing import Final, NoReturn
 
+from adascale_core.messages.channel import (
+    Assignment,
+    Exiting,
+    Finished,
+    Holding,
+    Limited,
+    Ready,
+    Release,
+    Running,
+    SavedElsewhere,
+    Stalled,
+    Stepped,
+    Terminated,
+    TrainingSaved,
+)
 from adascale_worker.errors import WorkerError
-from adascale_worker.membership.agent_channel import AgentChannel, Assignment, Release
+from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.links import (
     Formation,
     MembershipLinks,
@@ -17,6 +32,7 @@ from adascale_worker.membership.links import (
     StateNumber,
 )
 from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.shutdown_request import ShutdownRequest
 
 POLL: Final = 0.1
 """Seconds after which a wait looks for signals again."""
@@ -35,7 +51,7 @@ class Membership:
         group: the replicas; changed by `join`.
         secret: authenticates members if the assignment has no secret.
         peer_timeout: seconds of silence after which a member is lost.
-        is_terminated: returns whether this trainer was requested to save and exit.
+        shutdown_request: whether this trainer was requested to save and exit.
         accelerator: the type of accelerator that this trainer computes on.
     """
 
@@ -46,7 +62,7 @@ class Membership:
         group: ReplicaGroup,
         secret: str,
         peer_timeout: float,
-        is_terminated: Callable[[], bool],
+        shutdown_request: ShutdownRequest,
         accelerator: str = "",
     ) -> None:
         self._channel = channel
@@ -55,7 +71,7 @@ class Membership:
         self._group = group
         self._secret = secret
         self._peer_timeout = peer_timeout
-        self._is_terminated = is_terminated
+        self._shutdown_request = shutdown_request
         self._links: MembershipLinks | None = None
         """Of the generation that this trainer is in, or has failed to enter."""
         self._next_links: MembershipLinks | None = None
@@ -75,17 +91,15 @@ class Membership:
         group.on_failure = self._on_group_failure
         self._step: Callable[[], int | None] = lambda: None
 
-    def start(self, step: Callable[[], int | None], on_terminate: Callable[[], None]) -> None:
+    def start(self, step: Callable[[], int | None]) -> None:
         """Report to the agent that this trainer is ready for its first generation.
 
         Args:
             step: returns the number of the last step; None without state.
-            on_terminate: called in a thread when this trainer has to save and exit.
         """
         self._step = step
-        self._channel.start(self._on_assignment, self._on_hold, on_terminate)
-        port = self._listener.getsockname()[1]
-        self._channel.send("ready", port=port, accelerator=self._accelerator, pid=os.getpid())
+        self._channel.start(self)
+        self._channel.send(Ready(self._listener.getsockname()[1], self._accelerator, os.getpid()))
 
     # -- messages of the agent ----------------------------------------------------------------------------
 
@@ -114,7 +128,8 @@ class Membership:
             self._require_agent()
             self._channel.wait(POLL)
 
-    def _on_assignment(self, assignment: Assignment) -> None:
+    def assign(self, assignment: Assignment) -> None:
+        """Accept the connections of the members of a generation."""
         previous, self._next_links = self._next_links, None
         if previous is not None:
             previous.close()
@@ -130,7 +145,12 @@ class Membership:
     def _secret_of(self, assignment: Assignment) -> str:
         return assignment.secret or self._secret
 
-    def _on_hold(self, generation: int) -> None:
+    def terminate(self) -> None:
+        """Save and exit at the next step boundary."""
+        self._shutdown_request.make()
+
+    def hold(self, generation: int) -> None:
+        """Leave a generation that the service has ended, and report the state that this trainer has."""
         if generation < max(self._tried, self._channel.newest_generation):
             return
         self._void = generation
@@ -154,14 +174,14 @@ class Membership:
 
     def _report_holding(self, step: int | None) -> None:
         """Report that this trainer waits for another generation, unless it was terminated and leaves."""
-        if self._is_terminated():
+        if self._shutdown_request.is_made:
             return
         lost = set(self._left)
         if self._links is not None:
             lost |= self._links.lost
         self._is_holding, self._holding_step = True, step
         generation = max(self._tried, self._void)
-        self._channel.send("holding", generation=generation, step=step, lost=sorted(lost))
+        self._channel.send(Holding(generation, step, tuple(sorted(lost))))
 
     # -- entering a generation ----------------------------------------------------------------------------
 
@@ -208,20 +228,20 @@ class Membership:
                 continue
             self._is_holding = False
             self._has_stepped = False
-            self._channel.send("running", generation=assignment.generation)
+            self._channel.send(Running(assignment.generation))
             return
 
     def _wait_for_assignment(self, prepare_to_leave: Callable[[], None]) -> Assignment:
         while True:
             if self._channel.refusal is not None:
                 raise WorkerError(self._channel.refusal)
-            if self._is_terminated():
+            if self._shutdown_request.is_made:
                 prepare_to_leave()
                 self.leave()
             newest = self._channel.newest
             if newest is not None and newest.generation > max(self._tried, self._void):
                 if isinstance(newest, Release):
-                    if newest.is_last:
+                    if newest.last:
                         prepare_to_leave()
                     self.leave()
                 return newest
@@ -276,7 +296,7 @@ class Membership:
 
     def _require_undisturbed(self, links: MembershipLinks) -> None:
         is_void = self._void >= links.assignment.generation
-        if links.broken or is_void or self.change_is_pending or self._is_terminated():
+        if links.broken or is_void or self.change_is_pending or self._shutdown_request.is_made:
             raise PeersLostError
         self._require_agent()
 
@@ -290,37 +310,37 @@ class Membership:
         """Report the first step in a generation."""
         if not self._has_stepped:
             self._has_stepped = True
-            self._channel.send("stepped", generation=self._group.generation, step=self._step() or 0)
+            self._channel.send(Stepped(self._group.generation))
 
     def report_limit(self, local_bsz: int) -> None:
         """Report that a batch did not fit into memory, and the largest local batch size to try next."""
-        self._channel.send("limited", local_bsz_limit=local_bsz)
+        self._channel.send(Limited(local_bsz))
 
     def report_saved(self, generation: int) -> None:
         """Report that a later generation than the present one has saved the checkpoint."""
-        self._channel.send("saved", generation=generation)
+        self._channel.send(SavedElsewhere(generation))
 
     def report_terminated(self) -> None:
         """Report that this trainer was requested to save and exit, once."""
         if not self._says_terminated:
             self._says_terminated = True
-            self._channel.send("terminated")
+            self._channel.send(Terminated())
 
     def report_stall(self, stall: str) -> None:
         """Report where this trainer is while no step ends; empty when a step has ended."""
-        self._channel.send("stalled", stall=stall)
+        self._channel.send(Stalled(stall))
 
     def report_final(self) -> None:
         """Report that the end of training is saved."""
-        self._channel.send("final")
+        self._channel.send(TrainingSaved())
 
     def report_finished(self) -> None:
         """Report that training is finished, and that the program ends normally."""
-        self._channel.send("finished")
+        self._channel.send(Finished())
 
     def report_exit(self, code: int) -> None:
         """Report the exit code with which this process ends: the agent may only see that of a shell."""
-        self._channel.send("exiting", code=code)
+        self._channel.send(Exiting(code))
 
     def close(self) -> None:
         """Send `leave` to the other members."""

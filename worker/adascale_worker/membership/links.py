@@ -31,8 +31,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from adascale_core.messages.channel import Assignment
 from adascale_worker.errors import WorkerError
-from adascale_worker.membership.agent_channel import Assignment
 from adascale_worker.process.package_version import package_version
 
 MIN_ARRIVAL_TIMEOUT: Final = 10.0

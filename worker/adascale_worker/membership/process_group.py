@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from adascale_core.messages.channel import Assignment
 from adascale_worker.errors import GroupFormationError, WorkerError
 from adascale_worker.membership import gloo_sockets, gloo_threads, stuck_collective
-from adascale_worker.membership.agent_channel import Assignment
 from adascale_worker.membership.links import PeersLostError, listen
 from adascale_worker.process.device import describe_shared_gpu, gpu_names
 from adascale_worker.process.environment import RankAssignment

@@ -40,6 +40,11 @@ class ShutdownRequest:
         self._handlers: dict[int, Any] = {}
         """Signals that this object handles -> their other handlers."""
 
+    @property
+    def is_made(self) -> bool:
+        """Whether this process was requested to save and exit."""
+        return self.received is not None
+
     def make(self) -> None:
         """Request to save and exit, as the agent does. Safe in any thread."""
         if self.received is None:
