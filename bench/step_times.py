@@ -49,7 +49,7 @@ def record(folder: Path) -> None:
             trainer = trainers[-1]
             if trainer.device.type == "cuda":
                 torch.cuda.synchronize(trainer.device)
-            step = trainer._trainer.progress.step + 1
+            step = trainer._replica.progress.step + 1
             lines.write(f"{time.time()} {step} {trainer.generation} {trainer.replicas} {trainer.rank}\n")
 
     register_optimizer_step_post_hook(stepped)

@@ -52,7 +52,9 @@ def test_all_ranks_use_the_plan_of_rank_0_in_a_generation(monkeypatch: pytest.Mo
     planners = []
     for rank, local_bsz in enumerate((16, 4)):
         planner = BatchPlanner(bounds, group(2, rank, is_elastic=True), 0.5)
-        planner.restore(BatchPlan(2, local_bsz, 1), local_bsz)
+        planner.load_state_dict(
+            {"batch_size": bounds.batch_size, "plan": [2, local_bsz, 1], "fitting": local_bsz}
+        )
         planner.acknowledge()
         planner.adapt(bounds, optimizer, StepTimer())
         planners.append(planner)

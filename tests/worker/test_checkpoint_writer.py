@@ -1,5 +1,6 @@
 """Tests of checkpoints that are written while training continues."""
 
+import math
 import threading
 import time
 import weakref
@@ -297,11 +298,14 @@ def test_a_failed_checkpoint_is_not_saved_until_the_next_one_is(tmp_path: Path) 
 
 
 def failing_checkpointing(
-    directory: Path, failures: int, monkeypatch: pytest.MonkeyPatch
+    directory: Path,
+    failures: int,
+    monkeypatch: pytest.MonkeyPatch,
+    max_attempts: float = math.inf,
 ) -> tuple[Checkpointing, FailingFolder, Any]:
     folder, group = FailingFolder(directory, failures), group_of()
     monkeypatch.setattr(checkpointing_module, "open_storage", lambda _: folder)
-    return Checkpointing(directory, 1000.0, group), folder, group
+    return Checkpointing(directory, 1000.0, group, lambda: folder.attempts > max_attempts), folder, group
 
 
 def test_the_end_of_training_is_saved_as_soon_as_the_storage_works(
@@ -348,13 +352,12 @@ def test_other_reads_and_writes_of_a_storage_that_does_not_work_are_not_repeated
 
 @pytest.mark.parametrize("end", ["the time is over", "a replica is lost", "the process is terminated"])
 def test_waiting_for_a_storage_ends(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpointing, folder, group = failing_checkpointing(tmp_path, 10**9, monkeypatch)
+    max_attempts = 4 if end == "the process is terminated" else math.inf
+    checkpointing, _, group = failing_checkpointing(tmp_path, 10**9, monkeypatch, max_attempts)
     if end == "the time is over":
         monkeypatch.setattr(checkpointing_module, "MAX_WAIT_FOR_STORAGE", 0.3)
     elif end == "a replica is lost":
         group.has_failed = True
-    else:
-        checkpointing.is_terminated = lambda: folder.attempts > 4
     with pytest.raises(CheckpointError, match="the server does not answer"):
         checkpointing.save(INFO, lambda: {"number": 1}, final=True)
     assert not checkpointing.has_final

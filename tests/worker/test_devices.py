@@ -309,7 +309,7 @@ def test_a_checkpoint_that_is_written_beside_training_is_of_its_step(
     optimizer = make(model.parameters(), **options)
     trainer = make_trainer(**FIXED, device=device, checkpoint_dir=tmp_path, checkpoint_interval=1e-6)
     trainer.program_reentry(model, optimizer)
-    writer = trainer._trainer.checkpointing._writer
+    writer = trainer._replica.checkpointing._writer
     assert writer is not None
     expected: dict[int, list[Tensor]] = {}
     for epoch in range(4):
@@ -342,11 +342,14 @@ def test_the_state_can_be_saved_while_a_kernel_does_not_end() -> None:
     torch.cuda._sleep(1 << 33)  # some seconds
     done.record()
 
-    def save() -> bool:
-        snapshot.copy({"weight": weight.detach()}, weights=[weight.detach()])
-        return finite.are_finite() and torch.equal(snapshot.weights[0], expected)
+    class Observer:
+        def peers_lost(self) -> None: ...
 
-    group.save_alone = save
+        def save_beside(self) -> bool:
+            snapshot.copy({"weight": weight.detach()}, weights=[weight.detach()])
+            return finite.are_finite() and torch.equal(snapshot.weights[0], expected)
+
+    group.begin_generation(Observer())
     assert group._save_beside()
     assert not done.query()
     torch.cuda.synchronize(device)

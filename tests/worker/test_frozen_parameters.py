@@ -297,7 +297,7 @@ def test_an_optimizer_whose_parameters_are_frozen_for_the_step_of_another_keeps_
             critic(generator(noise)).square().mean().backward()
             optimizers["g"].step()
         if trainer.made_step:
-            state = trainer._loop.adascale.parts["d"].state_dict()["adascale"]  # type: ignore[union-attr]
+            state = trainer._training.steps.optimizer.parts["d"].state_dict()["adascale"]  # type: ignore[union-attr]
             counts.append(state["averages"][0]["unbiased"]["count"])
             assert state["sampling_start"] == 0
     assert len(counts) >= 6

@@ -17,8 +17,8 @@ from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment, encode
 from adascale_worker.membership import links as membership_links
 from adascale_worker.membership.agent_channel import AgentChannel
-from adascale_worker.membership.generations import Membership
-from adascale_worker.membership.links import MembershipLinks, OtherVersionError, listen
+from adascale_worker.membership.generations import AgentConnection, Membership
+from adascale_worker.membership.links import Formation, MembershipLinks, OtherVersionError, listen
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.process.package_version import package_version
@@ -53,6 +53,21 @@ class Coordinator:
     def close(self) -> None:
         self.links.close()
         self.listener.close()
+
+
+class NoState:
+    """A trainer that joins without a state, and receives none."""
+
+    number = None
+
+    def save_before_leaving(self) -> None: ...
+
+    def save_beside(self) -> bool:
+        return False
+
+    def release_group(self) -> None: ...
+
+    def synchronize(self, assignment: Assignment, formation: Formation) -> None: ...
 
 
 class ScriptedMember:
@@ -319,13 +334,13 @@ def test_a_trainer_with_another_version_ends_with_the_error_that_it_gets(
     monkeypatch.setattr(membership_links, "package_version", version_of_thread)
     agent, trainer = socket.socketpair()
     with agent, trainer, listen(ADDRESS) as listener:
-        channel = AgentChannel(trainer)
+        connection = AgentConnection(AgentChannel(trainer), listener, "", PATIENCE)
         group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
-        membership = Membership(channel, listener, group, "", PATIENCE, ShutdownRequest())
-        membership.start(lambda: None)
+        membership = Membership(connection, group, ShutdownRequest(), NoState())
+        membership.start()
         agent.sendall(encode(coordinator.assignments[1]))
         with pytest.raises(OtherVersionError) as error:
-            membership.join(lambda: None, lambda: None, lambda *_: None)
+            membership.join(NoState())
         assert "this replica has version 9.9 of adascale-operator" in str(error.value)
         assert f"have version {own}: use the same image" in str(error.value)
         membership.close()

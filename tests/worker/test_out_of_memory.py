@@ -134,7 +134,7 @@ def test_with_the_upper_bound_auto_batches_grow_step_by_step_to_what_fits(
     make_trainer: MakeTrainer,
 ) -> None:
     trainer = make_trainer(batch_size=2, max_batch_size=48, local_bsz_bounds=(1, "auto"))
-    planner = trainer._trainer.planner
+    planner = trainer._replica.planner
     planner.finished_step()
     assert planner._bounds_to_try().upper == 4
     assert planner.smaller_local_bsz() == 1

@@ -13,7 +13,7 @@ from adascale import AdaScale, ElasticTrainer
 from adascale.errors import NonFiniteWeightsError
 from adascale_worker.batches.stream import SampleStream
 from adascale_worker.errors import WorkerError
-from adascale_worker.loop.training_loop import MAX_SKIPPED_STEPS
+from adascale_worker.loop.steps import MAX_SKIPPED_STEPS
 from support.training import (
     ACCUMULATING,
     FIXED,

@@ -273,7 +273,7 @@ def test_each_optimizer_has_the_gain_that_adascale_measures_by_itself(
         )
         for name, optimizer in plain.optimizers.items()
     }
-    parts = trainer._loop.adascale.parts  # type: ignore[union-attr]
+    parts = trainer._training.steps.optimizer.parts  # type: ignore[union-attr]
 
     def losses(gan: Gan, x: torch.Tensor, index: torch.Tensor) -> dict[str, torch.Tensor]:
         return {
@@ -314,7 +314,7 @@ def test_the_gain_of_the_job_is_the_lowest(make_trainer: MakeTrainer) -> None:
     gan.enter(trainer)
     assert trainer.adascale.gain() == 1, "nothing is measured yet"
     train(trainer, gan, epochs=range(2))
-    parts = trainer._loop.adascale.parts  # type: ignore[union-attr]
+    parts = trainer._training.steps.optimizer.parts  # type: ignore[union-attr]
     gains = {name: part.predict_gain(3.0) for name, part in parts.items()}
     assert gains["discriminator"] != gains["generator"]
     assert trainer.adascale.predict_gain(3.0) == min(gains.values())
@@ -326,7 +326,7 @@ def test_an_optimizer_that_trains_nothing_does_not_decide_the_gain(make_trainer:
     gan = Gan()
     gan.enter(trainer)
     train(trainer, gan, epochs=range(2))
-    parts = trainer._loop.adascale.parts  # type: ignore[union-attr]
+    parts = trainer._training.steps.optimizer.parts  # type: ignore[union-attr]
     (lower, slow), (higher, fast) = sorted((part.predict_gain(3.0), name) for name, part in parts.items())
     group, rate = gan.optimizers[slow].param_groups[0], gan.optimizers[slow].param_groups[0]["lr"]
     group["lr"] = 0.0

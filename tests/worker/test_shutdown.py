@@ -111,9 +111,11 @@ finally:
 LOSES_A_PEER = """
 from adascale_worker.process.exit import FastExit, UncaughtErrorHandler
 
-handler = UncaughtErrorHandler(FastExit())
-handler.recognizes_lost_peers = True
-handler.install()
+class Training:
+    is_restarted = True
+
+
+UncaughtErrorHandler(FastExit(), Training()).install()
 try:
     raise RuntimeError("[/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 except RuntimeError as error:

@@ -16,7 +16,6 @@ by flags that AdaScale's own all-reduce carries.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
@@ -30,51 +29,41 @@ import torch
 from adascale_client import MetricsServiceClient
 from adascale_core.batch.plans import LocalBszBounds
 from adascale_core.errors import AdaScaleError
-from adascale_core.messages.channel import Exiting
-from adascale_core.names import ENV_ADDRESS, ENV_JOINS_OTHERS
+from adascale_core.messages.channel import Exiting, Finished
+from adascale_core.names import ENV_ADDRESS
 from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_worker.adascale import AdaScale
-from adascale_worker.batches.feed import DataFeed, require_evaluable
+from adascale_worker.batches.feed import require_evaluable
 from adascale_worker.batches.order import Lengths, OrderFunction
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError, exit_code
-from adascale_worker.gradients.accumulation import Accumulation
-from adascale_worker.gradients.backward_guard import BackwardGuard
-from adascale_worker.gradients.data_parallel import warm_up
-from adascale_worker.gradients.loss_scaling import patch_scaler, scaler_of
+from adascale_worker.gradients.loss_scaling import scaler_of
 from adascale_worker.gradients.out_of_memory import kind_of
 from adascale_worker.loop.checks import check_optimizer_parameters, check_synchronized_norms
 from adascale_worker.loop.data_loop import DataLoop
-from adascale_worker.loop.epoch_loops import EpochLoops
 from adascale_worker.loop.evaluation import Evaluation
-from adascale_worker.loop.make_loop import LoopOptions, make_loop
-from adascale_worker.loop.step_watchdog import Stall, StepWatchdog
-from adascale_worker.loop.training_loop import TrainingLoop
+from adascale_worker.loop.job import Job
+from adascale_worker.loop.training import ProgramOptions, Replica, Training
 from adascale_worker.membership.agent_channel import AgentChannel
-from adascale_worker.membership.generations import Membership
+from adascale_worker.membership.generations import AgentConnection
 from adascale_worker.membership.links import listen
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
 from adascale_worker.process.device import select_device
-from adascale_worker.process.device_clock import clock_of
 from adascale_worker.process.download_lock import download_lock
 from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
 from adascale_worker.process.settings import check_arguments, describe_differences, resolve_settings
 from adascale_worker.process.shutdown_request import ShutdownRequest
-from adascale_worker.program.checks import Models, OptimizersByName, OtherOptimizers, SchedulersByName
+from adascale_worker.program.checks import Models, OptimizersByName, SchedulersByName
 from adascale_worker.program.hyperparameters import Choice, describe
-from adascale_worker.program.learning_rates import LearningRates
 from adascale_worker.program.optimizer_set import OptimizerSet
-from adascale_worker.program.other_parallelism import OtherParallelism
-from adascale_worker.program.parts import ProgramParts, program_parts
-from adascale_worker.program.patching import Scheduler, patch_scheduler
+from adascale_worker.program.parts import program_parts
+from adascale_worker.program.patching import Scheduler
 from adascale_worker.reporting.logged_metrics import plain_result, require_metrics
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reporter import Reporter
-from adascale_worker.reporting.telemetry import Telemetry
 from adascale_worker.state.checkpoints.best_weights import BestWeights
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
-from adascale_worker.state.components import TrainerComponents
 from adascale_worker.state.program import Stateful, require_choice, require_stateful
 
 
@@ -150,19 +139,12 @@ class ElasticTrainer:
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
-        self._fast_exit = FastExit()
-        self._shutdown_request = ShutdownRequest()
-        self._exit_status = ExitStatus()
-        self._uncaught_errors = UncaughtErrorHandler(self._fast_exit)
-        self._loop: TrainingLoop | None = None
-        self._epochs: EpochLoops | None = None
-        self._watchdog: StepWatchdog | None = None
-        self._other_optimizers: OtherOptimizers | None = None
-        self._other_parallelism: OtherParallelism | None = None
-        self._backward_guard: BackwardGuard | None = None
-        self._accumulation: Accumulation | None = None
-        self._parts: ProgramParts | None = None
-        self._rates: LearningRates | None = None
+        fast_exit, exit_status = FastExit(), ExitStatus()
+        self._uncaught_errors = UncaughtErrorHandler(fast_exit)
+        self._made: Training | None = None
+        """What `program_reentry` has made, also if it has failed then."""
+        self._training: Training | None = None
+        """The same, after the state of training was restored."""
         self._best_metric: str | None = None
         self._best_weights: BestWeights | None = None
         self._logged: set[str] = set()
@@ -181,44 +163,29 @@ class ElasticTrainer:
         )
         channel: socket.socket | None = None
         try:
-            self._arguments = arguments
             channel = environment.take_agent_channel(os.environ)
-            assignment = (
-                environment.read_assignment(os.environ)
-                if channel is None
-                else environment.read_agent_assignment(os.environ)
-            )
-            self.device = select_device(device, assignment.local_rank)
-            """The device of this replica's model and batches."""
-            if channel is not None and self.device.type == "cuda":
-                unused = describe_unused_gpus(torch.cuda.device_count())
-                if unused is not None:
-                    print(f"adascale: {unused}", file=sys.stderr, flush=True)
-            group = ReplicaGroup(assignment, self.device, is_elastic=channel is not None)
-            if type(seed) is not int or not -(2**63) <= seed < 2**64:
-                raise WorkerError(f"ElasticTrainer got seed={seed!r}: it must be an integer of 64 bits")
-            self._seed = seed
-            self._trainer = _components(arguments, group, self.device, seed)
-            self._membership = self._make_membership(channel) if channel is not None else None
+            self._replica = _make_replica(arguments, channel, device, seed, fast_exit, exit_status)
         except AdaScaleError as error:
             if channel is not None:
                 # A launcher in between may hide the exit code.
                 AgentChannel(channel).send(Exiting(exit_code(error)))
             self._uncaught_errors.install()
             raise
-        self._fast_exit.before(self._release_at_exit)
+        self.device = self._replica.device
+        """The device of this replica's model and batches."""
+        fast_exit.before(self._release_at_exit)
 
     # -- properties -------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
         """The index of this replica, from 0. It may change between two steps."""
-        return self._trainer.group.rank
+        return self._replica.group.rank
 
     @property
     def replicas(self) -> int:
         """The number of replicas (K). It may change between two steps."""
-        return self._trainer.group.replicas
+        return self._replica.group.replicas
 
     @property
     def is_main(self) -> bool:
@@ -227,7 +194,7 @@ class ElasticTrainer:
         Another replica may become rank 0 between two steps. Read this when it is needed, and keep what rank 0
         has collected in an object that `program_reentry` registers.
         """
-        return self._trainer.group.is_main
+        return self._replica.group.is_main
 
     @property
     def replica_group(self) -> torch.distributed.ProcessGroup:
@@ -240,29 +207,29 @@ class ElasticTrainer:
         Raises:
             WorkerError: under an agent, before `program_reentry`.
         """
-        return self._trainer.group.process_group
+        return self._replica.group.process_group
 
     @property
     def generation(self) -> int:
         """The number of the allocation that this trainer runs in; 0 without an agent."""
-        return self._trainer.generation
+        return self._replica.group.generation
 
     @property
     def progress(self) -> float:
         """Scale-invariant steps so far: the sum of gains, in steps at `batch_size`."""
-        if self._rates is not None:
-            self._rates.program_reads_progress()
-        return self._trainer.progress.progress
+        if self._training is not None:
+            self._training.program.rates.program_reads_progress()
+        return self._replica.progress.progress
 
     @property
     def steps(self) -> int:
         """Optimizer steps so far. A step in which replicas were lost is discarded, and does not count."""
-        return self._trainer.progress.step
+        return self._replica.progress.step
 
     @property
     def samples(self) -> int:
         """Samples of the data that all replicas together have consumed so far, over all passes."""
-        return self._trainer.progress.consumed
+        return self._replica.progress.consumed
 
     @property
     def scale_invariant_steps(self) -> int | None:
@@ -272,7 +239,7 @@ class ElasticTrainer:
         job file has: it is used without a job file.
         """
         self._follows_steps = True
-        return self._trainer.settings.scale_invariant_steps
+        return self._replica.job.settings.scale_invariant_steps
 
     @property
     def finished(self) -> bool:
@@ -280,12 +247,12 @@ class ElasticTrainer:
 
         Always False if the program decides how long it trains, and has not called `finish`.
         """
-        return self._trainer.finished
+        return self._replica.job.finished
 
     @property
     def accumulation(self) -> int:
         """Micro-batches per step (a)."""
-        return self._trainer.planner.plan.accumulation
+        return self._replica.planner.plan.accumulation
 
     @property
     def adascale(self) -> AdaScale:
@@ -294,7 +261,7 @@ class ElasticTrainer:
         Raises:
             WorkerError: `program_reentry` has not been called.
         """
-        optimizers = self._require_loop().adascale
+        optimizers = self._require_training().steps.optimizer
         return optimizers.slowest if isinstance(optimizers, OptimizerSet) else optimizers
 
     @property
@@ -305,7 +272,7 @@ class ElasticTrainer:
         the step; otherwise `.grad` is None, because the trainer keeps the gradients until the step is
         complete, or because it discards the step, as when the batch did not fit into memory.
         """
-        return not self._require_loop().awaits_micro_batches
+        return not self._require_training().steps.awaits_micro_batches
 
     @property
     def made_step(self) -> bool:
@@ -314,12 +281,12 @@ class ElasticTrainer:
         False after a micro-batch that does not complete a step, a step that was discarded because replicas
         were lost, and a step that a GradScaler has skipped.
         """
-        return self._require_loop().made_step
+        return self._require_training().steps.made_step
 
     def get_local_bsz(self) -> int:
         """Return the local batch size of the current epoch (b): samples per micro-batch on each replica."""
-        self._trainer.planner.acknowledge()
-        return self._trainer.planner.plan.local_bsz
+        self._replica.planner.acknowledge()
+        return self._replica.planner.plan.local_bsz
 
     def weighted(self, loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
         """Return the loss of a micro-batch for `backward()`, if batches of the same size weigh differently.
@@ -343,9 +310,7 @@ class ElasticTrainer:
                 `program_reentry` has not been called. If only some of the losses of a step have a weight, or
                 those of one micro-batch have different ones, `backward()` or `optimizer.step()` raises it.
         """
-        self._require_loop()
-        assert self._accumulation is not None
-        return self._accumulation.weights.weighted(loss, weight)
+        return self._require_training().accumulation.weights.weighted(loss, weight)
 
     def log(self, **metrics: torch.Tensor | float) -> None:
         """Log values of a micro-batch, for the next report to the metrics service.
@@ -363,11 +328,13 @@ class ElasticTrainer:
         """
         require_metrics(metrics, len(self._logged - set(metrics)))
         self._logged.update(metrics)
-        self._trainer.telemetry.log(metrics)
-        best = self._best_weights
-        if best is not None and best.metric in metrics and self.is_main and self._parts is not None:
+        training, best = self._training, self._best_weights
+        if training is None:
+            return
+        training.telemetry.log(metrics)
+        if best is not None and best.metric in metrics and self.is_main:
             value = float(torch.as_tensor(metrics[best.metric], dtype=torch.float64).detach().mean())
-            best.offer(value, self.steps, self._parts.model.state_dict)
+            best.offer(value, self.steps, training.parts.model.state_dict)
 
     def keep_best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> None:
         """Keep the weights for which a metric had its best value, beside the newest checkpoints.
@@ -399,7 +366,7 @@ class ElasticTrainer:
                 "weights are kept for one metric"
             )
         self._best_metric = metric
-        self._best_weights = self._trainer.checkpointing.best_weights(metric, mode)
+        self._best_weights = self._replica.checkpointing.best_weights(metric, mode)
 
     def report_result(self, **result: torch.Tensor | float | str) -> None:
         """Record the result of training, in the manifest of the last checkpoint.
@@ -411,9 +378,9 @@ class ElasticTrainer:
             WorkerError: a value is something else.
             CheckpointError: the manifest cannot be written.
         """
-        if self._epochs is not None:
-            self._epochs.end_left()
-        self._trainer.checkpointing.report_result(plain_result(result))
+        if self._training is not None:
+            self._training.epochs.end_left()
+        self._replica.checkpointing.report_result(plain_result(result))
 
     def download_lock(self, folder: str | Path) -> AbstractContextManager[bool]:
         """Return a context in which one process at a time uses a folder, for downloads before training.
@@ -492,103 +459,38 @@ class ElasticTrainer:
             UnsupportedOptimizerError: AdaScale does not support the optimizer.
         """
         self._uncaught_errors.install()
-        if self._loop is not None:
+        if self._training is not None:
             raise WorkerError(
                 "program_reentry was called before: call it once per trainer. To train several models, pass "
                 "them and their optimizers by name, program_reentry({name: model, ...}, {name: optimizer, "
                 "...}). To save other objects, pass register={name: object}"
             )
-        trainer, group = self._trainer, self._trainer.group
         require_stateful(register or {})
         require_choice(hyperparameters)
         parts = program_parts(model, optimizer, lr_scheduler)
-        check_optimizer_parameters(parts.model, parts, group.replicas)
+        check_optimizer_parameters(parts.model, parts, self.replicas)
         check_synchronized_norms(parts.model, self.device)
-        scaler = scaler_of((register or {}).values())
-        made = make_loop(
-            parts,
-            trainer,
-            LoopOptions(
-                self.device,
-                register or {},
-                hyperparameters,
-                find_unused_parameters,
-                self._membership,
-                self._adopt_settings,
-                self._shutdown_request,
-                self._fast_exit,
-            ),
+        scaler_of((register or {}).values())
+        options = ProgramOptions(register or {}, hyperparameters, find_unused_parameters)
+        self._made = training = Training(self._replica, parts, options, self.step)
+        training.enter()
+        arguments = self._replica.job.arguments
+        steps = None if self._follows_steps else arguments.scale_invariant_steps
+        self._print_differences(replace(arguments, scale_invariant_steps=steps))
+        self._print_restored(training, hyperparameters)
+        self._uncaught_errors.uninstall()
+        training.install()
+        self._training = training
+        progress = self._replica.progress
+        if self.finished:
+            self._end_restored_training(training)
+        return ReentryState(
+            progress.epoch, progress.step, progress.progress, restored=training.held.was_restored
         )
-        loop, accumulation, differences = made.loop, made.accumulation, made.program.differences
-        self._backward_guard = BackwardGuard(
-            loop.handle_backward_error,
-            accumulation.before_backward,
-            accumulation.after_backward,
-            loop.skips_backward,
-        )
-        self._backward_guard.install()
-        self._enter(loop)
-        steps = None if self._follows_steps else self._arguments.scale_invariant_steps
-        self._print_differences(replace(self._arguments, scale_invariant_steps=steps))
-        if differences and loop.was_restored and self.is_main:
-            print(f"adascale: {describe(differences, hyperparameters)}", flush=True)
-        if loop.was_restored and self.is_main and self._trainer.feed.seed != self._seed:
-            print(
-                f"adascale: seed is {self._trainer.feed.seed} in the checkpoint, {self._seed} in the "
-                "program. Training continues with that of the checkpoint, whose order says which samples of "
-                "a pass are left; to use another, start from scratch (adascale run --fresh, or another "
-                "checkpoint folder)",
-                flush=True,
-            )
-        self._rates = rates = made.program.rates
-        made.patch()
-        if scaler is not None:
-            patch_scaler(scaler, list(parts.optimizers.values()), loop)
-        for scheduler in parts.schedulers.values():
-            patch_scheduler(
-                scheduler,
-                rates.observe_scheduler,
-                lambda: trainer.progress.progress,
-                lambda: loop.inside_epoch,
-                lambda: loop.made_step,
-                lambda: loop.is_overtaken,
-            )
-        self._other_optimizers = OtherOptimizers(
-            list(parts.optimizers.values()),
-            lambda: loop.inside_epoch,
-            made.has_stepped,
-            lambda: trainer.group.replicas,
-        )
-        self._other_optimizers.install()
-        self._other_parallelism = made.models.other_parallelism
-        self._other_parallelism.install()
-        loop.comparison.others = self._other_optimizers.parameters
-        self._loop, self._accumulation, self._parts = loop, accumulation, parts
-        self._watchdog = StepWatchdog(
-            trainer.telemetry.step_timer,
-            lambda: loop.inside_epoch and not loop.evaluations.is_evaluating,
-            lambda: f"rank {self.rank}",
-            lambda: self.replicas,
-            environment.read_step_timeout(os.environ),
-            loop.explain_stall,
-            self._report_stall,
-        )
-        self._watchdog.start()
-        self._uncaught_errors.leaves_short_of_memory = loop.leave_short_of_memory
-        self._uncaught_errors.announces_failure = loop.announce_failure
-        # An NCCL error before the first step can mean a wrong configuration.
-        self._uncaught_errors.explains_lost_peers = lambda: loop.has_stepped or self.device.type == "cpu"
-        self._handle_shutdown()
-        self._exit_status.install(loop.announce_failure)
-        self._epochs = EpochLoops(loop, lambda: trainer.finished, self.step)
-        progress = trainer.progress
-        if trainer.finished:
-            self._end_restored_training()
-        return ReentryState(progress.epoch, progress.step, progress.progress, restored=loop.was_restored)
 
-    def _end_restored_training(self) -> None:
-        progress = self._trainer.progress
-        self._require_loop().end_restored_training()
+    def _end_restored_training(self, training: Training) -> None:
+        progress = self._replica.progress
+        training.ending.end_restored_training()
         if self.is_main:
             reason = f" ({progress.finish_reason})" if progress.finish_reason else ""
             print(
@@ -602,82 +504,29 @@ class ElasticTrainer:
             for difference in describe_differences(arguments, environment.read_job_settings(os.environ)):
                 print(f"adascale: {difference}", flush=True)
 
-    def _enter(self, loop: TrainingLoop) -> None:
-        """Restore the state of training, in the first generation of this trainer."""
-        if self._membership is None:
-            loop.was_restored = loop.load()
-            loop.begin()
+    def _print_restored(self, training: Training, hyperparameters: Choice) -> None:
+        """Print what differs from the state that was restored."""
+        if not (training.held.was_restored and self.is_main):
             return
-        warm_up()
-
-        def step() -> int | None:
-            number = loop.state_number
-            return None if number is None else number[1]
-
-        if os.environ.get(ENV_JOINS_OTHERS) == "1":
-            loop.prepare_to_receive()
-        self._membership.start(step)
-        loop.enter_generation()
-
-    def _make_membership(self, channel: socket.socket) -> Membership:
-        environ, group = os.environ, self._trainer.group
-        group.peer_timeout = environment.read_peer_timeout(environ)
-        return Membership(
-            AgentChannel(channel),
-            listen(environ.get(ENV_ADDRESS, "127.0.0.1")),
-            group,
-            environment.read_secret(environ),
-            group.peer_timeout,
-            self._shutdown_request,
-            _accelerator_type(self.device),
-        )
-
-    def _adopt_settings(self, environ: Mapping[str, str | None]) -> None:
-        """Use the settings of a generation: the bounds of the job may have changed."""
-        environment.apply_settings(os.environ, environ)
-        trainer = self._trainer
-        batch_size = trainer.settings.bounds.batch_size
-        settings = resolve_settings(self._arguments, environment.read_job_settings(os.environ))
-        if settings.bounds.batch_size != batch_size and trainer.progress.step > 0:
-            raise WorkerError(
-                f"batch_size has changed from {batch_size} to {settings.bounds.batch_size}, but progress "
-                f"counts steps at batch_size: set it back to {batch_size}, or start from scratch"
+        if training.program.differences:
+            print(f"adascale: {describe(training.program.differences, hyperparameters)}", flush=True)
+        if training.feed.seed != self._replica.seed:
+            print(
+                f"adascale: seed is {training.feed.seed} in the checkpoint, {self._replica.seed} in the "
+                "program. Training continues with that of the checkpoint, whose order says which samples of "
+                "a pass are left; to use another, start from scratch (adascale run --fresh, or another "
+                "checkpoint folder)",
+                flush=True,
             )
-        trainer.settings = settings
-        trainer.feed.change_bounds(settings.bounds)
-        trainer.checkpointing.interval = settings.checkpoint_interval
 
-    def _handle_shutdown(self) -> None:
-        """Save on shutdown signals, and recognize lost peers.
-
-        Not earlier, because nothing can be saved before, and because an NCCL error during the first
-        collective calls means a wrong configuration rather than a lost peer.
-        """
-        if self._membership is not None:
-            self._shutdown_request.install(signal.SIGTERM)
-            self._uncaught_errors.recognizes_lost_peers = True
-        elif self._trainer.checkpointing.enabled:
-            # Of a terminal that is closed, unless the program was started by nohup.
-            hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-            self._shutdown_request.install(signal.SIGTERM, signal.SIGINT, *hangup)
-
-    def _report_stall(self, stall: Stall | None) -> None:
-        if self._membership is not None:
-            self._membership.report_stall("" if stall is None else str(stall))
-
-    def _require_loop(self) -> TrainingLoop:
-        if self._loop is None:
+    def _require_training(self) -> Training:
+        if self._training is None:
             # `program_reentry`, which installs it otherwise, was not called.
             self._uncaught_errors.install()
             raise WorkerError(
                 "the trainer has no model and no optimizer: call program_reentry(model, optimizer) first"
             )
-        return self._loop
-
-    def _require_epochs(self) -> EpochLoops:
-        self._require_loop()
-        assert self._epochs is not None
-        return self._epochs
+        return self._training
 
     # -- training ---------------------------------------------------------------------------------------
 
@@ -709,34 +558,33 @@ class ElasticTrainer:
             ReplicationError: this replica has left its data loop, and another has not.
             CheckpointError: the end of training cannot be saved.
         """
-        loops = self._require_epochs()
+        training, settings = self._require_training(), self._replica.job.settings
         if epochs is not None:
-            self._set_epochs(epochs)
-        elif self._trainer.settings.scale_invariant_steps is None and self._trainer.settings.epochs is None:
+            self._set_epochs(training, epochs)
+        elif settings.scale_invariant_steps is None and settings.epochs is None:
             raise WorkerError(
                 "trainer.epochs() does not know when training ends: pass the number of epochs, "
                 "trainer.epochs(10), or set scale_invariant_steps"
             )
-        return loops.begin()
+        return training.epochs.begin()
 
-    def _set_epochs(self, epochs: int) -> None:
+    def _set_epochs(self, training: Training, epochs: int) -> None:
         """Set the epochs after which training is finished, if they are not set."""
-        earlier = self._arguments.epochs
-        if earlier is not None:
-            if epochs != earlier:
+        job = self._replica.job
+        if job.arguments.epochs is not None:
+            if epochs != job.arguments.epochs:
                 raise WorkerError(
-                    f"trainer.epochs({epochs!r}) was called, but {earlier} epochs were set before, by "
-                    "ElasticTrainer(epochs=...) or an earlier call: use the same number"
+                    f"trainer.epochs({epochs!r}) was called, but {job.arguments.epochs} epochs were set "
+                    "before, by ElasticTrainer(epochs=...) or an earlier call: use the same number"
                 )
             return
         argument = environment.JobSettings(epochs=epochs)
         check_arguments(argument)
-        was_finished = self._trainer.finished
-        self._arguments = replace(self._arguments, epochs=epochs)
-        self._trainer.settings = replace(self._trainer.settings, epochs=epochs)
+        was_finished = job.finished
+        job.set_epochs(epochs)
         self._print_differences(argument)
-        if self._trainer.finished and not was_finished:
-            self._end_restored_training()
+        if job.finished and not was_finished:
+            self._end_restored_training(training)
 
     def dataloader(
         self,
@@ -783,24 +631,24 @@ class ElasticTrainer:
                 data set or options than before.
             WorkerError: `program_reentry` has not been called.
         """
-        self._require_epochs().end_left()
-        loop, trainer = self._require_loop(), self._trainer
-        loop.require_epoch()
-        stream = trainer.feed.open(
+        training, replica = self._require_training(), self._replica
+        training.epochs.end_left()
+        training.batches.require_epoch()
+        stream = training.feed.open(
             dataset,
             shuffle=shuffle,
             options=options,
             order=order,
             lengths=lengths,
             allow_other_length=allow_other_length,
-            progress=trainer.progress,
+            progress=replica.progress,
         )
-        trainer.progress.target = trainer.target
+        replica.progress.target = replica.job.target(training.feed)
 
         def begin() -> Iterator[Any]:
-            loop.require_epoch()
-            trainer.planner.acknowledge()
-            return loop.epoch(dataset, stream, options)
+            training.batches.require_epoch()
+            replica.planner.acknowledge()
+            return training.batches.batches(dataset, stream, options)
 
         return DataLoop(begin)
 
@@ -833,24 +681,23 @@ class ElasticTrainer:
                 choose the batches.
             WorkerError: `batch_size` is not positive, or `program_reentry` has not been called.
         """
-        self._require_epochs().end_left()
-        loop = self._require_loop()
+        training = self._require_training()
+        training.epochs.end_left()
         require_evaluable(dataset, options)
         if type(batch_size) is not int or batch_size < 1:
             raise WorkerError(
                 f"trainer.evaluation() got batch_size={batch_size!r}: it must be an integer of at least 1"
             )
-        assert self._parts is not None
+        evaluations, models = training.evaluations, training.parts.models
         if model is None:
-            if len(self._parts.models) > 1:
+            if len(models) > 1:
                 raise WorkerError(
                     "trainer.evaluation() needs model=, the model that is evaluated, because "
-                    f"program_reentry got {len(self._parts.models)} models"
+                    f"program_reentry got {len(models)} models"
                 )
-            model = self._parts.models[0]
-        exchange = loop.evaluations.next(inside_epoch=loop.inside_epoch)
+            model = models[0]
         return Evaluation(
-            dataset, batch_size, model, exchange, options, loop.evaluations.begin, loop.evaluations.end
+            dataset, batch_size, model, evaluations.next(), options, evaluations.begin, evaluations.end
         )
 
     def step(self, epoch: int) -> None:
@@ -870,12 +717,11 @@ class ElasticTrainer:
             ReplicationError: this replica has left its data loop, and another has not.
             CheckpointError: the end of training cannot be saved.
         """
-        loop = self._require_loop()
-        assert self._rates is not None
-        self._rates.check_schedulers()
-        loop.end_epoch(epoch)
+        training = self._require_training()
+        training.program.rates.check_schedulers()
+        training.batches.end_epoch(epoch)
         if self.finished:
-            self._trainer.feed.close()
+            training.feed.close()
 
     def finish(self, reason: str) -> None:
         """End training before all requested steps or epochs are done, for example because of early stopping.
@@ -893,93 +739,107 @@ class ElasticTrainer:
             CheckpointError: the end of training cannot be saved.
             WorkerError: `program_reentry` has not been called.
         """
-        self._require_epochs().end_left()
-        self._require_loop().finish(reason)
+        training = self._require_training()
+        training.epochs.end_left()
+        training.ending.finish(reason)
 
     def close(self) -> None:
         """Post outstanding reports, destroy the process group, and restore signal handlers and excepthook.
 
         At the end of the process this is not needed. May be called again.
         """
-        self._trainer.feed.close()
+        replica = self._replica
         if self._best_weights is not None:
             self._best_weights.close()
-        self._trainer.checkpointing.close()
-        self._trainer.telemetry.close()
-        if self._membership is not None:
-            self._membership.close()
-        if self._backward_guard is not None:
-            self._backward_guard.uninstall()
-        self._trainer.group.destroy()
-        self._stop_watchdog()
-        if self._other_optimizers is not None:
-            self._other_optimizers.uninstall()
-        if self._other_parallelism is not None:
-            self._other_parallelism.uninstall()
-        self._shutdown_request.uninstall()
+        replica.checkpointing.close()
+        if self._made is not None:
+            self._made.close()
+        replica.group.destroy()
+        replica.shutdown_request.uninstall()
         self._uncaught_errors.uninstall()
-        self._exit_status.uninstall()
-
-    def _stop_watchdog(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.stop()
+        replica.exit_status.uninstall()
 
     def _release_at_exit(self) -> None:
         """Do what the end of the process requires.
 
         A program that ends before its training does fails: by itself it would exit with code 0.
         """
-        self._stop_watchdog()
-        if self._loop is not None and self._fast_exit.code is None and not self._exit_status.failed:
-            failure = self._loop.end_of_program(self._require_epochs().left)
+        replica, fast_exit, status = self._replica, self._replica.fast_exit, self._replica.exit_status
+        channel = replica.agent.channel if replica.agent is not None else None
+        if self._made is not None:
+            self._made.stop_watchdog()
+        if self._training is not None and fast_exit.code is None and not status.failed:
+            failure = self._training.ending.end_of_program(self._training.epochs.left)
             if failure is not None:
                 print(f"adascale: {failure}", file=sys.stderr)
-                self._fast_exit.code = exit_code(failure)
-            elif self._membership is not None:
-                self._membership.report_finished()
-        if self._membership is not None:
-            code = self._fast_exit.code
-            self._membership.report_exit(self._exit_status.code if code is None else code)
+                fast_exit.code = exit_code(failure)
+            elif channel is not None:
+                channel.send(Finished())
+        if channel is not None:
+            channel.send(Exiting(status.code if fast_exit.code is None else fast_exit.code))
         if self._best_weights is not None:
             self._best_weights.close()
-        self._trainer.checkpointing.close()
-        self._trainer.telemetry.close()
-        if self._membership is not None:
-            self._membership.close()
-        self._trainer.group.destroy_before_finalization()
+        replica.checkpointing.close()
+        if self._made is not None:
+            self._made.telemetry.close()
+            if self._made.membership is not None:
+                self._made.membership.close()
+        replica.group.destroy_before_finalization()
 
 
-def _components(
-    arguments: environment.JobSettings, group: ReplicaGroup, device: torch.device, seed: int
-) -> TrainerComponents:
-    """Make the parts of a trainer, and form its process group unless an agent does."""
-    settings = resolve_settings(arguments, environment.read_job_settings(os.environ))
+def _make_replica(
+    arguments: environment.JobSettings,
+    channel: socket.socket | None,
+    device: torch.device | str | None,
+    seed: int,
+    fast_exit: FastExit,
+    exit_status: ExitStatus,
+) -> Replica:
+    """Make the parts of a trainer that need no model, and form its process group unless an agent does."""
+    environ = os.environ
+    read = environment.read_assignment if channel is None else environment.read_agent_assignment
+    assignment = read(environ)
+    selected = select_device(device, assignment.local_rank)
+    if channel is not None and selected.type == "cuda":
+        unused = describe_unused_gpus(torch.cuda.device_count())
+        if unused is not None:
+            print(f"adascale: {unused}", file=sys.stderr, flush=True)
+    accelerator = environment.read_accelerator(environ) or kind_of(selected)
+    timeout = environment.read_peer_timeout(environ) if channel is not None else None
+    group = ReplicaGroup(assignment, selected, is_elastic=channel is not None, peer_timeout=timeout)
+    if type(seed) is not int or not -(2**63) <= seed < 2**64:
+        raise WorkerError(f"ElasticTrainer got seed={seed!r}: it must be an integer of 64 bits")
+    settings = resolve_settings(arguments, environment.read_job_settings(environ))
     planner = BatchPlanner(settings.bounds, group, settings.efficiency_target)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if selected.type == "cuda":
+        torch.cuda.set_device(selected)
     if not group.is_elastic:
         group.form_from_environment()
-    return TrainerComponents(
-        incarnation=environment.read_incarnation(os.environ),
-        settings=settings,
-        group=group,
-        planner=planner,
-        progress=TrainingProgress(),
-        feed=DataFeed(settings.bounds, group, seed),
-        telemetry=Telemetry(
-            settings.bounds,
-            group,
-            _make_reporter,
-            clock_of(device),
-            _accelerator_type(device),
-        ),
-        checkpointing=Checkpointing(settings.checkpoint_dir, settings.checkpoint_interval, group),
+    progress, shutdown_request = TrainingProgress(), ShutdownRequest()
+    incarnation = environment.read_incarnation(environ)
+    checkpointing = Checkpointing(
+        settings.checkpoint_dir, settings.checkpoint_interval, group, lambda: shutdown_request.is_made
     )
-
-
-def _accelerator_type(device: torch.device) -> str:
-    """Return the name under which measurements and limits of memory are stored, and used in decisions."""
-    return environment.read_accelerator(os.environ) or kind_of(device)
+    agent = None
+    if channel is not None and timeout is not None:
+        listener = listen(environ.get(ENV_ADDRESS, "127.0.0.1"))
+        secret = environment.read_secret(environ)
+        agent = AgentConnection(AgentChannel(channel), listener, secret, timeout, accelerator)
+    return Replica(
+        device=selected,
+        seed=seed,
+        group=group,
+        job=Job(arguments, settings, progress, group, incarnation),
+        progress=progress,
+        planner=planner,
+        checkpointing=checkpointing,
+        agent=agent,
+        accelerator=accelerator,
+        make_reporter=_make_reporter,
+        shutdown_request=shutdown_request,
+        fast_exit=fast_exit,
+        exit_status=exit_status,
+    )
 
 
 def _make_reporter() -> Reporter | None:

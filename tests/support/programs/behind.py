@@ -41,7 +41,7 @@ def lose_peers(*_: object) -> None:
     if replica == "0" and not before and list(checkpoints.glob("*.json")) and trainer.steps > 2:
         Path("/proc/self/clear_refs").write_text("5")  # resets the maximum
         before[:] = memory("VmRSS:"), trainer.steps
-        trainer._trainer.group.fail()
+        trainer._replica.group.fail()
         raise PeersLostError
 
 

@@ -35,7 +35,7 @@ for epoch in range(state.epoch, 4):
     for x, y in trainer.dataloader(dataset):
         if epoch == 2 and os.environ.get("PAUSES") == replica and not (folder / "pauses").exists():
             (folder / "pauses").touch()
-            while not trainer._trainer.group.has_failed:
+            while not trainer._replica.group.has_failed:
                 time.sleep(0.01)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from adascale_core.batch.plans import (
     BatchBounds,
@@ -15,7 +17,7 @@ from adascale_core.batch.plans import (
     valid_replicas,
 )
 from adascale_core.performance.throughput import StepTimeModel
-from adascale_worker.errors import StaleBatchSizeError
+from adascale_worker.errors import StaleBatchSizeError, UnusableCheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.optimizer_set import Optimizers
 from adascale_worker.reporting.step_timer import StepTimer
@@ -130,15 +132,30 @@ class BatchPlanner:
         probed = self.bounds.with_limit(PROBE_FACTOR * self.fitting)
         return probed if is_valid_replicas(probed, self._group.replicas) else self.bounds
 
-    def restore(self, plan: BatchPlan, fitting: int) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plan, the batch size that it is for, and the largest local batch size that has fit."""
+        plan = self.plan
+        return {
+            "batch_size": self.bounds.batch_size,
+            "plan": [plan.replicas, plan.local_bsz, plan.accumulation],
+            "fitting": self.fitting,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the plan of a saved state, until `adapt` is called.
 
-        Args:
-            plan: the plan.
-            fitting: the largest local batch size of a finished step.
+        Raises:
+            UnusableCheckpointError: the state was saved with another batch size.
         """
-        self._use(plan)
-        self.fitting = fitting
+        saved, batch_size = state["batch_size"], self.bounds.batch_size
+        if saved != batch_size:
+            raise UnusableCheckpointError(
+                f"the checkpoint was saved with batch_size {saved}, but batch_size is now {batch_size}: "
+                f"progress counts steps at batch_size, so it cannot change. Set it back to {saved}, or start "
+                "from scratch (adascale run --fresh, or another checkpoint folder)"
+            )
+        self._use(BatchPlan(*state["plan"]))
+        self.fitting = int(state["fitting"])
 
     def begin(self, bounds: BatchBounds) -> None:
         """Choose the first plan of a job for the replicas that there are.

@@ -18,6 +18,7 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.data_parallel import DataParallelModel
 from adascale_worker.gradients.exchange_check import ExchangeCheck
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
+from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.membership.process_group import ReplicaGroup
 
 
@@ -101,6 +102,7 @@ class GradientAccumulation(Accumulation):
         model: the program's model.
         program_model: the program's model itself.
         group: the replicas.
+        failure: of the present step.
     """
 
     def __init__(
@@ -109,10 +111,12 @@ class GradientAccumulation(Accumulation):
         model: DataParallelModel,
         program_model: torch.nn.Module,
         group: ReplicaGroup,
+        failure: StepFailure,
     ) -> None:
         super().__init__(MicroBatchWeights(group, optimizer.weigh_pass))
         self._optimizer = optimizer
         self._model = model
+        self._failure = failure
         optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
         both = [*program_model.parameters(), *optimized]
         self._parameters = list({id(parameter): parameter for parameter in both}.values())
@@ -165,7 +169,7 @@ class GradientAccumulation(Accumulation):
         self._optimizer.sum_gradients_again()
         self.put_back()
         self.weights.begin_pass()
-        if self.at_last_micro_batch and not self._model.has_missed_exchange:
+        if self.at_last_micro_batch and not self._failure.is_discarded:
             self._exchange.begin_pass()
 
     def after_backward(self) -> None:
@@ -179,7 +183,7 @@ class GradientAccumulation(Accumulation):
         self._exchange.end_pass()
         is_weighted = self.weights.end_pass()
         self.weights.check_pass()
-        if is_weighted and self.at_last_micro_batch and not self._model.has_missed_exchange:
+        if is_weighted and self.at_last_micro_batch and not self._failure.is_discarded:
             self.weights.exchange()
             assert self.weights.of_step is not None
             self._optimizer.weigh_step(self.weights.of_step)

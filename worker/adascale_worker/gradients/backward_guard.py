@@ -1,4 +1,4 @@
-"""What the trainer does around the backward passes of the program.
+"""Prepares the gradients around the backward passes of the program, and handles their errors.
 
 `loss.backward()` averages the gradients, so an error of a lost peer is raised there. So is that of a batch
 which does not fit into memory. The program cannot do anything about them: the trainer discards the step, and
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from adascale_worker.gradients.accumulation import Accumulation
+from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.torch_private.optim import let_clipping_find_no_gradients
 
@@ -22,31 +24,29 @@ from adascale_worker.torch_private.optim import let_clipping_find_no_gradients
 class BackwardGuard:
     """Replaces `torch.autograd.backward`, which `Tensor.backward` calls.
 
-    It adds nothing to a backward pass that succeeds. A communication hook or a process group in Python, which
-    could handle the error too, costs time for each bucket of gradients.
+    Hooks cannot do this. Autograd calls them inside a pass. An error of a node, of DDP's communication or of
+    an allocation leaves the engine after the last hook, and `backward()` raises it in the program's loop.
+    Only what calls the engine can catch it, and can leave a pass out. The tensor whose `backward()` the
+    program calls is its own loss, so no method of one object is enough. A subclass of Tensor or a
+    `TorchFunctionMode` would see that call, but also every other call of a function of torch, each of which
+    it makes slower. A communication hook or a process group in Python could handle errors of the
+    communication, but not a lack of memory, and costs time for each bucket of gradients.
+
+    This adds nothing to a pass that succeeds. `uninstall` undoes it.
 
     Args:
-        handles: returns whether an error is handled, so that it is not raised.
-        before: called before each backward pass, and not for the passes of re-entrant checkpoints inside it.
-        after: called after each of these passes, unless it has raised an error.
-        skips: returns whether a backward pass is not made, because its step is discarded.
+        failure: of the present step, to which errors are reported.
+        gradients: of the step; prepared before a pass and after it, not for the passes of re-entrant
+            checkpoints inside it.
     """
 
-    def __init__(
-        self,
-        handles: Callable[[BaseException], bool],
-        before: Callable[[], None] = lambda: None,
-        after: Callable[[], None] = lambda: None,
-        skips: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._handles = handles
-        self._before = before
-        self._after = after
-        self._skips = skips
+    def __init__(self, failure: StepFailure, gradients: Accumulation) -> None:
+        self._failure = failure
+        self._gradients = gradients
         self._is_inside = False
         self._original: Callable[..., None] | None = None
         self._replacement: Callable[..., None] | None = None
-        self._undo: Callable[[], None] = lambda: None
+        self._undo: Callable[[], None] | None = None
 
     def install(self) -> None:
         """Replace `torch.autograd.backward`, and let clipping find no gradients."""
@@ -62,24 +62,25 @@ class BackwardGuard:
 
     def uninstall(self) -> None:
         """Restore it, unless it was replaced again since."""
-        if self._original is not None and torch.autograd.backward is self._replacement:
+        if self._undo is not None and torch.autograd.backward is self._replacement:
+            assert self._original is not None
             torch.autograd.backward, self._original = self._original, None
             self._undo()
 
     def _backward(self, *args: Any, **kwargs: Any) -> None:
-        if self._skips():
+        if self._failure.lacks_memory:
             return
         if self._is_inside:
             self._run(*args, **kwargs)
             return
-        self._before()
+        self._gradients.before_backward()
         self._is_inside = True
         try:
             self._run(*args, **kwargs)
         finally:
             self._is_inside = False
         with self._handled():
-            self._after()
+            self._gradients.after_backward()
 
     def _run(self, *args: Any, **kwargs: Any) -> None:
         assert self._original is not None
@@ -91,5 +92,5 @@ class BackwardGuard:
         try:
             yield
         except (RuntimeError, MemoryError, PeersLostError) as error:
-            if not self._handles(error):
+            if not self._failure.handles(error):
                 raise

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.out_of_memory import forward_without_activations
+from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.other_parallelism import OtherParallelism
@@ -64,22 +65,18 @@ class DataParallelModel:
         group: the replicas.
         forward: records forward passes through the model.
         trained: which parameters are trained.
+        failure: of the present step.
         find_unused_parameters: as DDP's argument of this name.
         before_forward: called in each forward pass while training, when buffers are those of rank 0.
         changed_forward: called before a forward pass in which other parameters are trained than in the last.
         changed_trained: called with the parameters that are frozen or unfrozen since the last step, before
             the optimizer makes a step.
         steps: returns the number of the last step.
+        local_bsz: returns the local batch size.
 
     Attributes:
         ddp: the DDP module that wraps the model. None on one replica, and without a trained parameter.
         device: the replica's device.
-        has_missed_exchange: whether this step is discarded: its gradients are not averaged, because peers
-            are lost, or its batch does not fit into memory.
-        lacks_memory: whether its batch does not fit, so that the program gets outputs whose gradients are
-            zero.
-        handles_shortage: returns whether an error is handled that may mean that a batch does not fit.
-        local_bsz: returns the local batch size.
         other_parallelism: finds wrappers around the model.
     """
 
@@ -90,21 +87,21 @@ class DataParallelModel:
         group: ReplicaGroup,
         forward: ForwardRecord | None = None,
         trained: TrainedParameters | None = None,
+        failure: StepFailure | None = None,
         *,
         find_unused_parameters: bool = False,
         before_forward: Callable[[], None] = lambda: None,
         changed_forward: Callable[[], None] = lambda: None,
         changed_trained: Callable[[list[Tensor]], None] = lambda _: None,
         steps: Callable[[], int] = lambda: 0,
+        local_bsz: Callable[[], int] = lambda: 1,
     ) -> None:
         self.other_parallelism = OtherParallelism([model], own=_OriginalForward)
         self.ddp: DistributedDataParallel | None = None
-        self.has_missed_exchange = False
-        self.lacks_memory = False
-        self.handles_shortage: Callable[[BaseException], bool] = lambda _: False
-        self.local_bsz: Callable[[], int] = lambda: 1
         self.device = device
         self._group = group
+        self._failure = failure or StepFailure(group)
+        self._local_bsz = local_bsz
         self._find_unused_parameters = find_unused_parameters
         self._has_forward = False
         """Whether there was a forward pass through DDP since the last backward pass, or in this step."""
@@ -133,7 +130,7 @@ class DataParallelModel:
 
     def connect(self) -> None:
         """Use the process group of the generation that was formed. The gradients are not used again."""
-        self.has_missed_exchange = self.lacks_memory = False
+        self._failure.clear()
         if self._group.replicas == 1:
             self._remove()
             return
@@ -278,7 +275,7 @@ class DataParallelModel:
         """Release the process group of the present generation, which is destroyed next."""
         if self.ddp is None or self._local_group is None:
             return
-        if self._group.has_failed or self.has_missed_exchange:
+        if self._group.has_failed or self._failure.is_discarded:
             self._remove()
         else:
             replace_process_group(self.ddp, self._local_group)
@@ -286,7 +283,7 @@ class DataParallelModel:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's original forward, through DDP on several replicas."""
         self.other_parallelism.check_call()
-        if not self.has_missed_exchange and not self._group.has_failed:
+        if not self._failure.is_discarded and not self._group.has_failed:
             try:
                 if not self._begin_forward():
                     return self._wrapped.forward(*args, **kwargs)
@@ -301,16 +298,16 @@ class DataParallelModel:
                 self._observe_graph(output)
                 return output
             except (RuntimeError, MemoryError, PeersLostError) as error:
-                if not self._group.is_failure(error) and not self.handles_shortage(error):
+                if not self._failure.handles(error):
                     raise
         # The step is discarded before the optimizer uses its gradients.
         self._record.called = True
-        self.has_missed_exchange = True
-        if self.lacks_memory:
+        self._failure.discard()
+        if self._failure.lacks_memory:
             # The error is deleted: its traceback has kept the activations.
             parameters = self._wrapped.model.parameters()
             return forward_without_activations(
-                self._wrapped.forward, args, kwargs, self.local_bsz(), parameters
+                self._wrapped.forward, args, kwargs, self._local_bsz(), parameters
             )
         return self._wrapped.forward(*args, **kwargs)
 

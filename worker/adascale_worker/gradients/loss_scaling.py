@@ -24,7 +24,7 @@ _CALLERS = 6
 """Functions above `optimizer.step()` that are searched; a scheduler wraps it once or twice."""
 
 
-class StepCounter(Protocol):
+class ScaledSteps(Protocol):
     """The part of the training loop that is used."""
 
     @property
@@ -58,7 +58,7 @@ def scaler_of(registered: Iterable[object]) -> GradScaler | None:
     return scalers[0] if scalers else None
 
 
-def patch_scaler(scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer], loop: StepCounter) -> None:
+def patch_scaler(scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer], loop: ScaledSteps) -> None:
     """Make `unscale_`, `step` and `update` of `scaler` act once per step of `optimizers`."""
     if not scaler.is_enabled():
         return
@@ -70,7 +70,7 @@ def patch_scaler(scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer]
 
 class _Scaler:
     def __init__(
-        self, scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer], loop: StepCounter
+        self, scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer], loop: ScaledSteps
     ) -> None:
         self._scaler = scaler
         self._optimizers = optimizers

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from adascale_worker.gradients.out_of_memory import forward_without_activations
+from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import PendingTimes, clock_of
 from adascale_worker.program.other_parallelism import OtherParallelism
@@ -31,9 +32,8 @@ class ModelSet:
         models: on `device` already.
         device: the replica's device.
         group: the replicas.
-
-    Attributes:
-        on_discard: called when it turns out that the present step is discarded.
+        failure: of the present step.
+        local_bsz: returns the local batch size.
     """
 
     ddp = None
@@ -43,15 +43,14 @@ class ModelSet:
         models: Sequence[torch.nn.Module],
         device: torch.device,
         group: ReplicaGroup,
+        failure: StepFailure,
+        local_bsz: Callable[[], int],
     ) -> None:
         self.other_parallelism = OtherParallelism(models)
-        self._has_missed_exchange = False
-        self.lacks_memory = False
-        self.handles_shortage: Callable[[BaseException], bool] = lambda _: False
-        self.local_bsz: Callable[[], int] = lambda: 1
         self.device = device
-        self.on_discard: Callable[[], None] = lambda: None
         self._group = group
+        self._failure = failure
+        self._local_bsz = local_bsz
         self._clock = clock_of(device)
         self._exchanges: list[tuple[Any, Any]] = []
         """The exchanges of gradients of the present step: marks of the clock at their beginning and end."""
@@ -60,23 +59,12 @@ class ModelSet:
         for model in models:
             override_call(model, _TrainedForward(model, call_of(model), self))
 
-    @property
-    def has_missed_exchange(self) -> bool:
-        """Whether this step is discarded: peers are lost, or its batch does not fit into memory."""
-        return self._has_missed_exchange
-
-    @has_missed_exchange.setter
-    def has_missed_exchange(self, value: bool) -> None:
-        is_new, self._has_missed_exchange = value and not self._has_missed_exchange, value
-        if is_new:
-            self.on_discard()
-
     def prepare(self) -> None:
         """There are no buckets to make."""
 
     def connect(self) -> None:
         """Use the process group of the generation that was formed."""
-        self.has_missed_exchange = self.lacks_memory = False
+        self._failure.clear()
 
     def use_trained(self) -> None:
         """Nothing depends on which parameters are trained."""
@@ -139,17 +127,17 @@ class ModelSet:
     ) -> Any:
         """Call a model's original forward."""
         self.other_parallelism.check_call()
-        if not self.has_missed_exchange and not self._group.has_failed:
+        if not self._failure.is_discarded and not self._group.has_failed:
             try:
                 return original(*args, **kwargs)
             except (RuntimeError, MemoryError) as error:
-                if not self.handles_shortage(error):
+                if not self._failure.shortage(error):
                     raise
         # The step is discarded before an optimizer uses its gradients.
-        self.has_missed_exchange = True
-        if self.lacks_memory:
+        self._failure.discard()
+        if self._failure.lacks_memory:
             # The error is deleted: its traceback has kept the activations.
-            return forward_without_activations(original, args, kwargs, self.local_bsz(), model.parameters())
+            return forward_without_activations(original, args, kwargs, self._local_bsz(), model.parameters())
         return original(*args, **kwargs)
 
 

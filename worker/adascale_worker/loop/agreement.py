@@ -9,6 +9,15 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
+from adascale_worker.batches.planning import BatchPlanner
+from adascale_worker.loop.finish_request import FinishRequest
+from adascale_worker.membership.generations import Membership
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.shutdown_request import ShutdownRequest
+from adascale_worker.program.optimizer_set import Optimizers
+from adascale_worker.program.weight_checks import WeightComparison
+from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+
 
 @dataclass(frozen=True)
 class Requests:
@@ -83,3 +92,91 @@ class Agreement:
             self.compare_weights = self.compare_weights or compare_sum > 0
             self.change = self.change or change_sum > replicas - 0.5
             self.is_unsaved = unsaved_sum > 0
+
+
+class StepAgreement:
+    """What this replica requests, and what all replicas have agreed on.
+
+    Args:
+        optimizer: exchanges the requests in its all-reduce.
+        group: the replicas.
+        planner, checkpointing, comparison: rank 0 requests what is due.
+        finish_request: whether the program has called `finish`.
+        shutdown_request: whether this replica was requested to save and exit.
+        membership: whether a newer generation is there. None without an agent.
+
+    Attributes:
+        agreed: what all replicas do.
+        steps_are_slow: whether steps take so long that requests are exchanged in each.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizers,
+        group: ReplicaGroup,
+        planner: BatchPlanner,
+        checkpointing: Checkpointing,
+        comparison: WeightComparison,
+        finish_request: FinishRequest,
+        shutdown_request: ShutdownRequest,
+        membership: Membership | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._group = group
+        self._planner = planner
+        self._checkpointing = checkpointing
+        self._comparison = comparison
+        self._finish_request = finish_request
+        self._shutdown_request = shutdown_request
+        self._membership = membership
+        self.agreed = Agreement()
+        self.steps_are_slow = True
+
+    def begin_generation(self) -> None:
+        """Begin with other replicas, which have agreed on nothing yet."""
+        self.agreed = Agreement()
+
+    def flags(self) -> tuple[float, ...]:
+        """Return what this replica requests, as numbers to be summed over the replicas."""
+        return self._requests().flags()
+
+    def withdraw(self) -> None:
+        """Replace requests that are fulfilled, so that the next all-reduce does not sum them again."""
+        self._optimizer.flags = self.flags()
+
+    def exchange(self, flags: tuple[float, ...]) -> None:
+        """Agree after a step. A collective call if steps are slow, and the step had no all-reduce.
+
+        Args:
+            flags: what this replica has requested in the step.
+
+        Raises:
+            PeersLostError: members are lost.
+        """
+        sums = self._optimizer.flags_sum
+        if sums is None and self.agreed.agree_each_step:
+            # AdaScale does not measure every step, and the next measured one may be a minute away.
+            sums = self._group.sum(flags)
+        self.agreed.update(sums, self._group.replicas)
+        if sums is not None:
+            self._checkpointing.is_unsaved = self.agreed.is_unsaved
+
+    def _requests(self) -> Requests:
+        """Return what this replica requests. Some requests are made by rank 0 only."""
+        signaled, membership = self._shutdown_request.is_made, self._membership
+        if signaled and membership is not None:
+            membership.report_terminated()
+        finish = self._finish_request.reason is not None
+        change = membership is not None and membership.change_is_pending
+        if not self._group.is_main:
+            return Requests(exit=signaled, finish=finish, change=change)
+        return Requests(
+            exit=signaled,
+            change=change,
+            save=self._checkpointing.is_due,
+            replan=self._planner.is_due,
+            agree_each_step=self.steps_are_slow,
+            finish=finish,
+            compare_weights=self._comparison.is_due,
+            is_unsaved=self._checkpointing.last_is_unsaved,
+        )

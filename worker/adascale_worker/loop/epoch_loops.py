@@ -11,22 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.loop.training_loop import TrainingLoop
+from adascale_worker.loop.ending import Ending
 
 
 class EpochLoops:
     """The loops over epochs of a program.
 
     Args:
-        loop: the training loop.
+        ending: knows which epoch the program is in.
         is_finished: returns whether training has ended.
         end_epoch: ends an epoch, as `trainer.step` does.
     """
 
     def __init__(
-        self, loop: TrainingLoop, is_finished: Callable[[], bool], end_epoch: Callable[[int], None]
+        self, ending: Ending, is_finished: Callable[[], bool], end_epoch: Callable[[int], None]
     ) -> None:
-        self._loop = loop
+        self._ending = ending
         self._is_finished = is_finished
         self._end_epoch = end_epoch
         self._epoch: int | None = None
@@ -42,7 +42,7 @@ class EpochLoops:
         self.end_left()
         while not self._is_finished():
             self._require_outside()
-            self._epoch, self._is_inside = self._loop.current_epoch, True
+            self._epoch, self._is_inside = self._ending.current_epoch, True
             try:
                 yield self._epoch
             finally:
@@ -67,5 +67,5 @@ class EpochLoops:
         if epoch is None:
             return
         self._epoch = None
-        if self._loop.is_in_epoch(epoch):
+        if self._ending.is_in_epoch(epoch):
             self._end_epoch(epoch)

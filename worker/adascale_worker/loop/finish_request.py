@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from adascale_worker.errors import WorkerError
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_code import calling_line
-from adascale_worker.state.components import TrainerComponents
+from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.saving import StateSaving
 
 FINISH = "finish"
@@ -17,15 +18,17 @@ class FinishRequest:
     """What this replica has requested. Training ends after the next step for which the replicas agree.
 
     Args:
-        trainer: the parts of the trainer.
+        progress: of training.
+        group: the replicas.
         saving: saves the state.
 
     Attributes:
         reason: why training ends; None without a request.
     """
 
-    def __init__(self, trainer: TrainerComponents, saving: StateSaving) -> None:
-        self._trainer = trainer
+    def __init__(self, progress: TrainingProgress, group: ReplicaGroup, saving: StateSaving) -> None:
+        self._progress = progress
+        self._group = group
         self._saving = saving
         self._line = ""
         self.reason: str | None = None
@@ -38,24 +41,24 @@ class FinishRequest:
         """
         self._saving.require_finite_weights()
         self.reason, self._line = reason, calling_line()
-        self._trainer.group.announce(FINISH)
+        self._group.announce(FINISH)
         self.save()
 
     def save(self) -> None:
         """Save the end of training on rank 0, because the program may end before the next step."""
-        progress = self._trainer.progress
+        progress = self._progress
         progress.finish_reason = self.reason
         self._saving.save_on_rank_0()
         progress.finish_reason = None
 
     def agree(self) -> None:
         """Finish training on all replicas, for the reason of one of them. A collective call."""
-        reasons = self._trainer.group.gather(self.reason)
-        self._trainer.progress.finish_reason = next(reason for reason in reasons if reason is not None)
+        reasons = self._group.gather(self.reason)
+        self._progress.finish_reason = next(reason for reason in reasons if reason is not None)
 
     def end_alone(self) -> WorkerError | None:
         """Return an error if another replica has not called `finish`, and still trains."""
-        group = self._trainer.group
+        group = self._group
         missing = group.missing(FINISH, FINISH_TIMEOUT)
         if not missing:
             return None

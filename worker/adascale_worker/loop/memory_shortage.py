@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from adascale_worker.gradients.data_parallel import DataParallelModel
-from adascale_worker.gradients.model_set import ModelSet
+import torch
+
+from adascale_core.messages.channel import Limited
+from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.gradients.out_of_memory import is_out_of_memory, kind_of
-from adascale_worker.membership.generations import Membership
-from adascale_worker.state.components import TrainerComponents
+from adascale_worker.membership.agent_channel import AgentChannel
+from adascale_worker.membership.process_group import ReplicaGroup
 
 MAX_REASON = 200
 """Characters of torch's own message about a lack of memory that are printed."""
@@ -18,20 +20,19 @@ class MemoryShortage:
     """Recognizes that a batch does not fit, and limits those that follow.
 
     Args:
-        trainer: the parts of the trainer.
-        model: the data-parallel model.
-        membership: reports the limit. None without an agent.
+        planner: of the batches.
+        group: the replicas.
+        device: of the model.
+        channel: reports the limit to the agent. None without an agent.
     """
 
     def __init__(
-        self,
-        trainer: TrainerComponents,
-        model: DataParallelModel | ModelSet,
-        membership: Membership | None,
+        self, planner: BatchPlanner, group: ReplicaGroup, device: torch.device, channel: AgentChannel | None
     ) -> None:
-        self._trainer = trainer
-        self._model = model
-        self._membership = membership
+        self._planner = planner
+        self._group = group
+        self._device = device
+        self._channel = channel
         self._limit: int | None = None
 
     @property
@@ -46,23 +47,22 @@ class MemoryShortage:
 
     def handle(self, error: BaseException) -> bool:
         """Whether `error` means that a batch does not fit, and its samples can follow in smaller batches."""
-        if self._membership is None and self._trainer.group.replicas > 1:
+        if self._channel is None and self._group.replicas > 1:
             return False
         limit = self.limit_after(error)
         if limit is None:
             return False
-        self._model.has_missed_exchange = self._model.lacks_memory = True
-        if self._membership is None:
+        if self._channel is None:
             self._limit = limit
         else:
-            self._trainer.group.fail()
+            self._group.fail()
         return True
 
     def limit_after(self, error: BaseException) -> int | None:
         """Report and return the limit after an error; None if it has another cause, or none is left."""
         if not is_out_of_memory(error):
             return None
-        planner, device = self._trainer.planner, kind_of(self._model.device)
+        planner, device = self._planner, kind_of(self._device)
         size, limit = planner.plan.local_bsz, planner.smaller_local_bsz()
         found = f"a local batch of {size} samples does not fit into the memory of {device}"
         if limit is None:
@@ -74,6 +74,6 @@ class MemoryShortage:
             return None
         reason = str(error).partition("\n")[0][:MAX_REASON]
         print(f"adascale: {found}: training continues with at most {limit}. {reason}", file=sys.stderr)
-        if self._membership is not None:
-            self._membership.report_limit(limit)
+        if self._channel is not None:
+            self._channel.send(Limited(limit))
         return limit

@@ -1,4 +1,4 @@
-"""The training loop of a program with several optimizers, such as a GAN.
+"""The steps of a program with several optimizers, such as a GAN.
 
 What the program does for one batch is one step: each optimizer makes at most one step of its own in it, the
 first one exactly one. The optimizers change their parameters at once, as in a plain loop, so that the loss of
@@ -21,13 +21,20 @@ from adascale_worker.gradients.accumulation import Accumulation
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
 from adascale_worker.gradients.model_set import ModelSet
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
+from adascale_worker.gradients.step_failure import StepFailure
+from adascale_worker.loop.checks import BatchChecks
+from adascale_worker.loop.finish_request import FinishRequest
+from adascale_worker.loop.held_state import HeldState
+from adascale_worker.loop.program_loop import ProgramLoop
 from adascale_worker.loop.step_undo import StepUndo
-from adascale_worker.loop.training_loop import TrainingLoop
-from adascale_worker.membership.links import PeersLostError, StateNumber
+from adascale_worker.loop.steps import StepParts, StepStrategy
+from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.optimizer_set import OptimizerSet
+from adascale_worker.program.parts import ProgramParts
 from adascale_worker.program.patching import MethodOverride, patch_step
-from adascale_worker.state.program import load_model
+from adascale_worker.program.trained_parameters import TrainedParameters
+from adascale_worker.state.saving import StateSaving
 
 
 class SeveralAccumulations(Accumulation):
@@ -37,20 +44,27 @@ class SeveralAccumulations(Accumulation):
         optimizers: of the program.
         models: of the program.
         group: the replicas.
+        failure: of the present step.
+        loop: where the program is; backward passes of a program that does not train are left alone.
     """
 
-    def __init__(self, optimizers: OptimizerSet, models: ModelSet, group: ReplicaGroup) -> None:
+    def __init__(
+        self,
+        optimizers: OptimizerSet,
+        models: ModelSet,
+        group: ReplicaGroup,
+        failure: StepFailure,
+        loop: ProgramLoop,
+    ) -> None:
         super().__init__(MicroBatchWeights(group))
         self._models = models
         self._group = group
+        self._failure = failure
+        self._loop = loop
         self.parts = [
             OptimizerGradients(name, adascale, group, models.average)
             for name, adascale in optimizers.parts.items()
         ]
-        self.is_active: Callable[[], bool] = lambda: False
-        """Whether the program is inside its data loop; other backward passes are left alone."""
-        self.handles: Callable[[BaseException], bool] = lambda _: False
-        """Whether an error means that the step is discarded."""
         self.batch = 0
         """The number of the present batch."""
         self._passes = 0
@@ -103,7 +117,7 @@ class SeveralAccumulations(Accumulation):
 
     def before_backward(self) -> None:
         """Let the gradients of the next pass come alone."""
-        self._is_inside_pass = self.is_active()
+        self._is_inside_pass = self._loop.trains
         if not self._is_inside_pass:
             return
         self.weights.begin_pass()
@@ -111,7 +125,7 @@ class SeveralAccumulations(Accumulation):
             for part in self.parts:
                 part.before_backward(completes_step=self.at_last_micro_batch)
         except RuntimeError as error:
-            if not self.handles(error):
+            if not self._failure.handles(error):
                 raise
 
     def after_backward(self) -> None:
@@ -122,22 +136,21 @@ class SeveralAccumulations(Accumulation):
         if not self._is_inside_pass:
             return
         self._is_inside_pass = False
-        models = self._models
         if self._group.has_failed:
-            models.has_missed_exchange = True
+            self._failure.discard()
         number, self._passes = self._passes, self._passes + 1
         try:
             for part in self.parts:
                 if part.after_backward(self.batch, number):
                     self.weights.gradient_arrived()
             self.weights.end_pass()
-            if self.at_last_micro_batch and not models.has_missed_exchange:
+            if self.at_last_micro_batch and not self._failure.is_discarded:
                 self._average({part: part.awaits_average(number) for part in self.parts})
             else:
                 for part in self.parts:
                     part.hide()
         except (RuntimeError, MemoryError, PeersLostError) as error:
-            if not self.handles(error):
+            if not self._failure.handles(error):
                 raise
 
     def complete(self, part: OptimizerGradients) -> None:
@@ -169,47 +182,78 @@ class SeveralAccumulations(Accumulation):
             for part in self.parts:
                 part.zeroed(parameters)
         except RuntimeError as error:
-            if not self.handles(error):
+            if not self._failure.handles(error):
                 raise
 
 
-class SeveralOptimizersLoop(TrainingLoop):
-    """The training loop of a program with several optimizers.
+class SeveralOptimizers(StepStrategy):
+    """Makes steps with several optimizers. The first of them leads: a step is counted when it makes its own.
 
-    The arguments are those of `TrainingLoop`.
+    Args:
+        optimizer: the optimizers.
+        models: the models.
+        accumulation: has the gradients of each optimizer.
+        checks: finds a loop without steps.
+        undo: puts the state of training back.
+        program: what the program has passed.
+        trained: which parameters are trained.
+        saving: saves the state.
+        finish_request: saves the end of training.
+        held: whether the state was restored.
+        parts: what it uses besides.
     """
 
-    adascale: OptimizerSet
-    _model: ModelSet
-    _accumulation: SeveralAccumulations
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._undo = StepUndo(self._undo_state, self._load_undo_state)
+    def __init__(
+        self,
+        optimizer: OptimizerSet,
+        models: ModelSet,
+        accumulation: SeveralAccumulations,
+        checks: BatchChecks,
+        undo: StepUndo,
+        program: ProgramParts,
+        trained: TrainedParameters,
+        saving: StateSaving,
+        finish_request: FinishRequest,
+        held: HeldState,
+        parts: StepParts,
+    ) -> None:
+        super().__init__(optimizer, models, accumulation, checks, undo, parts)
+        self._lead = optimizer.lead
+        self._accumulation = accumulation
+        self._step_undo = undo
+        self._passed = program
+        self._trained = trained
+        self._saving = saving
+        self._finish_request = finish_request
+        self._held = held
         self._is_open = False
         """Whether the program works on a batch, or its steps for the last batch are not counted yet."""
         self._finished_in: int | None = None
         """The number of the batch for which the program has called `finish`."""
-        self._model.on_discard = self._revert_progress
-        self._accumulation.is_active = lambda: self._inside_epoch and not self.evaluations.is_evaluating
-        self._accumulation.handles = self.handle_backward_error
 
     # -- steps ------------------------------------------------------------------------------------------
 
-    def patch(
-        self, optimizers: Mapping[str, torch.optim.Optimizer], models: Iterable[torch.nn.Module]
-    ) -> None:
+    def patch(self, observe: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
         """Replace `step` and `zero_grad` of the program's optimizers, and `zero_grad` of its models."""
-        owners: list[Any] = [*optimizers.values(), *models]
-        for owner in owners:
-            groups = owner.param_groups if isinstance(owner, torch.optim.Optimizer) else None
-            parameters = (
-                list(owner.parameters()) if groups is None else [p for g in groups for p in g["params"]]
-            )
-            owner.zero_grad = _ZeroGrad(owner.zero_grad, parameters, self._accumulation)
-        for part, optimizer in zip(self._accumulation.parts, optimizers.values(), strict=True):
-            step = self._rates.observe_optimizer(self.step_of, lambda: self.inside_epoch)
-            patch_step(optimizer, partial(step, part))
+        optimizers = self._passed.optimizers.values()
+        owners: list[tuple[Any, Iterable[Tensor]]] = [
+            *((each, [p for group in each.param_groups for p in group["params"]]) for each in optimizers),
+            *((model, model.parameters()) for model in self._passed.models),
+        ]
+        for owner, parameters in owners:
+            owner.zero_grad = _ZeroGrad(owner.zero_grad, list(parameters), self._accumulation)
+        for part, optimizer in zip(self._accumulation.parts, optimizers, strict=True):
+            patch_step(optimizer, partial(observe(self.step_of), part))
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has made a step for the present batch."""
+        return any(part.has_stepped for part in self._accumulation.parts)
+
+    @property
+    def made_step(self) -> bool:
+        """Whether the last `step()` has changed the weights, and its step is not discarded since."""
+        return self.counter.made_step and not self.failure.is_discarded
 
     def step_of(self, part: OptimizerGradients) -> None:
         """Count a micro-batch of one optimizer, and in the last one of a step update its parameters.
@@ -219,87 +263,88 @@ class SeveralOptimizersLoop(TrainingLoop):
             WorkerError: the loop does not make its steps as the trainer requires, or the weights of the
                 replicas differ or are not finite.
         """
-        self._begin_call()
-        if not self._inside_epoch:
+        self.counter.begin_call()
+        if not self._loop.has_batch:
             raise WorkerError(
                 f"step() of the optimizer {part.name!r} was called outside of the loop over "
                 "trainer.dataloader(): with several optimizers, the steps for a batch are counted together, "
                 "so make them inside that loop"
             )
-        if self._model.has_missed_exchange:
+        if self.failure.is_discarded:
             return
-        part.check_step(self._accumulation.micro_batch)
-        leads = part.adascale is self.adascale.lead
+        part.check_step(self.accumulation.micro_batch)
+        leads = part.adascale is self._lead
         if leads:
             self._checks.check_step(inside_epoch=True)
-        if not self._accumulation.at_last_micro_batch:
-            part.finish_micro_batch(self._accumulation.weights.factor)
+        if not self.accumulation.at_last_micro_batch:
+            part.finish_micro_batch(self.accumulation.weights.factor)
             return
-        group, flags = self._trainer.group, self._requests().flags()
+        flags = self.counter.agreement.flags()
         if leads:
-            self.adascale.flags = flags
+            self._lead.flags = flags
         try:
             self._accumulation.complete(part)
-            part.check_gradients(is_restored=self.was_restored)
+            part.check_gradients(is_restored=self._held.was_restored)
             # The exchange must have succeeded before anything is changed.
             part.adascale.exchange_statistics()
-            group.wait_for_device()
-            part.adascale.restart_statistics(self._program.trained.follow(self.steps, part.parameters))
-            self._trainer.checkpointing.before_step()
+            self._group.wait_for_device()
+            part.adascale.restart_statistics(self._trained.follow(self._progress.step, part.parameters))
+            self._checkpointing.before_step()
             part.adascale.step()
         except (RuntimeError, PeersLostError) as error:
-            if not self.handle_communication_error(error):
+            if not self.failure.peers_lost(error):
                 raise
             return
         part.finish_step()
-        self.made_step = True
+        self.counter.made_step = True
         if leads:
-            self._count_step(flags)
+            self.counter.count(flags, self.passes_per_batch)
         if self._finished_in == self._accumulation.batch:
             self._save_end_again()
 
     def skip_step_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the step of an optimizer whose gradients are not finite, without making it.
-
-        Raises:
-            WorkerError: see `step_of`.
-            NonFiniteWeightsError: too many steps in a row are skipped.
-        """
+        """Count the step of an optimizer whose gradients are not finite. See `StepStrategy`."""
         for part in self._accumulation.parts:
             if part.adascale.optimizer is optimizer:
-                part.check_step(self._accumulation.micro_batch)
+                part.check_step(self.accumulation.micro_batch)
                 part.finish_step()
                 part.adascale.discard_step()
-                if part.adascale is self.adascale.lead:
-                    self._count_skipped_step()
+                if part.adascale is self._lead:
+                    self.counter.count_skipped()
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """Copy the state, after the replicas have agreed on the trained parameters. A collective call."""
         # Gradients are averaged for the trained parameters, which have to be the same on all replicas.
-        self._program.trained.agree(self.steps)
+        self._trained.agree(self._progress.step)
         # The buffers of rank 0, such as BatchNorm's statistics, count on all replicas.
-        self._trainer.group.copy_from_rank_0(list(self._program.model.buffers()))
-        self._undo.record()
+        self._group.copy_from_rank_0(list(self._passed.model.buffers()))
+        self._step_undo.record()
 
-    def _begin_batch(self) -> None:
+    def begin_batch(self) -> None:
+        """Prepare for a batch, which the program gets next."""
         self._is_open = True
-        self._accumulation.begin_batch()
-        self._model.begin_step()
+        super().begin_batch()
+        self.models.begin_step()
 
-    def _end_batch(self) -> None:
-        """Complete the step if this was its last micro-batch."""
+    def end_batch(self) -> None:
+        """Complete the step if this was its last micro-batch.
+
+        Raises:
+            WorkerError: another optimizer than the first has made a step alone.
+        """
         if not self._is_open:
             return
         self._is_open = False
-        parts, accumulation = self._accumulation.parts, self._accumulation
-        if not self._model.has_missed_exchange:
+        parts, accumulation = self._accumulation.parts, self.accumulation
+        if not self.failure.is_discarded:
             if parts[0].has_stepped:
                 if accumulation.at_last_micro_batch:
                     for part in parts:
                         if not part.has_stepped:
                             part.check_micro_batches(0)
                 if accumulation.advance():
-                    self._undo.forget()
-                    self._trainer.planner.finished_step()
+                    self._step_undo.forget()
+                    self._planner.finished_step()
             elif stepped := [part.name for part in parts if part.has_stepped]:
                 raise WorkerError(
                     f"the optimizer {stepped[0]!r} made a step for a batch for which the first one, "
@@ -313,89 +358,32 @@ class SeveralOptimizersLoop(TrainingLoop):
         for part in parts:
             part.has_stepped = False
 
+    def discard(self) -> None:
+        """Put the state from before the step back."""
+        super().discard()
+        self._is_open = self.counter.made_step = False
+
     # -- the end of a loop and of training ----------------------------------------------------------------
 
-    def end_epoch(self, epoch: int) -> None:
-        """End the current epoch, as `TrainingLoop.end_epoch`, after the last step is completed or undone.
+    def leave(self) -> None:
+        """Put a failed step back: the loop, which would do so before its next batch, has ended."""
+        if self.failure.is_discarded:
+            self.discard()
 
-        Args:
-            epoch: number of the current epoch, from 0.
-
-        Raises:
-            WorkerError: see `TrainingLoop.end_epoch`.
-            ReplicationError: see there.
-            CheckpointError: see there.
-        """
-        self._end_batch()
-        self._leave_loop(early=True)
-        # A step without its last micro-batch has changed no weights.
-        self._undo.forget()
-        super().end_epoch(epoch)
-
-    def _leave_loop(self, *, early: bool) -> None:
-        if self._model.has_missed_exchange:
-            # The loop, which would put the state back before its next batch, has ended.
-            self._discard_step()
-        super()._leave_loop(early=early)
-
-    def finish(self, reason: str) -> None:
-        """End training, as `TrainingLoop.finish`; the step of the present batch may not be complete."""
-        if self._model.has_missed_exchange:
-            self._discard_step()
-        super().finish(reason)
+    def mark_finish(self) -> None:
+        """Save the end of training again if the present batch has other steps."""
         self._finished_in = self._accumulation.batch if self._is_open else None
+
+    def end_epoch(self) -> None:
+        """Keep the last step: one without its last micro-batch has changed no weights."""
+        self._step_undo.forget()
 
     def _save_end_again(self) -> None:
         """Replace what `finish` has saved between the steps of two optimizers."""
-        if self._trainer.group.replicas > 1:
+        if self._group.replicas > 1:
             self._finish_request.save()
         else:
             self._saving.save(final=True)
-
-    # -- steps that fail ----------------------------------------------------------------------------------
-
-    @property
-    def state_number(self) -> StateNumber | None:
-        """The number of the state in memory, as it is after an unfinished step is undone."""
-        if self._state_generation is None or self._undo.state is None:
-            return super().state_number
-        progress = self._undo.state["progress"]
-        return self._state_generation, progress["step"], progress["consumed"]
-
-    def _undo_state(self) -> dict[str, Any]:
-        return {
-            "program": self._program.state_dict(),
-            "progress": self._trainer.progress.state_dict(),
-            "trained": self._program.trained.state_dict(),
-        }
-
-    def _load_undo_state(self, state: dict[str, Any]) -> None:
-        load_model(self._program.model, state["program"]["model"])
-        self._program.load_state_dict(state["program"])
-        self._trainer.progress.load_state_dict(state["progress"])
-        self._program.trained.undo(state["trained"])
-
-    def _revert_progress(self) -> None:
-        """Take back what the program can read of the present step; the state follows at its next batch."""
-        self.made_step = False
-        if self._undo.state is not None:
-            self._trainer.progress.load_state_dict(self._undo.state["progress"])
-            self._position_after_step = min(self._position_after_step, self._trainer.progress.consumed)
-
-    def _restore_step(self) -> None:
-        self._undo.restore()
-        self._is_open = False
-
-    def _save_in_thread(self) -> bool:
-        """Save the state from before the present step: the main thread cannot leave a collective call."""
-        undone = self._undo.state
-        if undone is None:
-            return super()._save_in_thread()
-        if self._state_generation is None or not self._trainer.checkpointing.enabled:
-            return False
-        self._trainer.progress.load_state_dict(undone["progress"])
-        self._state.replaced = undone
-        return self._saving.save_alone()
 
 
 class _ZeroGrad(MethodOverride):

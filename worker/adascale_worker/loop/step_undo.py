@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
+
+from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.state.program import ProgramState, load_model
 
 State = dict[str, Any]
 
@@ -19,13 +21,13 @@ class StepUndo:
     The memory of one copy is used for the next, so the state needs twice its memory.
 
     Args:
-        save: returns the state.
-        load: restores a state; it may keep the tensors that it gets.
+        program: the state of the program.
+        progress: of training.
     """
 
-    def __init__(self, save: Callable[[], State], load: Callable[[State], None]) -> None:
-        self._save = save
-        self._load = load
+    def __init__(self, program: ProgramState, progress: TrainingProgress) -> None:
+        self._program = program
+        self._progress = progress
         self._memory: list[Tensor] = []
         self.state: State | None = None
         """The copy; None between two steps."""
@@ -33,19 +35,33 @@ class StepUndo:
     def record(self) -> None:
         """Copy the state, at the beginning of a step."""
         copier = _Copier(self._memory)
-        self.state = copier.copied(self._save())
+        self.state = copier.copied(
+            {
+                "program": self._program.state_dict(),
+                "progress": self._progress.state_dict(),
+                "trained": self._program.trained.state_dict(),
+            }
+        )
         self._memory = copier.used
 
     def forget(self) -> None:
         """Keep the changes, because the step is complete."""
         self.state = None
 
+    def revert_progress(self) -> None:
+        """Take back what the program can read of a step that is discarded; the state follows later."""
+        if self.state is not None:
+            self._progress.load_state_dict(self.state["progress"])
+
     def restore(self) -> None:
         """Put the state back, if it was copied."""
         if self.state is not None:
             # The optimizer uses the tensors of the copy from now on.
             self._memory = []
-            self._load(self.state)
+            load_model(self._program.model, self.state["program"]["model"])
+            self._program.load_state_dict(self.state["program"])
+            self._progress.load_state_dict(self.state["progress"])
+            self._program.trained.undo(self.state["trained"])
             # Only now, so that it can be put back again after an error, such as a lack of memory.
             self.state = None
 

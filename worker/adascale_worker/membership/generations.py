@@ -5,23 +5,10 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from typing import Final, NoReturn
+from dataclasses import dataclass
+from typing import Final, NoReturn, Protocol
 
-from adascale_core.messages.channel import (
-    Assignment,
-    Exiting,
-    Finished,
-    Holding,
-    Limited,
-    Ready,
-    Release,
-    Running,
-    SavedElsewhere,
-    Stalled,
-    Stepped,
-    Terminated,
-    TrainingSaved,
-)
+from adascale_core.messages.channel import Assignment, Holding, Ready, Release, Running, Stepped, Terminated
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.links import (
@@ -42,36 +29,73 @@ class LeaveError(Exception):
     """This trainer has to leave the job now: it was released, its agent is gone, or it was terminated."""
 
 
-class Membership:
-    """Forms the groups of generations, as the agent assigns them.
+class MemberState(Protocol):
+    """The state of training in the memory of a member."""
+
+    @property
+    def number(self) -> StateNumber | None:
+        """Its number; None without a state."""
+
+    def save_before_leaving(self) -> None:
+        """Save it, because this trainer leaves and the others may have no state."""
+
+    def save_beside(self) -> bool:
+        """Save it in a thread, without the others, and return whether it is saved."""
+
+
+class Joining(Protocol):
+    """What a trainer does when it enters a generation."""
+
+    def release_group(self) -> None:
+        """Release the present process group."""
+
+    def synchronize(self, assignment: Assignment, formation: Formation) -> None:
+        """Give all members of a generation whose group is formed the same state."""
+
+
+@dataclass(frozen=True)
+class AgentConnection:
+    """How a trainer reaches its agent and the other members.
 
     Args:
         channel: the connection with the agent.
         listener: accepts connections of other members.
-        group: the replicas; changed by `join`.
         secret: authenticates members if the assignment has no secret.
         peer_timeout: seconds of silence after which a member is lost.
-        shutdown_request: whether this trainer was requested to save and exit.
         accelerator: the type of accelerator that this trainer computes on.
+    """
+
+    channel: AgentChannel
+    listener: socket.socket
+    secret: str
+    peer_timeout: float
+    accelerator: str = ""
+
+
+class Membership:
+    """Forms the groups of generations, as the agent assigns them.
+
+    It is the receiver of the agent's messages, and the observer of the group.
+
+    Args:
+        connection: with the agent and the other members.
+        group: the replicas; changed by `join`.
+        shutdown_request: whether this trainer was requested to save and exit.
+        state: of training, in the memory of this process.
     """
 
     def __init__(
         self,
-        channel: AgentChannel,
-        listener: socket.socket,
+        connection: AgentConnection,
         group: ReplicaGroup,
-        secret: str,
-        peer_timeout: float,
         shutdown_request: ShutdownRequest,
-        accelerator: str = "",
+        state: MemberState,
     ) -> None:
-        self._channel = channel
-        self._accelerator = accelerator
-        self._listener = listener
+        self._connection = connection
+        self._channel = connection.channel
         self._group = group
-        self._secret = secret
-        self._peer_timeout = peer_timeout
         self._shutdown_request = shutdown_request
+        self._state = state
         self._links: MembershipLinks | None = None
         """Of the generation that this trainer is in, or has failed to enter."""
         self._next_links: MembershipLinks | None = None
@@ -87,19 +111,14 @@ class Membership:
         self._holding_step: int | None = None
         self._is_holding = False
         self._has_stepped = False
-        self._says_terminated = False
-        group.on_failure = self._on_group_failure
-        self._step: Callable[[], int | None] = lambda: None
+        self._has_reported_termination = False
 
-    def start(self, step: Callable[[], int | None]) -> None:
-        """Report to the agent that this trainer is ready for its first generation.
-
-        Args:
-            step: returns the number of the last step; None without state.
-        """
-        self._step = step
+    def start(self) -> None:
+        """Report to the agent that this trainer is ready for its first generation."""
+        self._group.begin_generation(self)
         self._channel.start(self)
-        self._channel.send(Ready(self._listener.getsockname()[1], self._accelerator, os.getpid()))
+        port = self._connection.listener.getsockname()[1]
+        self._channel.send(Ready(port, self._connection.accelerator, os.getpid()))
 
     # -- messages of the agent ----------------------------------------------------------------------------
 
@@ -136,14 +155,14 @@ class Membership:
         if len(assignment.members) > 1:
             self._next_links = MembershipLinks(
                 assignment,
-                self._listener,
+                self._connection.listener,
                 self._secret_of(assignment),
-                self._peer_timeout,
+                self._connection.peer_timeout,
                 self._on_links_change,
             )
 
     def _secret_of(self, assignment: Assignment) -> str:
-        return assignment.secret or self._secret
+        return assignment.secret or self._connection.secret
 
     def terminate(self) -> None:
         """Save and exit at the next step boundary."""
@@ -157,7 +176,7 @@ class Membership:
         if generation == self._tried:
             self._group.fail()
         # The program may be in its own code for long.
-        self._report_holding(self._step())
+        self._report_holding(self._step)
 
     # -- losses -------------------------------------------------------------------------------------------
 
@@ -168,9 +187,20 @@ class Membership:
                 self._report_holding(self._holding_step)
         self._channel.notify()
 
-    def _on_group_failure(self) -> None:
+    def peers_lost(self) -> None:
+        """Let the other members know that this generation cannot continue."""
         if self._links is not None:
             self._links.break_up()
+
+    def save_beside(self) -> bool:
+        """Save the state in a thread, while the main thread cannot leave a collective call."""
+        return self._state.save_beside()
+
+    @property
+    def _step(self) -> int | None:
+        """The step of the state; None without a state."""
+        number = self._state.number
+        return None if number is None else number[1]
 
     def _report_holding(self, step: int | None) -> None:
         """Report that this trainer waits for another generation, unless it was terminated and leaves."""
@@ -189,22 +219,10 @@ class Membership:
         """Record that `replicas` have left the present generation, so that it has ended."""
         self._left |= replicas
 
-    def join(
-        self,
-        state: Callable[[], StateNumber | None],
-        release_group: Callable[[], None],
-        synchronize: Callable[[Assignment, Formation], None],
-        prepare_to_leave: Callable[[], None] = lambda: None,
-    ) -> None:
+    def join(self, joining: Joining) -> None:
         """Enter the newest generation. Wait for it if the present one was tried already.
 
         While members are lost, waits for another generation, with the state.
-
-        Args:
-            state: returns the number of the state in memory; None without state.
-            release_group: releases the present process group.
-            synchronize: called when the group is formed; gives all members the same state.
-            prepare_to_leave: called before this trainer leaves while it has a state and the others may not.
 
         Raises:
             LeaveError: the trainer has to leave.
@@ -213,12 +231,11 @@ class Membership:
         """
         while True:
             if self._channel.newest_generation <= max(self._tried, self._void) > 0:
-                number = state()
-                self._report_holding(None if number is None else number[1])
-            assignment = self._wait_for_assignment(prepare_to_leave)
+                self._report_holding(self._step)
+            assignment = self._wait_for_assignment()
             try:
-                formation = self._form(assignment, state(), release_group)
-                synchronize(assignment, formation)
+                formation = self._form(assignment, joining)
+                joining.synchronize(assignment, formation)
                 if self._group.has_failed:
                     raise PeersLostError
             except PeersLostError:
@@ -231,26 +248,25 @@ class Membership:
             self._channel.send(Running(assignment.generation))
             return
 
-    def _wait_for_assignment(self, prepare_to_leave: Callable[[], None]) -> Assignment:
+    def _wait_for_assignment(self) -> Assignment:
         while True:
             if self._channel.refusal is not None:
                 raise WorkerError(self._channel.refusal)
             if self._shutdown_request.is_made:
-                prepare_to_leave()
+                self._state.save_before_leaving()
                 self.leave()
             newest = self._channel.newest
             if newest is not None and newest.generation > max(self._tried, self._void):
                 if isinstance(newest, Release):
                     if newest.last:
-                        prepare_to_leave()
+                        self._state.save_before_leaving()
                     self.leave()
                 return newest
             self._require_agent()
             self._channel.wait(POLL)
 
-    def _form(
-        self, assignment: Assignment, state: StateNumber | None, release_group: Callable[[], None]
-    ) -> Formation:
+    def _form(self, assignment: Assignment, joining: Joining) -> Formation:
+        state = self._state.number
         self._is_holding = False
         if self._links is not None:
             self._earlier_links.append(self._links)
@@ -269,7 +285,7 @@ class Membership:
         self._links = links
         if links is None:
             self._close_earlier_links()
-            release_group()
+            joining.release_group()
             self._group.form(assignment, None, 0, secret)
             return Formation(0, (state,))
         links.arrive(state)
@@ -283,7 +299,7 @@ class Membership:
                 self._channel.wait(POLL)
         # All members have left the previous generation, so nothing is lost on its connections.
         self._close_earlier_links()
-        release_group()
+        joining.release_group()
         self._group.form(assignment, store, formation.store_port, secret)
         if links.broken:
             raise PeersLostError
@@ -312,39 +328,15 @@ class Membership:
             self._has_stepped = True
             self._channel.send(Stepped(self._group.generation))
 
-    def report_limit(self, local_bsz: int) -> None:
-        """Report that a batch did not fit into memory, and the largest local batch size to try next."""
-        self._channel.send(Limited(local_bsz))
-
-    def report_saved(self, generation: int) -> None:
-        """Report that a later generation than the present one has saved the checkpoint."""
-        self._channel.send(SavedElsewhere(generation))
-
     def report_terminated(self) -> None:
         """Report that this trainer was requested to save and exit, once."""
-        if not self._says_terminated:
-            self._says_terminated = True
+        if not self._has_reported_termination:
+            self._has_reported_termination = True
             self._channel.send(Terminated())
-
-    def report_stall(self, stall: str) -> None:
-        """Report where this trainer is while no step ends; empty when a step has ended."""
-        self._channel.send(Stalled(stall))
-
-    def report_final(self) -> None:
-        """Report that the end of training is saved."""
-        self._channel.send(TrainingSaved())
-
-    def report_finished(self) -> None:
-        """Report that training is finished, and that the program ends normally."""
-        self._channel.send(Finished())
-
-    def report_exit(self, code: int) -> None:
-        """Report the exit code with which this process ends: the agent may only see that of a shell."""
-        self._channel.send(Exiting(code))
 
     def close(self) -> None:
         """Send `leave` to the other members."""
-        self._group.on_failure = lambda: None
+        self._group.begin_generation(None)
         self._close_earlier_links()
         for links in (self._links, self._next_links):
             if links is not None:

@@ -10,10 +10,10 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,19 @@ _NUMBERS = itertools.count()
 """Numbers the groups of this process: all replicas make them in the same order."""
 
 
+class GroupObserver(Protocol):
+    """Is notified when the members of a generation can no longer communicate."""
+
+    def peers_lost(self) -> None:
+        """Communication has failed. Called once per generation, in any thread."""
+
+    def save_beside(self) -> bool:
+        """Save the state without the other replicas, and return whether it is saved.
+
+        Called in a thread before the process ends, while the main thread cannot leave a collective call.
+        """
+
+
 class ReplicaGroup:
     """The replicas of a generation, in the process of one replica. They change with the generation.
 
@@ -66,12 +79,17 @@ class ReplicaGroup:
         device: device of the tensors that the replicas exchange. "cuda" selects NCCL, or Gloo if two replicas
             share a GPU, which NCCL refuses. Other devices select Gloo.
         is_elastic: whether membership changes, which an agent controls.
-
-    Attributes:
         peer_timeout: seconds of silence after which a member is lost; None if that is not noticed.
     """
 
-    def __init__(self, assignment: RankAssignment, device: torch.device, *, is_elastic: bool = False) -> None:
+    def __init__(
+        self,
+        assignment: RankAssignment,
+        device: torch.device,
+        *,
+        is_elastic: bool = False,
+        peer_timeout: float | None = None,
+    ) -> None:
         self.rank = assignment.rank
         self.replicas = assignment.replicas
         self.generation = 0
@@ -80,12 +98,8 @@ class ReplicaGroup:
         self.is_elastic = is_elastic
         # Groups of one process share a store, unless each generation has its own.
         self._number = 0 if is_elastic else next(_NUMBERS)
-        self.peer_timeout: float | None = None
-        self.on_failure: Callable[[], None] = lambda: None
-        """Called once per generation when communication has failed, in any thread."""
-        self.save_alone: Callable[[], bool] = lambda: False
-        """Called in a thread before the process ends, while the main thread cannot leave a collective call:
-        saves the state without the other replicas, and returns whether it did."""
+        self._peer_timeout = peer_timeout
+        self._observer: GroupObserver | None = None
         self._device = device
         # torchrun starts as many on each node; with an agent, the members find out.
         self._share_a_gpu = device.type == "cuda" and assignment.local_replicas > torch.cuda.device_count()
@@ -128,6 +142,10 @@ class ReplicaGroup:
                 f"rank {self.rank} cannot connect to the other replicas of {self.replicas}: one has ended, "
                 f"and its output says why, or MASTER_ADDR and MASTER_PORT are not those of rank 0 ({reason})"
             ) from error
+
+    def begin_generation(self, observer: GroupObserver | None) -> None:
+        """Notify `observer` if communication fails from now on. None: nobody."""
+        self._observer = observer
 
     def open_store(self, address: str) -> tuple[TCPStore, int]:
         """On rank 0: open the store of a generation.
@@ -200,8 +218,8 @@ class ReplicaGroup:
                 own_port = [*gloo_sockets.listening_ports(created), 0][0]
                 greetings = self._authenticate([own_port, *_random_numbers()], secret)
                 self._sockets = gloo_sockets.connected_to(created, [port for port, *_ in greetings if port])
-                if self.peer_timeout is not None:
-                    gloo_sockets.keep_alive(self._sockets, self.peer_timeout)
+                if self._peer_timeout is not None:
+                    gloo_sockets.keep_alive(self._sockets, self._peer_timeout)
                 set_collective_timeout(MEMBER_TIMEOUT)
         finally:
             with self._lock:
@@ -371,7 +389,8 @@ class ReplicaGroup:
                 lambda: not self._failed or self.generation != generation, self._save_beside
             )
         # The others have to know of it, also if the next call takes long.
-        self.on_failure()
+        if self._observer is not None:
+            self._observer.peers_lost()
         with self._aborting:
             if self._device.type == "cuda" and self._formed and self.replicas > 1 and not self._share_a_gpu:
                 try:
@@ -382,10 +401,12 @@ class ReplicaGroup:
 
     def _save_beside(self) -> bool:
         """Save the state, on a GPU beside a kernel that waits for a lost peer, in a stream of its own."""
+        if self._observer is None:
+            return False
         if self._device.type != "cuda":
-            return self.save_alone()
+            return self._observer.save_beside()
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            return self.save_alone()
+            return self._observer.save_beside()
 
     def be_alone(self) -> None:
         """Let this replica save its state by itself, because its generation has ended. It leaves next."""

@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures.exit_codes import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST
@@ -172,31 +172,43 @@ def _end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
+class FailingTraining(Protocol):
+    """What an uncaught error of the program means for its training."""
+
+    @property
+    def is_restarted(self) -> bool:
+        """Whether an agent starts the program again, so that another process can join the peers."""
+
+    @property
+    def knows_peers(self) -> bool:
+        """Whether a lost connection means that a peer has ended, and not a wrong configuration."""
+
+    def leave_short_of_memory(self, error: BaseException, trace: TracebackType | None) -> bool:
+        """Prepare the end of the process after a lack of memory, and return whether another one continues
+        with smaller batches."""
+
+    def announce_failure(self) -> None:
+        """Let the other replicas know that this one ends because of an error of its program."""
+
+
 class UncaughtErrorHandler:
     """A `sys.excepthook` that gives uncaught errors an exit code and a message without a traceback.
 
     - An `AdaScaleError` is printed as its message with the line of the program that it was raised in, and
       the process exits with the error's exit code.
-    - With `recognizes_lost_peers`, an error of the program's own communication that a lost peer has caused is
-      printed as one line, and the process exits with `EXIT_PEER_LOST`. With `explains_lost_peers`, any error
-      that a lost peer has caused is.
-    - If `leaves_short_of_memory` returns true, the process exits with `EXIT_OUT_OF_MEMORY`.
-    - Any other error goes to the previous hook, after `announces_failure` was called.
+    - An error of the program's own communication that a lost peer has caused is printed as one line, and the
+      process exits with `EXIT_PEER_LOST`, while it trains.
+    - If the training leaves short of memory, the process exits with `EXIT_OUT_OF_MEMORY`.
+    - Any other error goes to the previous hook, after it was announced to the other replicas.
 
     Args:
         fast_exit: ends the process with the error's exit code; the interpreter's own code would be 1.
+        training: what goes on. None before it has begun.
     """
 
-    def __init__(self, fast_exit: FastExit) -> None:
-        self.recognizes_lost_peers = False
-        """Whether an agent starts the program again, so that another process can join the peers."""
-        self.explains_lost_peers: Callable[[], bool] = lambda: False
-        """Returns whether a lost connection means that a peer has ended, and not a wrong configuration."""
-        self.leaves_short_of_memory: Callable[[BaseException, TracebackType | None], bool] = lambda *_: False
-        """Prepares the end of the process, and returns whether another one continues with smaller batches."""
-        self.announces_failure: Callable[[], None] = lambda: None
-        """Lets the other replicas know that this one ends because of an error of its program."""
+    def __init__(self, fast_exit: FastExit, training: FailingTraining | None = None) -> None:
         self._fast_exit = fast_exit
+        self._training = training
         self._previous: Callable[..., Any] | None = None
 
     def install(self) -> None:
@@ -211,7 +223,23 @@ class UncaughtErrorHandler:
             sys.excepthook, self._previous = self._previous, None
 
     def _handle(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self.recognizes_lost_peers and is_lost_peer(error):
+        if self._training is not None and self._ends_training(self._training, error, trace):
+            return
+        if isinstance(error, AdaScaleError):
+            line = raising_line(trace)
+            # In one call, so that no other thread writes into the line.
+            sys.stderr.write(f"adascale: {error}{f' ({line})' if line else ''}\n")
+            self._fast_exit.code = exit_code(error)
+            return
+        if self._training is not None:
+            self._training.announce_failure()
+        (self._previous or sys.__excepthook__)(kind, error, trace)
+
+    def _ends_training(
+        self, training: FailingTraining, error: BaseException, trace: TracebackType | None
+    ) -> bool:
+        """Print what an error means that another process continues after, and return whether it is one."""
+        if training.is_restarted and is_lost_peer(error):
             print(
                 "adascale: lost the connection to a peer in communication of the program itself; "
                 "exiting to join the next generation",
@@ -220,7 +248,7 @@ class UncaughtErrorHandler:
             # Without exit functions, which could wait for the lost peer for ever.
             _end_process(EXIT_PEER_LOST)
         line = raising_line(trace)
-        if self.explains_lost_peers() and is_lost_peer(error):
+        if training.knows_peers and is_lost_peer(error):
             reason = str(error).splitlines()[0]
             print(
                 "adascale: lost the connection to another replica, whose output says why it has ended "
@@ -228,19 +256,13 @@ class UncaughtErrorHandler:
                 file=sys.stderr,
             )
             self._fast_exit.code = EXIT_PEER_LOST
-            return
-        if self.leaves_short_of_memory(error, trace):
+            return True
+        if training.leave_short_of_memory(error, trace):
             print(
                 f"adascale: {type(error).__name__} was raised outside of the model ({line}), so this process "
                 "ends, and another one continues with smaller batches",
                 file=sys.stderr,
             )
             self._fast_exit.code = EXIT_OUT_OF_MEMORY
-            return
-        if isinstance(error, AdaScaleError):
-            # In one call, so that no other thread writes into the line.
-            sys.stderr.write(f"adascale: {error}{f' ({line})' if line else ''}\n")
-            self._fast_exit.code = exit_code(error)
-            return
-        self.announces_failure()
-        (self._previous or sys.__excepthook__)(kind, error, trace)
+            return True
+        return False

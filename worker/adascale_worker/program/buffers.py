@@ -20,6 +20,9 @@ class ModelBuffers:
         model: the program's model.
     """
 
+    state = None
+    """No part of the state of training is kept beside the model."""
+
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}

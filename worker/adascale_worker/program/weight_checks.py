@@ -34,16 +34,16 @@ class WeightComparison:
         model: its parameters that require gradients are compared.
         optimizer: its learning rates are compared.
         group: the replicas.
-
-    Attributes:
         others: parameters that are compared too, if each replica has the same number of them.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: HasGroups, group: ReplicaGroup) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: HasGroups, group: ReplicaGroup, others: Sequence[Tensor]
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._group = group
-        self.others: Sequence[Tensor] = ()
+        self._others = others
         self._compared_at = float("-inf")
 
     @property
@@ -66,7 +66,7 @@ class WeightComparison:
         if not named:
             return
         probes = [_probe(parameter) for _, parameter in named]
-        others = _digest(self.others)
+        others = _digest(self._others)
         lrs = torch.tensor([float(group["lr"]) for group in self._optimizer.param_groups])
         # From a GPU at once, and not for each parameter.
         least, greatest = self._group.extremes(

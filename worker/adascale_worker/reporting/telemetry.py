@@ -29,6 +29,8 @@ class Telemetry:
         make_reporter: returns what posts the reports; None if there is no metrics service.
         clock: of the device.
         accelerator: the type of accelerator of the replicas.
+        measure_sync: returns the seconds in which a recent step has waited for the exchange of gradients;
+            None if there is no new measurement.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Telemetry:
         make_reporter: Callable[[], Reporter | None],
         clock: DeviceClock,
         accelerator: str = "",
+        measure_sync: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._bounds = bounds
         self._group = group
@@ -49,9 +52,7 @@ class Telemetry:
         self._accelerator = accelerator
         self._clock = clock
         self.step_timer = StepTimer(accelerator, clock)
-        self.measure_sync: Callable[[], float | None] = lambda: None
-        """Returns the seconds in which a recent step has waited for the exchange of gradients; None if there
-        is no new measurement."""
+        self._measure_sync = measure_sync
 
     def begin_generation(self, bounds: BatchBounds) -> None:
         """Start to report if this replica is rank 0 now, and stop if it is no longer.
@@ -92,7 +93,7 @@ class Telemetry:
             return
         self._reported_step = progress.step
         self._reported_at = time.monotonic()
-        sync_time = self.measure_sync() if plan.replicas > 1 else None
+        sync_time = self._measure_sync() if plan.replicas > 1 else None
         if sync_time is not None:
             self.step_timer.add_sync_time(plan, self._group.nodes, sync_time)
         metrics = self._metrics.means()

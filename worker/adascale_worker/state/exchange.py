@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state import transfer
-from adascale_worker.state.components import TrainerComponents
+from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.program import ProgramState
 from adascale_worker.state.receive_memory import InitialWeights, ReceiveMemory, expected_sizes
 from adascale_worker.state.training import TrainingState, model_tensor_numbers
@@ -18,13 +19,21 @@ class StateExchange:
     """Copies a state between the members of a generation.
 
     Args:
-        trainer: the parts of the trainer.
+        group: the members.
         program: the parts of the program.
-        state: of both.
+        state: of the program and its trainer.
+        checkpointing: has a copy of the state for checkpoints.
     """
 
-    def __init__(self, trainer: TrainerComponents, program: ProgramState, state: TrainingState) -> None:
-        self._trainer = trainer
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        program: ProgramState,
+        state: TrainingState,
+        checkpointing: Checkpointing,
+    ) -> None:
+        self._group = group
+        self._checkpointing = checkpointing
         self._program = program
         self._state = state
         self._memory = ReceiveMemory()
@@ -63,7 +72,7 @@ class StateExchange:
         Returns:
             whether this replica has another state now.
         """
-        trainer, group = self._trainer, self._trainer.group
+        group = self._group
         receivers = [rank for rank in range(group.replicas) if rank not in sources]
         route = transfer.routes(sources, receivers, nodes).get(group.rank)
         if route is None:
@@ -76,7 +85,7 @@ class StateExchange:
             return False
         if device.type == "cpu":
             # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
-            trainer.checkpointing.release_memory()
+            self._checkpointing.release_memory()
         state = transfer.receive(group, route, device=device, memory=self._memory, places=self._places_for)
         if device.type != "cpu":
             # As from a checkpoint: the program's objects may keep the tensors that they get.

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from adascale_worker.errors import CheckpointError, NonFiniteWeightsError
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.program.optimizer_set import Optimizers
 from adascale_worker.program.weight_checks import FiniteWeights, nonfinite_message
-from adascale_worker.state.components import TrainerComponents
-from adascale_worker.state.program import ProgramState
+from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.training import TrainingState
 
 
@@ -18,19 +19,26 @@ class StateSaving:
     """Saves checkpoints of a state.
 
     Args:
-        trainer: the parts of the trainer.
-        program: the parts of the program.
-        state: of both.
+        state: of the program and its trainer.
+        optimizer: changes its own state in a step only.
         weights: checks the weights.
+        checkpointing: writes checkpoints.
+        group: the replicas.
     """
 
     def __init__(
-        self, trainer: TrainerComponents, program: ProgramState, state: TrainingState, weights: FiniteWeights
+        self,
+        state: TrainingState,
+        optimizer: Optimizers,
+        weights: FiniteWeights,
+        checkpointing: Checkpointing,
+        group: ReplicaGroup,
     ) -> None:
-        self._trainer = trainer
-        self._program = program
         self._state = state
+        self._optimizer = optimizer
         self._weights = weights
+        self._checkpointing = checkpointing
+        self._group = group
 
     def save(self, *, final: bool = False, durable: bool = False, alone: bool = False) -> None:
         """Save a checkpoint; if `final` or `durable`, before this returns. A collective call.
@@ -41,7 +49,7 @@ class StateSaving:
             NonFiniteWeightsError: weights are not finite; the previous checkpoint is kept.
             CheckpointError: see `Checkpointing.save`.
         """
-        checkpointing = self._trainer.checkpointing
+        checkpointing = self._checkpointing
         if final or (durable and checkpointing.enabled):
             self.require_finite_weights()
         checkpointing.save(
@@ -51,7 +59,7 @@ class StateSaving:
             durable=durable,
             only_if_latest=alone,
             weights=self._weights.weights(),
-            changed_by_step=_tensors_of(self._program.optimizer.state),
+            changed_by_step=_tensors_of(self._optimizer.state),
         )
 
     def save_if_possible(self, *, alone: bool = False) -> bool:
@@ -59,19 +67,19 @@ class StateSaving:
         try:
             self.save(durable=True, alone=alone)
         except (NonFiniteWeightsError, CheckpointError) as error:
-            if self._trainer.group.is_main:
+            if self._group.is_main:
                 print(f"adascale: {error}", flush=True)
             return False
         return True
 
     def save_alone(self) -> bool:
         """Save the state without the other replicas, and return whether it is saved."""
-        self._trainer.group.be_alone()
+        self._group.be_alone()
         return self.save_if_possible(alone=True)
 
     def save_on_rank_0(self) -> None:
         """Save the state before this returns, without a collective call."""
-        self._trainer.checkpointing.save_on_rank_0(self._state.info(), self._state.state_dict)
+        self._checkpointing.save_on_rank_0(self._state.info(), self._state.state_dict)
 
     def require_finite_weights(self) -> None:
         """Check the weights.
@@ -79,10 +87,9 @@ class StateSaving:
         Raises:
             NonFiniteWeightsError: weights are not finite.
         """
-        trainer = self._trainer
         if not self._weights.are_finite():
-            trainer.checkpointing.postpone()
-            raise NonFiniteWeightsError(nonfinite_message(trainer.progress.step))
+            self._checkpointing.postpone()
+            raise NonFiniteWeightsError(nonfinite_message(self._state.info().step))
 
 
 def _tensors_of(state: Mapping[Any, Any]) -> list[torch.Tensor]:

@@ -40,23 +40,29 @@ class Checkpointing:
         location: folder or URL of the checkpoints. None disables checkpoints.
         interval: seconds between two checkpoints.
         group: the replicas of this generation.
+        is_terminated: returns whether this process is to end, so that it does not wait for a storage.
 
     Attributes:
-        is_terminated: returns whether this process is to end, so that it does not wait for a storage.
         is_unsaved: whether rank 0 may not have saved the last checkpoint that it began, as far as is known.
 
     Raises:
         CheckpointError: the location is a URL that cannot be used.
     """
 
-    def __init__(self, location: str | Path | None, interval: float, group: ReplicaGroup) -> None:
+    def __init__(
+        self,
+        location: str | Path | None,
+        interval: float,
+        group: ReplicaGroup,
+        is_terminated: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._store = None if location is None else CheckpointStore(_open(location))
         self._writer = (
             CheckpointWriter(self._store, interval, self._keep_manifest) if self._store is not None else None
         )
         self.interval = interval
         """Seconds between two checkpoints."""
-        self.is_terminated: Callable[[], bool] = lambda: False
+        self._is_terminated = is_terminated
         self.is_unsaved = False
         self._group = group
         self._was_main: bool | None = None
@@ -208,7 +214,7 @@ class Checkpointing:
                 result = action()
             except StorageUnavailableError as error:
                 waited = time.monotonic() - begun
-                if waited > MAX_WAIT_FOR_STORAGE or self._group.has_failed or self.is_terminated():
+                if waited > MAX_WAIT_FOR_STORAGE or self._group.has_failed or self._is_terminated():
                     raise
                 if not has_reported:
                     print(f"adascale: {error}; trying again for {MAX_WAIT_FOR_STORAGE:.0f} s", flush=True)

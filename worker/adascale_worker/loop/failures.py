@@ -1,0 +1,126 @@
+"""What an error of the program, or a step that does not end, means for the other replicas."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from types import TracebackType
+
+from adascale_core.messages.channel import Stalled
+from adascale_worker.gradients.out_of_memory import release_memory
+from adascale_worker.loop.departures import LoopDepartures
+from adascale_worker.loop.evaluation_sequence import EvaluationSequence
+from adascale_worker.loop.memory_shortage import MemoryShortage
+from adascale_worker.loop.program_loop import Place, ProgramLoop
+from adascale_worker.loop.step_watchdog import Stall
+from adascale_worker.loop.steps import StepStrategy
+from adascale_worker.membership.agent_channel import AgentChannel
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.program.trained_parameters import TrainedParameters
+from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.state.program import ProgramState
+from adascale_worker.state.saving import StateSaving
+
+
+class Failures:
+    """Ends a program that fails, and explains steps that do not end. See `process.exit.FailingTraining`.
+
+    Args:
+        channel: the connection with the agent, which starts the program again. None without an agent.
+        group: the replicas.
+        program: the parts of the program.
+        loop: where it is.
+        steps: how the replicas make steps.
+        departures, evaluations: announce and know where the replicas are.
+        shortage: recognizes a lack of memory.
+        saving: saves the state.
+        progress: of training.
+    """
+
+    def __init__(
+        self,
+        channel: AgentChannel | None,
+        group: ReplicaGroup,
+        program: ProgramState,
+        loop: ProgramLoop,
+        steps: StepStrategy,
+        departures: LoopDepartures,
+        evaluations: EvaluationSequence,
+        shortage: MemoryShortage,
+        saving: StateSaving,
+        progress: TrainingProgress,
+    ) -> None:
+        self._channel = channel
+        self._group = group
+        self._model = program.model
+        self._trained: TrainedParameters = program.trained
+        self._loop = loop
+        self._steps = steps
+        self._departures = departures
+        self._evaluations = evaluations
+        self._shortage = shortage
+        self._saving = saving
+        self._progress = progress
+
+    @property
+    def is_restarted(self) -> bool:
+        """Whether an agent starts the program again."""
+        return self._channel is not None
+
+    @property
+    def knows_peers(self) -> bool:
+        """Whether a lost connection means that a peer has ended.
+
+        An NCCL error before the first step can mean a wrong configuration.
+        """
+        return self._steps.counter.has_stepped or self._steps.models.device.type == "cpu"
+
+    def announce_failure(self) -> None:
+        """Announce that an error of the program ends this replica, and so its loop."""
+        self._departures.fail()
+
+    def leave_short_of_memory(self, error: BaseException, trace: TracebackType | None) -> bool:
+        """Prepare the end of the process after an error of the program that the lack of memory has caused.
+
+        With an agent, another process continues with smaller batches, from the state of the others. Rank 0
+        saves its state, because the batch may have been too large for all of them.
+
+        Returns:
+            whether it has, so that the process can end.
+        """
+        if self._channel is None or not isinstance(error, Exception) or not self._is_training():
+            return False
+        if not self._steps.failure.lacks_memory and self._shortage.limit_after(error) is None:
+            return False
+        self._group.fail()  # The others need not wait until this process has ended.
+        if self._group.is_main:
+            traceback.clear_frames(trace)
+            release_memory()
+            try:
+                self._steps.discard()
+                self._saving.save_alone()
+            except (RuntimeError, MemoryError) as failure:
+                print(f"adascale: the state was not saved: {failure}", file=sys.stderr)
+        return True
+
+    def _is_training(self) -> bool:
+        """Whether the program makes steps, in the trainer's loop, which an error has ended, or in its own."""
+        return self._loop.place is Place.LEFT or (self._loop.number == 0 and self._model.training)
+
+    # -- called by the watchdog, in its thread ------------------------------------------------------------
+
+    def explain_stall(self) -> str | None:
+        """Return an error message if the present step cannot end because others have left their loop."""
+        if self._loop.is_evaluating or self._group.has_failed:
+            return None
+        step = self._progress.step
+        failure = self._trained.find_failure(step)
+        if failure is not None or not self._loop.has_batch:
+            return failure
+        self._evaluations.announce_training(is_waiting=True)
+        return self._departures.find_failure(step)
+
+    def report_stall(self, stall: Stall | None) -> None:
+        """Report to the agent that no step ends, or that a step has ended."""
+        if self._channel is not None:
+            self._channel.send(Stalled("" if stall is None else str(stall)))

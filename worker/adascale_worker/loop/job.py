@@ -1,0 +1,129 @@
+"""The job that is trained: its settings, which a generation may change, and how far it is from its end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from adascale_worker.batches.feed import DataFeed
+from adascale_worker.errors import WorkerError
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process import environment
+from adascale_worker.process.settings import TrainerSettings, resolve_settings
+from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.state.checkpoints.store import CheckpointInfo
+
+
+class Job:
+    """The settings of a job, and its end.
+
+    Args:
+        arguments: of the program.
+        settings: what they and the environment result in.
+        progress: of training.
+        group: the replicas.
+        incarnation: creation time of the job, in seconds since 1970; 0 if unknown.
+    """
+
+    def __init__(
+        self,
+        arguments: environment.JobSettings,
+        settings: TrainerSettings,
+        progress: TrainingProgress,
+        group: ReplicaGroup,
+        incarnation: int,
+    ) -> None:
+        self._arguments = arguments
+        self._settings = settings
+        self._progress = progress
+        self._group = group
+        self._incarnation = incarnation
+
+    @property
+    def arguments(self) -> environment.JobSettings:
+        """The arguments of the program."""
+        return self._arguments
+
+    def set_epochs(self, epochs: int) -> None:
+        """Finish training after this number of epochs, which the program sets later than other arguments."""
+        self._arguments = replace(self._arguments, epochs=epochs)
+        self._settings = replace(self._settings, epochs=epochs)
+
+    @property
+    def settings(self) -> TrainerSettings:
+        """The present settings."""
+        return self._settings
+
+    def adopt(self, environ: Mapping[str, str | None]) -> None:
+        """Use the settings of a generation: the bounds of the job may have changed.
+
+        Args:
+            environ: its environment variables; None for a variable that is not set.
+
+        Raises:
+            WorkerError: the batch size has changed.
+        """
+        environment.apply_settings(os.environ, environ)
+        batch_size = self._settings.bounds.batch_size
+        settings = resolve_settings(self._arguments, environment.read_job_settings(os.environ))
+        if settings.bounds.batch_size != batch_size and self._progress.step > 0:
+            raise WorkerError(
+                f"batch_size has changed from {batch_size} to {settings.bounds.batch_size}, but progress "
+                f"counts steps at batch_size: set it back to {batch_size}, or start from scratch"
+            )
+        self._settings = settings
+
+    def limit_local_bsz(self, limit: int | None) -> None:
+        """Let no local batch have more than `limit` samples, because a larger one does not fit."""
+        self._settings = replace(self._settings, bounds=self._settings.bounds.with_limit(limit))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the program has finished training, or all requested steps or epochs are done."""
+        settings, progress = self._settings, self._progress
+        if progress.finish_reason is not None:
+            return True
+        if settings.scale_invariant_steps is not None:
+            return progress.progress >= settings.scale_invariant_steps
+        return settings.epochs is not None and progress.epoch >= settings.epochs
+
+    @property
+    def unfinished(self) -> str | None:
+        """How far training is from its end, for a message; None if it is finished or has no required end."""
+        settings, progress = self._settings, self._progress
+        if self.finished:
+            return None
+        if settings.scale_invariant_steps is not None:
+            steps = settings.scale_invariant_steps
+            return f"progress {progress.progress:,.0f} of {steps:,} scale-invariant steps"
+        if settings.epochs is not None:
+            return f"epoch {progress.epoch} of {settings.epochs}"
+        return None
+
+    def target(self, feed: DataFeed) -> float | None:
+        """Return the progress at which training ends with a data set; None if the program decides.
+
+        Args:
+            feed: of the data set that is open.
+        """
+        settings = self._settings
+        if settings.scale_invariant_steps is not None or settings.epochs is None:
+            return settings.scale_invariant_steps
+        return feed.progress_at(settings.epochs)
+
+    def checkpoint_info(self) -> CheckpointInfo:
+        """Return the description of a checkpoint of the present state."""
+        progress = self._progress
+        return CheckpointInfo(
+            step=progress.step,
+            progress=progress.progress,
+            epoch=progress.epoch,
+            replicas=self._group.replicas,
+            generation=self._group.generation,
+            finished=self.finished,
+            saved_at=time.time(),
+            incarnation=self._incarnation,
+            finish_reason=progress.finish_reason or "",
+        )

@@ -1,0 +1,346 @@
+"""The steps of a program: how they are counted, and what each way of making them has to provide."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from adascale_core.batch.plans import BatchPlan
+from adascale_worker.batches.planning import BatchPlanner
+from adascale_worker.errors import NonFiniteWeightsError
+from adascale_worker.gradients.accumulation import Accumulation
+from adascale_worker.gradients.data_parallel import DataParallelModel
+from adascale_worker.gradients.loss_scaling import UnregisteredScaler
+from adascale_worker.gradients.model_set import ModelSet
+from adascale_worker.gradients.step_failure import StepFailure
+from adascale_worker.loop.agreement import StepAgreement
+from adascale_worker.loop.checks import BatchChecks, LoopChecks
+from adascale_worker.loop.held_state import Undo
+from adascale_worker.loop.program_loop import ProgramLoop
+from adascale_worker.membership.generations import Membership
+from adascale_worker.membership.links import PeersLostError
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.shutdown_request import ShutdownRequest
+from adascale_worker.program.optimizer_set import Optimizers
+from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
+from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+
+SLOW_STEP = 0.05
+"""Seconds per step from which on the replicas exchange requests on every step."""
+
+MAX_SKIPPED_STEPS = 100
+"""Steps in a row whose gradients are not finite, after which training fails."""
+
+
+class StepCounter:
+    """Counts steps, checks the weights, and lets the replicas agree on what to do after a step.
+
+    Args:
+        optimizer: of the program.
+        loop: where the program is.
+        planner: of the batches.
+        progress: of training.
+        telemetry: measures and reports steps.
+        agreement: of the replicas.
+        weights: checks that weights are finite.
+        comparison: compares the weights of the replicas.
+        scaler: finds a GradScaler that was not registered.
+        shutdown_request: keeps its handlers.
+        membership: reports the first step of a generation. None without an agent.
+
+    Attributes:
+        made_step: whether the last `optimizer.step()` has changed the weights.
+        calls: calls of `optimizer.step()` so far.
+        has_stepped: whether this process has made a step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizers,
+        loop: ProgramLoop,
+        planner: BatchPlanner,
+        progress: TrainingProgress,
+        telemetry: Telemetry,
+        agreement: StepAgreement,
+        weights: FiniteWeights,
+        comparison: WeightComparison,
+        scaler: UnregisteredScaler,
+        shutdown_request: ShutdownRequest,
+        membership: Membership | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._loop = loop
+        self._planner = planner
+        self._progress = progress
+        self._telemetry = telemetry
+        self.agreement = agreement
+        self._weights = weights
+        self._comparison = comparison
+        self._scaler = scaler
+        self._shutdown_request = shutdown_request
+        self._membership = membership
+        self.made_step = False
+        self.calls = 0
+        self._skipped_steps = 0
+        self._stepped_at = float("-inf")
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether this process has made a step."""
+        return self._stepped_at > float("-inf")
+
+    def begin_call(self) -> None:
+        """Check and record a call of `optimizer.step()`.
+
+        Raises:
+            StaleBatchSizeError: the program has not read the current local batch size.
+            WorkerError: a GradScaler was not registered.
+        """
+        self.calls += 1
+        self.made_step = False
+        self._loop.is_evaluating = False
+        self._shutdown_request.reinstall()
+        self._scaler.check()
+        self._planner.require_acknowledged()
+
+    def count(self, flags: tuple[float, ...], passes_per_batch: int) -> None:
+        """Count a step that was made, and agree with the other replicas on what to do after it.
+
+        Args:
+            flags: what this replica has requested in the step.
+            passes_per_batch: backward passes for each batch; 0 if unknown.
+
+        Raises:
+            WorkerError: the weights of the replicas differ or are not finite.
+        """
+        self._skipped_steps = 0
+        self._progress.advance(self._optimizer.gain(), self._loop.delivered)
+        self._telemetry.step(self._planner.plan, self._progress, self._optimizer)
+        if self._membership is not None:
+            self._membership.report_step()
+        try:
+            self.agreement.exchange(flags)
+            now = time.monotonic()
+            self.agreement.steps_are_slow = now - self._stepped_at >= SLOW_STEP
+            self._stepped_at = now
+            self._check_weights(passes_per_batch)
+        except PeersLostError:
+            # The step is made. What follows it waits for the next generation.
+            return
+
+    def count_skipped(self) -> None:
+        """Count a step that a GradScaler has skipped.
+
+        Raises:
+            NonFiniteWeightsError: too many steps in a row are skipped.
+        """
+        self._telemetry.step_timer.pause()
+        self.made_step = False
+        self._skipped_steps += 1
+        if self._skipped_steps == MAX_SKIPPED_STEPS:
+            raise NonFiniteWeightsError(
+                f"the gradients of {MAX_SKIPPED_STEPS} steps in a row were not finite, and the GradScaler "
+                f"skipped them, after step {self._progress.step}: look for a division by zero or the "
+                "logarithm of a number that is not positive in the loss, and try a smaller learning rate"
+            )
+
+    def _check_weights(self, passes_per_batch: int) -> None:
+        step, agreed = self._progress.step, self.agreement.agreed
+        self._weights.check_step(step, gradients_are_finite=self._optimizer.gradients_are_finite)
+        if agreed.compare_weights:
+            agreed.compare_weights = False
+            self._comparison.compare(step, passes_per_batch)
+            self.agreement.withdraw()
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What each way of making steps uses.
+
+    Args:
+        failure: of the present step.
+        counter: counts steps.
+        loop: where the program is.
+        progress: of training.
+        group: the replicas.
+        planner: of the batches.
+        checkpointing: copies the state beside training.
+    """
+
+    failure: StepFailure
+    counter: StepCounter
+    loop: ProgramLoop
+    progress: TrainingProgress
+    group: ReplicaGroup
+    planner: BatchPlanner
+    checkpointing: Checkpointing
+
+
+class StepStrategy(ABC):
+    """How the replicas make a step together: with one optimizer, or with several.
+
+    Its methods are called in this order: `begin_step` before the first batch of a step; for each batch
+    `begin_batch`, then what the program calls (`optimizer.step()`, `zero_grad()`), then `end_batch`. A step
+    that fails is put back by `discard`, and the same samples are delivered again. `leave` and `end_epoch`
+    follow the last batch of a loop and of an epoch.
+
+    Args:
+        optimizer: of the program, one or several.
+        models: the data-parallel models.
+        accumulation: has the gradients of a step.
+        checks: checks the steps of the program's loop.
+        undo: puts an unfinished step back.
+        parts: what it uses besides.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizers,
+        models: DataParallelModel | ModelSet,
+        accumulation: Accumulation,
+        checks: LoopChecks | BatchChecks,
+        undo: Undo,
+        parts: StepParts,
+    ) -> None:
+        self.optimizer = optimizer
+        self.models = models
+        self.accumulation = accumulation
+        self.failure = parts.failure
+        self.counter = parts.counter
+        self._checks = checks
+        self._undo = undo
+        self._loop = parts.loop
+        self._progress = parts.progress
+        self._group = parts.group
+        self._planner = parts.planner
+        self._checkpointing = parts.checkpointing
+
+    # -- the program --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def patch(self, observe: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        """Replace methods of the program's optimizers and models.
+
+        Args:
+            observe: returns a method `step` with checks around it.
+        """
+
+    @property
+    @abstractmethod
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has made a step for the present batch."""
+
+    @abstractmethod
+    def skip_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the step of an optimizer whose gradients are not finite, without making it.
+
+        Raises:
+            WorkerError: the loop does not make its steps as the trainer requires.
+            NonFiniteWeightsError: too many steps in a row are skipped.
+        """
+
+    @property
+    def awaits_micro_batches(self) -> bool:
+        """Whether the present micro-batch does not complete a step, or its step will be discarded."""
+        return self.failure.is_discarded or not self.accumulation.at_last_micro_batch
+
+    @property
+    def made_step(self) -> bool:
+        """Whether the last `optimizer.step()` has changed the weights."""
+        return self.counter.made_step
+
+    @property
+    def step_calls(self) -> int:
+        """Calls of `optimizer.step()` so far."""
+        return self.counter.calls
+
+    @property
+    def passes_per_batch(self) -> int:
+        """The most backward passes for one batch so far; 0 if unknown."""
+        return self._checks.passes_per_batch
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the next batch is the first of a step."""
+        return self.accumulation.at_first_micro_batch
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Prepare for the next step, and for putting the state back if it fails.
+
+        Raises:
+            PeersLostError: members are lost.
+        """
+
+    def begin_batch(self) -> None:
+        """Prepare for a batch, which the program gets next."""
+        self.accumulation.begin_batch()
+        self._checks.delivered_batch()
+
+    @abstractmethod
+    def end_batch(self) -> None:
+        """Complete what the program has done for its last batch.
+
+        Raises:
+            WorkerError: the loop does not make its steps as the trainer requires.
+        """
+
+    def begin_loop(self) -> None:
+        """Begin with the first batch of a step, in another loop of the program."""
+        self.accumulation.restart_step()
+        self._checks.begin_epoch()
+
+    def discard(self) -> None:
+        """Put back what an unfinished step has changed, so that its samples are delivered again."""
+        try:
+            self.accumulation.restart_step()
+        except RuntimeError as error:
+            if not self._group.is_failure(error):
+                raise
+            self.accumulation.restart_step()
+        self._undo.restore()
+        self._checks.discarded_step()
+        self._loop.delivered = self._progress.consumed
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Complete or put back the last step of a loop. The program requests no other batch."""
+
+    @abstractmethod
+    def mark_finish(self) -> None:
+        """Record that the program has called `finish`, perhaps between the steps of two optimizers."""
+
+    @abstractmethod
+    def end_epoch(self) -> None:
+        """Keep the last step of an epoch."""
+
+    # -- a generation -------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Use the process group of the generation that was formed."""
+        self.models.connect()
+        self.optimizer.change_model(self.models.ddp)
+
+    def use_trained(self) -> None:
+        """Use the parameters that are trained in the restored state."""
+        self.models.use_trained()
+        self.optimizer.change_model(self.models.ddp)
+        self._checks.observe()
+
+    def begin_generation(self) -> None:
+        """Begin with other replicas. A collective call."""
+        self._checks.begin_generation()
+        self.accumulation.begin_generation()
+
+    def use_plan(self, plan: BatchPlan, scale: float) -> None:
+        """Use a batch plan, whose scale is S, from the next step on."""
+        self.accumulation.set_plan(plan, scale)
+        self.models.begin_timing()

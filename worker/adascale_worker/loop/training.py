@@ -1,0 +1,503 @@
+"""The one place where the parts of a trainer are made, each with the parts that it uses.
+
+They exist in two stages. `Replica` has what there is before the program passes its model: the group,
+progress, the batch plan, checkpoints. `Training` has the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adascale_core.names import ENV_JOINS_OTHERS
+from adascale_worker.adascale import AdaScale
+from adascale_worker.batches.feed import DataFeed
+from adascale_worker.batches.planning import BatchPlanner
+from adascale_worker.gradients.accumulation import Accumulation, GradientAccumulation
+from adascale_worker.gradients.backward_guard import BackwardGuard
+from adascale_worker.gradients.data_parallel import DataParallelModel, ForwardRecord, warm_up
+from adascale_worker.gradients.loss_scaling import UnregisteredScaler, patch_scaler, scaler_of
+from adascale_worker.gradients.model_set import ModelSet
+from adascale_worker.gradients.step_failure import StepFailure
+from adascale_worker.loop.agreement import StepAgreement
+from adascale_worker.loop.checks import BatchChecks, LoopChecks, warn_of_parameters_outside
+from adascale_worker.loop.departures import LoopDepartures
+from adascale_worker.loop.ending import Ending
+from adascale_worker.loop.epoch_loops import EpochLoops
+from adascale_worker.loop.evaluation_sequence import EvaluationSequence
+from adascale_worker.loop.failures import Failures
+from adascale_worker.loop.finish_request import FinishRequest
+from adascale_worker.loop.generations import Generations
+from adascale_worker.loop.held_state import HeldState
+from adascale_worker.loop.job import Job
+from adascale_worker.loop.memory_shortage import MemoryShortage
+from adascale_worker.loop.one_optimizer import OneOptimizer
+from adascale_worker.loop.program_loop import ProgramLoop
+from adascale_worker.loop.several_optimizers import SeveralAccumulations, SeveralOptimizers
+from adascale_worker.loop.step_undo import StepUndo
+from adascale_worker.loop.step_watchdog import StepWatchdog
+from adascale_worker.loop.steps import StepCounter, StepParts, StepStrategy
+from adascale_worker.loop.training_loop import TrainingLoop
+from adascale_worker.membership.generations import AgentConnection, Membership
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process import environment
+from adascale_worker.process.device_clock import clock_of
+from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
+from adascale_worker.process.shutdown_request import ShutdownRequest
+from adascale_worker.program.buffers import ModelBuffers
+from adascale_worker.program.checks import OtherOptimizers
+from adascale_worker.program.hyperparameters import Choice, Hyperparameters
+from adascale_worker.program.learning_rates import LearningRates
+from adascale_worker.program.optimizer_set import Optimizers, OptimizerSet
+from adascale_worker.program.parts import ProgramParts
+from adascale_worker.program.patching import patch_scheduler
+from adascale_worker.program.trained_parameters import TrainedParameters
+from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
+from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.reporting.reporter import Reporter
+from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+from adascale_worker.state.exchange import StateExchange
+from adascale_worker.state.program import ProgramState, Stateful
+from adascale_worker.state.saving import StateSaving
+from adascale_worker.state.training import TrainerPart, TrainingState
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What a trainer has before the program passes its model.
+
+    Args:
+        device: of models and batches.
+        seed: of the program.
+        group: the replicas.
+        job: the settings, and the end of training.
+        progress: of training.
+        planner: of the batches.
+        checkpointing: saves and restores checkpoints.
+        agent: the connection with the agent. None without an agent.
+        accelerator: the type of accelerator, under which measurements are stored.
+        make_reporter: returns what posts reports; None if there is no metrics service.
+        shutdown_request: whether this replica was requested to save and exit.
+        fast_exit, exit_status: end the process, and know with which exit code.
+    """
+
+    device: torch.device
+    seed: int
+    group: ReplicaGroup
+    job: Job
+    progress: TrainingProgress
+    planner: BatchPlanner
+    checkpointing: Checkpointing
+    agent: AgentConnection | None
+    accelerator: str
+    make_reporter: Callable[[], Reporter | None]
+    shutdown_request: ShutdownRequest
+    fast_exit: FastExit
+    exit_status: ExitStatus
+
+
+@dataclass(frozen=True)
+class ProgramOptions:
+    """What a program passes to `program_reentry` besides its parts.
+
+    Args:
+        registered: objects whose state is saved, by name.
+        hyperparameters: which are used after a checkpoint was restored.
+        find_unused_parameters: as DDP's argument of this name.
+    """
+
+    registered: Mapping[str, Stateful]
+    hyperparameters: Choice
+    find_unused_parameters: bool
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """What differs between one optimizer and several: how gradients are averaged, and a step is undone."""
+
+    optimizer: Optimizers
+    program: ProgramState
+    models: DataParallelModel | ModelSet
+    accumulation: Accumulation
+    failure: StepFailure
+    undo: ModelBuffers | StepUndo
+    make_steps: Callable[[StepParts, StateSaving, FinishRequest, HeldState], StepStrategy]
+
+
+class Training:
+    """The training of a program: makes its models data-parallel, and its optimizers elastic.
+
+    Args:
+        replica: what there is already.
+        parts: what the program has passed.
+        options: how.
+        end_epoch: ends an epoch, as `trainer.step` does.
+
+    Raises:
+        UnsupportedOptimizerError: AdaScale does not support an optimizer.
+        WorkerError: the state of an object could not be loaded again.
+    """
+
+    def __init__(
+        self, replica: Replica, parts: ProgramParts, options: ProgramOptions, end_epoch: Callable[[int], None]
+    ) -> None:
+        self._replica = replica
+        self.parts = parts
+        job, group, progress, planner = replica.job, replica.group, replica.progress, replica.planner
+        checkpointing, shutdown_request = replica.checkpointing, replica.shutdown_request
+        channel = replica.agent.channel if replica.agent is not None else None
+        bounds = job.settings.bounds
+        self.loop = loop = ProgramLoop()
+        shortage = MemoryShortage(planner, group, replica.device, channel)
+
+        def repeats_in_smaller_batches(error: BaseException) -> bool:
+            return loop.has_batch and shortage.handle(error)
+
+        make = _several_optimizers if parts.are_several else _one_optimizer
+        gradients = make(replica, parts, options, loop, repeats_in_smaller_batches)
+        optimizer, models, self.program = gradients.optimizer, gradients.models, gradients.program
+        program = self.program
+        self.accumulation = gradients.accumulation
+
+        self.feed = feed = DataFeed(bounds, group, replica.seed)
+        self.telemetry = telemetry = Telemetry(
+            bounds,
+            group,
+            replica.make_reporter,
+            clock_of(replica.device),
+            replica.accelerator,
+            models.sync_time,
+        )
+        departures = LoopDepartures(group)
+        self.evaluations = evaluations = EvaluationSequence(group, progress, telemetry.step_timer, loop)
+
+        saved: dict[str, TrainerPart] = {
+            "plan": planner,
+            "progress": progress,
+            "data": feed,
+            "step_times": telemetry.step_timer,
+        }
+        state = TrainingState(program, saved, job.checkpoint_info)
+        weights = FiniteWeights(optimizer, job.settings.max_nonfinite_steps, group)
+        saving = StateSaving(state, optimizer, weights, checkpointing, group)
+        self.held = held = HeldState(progress, state, saving, gradients.undo, checkpointing)
+        finish_request = FinishRequest(progress, group, saving)
+        self.membership = membership = (
+            Membership(replica.agent, group, shutdown_request, held) if replica.agent is not None else None
+        )
+
+        self._other_optimizers = OtherOptimizers(
+            list(parts.optimizers.values()),
+            lambda: loop.has_batch,
+            lambda: self.steps.has_stepped,
+            lambda: group.replicas,
+        )
+        comparison = WeightComparison(program.model, optimizer, group, self._other_optimizers.parameters)
+        agreement = StepAgreement(
+            optimizer, group, planner, checkpointing, comparison, finish_request, shutdown_request, membership
+        )
+        counter = StepCounter(
+            optimizer,
+            loop,
+            planner,
+            progress,
+            telemetry,
+            agreement,
+            weights,
+            comparison,
+            UnregisteredScaler(scaler_of(options.registered.values())),
+            shutdown_request,
+            membership,
+        )
+        self.steps: StepStrategy = gradients.make_steps(
+            StepParts(gradients.failure, counter, loop, progress, group, planner, checkpointing),
+            saving,
+            finish_request,
+            held,
+        )
+        self.generations = Generations(
+            job=job,
+            group=group,
+            membership=membership,
+            channel=channel,
+            steps=self.steps,
+            loop=loop,
+            departures=departures,
+            evaluations=evaluations,
+            program=program,
+            progress=progress,
+            planner=planner,
+            feed=feed,
+            telemetry=telemetry,
+            checkpointing=checkpointing,
+            state=state,
+            held=held,
+            exchange=StateExchange(group, program, state, checkpointing),
+            saving=saving,
+            shortage=shortage,
+            shutdown_request=shutdown_request,
+            fast_exit=replica.fast_exit,
+        )
+        self.ending = Ending(
+            job=job,
+            group=group,
+            channel=channel,
+            generations=self.generations,
+            steps=self.steps,
+            loop=loop,
+            departures=departures,
+            evaluations=evaluations,
+            finish_request=finish_request,
+            comparison=comparison,
+            saving=saving,
+            checkpointing=checkpointing,
+            progress=progress,
+            planner=planner,
+            telemetry=telemetry,
+            shutdown_request=shutdown_request,
+        )
+        self.batches = TrainingLoop(
+            job=job,
+            group=group,
+            generations=self.generations,
+            ending=self.ending,
+            steps=self.steps,
+            loop=loop,
+            departures=departures,
+            evaluations=evaluations,
+            program=program,
+            progress=progress,
+            planner=planner,
+            feed=feed,
+            telemetry=telemetry,
+            saving=saving,
+            checkpointing=checkpointing,
+            shortage=shortage,
+            has_agent=channel is not None,
+        )
+        self.epochs = EpochLoops(self.ending, lambda: job.finished, end_epoch)
+        self._failures = Failures(
+            channel,
+            group,
+            program,
+            loop,
+            self.steps,
+            departures,
+            evaluations,
+            shortage,
+            saving,
+            progress,
+        )
+        self._backward_guard = BackwardGuard(gradients.failure, gradients.accumulation)
+        self._other_parallelism = models.other_parallelism
+        self.uncaught_errors = UncaughtErrorHandler(replica.fast_exit, self._failures)
+        self._watchdog = StepWatchdog(
+            telemetry.step_timer,
+            lambda: loop.trains,
+            lambda: f"rank {group.rank}",
+            lambda: group.replicas,
+            environment.read_step_timeout(os.environ),
+            self._failures.explain_stall,
+            self._failures.report_stall,
+        )
+
+    # -- the program --------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Restore the state of training, in the first generation of this trainer."""
+        self._backward_guard.install()
+        if self.membership is None:
+            self.generations.begin_alone()
+            return
+        warm_up()
+        if os.environ.get(ENV_JOINS_OTHERS) == "1":
+            self.generations.prepare_to_receive()
+        self.membership.start()
+        self.generations.enter()
+
+    def install(self) -> None:
+        """Replace methods of the program's objects, and install the handlers of the process.
+
+        Not earlier: nothing can be saved before, and an NCCL error during the first collective calls means a
+        wrong configuration rather than a lost peer.
+        """
+        rates, steps, loop, progress = self.program.rates, self.steps, self.loop, self._replica.progress
+        steps.patch(lambda step: rates.observe_optimizer(step, lambda: loop.has_batch))
+        scaler = scaler_of(self.program.registered.values())
+        if scaler is not None:
+            patch_scaler(scaler, list(self.parts.optimizers.values()), steps)
+        for scheduler in self.parts.schedulers.values():
+            patch_scheduler(
+                scheduler,
+                rates.observe_scheduler,
+                lambda: progress.progress,
+                lambda: loop.has_batch,
+                lambda: steps.made_step,
+                lambda: loop.is_overtaken,
+            )
+        self._other_optimizers.install()
+        self._other_parallelism.install()
+        self._watchdog.start()
+        self.uncaught_errors.install()
+        shutdown_request = self._replica.shutdown_request
+        if self.membership is not None:
+            shutdown_request.install(signal.SIGTERM)
+        elif self._replica.checkpointing.enabled:
+            # Of a terminal that is closed, unless the program was started by nohup.
+            hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+            shutdown_request.install(signal.SIGTERM, signal.SIGINT, *hangup)
+        self._replica.exit_status.install(self._failures.announce_failure)
+
+    def stop_watchdog(self) -> None:
+        """Do not observe the main thread any more. May be called again."""
+        self._watchdog.stop()
+
+    def close(self) -> None:
+        """Post outstanding reports, leave the other members, and undo what affects the whole process."""
+        self.feed.close()
+        self.telemetry.close()
+        if self.membership is not None:
+            self.membership.close()
+        self._backward_guard.uninstall()
+        self.stop_watchdog()
+        self._other_optimizers.uninstall()
+        self._other_parallelism.uninstall()
+        self.uncaught_errors.uninstall()
+
+
+def _one_optimizer(
+    replica: Replica,
+    parts: ProgramParts,
+    options: ProgramOptions,
+    _: ProgramLoop,
+    repeats_in_smaller_batches: Callable[[BaseException], bool],
+) -> _Gradients:
+    group, model, progress, planner = replica.group, parts.model, replica.progress, replica.planner
+    forward, buffers, trained = ForwardRecord(), ModelBuffers(model), TrainedParameters(model, group)
+    failure = StepFailure(group, repeats_in_smaller_batches)
+
+    def changed_forward() -> None:
+        adascale.change_model(parallel.ddp)
+        accumulation.set_gradient_sync()
+        checks.observe()
+
+    def changed_trained(parameters: list[torch.Tensor]) -> None:
+        adascale.restart_statistics(parameters)
+        checks.observe()
+        warn_of_parameters_outside(model, adascale)
+
+    parallel = DataParallelModel(
+        model,
+        replica.device,
+        group,
+        forward,
+        trained,
+        failure,
+        find_unused_parameters=options.find_unused_parameters,
+        before_forward=buffers.record if group.is_elastic or group.replicas == 1 else lambda: None,
+        changed_forward=changed_forward,
+        changed_trained=changed_trained,
+        steps=lambda: progress.step,
+        local_bsz=lambda: planner.plan.local_bsz,
+    )
+    adascale = AdaScale(parts.optimizers[""], model=parallel.ddp, **_adascale_options(replica, options))
+    program = _program_state(replica, parts, options, adascale, trained)
+    accumulation = GradientAccumulation(adascale, parallel, model, group, failure)
+    checks = LoopChecks(
+        model,
+        adascale,
+        forward,
+        group,
+        lambda: accumulation.at_first_micro_batch,
+        lambda: accumulation.has_set_aside,
+        accumulation.weights.gradient_arrived,
+        requires_all=not options.find_unused_parameters,
+    )
+
+    def make_steps(shared: StepParts, *_: object) -> StepStrategy:
+        return OneOptimizer(adascale, parallel, accumulation, checks, buffers, model, shared)
+
+    return _Gradients(adascale, program, parallel, accumulation, failure, buffers, make_steps)
+
+
+def _several_optimizers(
+    replica: Replica,
+    parts: ProgramParts,
+    options: ProgramOptions,
+    loop: ProgramLoop,
+    repeats_in_smaller_batches: Callable[[BaseException], bool],
+) -> _Gradients:
+    group, progress, planner = replica.group, replica.progress, replica.planner
+    arguments = _adascale_options(replica, options)
+    optimizers = OptimizerSet(
+        {
+            name: AdaScale(optimizer, observes_backward=False, **arguments)
+            for name, optimizer in parts.optimizers.items()
+        }
+    )
+    trained = TrainedParameters(parts.model, group)
+    program = _program_state(replica, parts, options, optimizers, trained)
+    undo = StepUndo(program, progress)
+    failure = StepFailure(group, repeats_in_smaller_batches, undo.revert_progress)
+    models = ModelSet(parts.models, replica.device, group, failure, lambda: planner.plan.local_bsz)
+    accumulation = SeveralAccumulations(optimizers, models, group, failure, loop)
+
+    def make_steps(
+        shared: StepParts, saving: StateSaving, finish_request: FinishRequest, held: HeldState
+    ) -> StepStrategy:
+        checks = BatchChecks(group)
+        return SeveralOptimizers(
+            optimizers,
+            models,
+            accumulation,
+            checks,
+            undo,
+            parts,
+            trained,
+            saving,
+            finish_request,
+            held,
+            shared,
+        )
+
+    return _Gradients(optimizers, program, models, accumulation, failure, undo, make_steps)
+
+
+def _adascale_options(replica: Replica, options: ProgramOptions) -> dict[str, Any]:
+    return {
+        "world_size": replica.group.replicas,
+        "is_scaled_loss": False,
+        # A scaler that is not registered is refused. So without one, any change of gradients is clipping.
+        "grad_scaler": scaler_of(options.registered.values()) or torch.amp.GradScaler("cpu", enabled=False),
+        "disjoint_pairs": True,
+    }
+
+
+def _program_state(
+    replica: Replica,
+    parts: ProgramParts,
+    options: ProgramOptions,
+    optimizers: Optimizers,
+    trained: TrainedParameters,
+) -> ProgramState:
+    declared = Hyperparameters.read(parts, parts.scheduler)
+    registered = dict(options.registered)
+    program = ProgramState(
+        parts.model,
+        optimizers,
+        parts.scheduler,
+        registered,
+        LearningRates(parts.optimizers, parts.schedulers, registered.values()),
+        trained,
+        declared,
+        options.hyperparameters,
+    )
+    if replica.checkpointing.enabled or replica.group.is_elastic:
+        program.require_loadable()
+    return program
