@@ -1,4 +1,5 @@
 """The program's training loop: steps, epochs, evaluations, changes of the generation, and its end.
 
-This is the only package that knows all others. `make_loop` composes the loop of a program.
+This is the only package that knows all others. `training` makes the
+parts of a trainer.
 """
