@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adascale.errors import UnsupportedOptimizerError
 from adascale_worker.adascale import AdaScale
+from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from worker.adascale_problem import (
     PUBLIC_VALUES,
     Net,
@@ -704,7 +705,7 @@ def flags_are_summed_on_the_same_steps() -> None:
     model = network()
     wrapped = Wrapped(model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer = AdaScale(sgd, model=wrapped, sample_every=3)
+    optimizer = ElasticAdaScale(sgd, model=wrapped, sample_every=3)
     sums = []
     for number in range(8):
         optimizer.flags = (float(number), float(dist.get_rank()))
@@ -718,7 +719,7 @@ def ranks_stay_equal_when_fewer_steps_are_measured() -> None:
     """By default: all of the first 100 steps, then every 16th; the weights stay equal to the bit."""
     model = network()
     wrapped = Wrapped(model)
-    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model=wrapped)
+    optimizer = ElasticAdaScale(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model=wrapped)
     optimizer.flags = (1.0,)
     measured_steps = []
     for number in range(150):
@@ -847,7 +848,9 @@ def a_change_of_replicas_keeps_the_estimate() -> None:
     """As the elastic trainer does it: the estimate stays, the number of micro-gradients changes."""
     model = network()
     wrapped = Wrapped(model)
-    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), world_size=1, scale=4.0, model=wrapped)
+    optimizer = ElasticAdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), world_size=1, scale=4.0, model=wrapped
+    )
     optimizer.update_scale(4.0, 2)
     optimizer.set_num_gradients_to_accumulate(2)
     plain(optimizer, wrapped, batches(4)[2 * dist.get_rank() :][:2])

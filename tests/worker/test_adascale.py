@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from adascale.errors import SparseGradientError, UnsupportedOptimizerError
 from adascale_core.batch.gain import GradientEstimate
 from adascale_worker.adascale import AdaScale
+from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from worker.adascale_problem import (
     PUBLIC_VALUES,
     Net,
@@ -849,7 +850,7 @@ def test_arguments_out_of_range_raise(arguments: dict[str, Any], message: str) -
 
 
 def test_settings_out_of_range_raise() -> None:
-    optimizer = AdaScale(torch.optim.SGD(network().parameters(), lr=0.1))
+    optimizer = ElasticAdaScale(torch.optim.SGD(network().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="got scale 0"):
         optimizer.set_scale(0.0)
     with pytest.raises(ValueError, match="got replicas=0"):
@@ -909,7 +910,7 @@ def test_the_gradient_of_the_last_step_can_be_left_out_of_the_state() -> None:
         return sum(map(tensors, value)) if isinstance(value, list) else isinstance(value, Tensor)
 
     model = network()
-    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=1.0)
+    optimizer = ElasticAdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=1.0)
     first, second = batches(2)
     scaled_loss(optimizer, model, [first])
     assert tensors(optimizer.state_dict()) == len(list(model.parameters())), (
@@ -1001,7 +1002,7 @@ def test_a_copy_trains_independently(
 
 def test_a_change_of_scale_keeps_the_estimate() -> None:
     model = network()
-    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2)
+    optimizer = ElasticAdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2)
     for i in range(20):
         scaled_loss(optimizer, model, batches(2, seed=i))
     estimate_before, predicted = optimizer.estimate, optimizer.predict_gain(32.0)
@@ -1030,7 +1031,7 @@ def test_smoothing_follows_the_scale_unless_it_was_chosen() -> None:
 
 def test_flags_sum_of_a_single_replica_is_its_flags_on_every_step() -> None:
     model = network()
-    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), sample_every=3)
+    optimizer = ElasticAdaScale(torch.optim.SGD(model.parameters(), lr=0.05), sample_every=3)
     for number in range(4):
         backward(squared_error(model, batches(1)[0]))
         optimizer.flags = [float(number), 1.0]

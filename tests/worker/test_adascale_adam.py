@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from adascale import AdaScale, SecondMomentOptimizer
 from adascale.errors import UnsupportedOptimizerError
+from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from adascale_worker.scaling.rules import AdamRule, SecondMoment, adam_hyperparameters
 from adascale_worker.scaling.statistics import metric, norms
 from adascale_worker.torch_private.tensors import weighted_sqr_norms
@@ -138,7 +139,7 @@ def test_the_reported_factor_is_that_of_the_learning_rate_in_the_step(
 ) -> None:
     model = network()
     inner = kind(model.parameters(), lr=0.02)  # type: ignore[call-arg]
-    optimizer = AdaScale(inner, num_gradients_to_accumulate=2, scale=8.0)
+    optimizer = ElasticAdaScale(inner, num_gradients_to_accumulate=2, scale=8.0)
     seen: list[float] = []
     inner.register_step_pre_hook(lambda *_: seen.append(inner.param_groups[0]["lr"]))
     data = learnable_batches(8)
@@ -312,9 +313,9 @@ def test_training_after_save_and_load_is_equal_to_the_bit(*, micro: int, at: int
 def test_a_state_without_a_gradient_of_16_bits_continues_to_the_bit() -> None:
     """Before the first step, gradients are compared in 16 bits, and divided by the second moment in 32."""
 
-    def make() -> tuple[Net, AdaScale]:
+    def make() -> tuple[Net, ElasticAdaScale]:
         model = network().bfloat16()
-        return model, AdaScale(torch.optim.AdamW(model.parameters()), scale=8.0, disjoint_pairs=True)
+        return model, ElasticAdaScale(torch.optim.AdamW(model.parameters()), scale=8.0, disjoint_pairs=True)
 
     data = [(x.bfloat16(), y.bfloat16()) for x, y in learnable_batches(12)]
     model, optimizer = make()
@@ -499,7 +500,7 @@ def test_measuring_changes_neither_gradients_nor_second_moments(shapes: list[tup
 
 def test_a_gradient_that_is_not_finite_in_the_first_step_is_noticed() -> None:
     model = network()
-    optimizer = AdaScale(torch.optim.AdamW(model.parameters(), lr=1e-3), num_gradients_to_accumulate=2)
+    optimizer = ElasticAdaScale(torch.optim.AdamW(model.parameters(), lr=1e-3), num_gradients_to_accumulate=2)
     for batch in batches(2):
         backward(squared_error(model, batch) * math.inf)
     optimizer.step()

@@ -217,8 +217,6 @@ class TestLightningsOptimizer:
     def test_it_sets_the_scale(self, optimizer: AdaScale, wrapper: Any) -> None:
         wrapper.set_scale(8.0)
         assert (optimizer.scale, wrapper.scale) == (8.0, 8.0)
-        wrapper.update_scale(12.0, 3)
-        assert (optimizer.scale, wrapper.scale) == (12.0, 12.0)
         optimizer.set_scale(2.0)
         assert wrapper.scale == 2.0
 

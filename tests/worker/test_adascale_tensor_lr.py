@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.overrides import TorchFunctionMode
 
 from adascale import AdaScale
+from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from worker.adascale_problem import batches, network, squared_error
 
 
@@ -135,13 +136,13 @@ def reads_of(function: Callable[[], object]) -> int:
     return reads.count
 
 
-def trained(kind: type[torch.optim.SGD | torch.optim.Adam], groups: int) -> AdaScale:
+def trained(kind: type[torch.optim.SGD | torch.optim.Adam], groups: int) -> ElasticAdaScale:
     """Return an optimizer with tensors for lr after a few steps, whose averages were read."""
     model = network()
     parameters = list(model.parameters())
     cut = len(parameters) // groups
     inner = kind([{"params": parameters[i * cut : (i + 1) * cut]} for i in range(groups)], lr=1e-3)
-    optimizer = AdaScale(inner, num_gradients_to_accumulate=2, scale=1000.0)
+    optimizer = ElasticAdaScale(inner, num_gradients_to_accumulate=2, scale=1000.0)
     set_tensors(optimizer)
     for number, batch in enumerate(batches(24)):
         (squared_error(model, batch) / 2).backward()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adascale import AdaScale
 from adascale.errors import StaleBatchSizeError
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.errors import InvalidJobError
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
+from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from adascale_worker.reporting.step_timer import StepTimer
 
 
@@ -40,7 +40,7 @@ def test_all_ranks_use_the_plan_of_rank_0_in_a_generation(monkeypatch: pytest.Mo
     """A member may not have got the last plan, because others were lost while it was shared."""
     bounds = BatchBounds(8, 64, (1, 32))
     model = torch.nn.Linear(1, 1)
-    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = ElasticAdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
     shared: list[list[int]] = []
 
     def broadcast(group: ReplicaGroup, numbers: list[int]) -> list[int]:

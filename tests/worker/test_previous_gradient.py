@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adascale_worker.adascale import AdaScale
+from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from adascale_worker.scaling.statistics.metric import EuclideanMetric
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient
 from adascale_worker.torch_private.distributed import local_process_group
@@ -77,7 +77,7 @@ def test_memory_is_used_for_one_copy_and_released() -> None:
 def test_the_last_replica_copies_gradients_into_the_memory_of_the_buckets_of_ddp() -> None:
     model = network()
     ddp = DistributedDataParallel(model, process_group=local_process_group(), gradient_as_bucket_view=True)
-    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.01), scale=1.0)
+    optimizer = ElasticAdaScale(torch.optim.SGD(model.parameters(), lr=0.01), scale=1.0)
     first, second = batches(2)
     optimizer.change_model(ddp)
     backward(squared_error(ddp, first))

@@ -9,7 +9,7 @@ gradients is in `adascale_worker.scaling.statistics`.
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast, overload
 
@@ -24,7 +24,7 @@ from adascale_worker.errors import UnsupportedOptimizerError
 from adascale_worker.scaling.statistics.gain_estimator import GainEstimator, GainOptions
 from adascale_worker.scaling.statistics.loss_scale import GradScaler
 from adascale_worker.scaling.statistics.sampling import Sampling
-from adascale_worker.scaling.statistics.step_settings import StepSettings, StepWeights
+from adascale_worker.scaling.statistics.step_settings import StepSettings
 from adascale_worker.scaling.statistics.uneven_inputs import StatisticsJoinHook
 from adascale_worker.scaling.supported_optimizers import (
     require_count,
@@ -128,11 +128,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         require_readable(estimator.statistics.reader.unreadable_parameters())
         self._attach(estimator)
 
-    @property
-    def backward_passes(self) -> int:
-        """Backward passes of this step so far; 0 if the step is not measured."""
-        return self._estimator.statistics.reader.passes
-
     # -- results ----------------------------------------------------------------------------------------
 
     @property
@@ -183,17 +178,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """
         return self._estimator.gain(self.scale, pg_idx)
 
-    @property
-    def trains(self) -> bool:
-        """Whether a group has a parameter that is not frozen, and its lr is not 0."""
-        return self._estimator.statistics.parameters.has_trained
-
-    @property
-    def lr_factor(self) -> float:
-        """The factor of the learning rates at `gain()`; groups with other gains have other factors."""
-        group = {**self.param_groups[0], "lr": 1.0}
-        return float(self._rule.hyperparameters_at(group, self.gain()).get("lr", 1.0))
-
     def predict_gain(self, scale: float) -> float:
         """Return the gain of all trained groups together at another scale.
 
@@ -210,36 +194,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """
         return self._estimator.gain_tensor()
 
-    @property
-    def flags(self) -> Sequence[float]:
-        """Local numbers to be summed over ranks in the same all-reduce; of the same length on all ranks.
-
-        Read when the last backward pass of a measured step ends. Flags that are set between that time and
-        `step()` are exchanged in the next measured step.
-        """
-        return self._estimator.statistics.flags
-
-    @flags.setter
-    def flags(self, flags: Sequence[float]) -> None:
-        self._estimator.statistics.flags = flags
-
-    @property
-    def flags_sum(self) -> tuple[float, ...] | None:
-        """Sums over ranks of `flags`, as they were when the last step's all-reduce began.
-
-        The same on all ranks on the same step. None if the last step had no all-reduce, or no flags in it.
-        With one replica, the local flags.
-        """
-        return self._estimator.flag_sums()
-
-    @property
-    def gradients_are_finite(self) -> bool | None:
-        """Whether the gradients of the last step were finite after its backward passes, on all ranks.
-
-        None if the last step was not measured.
-        """
-        return self._estimator.gradients_are_finite()
-
     # -- settings ---------------------------------------------------------------------------------------
 
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:  # noqa: ARG002
@@ -255,23 +209,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """
         require_scale(scale)
         self._estimator.change_settings(scale=float(scale))
-
-    def update_scale(self, scale: float, replicas: int) -> None:
-        """Set the batch size, as a multiple of the initial batch size, and the number of replicas.
-
-        Raises:
-            ValueError: a number is out of range.
-        """
-        require_count("replicas", replicas)
-        require_scale(scale)
-        self._estimator.change_settings(scale=float(scale), world_size=replicas)
-
-    def change_model(self, model: DistributedDataParallel | None) -> None:
-        """Read gradients of another `DistributedDataParallel` around the same parameters; None without one.
-
-        Call `update_scale` with the new number of replicas afterwards.
-        """
-        self._estimator.statistics.change_ddp(model)
 
     def set_num_gradients_to_accumulate(
         self,
@@ -309,12 +246,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             )
         self._divide_gradients()
 
-    def sum_gradients_again(self) -> None:
-        """Undo `scale_grad_by_num_grads_to_accum` of this step, before another backward pass."""
-        if self._estimator.gradients_are_divided:
-            divide_in_place(self._gradients(), 1.0 / self._estimator.statistics.divisor)
-            self._estimator.gradients_are_divided = False
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as `torch.optim.Optimizer.add_param_group`. Its gain is 1 until measured."""
         if not hasattr(self, "_estimator"):  # Optimizer.__init__ calls this for the groups that it gets
@@ -324,77 +255,11 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         self._share_groups_and_state()
         self._estimator.restart_sampling()
 
-    def restart_statistics(self, parameters: Iterable[Tensor]) -> None:
-        """Estimate the gradients of the groups of `parameters` from the beginning, as they were (un)frozen.
-
-        The present step is left out of the estimates, since it may have begun.
-        """
-        changed = set(parameters)
-        groups = [number for number, group in enumerate(self.param_groups) if changed & set(group["params"])]
-        if groups:
-            self._estimator.restart_groups(groups)
-
-    # -- gradients that the training loop passes ---------------------------------------------------------
-
-    def read_micro_gradient(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
-        """Read the gradient of a micro-batch that does not complete the step, with `observes_backward=False`.
-
-        Args:
-            gradients: of this rank alone, not averaged, by parameter.
-            weight: by which the loss of the micro-batch was multiplied.
-        """
-        self._estimator.statistics.read_micro_gradient(gradients, weight)
-
-    def measure(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
-        """Measure a step, with `observes_backward=False`. A collective call.
-
-        `.grad` is the sum over the micro-batches of the gradient averaged over ranks. May be called again if
-        another backward pass changes it.
-
-        Args:
-            gradients: of the last micro-batch, of this rank alone, by parameter.
-            weight: by which its loss was multiplied.
-        """
-        self._estimator.discard_measurement()
-        self._estimator.statistics.measure(gradients, weight)
-
-    def discard_measurement(self) -> None:
-        """Discard what `measure` has measured, because the gradients of this micro-batch were deleted."""
-        self._estimator.discard_measurement()
-
-    # -- micro-batches of unequal weight -----------------------------------------------------------------
-
-    def weigh_pass(self, weight: float) -> None:
-        """Set by what the loss of the present backward pass is multiplied, before its gradients arrive.
-
-        Only where gradients are read on arrival: in a loop that accumulates, or with a
-        `DistributedDataParallel` whose gradients are views of its buckets.
-        """
-        self._estimator.statistics.reader.weigh_pass(weight)
-
-    def weigh_step(self, weights: StepWeights) -> None:
-        """Set the weights of this step, after its last backward pass.
-
-        With weights w_i and gradients g_i of n micro-batches on K replicas, the gradient of the step is
-        G = sum(w_i g_i) / sum(w_i). If the noise of g_i is in inverse proportion to w_i, the formulas of
-        `docs/adascale.md` hold with M = |G|^2 and L = sum(w_i |g_i|^2) / sum(w_i).
-
-        """
-        self._estimator.statistics.weigh_step(weights)
-
     def unhook(self) -> None:
         """Remove all hooks from the parameters. The gain does not change from then on."""
         self._estimator.stop()
 
     # -- a step -----------------------------------------------------------------------------------------
-
-    def exchange_statistics(self) -> None:
-        """Exchange what this step has measured, and wait for it; `step` does so itself.
-
-        A collective call. On a GPU, only what is launched later waits. A loop that has to know whether the
-        exchange has succeeded before anything is changed calls this, and then waits for the GPU.
-        """
-        self._estimator.statistics.exchange()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -426,10 +291,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, as `torch.optim.Optimizer.zero_grad`."""
         self._inner.zero_grad(set_to_none)
-        self.discard_step()
-
-    def discard_step(self) -> None:
-        """Discard what this step has measured so far, because its gradients were deleted."""
         self._estimator.discard_step()
 
     def _divide_gradients(self) -> None:
@@ -443,18 +304,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     # -- state ------------------------------------------------------------------------------------------
-
-    @property
-    def awaits_comparison(self) -> bool:
-        """Whether the state contains the gradient of the last step, which the next step no longer needs.
-
-        Only with one replica and no accumulation. After the next step the state is smaller.
-        """
-        return self._estimator.statistics.awaits_comparison
-
-    def discard_comparison(self) -> None:
-        """Delete the gradient of the last step, because the next step is not made by one replica alone."""
-        self._estimator.statistics.discard_comparison()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the inner optimizer, with AdaScale's own under the key "adascale".

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.data_parallel import DataParallelModel
 from adascale_worker.gradients.exchange_check import ExchangeCheck
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.program.elastic_adascale import ElasticAdaScale
 
 
 class Accumulation(ABC):
@@ -107,7 +107,7 @@ class GradientAccumulation(Accumulation):
 
     def __init__(
         self,
-        optimizer: AdaScale,
+        optimizer: ElasticAdaScale,
         model: DataParallelModel,
         program_model: torch.nn.Module,
         group: ReplicaGroup,

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.exchange import averaged
 from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from adascale_worker.scaling.statistics.step_settings import StepWeights
 
 MAX_STEPS_WITHOUT_GRADIENTS = 3
@@ -46,7 +46,7 @@ class OptimizerGradients:
     def __init__(
         self,
         name: str,
-        adascale: AdaScale,
+        adascale: ElasticAdaScale,
         group: ReplicaGroup,
         average: Callable[[Sequence[Tensor]], None],
     ) -> None:

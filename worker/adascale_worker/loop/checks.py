@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.gradients.data_parallel import ForwardRecord
 from adascale_worker.gradients.optimizer_gradients import MAX_STEPS_WITHOUT_GRADIENTS
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_warnings import OneTimeWarnings
+from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from adascale_worker.program.hyperparameters import HasGroups
 from adascale_worker.torch_private.autograd import accumulates_gradient
 
@@ -111,7 +111,7 @@ class LoopChecks:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: AdaScale,
+        optimizer: ElasticAdaScale,
         forward: ForwardRecord,
         group: ReplicaGroup,
         at_first_micro_batch: Callable[[], bool] = lambda: True,

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-from adascale_worker.adascale import AdaScale
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.accumulation import GradientAccumulation
 from adascale_worker.gradients.data_parallel import DataParallelModel
@@ -17,6 +16,7 @@ from adascale_worker.loop.checks import LoopChecks
 from adascale_worker.loop.steps import StepParts, StepStrategy
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.program.buffers import ModelBuffers
+from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from adascale_worker.program.patching import patch_optimizer
 
 
@@ -35,7 +35,7 @@ class OneOptimizer(StepStrategy):
 
     def __init__(
         self,
-        optimizer: AdaScale,
+        optimizer: ElasticAdaScale,
         models: DataParallelModel,
         accumulation: GradientAccumulation,
         checks: LoopChecks,

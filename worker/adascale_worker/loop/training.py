@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from adascale_core.names import ENV_JOINS_OTHERS
-from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.gradients.accumulation import Accumulation, GradientAccumulation
@@ -51,6 +50,7 @@ from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHand
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.program.buffers import ModelBuffers
 from adascale_worker.program.checks import OtherOptimizers
+from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
 from adascale_worker.program.learning_rates import LearningRates
 from adascale_worker.program.optimizer_set import Optimizers, OptimizerSet
@@ -406,7 +406,8 @@ def _one_optimizer(
         steps=lambda: progress.step,
         local_bsz=lambda: planner.plan.local_bsz,
     )
-    adascale = AdaScale(parts.optimizers[""], model=parallel.ddp, **_adascale_options(replica, options))
+    arguments = _adascale_options(replica, options)
+    adascale = ElasticAdaScale(parts.optimizers[""], model=parallel.ddp, **arguments)
     program = _program_state(replica, parts, options, adascale, trained)
     accumulation = GradientAccumulation(adascale, parallel, model, group, failure)
     checks = LoopChecks(
@@ -437,7 +438,7 @@ def _several_optimizers(
     arguments = _adascale_options(replica, options)
     optimizers = OptimizerSet(
         {
-            name: AdaScale(optimizer, observes_backward=False, **arguments)
+            name: ElasticAdaScale(optimizer, observes_backward=False, **arguments)
             for name, optimizer in parts.optimizers.items()
         }
     )

@@ -14,7 +14,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_core.batch.gain import GradientEstimate
-from adascale_worker.adascale import AdaScale
+from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.torch_private.optim import SCHEDULERS
 
@@ -28,14 +28,14 @@ class OptimizerSet:
         parts: AdaScale around each optimizer.
     """
 
-    def __init__(self, parts: Mapping[str, AdaScale]) -> None:
+    def __init__(self, parts: Mapping[str, ElasticAdaScale]) -> None:
         self.parts = dict(parts)
         self.lead = next(iter(self.parts.values()))
 
     # -- the gain of the job ------------------------------------------------------------------------------
 
     @property
-    def slowest(self) -> AdaScale:
+    def slowest(self) -> ElasticAdaScale:
         """The optimizer with the lowest gain; its estimate is that of the job.
 
         One that trains nothing now, because its parameters are frozen or its lr is 0, counts only if none
@@ -173,5 +173,5 @@ class SchedulerSet:
             scheduler.load_state_dict(saved)
 
 
-Optimizers = AdaScale | OptimizerSet
+Optimizers = ElasticAdaScale | OptimizerSet
 """The optimizer of a program, or its optimizers."""

@@ -1,0 +1,180 @@
+"""AdaScale as the trainer uses it: in a loop of several replicas and micro-batches, whose steps may fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from adascale_core.batch.gain import require_scale
+from adascale_worker.adascale import AdaScale
+from adascale_worker.scaling.statistics.step_settings import StepWeights
+from adascale_worker.scaling.supported_optimizers import require_count
+from adascale_worker.torch_private.tensors import divide_in_place
+
+
+class ElasticAdaScale(AdaScale):
+    """AdaScale whose replicas, model and batches change between two steps.
+
+    The arguments are those of `AdaScale`.
+    """
+
+    # -- results ------------------------------------------------------------------------------------------
+
+    @property
+    def trains(self) -> bool:
+        """Whether a group has a parameter that is not frozen, and its lr is not 0."""
+        return self._estimator.statistics.parameters.has_trained
+
+    @property
+    def lr_factor(self) -> float:
+        """The factor of the learning rates at `gain()`; groups with other gains have other factors."""
+        group = {**self.param_groups[0], "lr": 1.0}
+        return float(self._rule.hyperparameters_at(group, self.gain()).get("lr", 1.0))
+
+    @property
+    def backward_passes(self) -> int:
+        """Backward passes of this step so far; 0 if the step is not measured."""
+        return self._estimator.statistics.reader.passes
+
+    @property
+    def gradients_are_finite(self) -> bool | None:
+        """Whether the gradients of the last step were finite after its backward passes, on all ranks.
+
+        None if the last step was not measured.
+        """
+        return self._estimator.gradients_are_finite()
+
+    # -- the requests of the replicas ---------------------------------------------------------------------
+
+    @property
+    def flags(self) -> Sequence[float]:
+        """Local numbers to be summed over ranks in the same all-reduce; of the same length on all ranks.
+
+        Read when the last backward pass of a measured step ends. Flags that are set between that time and
+        `step()` are exchanged in the next measured step.
+        """
+        return self._estimator.statistics.flags
+
+    @flags.setter
+    def flags(self, flags: Sequence[float]) -> None:
+        self._estimator.statistics.flags = flags
+
+    @property
+    def flags_sum(self) -> tuple[float, ...] | None:
+        """Sums over ranks of `flags`, as they were when the last step's all-reduce began.
+
+        The same on all ranks on the same step. None if the last step had no all-reduce, or no flags in it.
+        With one replica, the local flags.
+        """
+        return self._estimator.flag_sums()
+
+    # -- replicas, model and parameters -------------------------------------------------------------------
+
+    def update_scale(self, scale: float, replicas: int) -> None:
+        """Set the batch size, as a multiple of the initial batch size, and the number of replicas.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
+        require_count("replicas", replicas)
+        require_scale(scale)
+        self._estimator.change_settings(scale=float(scale), world_size=replicas)
+
+    def change_model(self, model: DistributedDataParallel | None) -> None:
+        """Read gradients of another `DistributedDataParallel` around the same parameters; None without one.
+
+        Call `update_scale` with the new number of replicas afterwards.
+        """
+        self._estimator.statistics.change_ddp(model)
+
+    def restart_statistics(self, parameters: Iterable[Tensor]) -> None:
+        """Estimate the gradients of the groups of `parameters` from the beginning, as they were (un)frozen.
+
+        The present step is left out of the estimates, since it may have begun.
+        """
+        changed = set(parameters)
+        groups = [number for number, group in enumerate(self.param_groups) if changed & set(group["params"])]
+        if groups:
+            self._estimator.restart_groups(groups)
+
+    # -- gradients that the training loop passes ----------------------------------------------------------
+
+    def read_micro_gradient(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
+        """Read the gradient of a micro-batch that does not complete the step, with `observes_backward=False`.
+
+        Args:
+            gradients: of this rank alone, not averaged, by parameter.
+            weight: by which the loss of the micro-batch was multiplied.
+        """
+        self._estimator.statistics.read_micro_gradient(gradients, weight)
+
+    def measure(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
+        """Measure a step, with `observes_backward=False`. A collective call.
+
+        `.grad` is the sum over the micro-batches of the gradient averaged over ranks. May be called again if
+        another backward pass changes it.
+
+        Args:
+            gradients: of the last micro-batch, of this rank alone, by parameter.
+            weight: by which its loss was multiplied.
+        """
+        self._estimator.discard_measurement()
+        self._estimator.statistics.measure(gradients, weight)
+
+    def discard_measurement(self) -> None:
+        """Discard what `measure` has measured, because the gradients of this micro-batch were deleted."""
+        self._estimator.discard_measurement()
+
+    def sum_gradients_again(self) -> None:
+        """Undo `scale_grad_by_num_grads_to_accum` of this step, before another backward pass."""
+        if self._estimator.gradients_are_divided:
+            divide_in_place(self._gradients(), 1.0 / self._estimator.statistics.divisor)
+            self._estimator.gradients_are_divided = False
+
+    # -- micro-batches of unequal weight ------------------------------------------------------------------
+
+    def weigh_pass(self, weight: float) -> None:
+        """Set by what the loss of the present backward pass is multiplied, before its gradients arrive.
+
+        Only where gradients are read on arrival: in a loop that accumulates, or with a
+        `DistributedDataParallel` whose gradients are views of its buckets.
+        """
+        self._estimator.statistics.reader.weigh_pass(weight)
+
+    def weigh_step(self, weights: StepWeights) -> None:
+        """Set the weights of this step, after its last backward pass.
+
+        With weights w_i and gradients g_i of n micro-batches on K replicas, the gradient of the step is
+        G = sum(w_i g_i) / sum(w_i). If the noise of g_i is in inverse proportion to w_i, the formulas of
+        `docs/adascale.md` hold with M = |G|^2 and L = sum(w_i |g_i|^2) / sum(w_i).
+
+        """
+        self._estimator.statistics.weigh_step(weights)
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def exchange_statistics(self) -> None:
+        """Exchange what this step has measured, and wait for it; `step` does so itself.
+
+        A collective call. On a GPU, only what is launched later waits. A loop that has to know whether the
+        exchange has succeeded before anything is changed calls this, and then waits for the GPU.
+        """
+        self._estimator.statistics.exchange()
+
+    def discard_step(self) -> None:
+        """Discard what this step has measured so far, because its gradients were deleted."""
+        self._estimator.discard_step()
+
+    @property
+    def awaits_comparison(self) -> bool:
+        """Whether the state contains the gradient of the last step, which the next step no longer needs.
+
+        Only with one replica and no accumulation. After the next step the state is smaller.
+        """
+        return self._estimator.statistics.awaits_comparison
+
+    def discard_comparison(self) -> None:
+        """Delete the gradient of the last step, because the next step is not made by one replica alone."""
+        self._estimator.statistics.discard_comparison()
