@@ -87,7 +87,7 @@ def measure(width: int, rounds: int, folder: Path, device_type: str) -> dict[str
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     trainer.program_reentry(model, optimizer)
-    saved_at_boundary = trainer._training.batches._saving.save  # type: ignore[union-attr]
+    saved_at_boundary = trainer._training.batches.saving.save  # type: ignore[union-attr]
     stalls: dict[str, list[float]] = {"ours": [], "async": [], "copy": []}
     if device.type == "cuda":
         stalls["beside"] = []
@@ -118,7 +118,7 @@ def measure(width: int, rounds: int, folder: Path, device_type: str) -> dict[str
         stalls["copy"].append(end_of_launched(device) - begin)
 
     timer = StallTimer()
-    trainer._training.batches._saving.save = save  # type: ignore[union-attr, method-assign]
+    trainer._training.batches.saving.save = save  # type: ignore[union-attr, method-assign]
     data = torch.randn(4 * BATCH * (rounds + 2), width)
     for x in trainer.dataloader(data):
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ call for it.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.loop.finish_request import FinishRequest
@@ -94,6 +94,7 @@ class Agreement:
             self.is_unsaved = unsaved_sum > 0
 
 
+@dataclass(eq=False)
 class StepAgreement:
     """What this replica requests, and what all replicas have agreed on.
 
@@ -110,27 +111,16 @@ class StepAgreement:
         steps_are_slow: whether steps take so long that requests are exchanged in each.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizers,
-        group: ReplicaGroup,
-        planner: BatchPlanner,
-        checkpointing: Checkpointing,
-        comparison: WeightComparison,
-        finish_request: FinishRequest,
-        shutdown_request: ShutdownRequest,
-        membership: Membership | None,
-    ) -> None:
-        self._optimizer = optimizer
-        self._group = group
-        self._planner = planner
-        self._checkpointing = checkpointing
-        self._comparison = comparison
-        self._finish_request = finish_request
-        self._shutdown_request = shutdown_request
-        self._membership = membership
-        self.agreed = Agreement()
-        self.steps_are_slow = True
+    optimizer: Optimizers
+    group: ReplicaGroup
+    planner: BatchPlanner
+    checkpointing: Checkpointing
+    comparison: WeightComparison
+    finish_request: FinishRequest
+    shutdown_request: ShutdownRequest
+    membership: Membership | None
+    agreed: Agreement = field(default_factory=Agreement, init=False)
+    steps_are_slow: bool = field(default=True, init=False)
 
     def begin_generation(self) -> None:
         """Begin with other replicas, which have agreed on nothing yet."""
@@ -142,7 +132,7 @@ class StepAgreement:
 
     def withdraw(self) -> None:
         """Replace requests that are fulfilled, so that the next all-reduce does not sum them again."""
-        self._optimizer.flags = self.flags()
+        self.optimizer.flags = self.flags()
 
     def exchange(self, flags: tuple[float, ...]) -> None:
         """Agree after a step. A collective call if steps are slow, and the step had no all-reduce.
@@ -153,30 +143,30 @@ class StepAgreement:
         Raises:
             PeersLostError: members are lost.
         """
-        sums = self._optimizer.flags_sum
+        sums = self.optimizer.flags_sum
         if sums is None and self.agreed.agree_each_step:
             # AdaScale does not measure every step, and the next measured one may be a minute away.
-            sums = self._group.sum(flags)
-        self.agreed.update(sums, self._group.replicas)
+            sums = self.group.sum(flags)
+        self.agreed.update(sums, self.group.replicas)
         if sums is not None:
-            self._checkpointing.is_unsaved = self.agreed.is_unsaved
+            self.checkpointing.is_unsaved = self.agreed.is_unsaved
 
     def _requests(self) -> Requests:
         """Return what this replica requests. Some requests are made by rank 0 only."""
-        signaled, membership = self._shutdown_request.is_made, self._membership
+        signaled, membership = self.shutdown_request.is_made, self.membership
         if signaled and membership is not None:
             membership.report_terminated()
-        finish = self._finish_request.reason is not None
+        finish = self.finish_request.reason is not None
         change = membership is not None and membership.change_is_pending
-        if not self._group.is_main:
+        if not self.group.is_main:
             return Requests(exit=signaled, finish=finish, change=change)
         return Requests(
             exit=signaled,
             change=change,
-            save=self._checkpointing.is_due,
-            replan=self._planner.is_due,
+            save=self.checkpointing.is_due,
+            replan=self.planner.is_due,
             agree_each_step=self.steps_are_slow,
             finish=finish,
-            compare_weights=self._comparison.is_due,
-            is_unsaved=self._checkpointing.last_is_unsaved,
+            compare_weights=self.comparison.is_due,
+            is_unsaved=self.checkpointing.last_is_unsaved,
         )

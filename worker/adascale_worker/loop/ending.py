@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NoReturn
 
 from adascale_core.errors import AdaScaleError
@@ -29,6 +30,7 @@ from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.saving import StateSaving
 
 
+@dataclass(eq=False, kw_only=True)
 class Ending:
     """Ends loops of the program, its training and its process.
 
@@ -47,42 +49,22 @@ class Ending:
         shutdown_request: whether this replica was requested to save and exit.
     """
 
-    def __init__(
-        self,
-        *,
-        job: Job,
-        group: ReplicaGroup,
-        channel: AgentChannel | None,
-        generations: Generations,
-        steps: StepStrategy,
-        loop: ProgramLoop,
-        departures: LoopDepartures,
-        evaluations: EvaluationSequence,
-        finish_request: FinishRequest,
-        comparison: WeightComparison,
-        saving: StateSaving,
-        checkpointing: Checkpointing,
-        progress: TrainingProgress,
-        planner: BatchPlanner,
-        telemetry: Telemetry,
-        shutdown_request: ShutdownRequest,
-    ) -> None:
-        self._job = job
-        self._group = group
-        self._channel = channel
-        self._generations = generations
-        self._steps = steps
-        self._loop = loop
-        self._departures = departures
-        self._evaluations = evaluations
-        self._finish_request = finish_request
-        self._comparison = comparison
-        self._saving = saving
-        self._checkpointing = checkpointing
-        self._progress = progress
-        self._planner = planner
-        self._telemetry = telemetry
-        self._shutdown_request = shutdown_request
+    job: Job
+    group: ReplicaGroup
+    channel: AgentChannel | None
+    generations: Generations
+    steps: StepStrategy
+    loop: ProgramLoop
+    departures: LoopDepartures
+    evaluations: EvaluationSequence
+    finish_request: FinishRequest
+    comparison: WeightComparison
+    saving: StateSaving
+    checkpointing: Checkpointing
+    progress: TrainingProgress
+    planner: BatchPlanner
+    telemetry: Telemetry
+    shutdown_request: ShutdownRequest
 
     # -- a loop -------------------------------------------------------------------------------------------
 
@@ -93,25 +75,25 @@ class Ending:
             early: whether it has left it before its end.
             by_program: whether the loop itself has ended, by `break` or an error.
         """
-        self._steps.leave()
-        if self._loop.goes_on:
-            self._departures.leave(
-                self._loop.epoch,
-                self._progress.step,
+        self.steps.leave()
+        if self.loop.goes_on:
+            self.departures.leave(
+                self.loop.epoch,
+                self.progress.step,
                 calling_line(),
                 early=early,
-                expected=self._finish_request.reason is not None or self._job.finished,
+                expected=self.finish_request.reason is not None or self.job.finished,
             )
-        self._loop.leave(by_program=by_program)
+        self.loop.leave(by_program=by_program)
 
     @property
     def current_epoch(self) -> int:
         """The number of the epoch that the program is in or begins next, from 0."""
-        return self._progress.epoch - self._loop.epochs_behind
+        return self.progress.epoch - self.loop.epochs_behind
 
     def is_in_epoch(self, epoch: int) -> bool:
         """Whether the program has not ended `epoch` yet."""
-        return epoch in (self.current_epoch, self._loop.overtaken_epoch)
+        return epoch in (self.current_epoch, self.loop.overtaken_epoch)
 
     # -- training -----------------------------------------------------------------------------------------
 
@@ -122,14 +104,14 @@ class Ending:
             CheckpointError: the end of training cannot be saved.
             NonFiniteWeightsError: weights are not finite.
         """
-        self._steps.leave()
-        if not self._job.finished:
-            if self._group.replicas == 1:
-                self._progress.finish_reason = reason
+        self.steps.leave()
+        if not self.job.finished:
+            if self.group.replicas == 1:
+                self.progress.finish_reason = reason
                 self.save_final()
             else:
-                self._finish_request.make(reason)
-        self._steps.mark_finish()
+                self.finish_request.make(reason)
+        self.steps.mark_finish()
 
     def finish_together(self) -> None:
         """Finish training, which the replicas have agreed on. A collective call.
@@ -137,7 +119,7 @@ class Ending:
         Raises:
             CheckpointError: the end of training cannot be saved.
         """
-        self._finish_request.agree()
+        self.finish_request.agree()
         self.save_final()
 
     def end_restored_training(self) -> None:
@@ -145,10 +127,10 @@ class Ending:
 
         Members that were saving it when a replica was lost do so again, with the replica that replaces it.
         """
-        if not self._checkpointing.has_final:
+        if not self.checkpointing.has_final:
             self.save_final()
-        elif self._channel is not None:
-            self._channel.send(TrainingSaved())
+        elif self.channel is not None:
+            self.channel.send(TrainingSaved())
 
     def save_final(self) -> None:
         """Save the end of training, once. If members are lost meanwhile, the others save it.
@@ -156,22 +138,22 @@ class Ending:
         Raises:
             CheckpointError: it cannot be saved.
         """
-        if self._checkpointing.has_final:
+        if self.checkpointing.has_final:
             return
-        self._generations.report()
+        self.generations.report()
         while True:
             try:
-                self._comparison.compare(self._progress.step, self._steps.passes_per_batch)
-                self._saving.save(final=True)
+                self.comparison.compare(self.progress.step, self.steps.passes_per_batch)
+                self.saving.save(final=True)
                 break
             except PeersLostError:
-                self._generations.recover()
-        self._loop.overtaken_epoch = None
-        if self._channel is not None:
-            self._channel.send(TrainingSaved())
-        if self._group.generation == 0:
+                self.generations.recover()
+        self.loop.overtaken_epoch = None
+        if self.channel is not None:
+            self.channel.send(TrainingSaved())
+        if self.group.generation == 0:
             # The rest of the program, for example an evaluation, has no step at which it could exit.
-            self._shutdown_request.uninstall()
+            self.shutdown_request.uninstall()
 
     # -- the process --------------------------------------------------------------------------------------
 
@@ -181,23 +163,23 @@ class Ending:
         Args:
             left_epoch: the epoch of a loop over `trainer.epochs` that the program has left before its end.
         """
-        self._telemetry.report_last(self._planner.plan, self._progress, self._steps.optimizer)
-        if self._steps.counter.has_stepped and not self._checkpointing.has_final:
+        self.telemetry.report_last(self.planner.plan, self.progress, self.steps.optimizer)
+        if self.steps.counter.has_stepped and not self.checkpointing.has_final:
             try:
-                self._saving.require_finite_weights()
+                self.saving.require_finite_weights()
             except NonFiniteWeightsError as error:
                 return error
         try:
             self._end_left_epoch(left_epoch)
         except AdaScaleError as error:
             return error
-        unfinished = self._job.unfinished
-        self._evaluations.announce_passed([math.inf])
-        if self._finish_request.reason is not None and not self._job.finished:
-            return self._finish_request.end_alone()
+        unfinished = self.job.unfinished
+        self.evaluations.announce_passed([math.inf])
+        if self.finish_request.reason is not None and not self.job.finished:
+            return self.finish_request.end_alone()
         try:
             self.leave_loop(early=True)
-            self._departures.wait(lambda: self._shutdown_request.is_made)
+            self.departures.wait(lambda: self.shutdown_request.is_made)
         except ReplicationError as error:
             return error
         if unfinished is None:
@@ -209,31 +191,31 @@ class Ending:
 
     def _end_left_epoch(self, epoch: int | None) -> None:
         """End the last epoch of a program that has left it, and save the end of training if it is reached."""
-        if epoch is None or not self.is_in_epoch(epoch) or self._checkpointing.has_final:
+        if epoch is None or not self.is_in_epoch(epoch) or self.checkpointing.has_final:
             return
-        if epoch != self._loop.overtaken_epoch:
-            self._progress.epoch += 1
-        if self._job.finished:
+        if epoch != self.loop.overtaken_epoch:
+            self.progress.epoch += 1
+        if self.job.finished:
             self.leave_loop(early=True)
-            self._departures.wait()
+            self.departures.wait()
             self.save_final()
 
     def save_and_exit(self) -> NoReturn:
         """Save, and end the program so that it can be started again. Without an agent."""
-        self._generations.report()
+        self.generations.report()
         saved = True
         try:
-            self._saving.save(durable=True)
+            self.saving.save(durable=True)
         except NonFiniteWeightsError as error:
             saved = False
-            if self._group.is_main:
+            if self.group.is_main:
                 print(f"adascale: {error}", flush=True)
-        received = self._shutdown_request.received
+        received = self.shutdown_request.received
         if received is None:
-            self._generations.exit(EXIT_REENTRY)
-        if saved and self._group.is_main:
+            self.generations.exit(EXIT_REENTRY)
+        if saved and self.group.is_main:
             print(
-                f"adascale: saved a checkpoint at step {self._progress.step}; run the same command to resume",
+                f"adascale: saved a checkpoint at step {self.progress.step}; run the same command to resume",
                 flush=True,
             )
-        self._generations.exit(128 + received)
+        self.generations.exit(128 + received)

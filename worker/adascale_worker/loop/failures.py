@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from dataclasses import dataclass
 from types import TracebackType
 
 from adascale_core.messages.channel import Stalled
@@ -16,12 +17,12 @@ from adascale_worker.loop.step_watchdog import Stall
 from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.program import ProgramState
 from adascale_worker.state.saving import StateSaving
 
 
+@dataclass(eq=False)
 class Failures:
     """Ends a program that fails, and explains steps that do not end. See `process.exit.FailingTraining`.
 
@@ -37,35 +38,21 @@ class Failures:
         progress: of training.
     """
 
-    def __init__(
-        self,
-        channel: AgentChannel | None,
-        group: ReplicaGroup,
-        program: ProgramState,
-        loop: ProgramLoop,
-        steps: StepStrategy,
-        departures: LoopDepartures,
-        evaluations: EvaluationSequence,
-        shortage: MemoryShortage,
-        saving: StateSaving,
-        progress: TrainingProgress,
-    ) -> None:
-        self._channel = channel
-        self._group = group
-        self._model = program.model
-        self._trained: TrainedParameters = program.trained
-        self._loop = loop
-        self._steps = steps
-        self._departures = departures
-        self._evaluations = evaluations
-        self._shortage = shortage
-        self._saving = saving
-        self._progress = progress
+    channel: AgentChannel | None
+    group: ReplicaGroup
+    program: ProgramState
+    loop: ProgramLoop
+    steps: StepStrategy
+    departures: LoopDepartures
+    evaluations: EvaluationSequence
+    shortage: MemoryShortage
+    saving: StateSaving
+    progress: TrainingProgress
 
     @property
     def is_restarted(self) -> bool:
         """Whether an agent starts the program again."""
-        return self._channel is not None
+        return self.channel is not None
 
     @property
     def knows_peers(self) -> bool:
@@ -73,11 +60,11 @@ class Failures:
 
         An NCCL error before the first step can mean a wrong configuration.
         """
-        return self._steps.counter.has_stepped or self._steps.models.device.type == "cpu"
+        return self.steps.counter.has_stepped or self.steps.models.device.type == "cpu"
 
     def announce_failure(self) -> None:
         """Announce that an error of the program ends this replica, and so its loop."""
-        self._departures.fail()
+        self.departures.fail()
 
     def leave_short_of_memory(self, error: BaseException, trace: TracebackType | None) -> bool:
         """Prepare the end of the process after an error of the program that the lack of memory has caused.
@@ -88,39 +75,39 @@ class Failures:
         Returns:
             whether it has, so that the process can end.
         """
-        if self._channel is None or not isinstance(error, Exception) or not self._is_training():
+        if self.channel is None or not isinstance(error, Exception) or not self._is_training():
             return False
-        if not self._steps.failure.lacks_memory and self._shortage.limit_after(error) is None:
+        if not self.steps.failure.lacks_memory and self.shortage.limit_after(error) is None:
             return False
-        self._group.fail()  # The others need not wait until this process has ended.
-        if self._group.is_main:
+        self.group.fail()  # The others need not wait until this process has ended.
+        if self.group.is_main:
             traceback.clear_frames(trace)
             release_memory()
             try:
-                self._steps.discard()
-                self._saving.save_alone()
+                self.steps.discard()
+                self.saving.save_alone()
             except (RuntimeError, MemoryError) as failure:
                 print(f"adascale: the state was not saved: {failure}", file=sys.stderr)
         return True
 
     def _is_training(self) -> bool:
         """Whether the program makes steps, in the trainer's loop, which an error has ended, or in its own."""
-        return self._loop.place is Place.LEFT or (self._loop.number == 0 and self._model.training)
+        return self.loop.place is Place.LEFT or (self.loop.number == 0 and self.program.model.training)
 
     # -- called by the watchdog, in its thread ------------------------------------------------------------
 
     def explain_stall(self) -> str | None:
         """Return an error message if the present step cannot end because others have left their loop."""
-        if self._loop.is_evaluating or self._group.has_failed:
+        if self.loop.is_evaluating or self.group.has_failed:
             return None
-        step = self._progress.step
-        failure = self._trained.find_failure(step)
-        if failure is not None or not self._loop.has_batch:
+        step = self.progress.step
+        failure = self.program.trained.find_failure(step)
+        if failure is not None or not self.loop.has_batch:
             return failure
-        self._evaluations.announce_training(is_waiting=True)
-        return self._departures.find_failure(step)
+        self.evaluations.announce_training(is_waiting=True)
+        return self.departures.find_failure(step)
 
     def report_stall(self, stall: Stall | None) -> None:
         """Report to the agent that no step ends, or that a step has ended."""
-        if self._channel is not None:
-            self._channel.send(Stalled("" if stall is None else str(stall)))
+        if self.channel is not None:
+            self.channel.send(Stalled("" if stall is None else str(stall)))

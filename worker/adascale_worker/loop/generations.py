@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from adascale_core.errors import AdaScaleError
@@ -39,6 +40,7 @@ from adascale_worker.state.saving import StateSaving
 from adascale_worker.state.training import TrainingState
 
 
+@dataclass(eq=False, kw_only=True)
 class Generations:
     """Enters and leaves generations. See `membership.generations.Joining`.
 
@@ -61,53 +63,28 @@ class Generations:
         fast_exit: ends the process.
     """
 
-    def __init__(
-        self,
-        *,
-        job: Job,
-        group: ReplicaGroup,
-        membership: Membership | None,
-        channel: AgentChannel | None,
-        steps: StepStrategy,
-        loop: ProgramLoop,
-        departures: LoopDepartures,
-        evaluations: EvaluationSequence,
-        program: ProgramState,
-        progress: TrainingProgress,
-        planner: BatchPlanner,
-        feed: DataFeed,
-        telemetry: Telemetry,
-        checkpointing: Checkpointing,
-        state: TrainingState,
-        held: HeldState,
-        exchange: StateExchange,
-        saving: StateSaving,
-        shortage: MemoryShortage,
-        shutdown_request: ShutdownRequest,
-        fast_exit: FastExit,
-    ) -> None:
-        self._job = job
-        self._group = group
-        self._membership = membership
-        self._channel = channel
-        self._steps = steps
-        self._loop = loop
-        self._departures = departures
-        self._evaluations = evaluations
-        self._program = program
-        self._progress = progress
-        self._planner = planner
-        self._feed = feed
-        self._telemetry = telemetry
-        self._checkpointing = checkpointing
-        self._state = state
-        self._held = held
-        self._exchange = exchange
-        self._saving = saving
-        self._shortage = shortage
-        self._shutdown_request = shutdown_request
-        self._fast_exit = fast_exit
-        self._assignment: Assignment | None = None
+    job: Job
+    group: ReplicaGroup
+    membership: Membership | None
+    channel: AgentChannel | None
+    steps: StepStrategy
+    loop: ProgramLoop
+    departures: LoopDepartures
+    evaluations: EvaluationSequence
+    program: ProgramState
+    progress: TrainingProgress
+    planner: BatchPlanner
+    feed: DataFeed
+    telemetry: Telemetry
+    checkpointing: Checkpointing
+    state: TrainingState
+    held: HeldState
+    exchange: StateExchange
+    saving: StateSaving
+    shortage: MemoryShortage
+    shutdown_request: ShutdownRequest
+    fast_exit: FastExit
+    _assignment: Assignment | None = field(default=None, init=False)
 
     # -- the first generation -----------------------------------------------------------------------------
 
@@ -117,29 +94,29 @@ class Generations:
         Raises:
             CheckpointError: no intact checkpoint is left, or it was saved by another program.
         """
-        self._held.was_restored = self._load()
+        self.held.was_restored = self._load()
         self._begin()
 
     def prepare_to_receive(self) -> None:
         """Prepare memory for the state of the other replicas and for gradients, before they wait."""
-        if self._steps.models.device.type == "cpu":
-            self._exchange.prepare()
-            self._steps.models.prepare()
+        if self.steps.models.device.type == "cpu":
+            self.exchange.prepare()
+            self.steps.models.prepare()
 
     # -- entering -----------------------------------------------------------------------------------------
 
     def enter(self) -> None:
         """Enter the newest generation of this trainer, and get the state of its members."""
-        assert self._membership is not None
+        assert self.membership is not None
         try:
-            self._membership.join(self)
+            self.membership.join(self)
         except LeaveError:
             self.exit(EXIT_REENTRY)
 
     def release_group(self) -> None:
         """Release the process group of the present generation."""
-        self._steps.models.disconnect()
-        self._group.destroy()
+        self.steps.models.disconnect()
+        self.group.destroy()
 
     def synchronize(self, assignment: Assignment, formation: Formation) -> None:
         """Give all members of a generation whose group is formed the same state.
@@ -148,68 +125,68 @@ class Generations:
             CheckpointError: no intact checkpoint is left, or it was saved by another program.
             PeersLostError: members are lost.
         """
-        group, steps, trained = self._group, self._steps, self._program.trained
+        group, steps, trained = self.group, self.steps, self.program.trained
         self._assignment = assignment
         self._adopt_settings(assignment)
         if group.replicas > 1:
-            check_optimizer_parameters(self._program.model, steps.optimizer, group.replicas)
+            check_optimizer_parameters(self.program.model, steps.optimizer, group.replicas)
             # Before more memory is mapped for the exchange of gradients.
             steps.optimizer.discard_comparison()
         steps.connect()
         if formation.sources:
             self._transfer(formation.sources)
             if formation.states[group.rank] is None:
-                self._held.was_restored = True
+                self.held.was_restored = True
         else:
-            self._held.was_restored = self._load()
-        self._held.generation = assignment.generation
-        self._exchange.end()
+            self.held.was_restored = self._load()
+        self.held.generation = assignment.generation
+        self.exchange.end()
         # What a member decides between two steps does not change the number of its state.
-        rows = group.gather([self._progress.finish_reason, trained.encoded()])
-        self._progress.finish_reason = next((reason for reason, _ in rows if reason is not None), None)
+        rows = group.gather([self.progress.finish_reason, trained.encoded()])
+        self.progress.finish_reason = next((reason for reason, _ in rows if reason is not None), None)
         trained.begin_generation(rows[formation.sources[0] if formation.sources else 0][1])
         steps.use_trained()
-        self._checkpointing.begin_generation()
+        self.checkpointing.begin_generation()
         steps.counter.agreement.begin_generation()
         steps.begin_generation()
         self._announce_place()
         self._begin()
-        if self._loop.number:
+        if self.loop.number:
             # Batches of the new plan come from the trainer, so the program uses their size.
-            self._planner.acknowledge()
+            self.planner.acknowledge()
         steps.counter.agreement.withdraw()
 
     def _adopt_settings(self, assignment: Assignment) -> None:
-        self._job.adopt(assignment.env)
-        settings = self._job.settings
-        self._planner.bounds = settings.bounds
-        self._feed.change_bounds(settings.bounds)
-        self._checkpointing.interval = settings.checkpoint_interval
+        self.job.adopt(assignment.env)
+        settings = self.job.settings
+        self.planner.bounds = settings.bounds
+        self.feed.change_bounds(settings.bounds)
+        self.checkpointing.interval = settings.checkpoint_interval
 
     def _announce_place(self) -> None:
         """Announce where the program is, also if the state that was copied is in a later epoch."""
-        loop, epoch = self._loop, self._progress.epoch
+        loop, epoch = self.loop, self.progress.epoch
         if loop.number and epoch > loop.epoch:
             loop.overtaken_epoch = loop.epoch
-            loop.overtaken_states = deepcopy(self._program.registered_states())
+            loop.overtaken_states = deepcopy(self.program.registered_states())
         if loop.goes_on and loop.overtaken_epoch is None:
-            self._evaluations.announce_training()
+            self.evaluations.announce_training()
         if loop.goes_on or (loop.number and epoch <= loop.epoch):
-            self._departures.begin_generation(loop.epoch, inside=loop.goes_on)
+            self.departures.begin_generation(loop.epoch, inside=loop.goes_on)
         else:
-            self._departures.begin_generation(epoch, inside=True)
+            self.departures.begin_generation(epoch, inside=True)
 
     def _begin(self) -> None:
         """Use the restored state, or the initial state, with the present replicas. A collective call."""
-        bounds = self._job.settings.bounds
-        self._planner.adapt(bounds, self._steps.optimizer, self._telemetry.step_timer)
+        bounds = self.job.settings.bounds
+        self.planner.adapt(bounds, self.steps.optimizer, self.telemetry.step_timer)
         self.use_plan()
-        self._loop.step_at_begin = self._progress.step
-        self._telemetry.begin_generation(bounds)
+        self.loop.step_at_begin = self.progress.step
+        self.telemetry.begin_generation(bounds)
 
     def use_plan(self) -> None:
         """Use the planner's batch plan from the next step on."""
-        self._steps.use_plan(self._planner.plan, self._planner.scale)
+        self.steps.use_plan(self.planner.plan, self.planner.scale)
 
     # -- the state ----------------------------------------------------------------------------------------
 
@@ -222,24 +199,24 @@ class Generations:
             CheckpointError: no intact checkpoint is left, or it was saved by another program.
             PeersLostError: members are lost, or this generation could not replace the checkpoint.
         """
-        group, checkpointing, trained = self._group, self._checkpointing, self._program.trained
+        group, checkpointing, trained = self.group, self.checkpointing, self.program.trained
         failure: tuple[str, str] | None = None
         state = None
         if group.is_main:
-            self._exchange.release_memory()
+            self.exchange.release_memory()
             try:
                 # In the first generation the storage's address may be wrong, so an error is raised at once.
                 state = checkpointing.load(wait=group.generation > 1)
                 self._require_later_generation()
                 if state is not None:
-                    self._state.load_state_dict(state)
-                    self._feed.begin_from_checkpoint()
+                    self.state.load_state_dict(state)
+                    self.feed.begin_from_checkpoint()
                 else:
-                    self._exchange.keep_initial_weights()
+                    self.exchange.keep_initial_weights()
             except AdaScaleError as error:
                 failure = kind_of_error(error), str(error)
         # More steps may be required now than when the end of training was saved.
-        is_final = state is not None and checkpointing.has_restored_final and self._job.finished
+        is_final = state is not None and checkpointing.has_restored_final and self.job.finished
         is_restored, is_final, failure = group.broadcast((state is not None, is_final, failure))
         if failure is not None:
             raise error_of_kind(*failure)
@@ -250,9 +227,9 @@ class Generations:
         if group.replicas > 1:
             self._transfer([0])
         if not is_restored:
-            self._planner.begin(self._job.settings.bounds)
+            self.planner.begin(self.job.settings.bounds)
         trained.begin_generation(trained.encoded())
-        self._steps.use_trained()
+        self.steps.use_trained()
         return bool(is_restored)
 
     def _require_later_generation(self) -> None:
@@ -263,16 +240,16 @@ class Generations:
         Raises:
             PeersLostError: the service has to begin a later generation.
         """
-        later = self._checkpointing.later_generation(self._state.info())
-        if later is None or self._channel is None:
+        later = self.checkpointing.later_generation(self.state.info())
+        if later is None or self.channel is None:
             return
         print(
             f"adascale: the last checkpoint is of generation {later}, and this is generation "
-            f"{self._group.generation}: the job was continued elsewhere. It continues here in a later "
+            f"{self.group.generation}: the job was continued elsewhere. It continues here in a later "
             "generation",
             flush=True,
         )
-        self._channel.send(SavedElsewhere(later))
+        self.channel.send(SavedElsewhere(later))
         raise PeersLostError
 
     def _transfer(self, sources: Sequence[int]) -> None:
@@ -280,49 +257,49 @@ class Generations:
         nodes = (
             [member.node or member.address for member in self._assignment.members]
             if self._assignment is not None
-            else [""] * self._group.replicas
+            else [""] * self.group.replicas
         )
-        if self._exchange.copy(sources, nodes):
-            self._loop.delivered = self._progress.consumed
+        if self.exchange.copy(sources, nodes):
+            self.loop.delivered = self.progress.consumed
 
     # -- changes ------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
         """Discard the step in which members were lost, and enter another generation."""
-        self._steps.discard()
-        if self._steps.failure.lacks_memory:
+        self.steps.discard()
+        if self.steps.failure.lacks_memory:
             release_memory()
         self.enter()
 
     def retry_in_smaller_batches(self) -> None:
         """Deliver the samples of a step that lacked memory again, in smaller batches. Without an agent."""
-        self._job.limit_local_bsz(self._shortage.take_limit())
-        self._steps.discard()
-        self._steps.failure.clear()
+        self.job.limit_local_bsz(self.shortage.take_limit())
+        self.steps.discard()
+        self.steps.failure.clear()
         release_memory()
         self._begin()
-        self._planner.acknowledge()
+        self.planner.acknowledge()
 
     def change(self) -> None:
         """Do what the members have agreed on: terminated members leave, or all enter a newer generation."""
-        membership, group, assignment = self._membership, self._group, self._assignment
+        membership, group, assignment = self.membership, self.group, self._assignment
         assert membership is not None
         assert assignment is not None
-        is_terminated = self._shutdown_request.is_made
+        is_terminated = self.shutdown_request.is_made
         rows = group.gather_integers([is_terminated, membership.newest_generation])
         leaving = {rank for rank, row in enumerate(rows) if row[0]}
         if leaving:
             self.report()
             if len(leaving) == group.replicas:
                 # Else the others keep the state.
-                self._saving.save_if_possible()
+                self.saving.save_if_possible()
             if is_terminated:
                 self._leave(membership)
             membership.leave_without({assignment.members[rank].replica for rank in leaving})
         else:
             membership.wait_for_generation(max(row[1] for row in rows))
             if all(row[0] for row in group.gather_integers([membership.is_released])):
-                self._saving.save_if_possible()
+                self.saving.save_if_possible()
             if membership.is_released:
                 self.report()
                 self._leave(membership)
@@ -330,7 +307,7 @@ class Generations:
 
     def report(self) -> None:
         """Report the present step to the metrics service."""
-        self._telemetry.report(self._planner.plan, self._progress, self._steps.optimizer)
+        self.telemetry.report(self.planner.plan, self.progress, self.steps.optimizer)
 
     # -- leaving ------------------------------------------------------------------------------------------
 
@@ -340,11 +317,11 @@ class Generations:
 
     def exit(self, code: int) -> NoReturn:
         """End the process with an exit code, after the program's own handler for a signal was called."""
-        if self._membership is not None and self._shutdown_request.is_made:
-            self._membership.report_terminated()
-        self._telemetry.close()
+        if self.membership is not None and self.shutdown_request.is_made:
+            self.membership.report_terminated()
+        self.telemetry.close()
         self.release_group()
         # The handler may end the program.
-        self._fast_exit.code = code
-        self._shutdown_request.call_program_handler()
-        self._fast_exit.exit(code)
+        self.fast_exit.code = code
+        self.shutdown_request.call_program_handler()
+        self.fast_exit.exit(code)

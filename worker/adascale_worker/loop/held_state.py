@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from adascale_worker.membership.links import StateNumber
@@ -23,6 +24,7 @@ class Undo(Protocol):
         """Put it back."""
 
 
+@dataclass(eq=False)
 class HeldState:
     """The state of training that this member has. See `membership.generations.MemberState`.
 
@@ -38,36 +40,28 @@ class HeldState:
         was_restored: whether training has continued from a checkpoint, or from the state of other members.
     """
 
-    def __init__(
-        self,
-        progress: TrainingProgress,
-        state: TrainingState,
-        saving: StateSaving,
-        undo: Undo,
-        checkpointing: Checkpointing,
-    ) -> None:
-        self._progress = progress
-        self._state = state
-        self._saving = saving
-        self._undo = undo
-        self._checkpointing = checkpointing
-        self.generation: int | None = None
-        self.was_restored = False
+    progress: TrainingProgress
+    state: TrainingState
+    saving: StateSaving
+    undo: Undo
+    checkpointing: Checkpointing
+    generation: int | None = field(default=None, init=False)
+    was_restored: bool = field(default=False, init=False)
 
     @property
     def number(self) -> StateNumber | None:
         """The number of the state, as it is after an unfinished step is put back; None without a state."""
         if self.generation is None:
             return None
-        if self._undo.state is None:
-            return self.generation, self._progress.step, self._progress.consumed
-        before = self._undo.state["progress"]
+        if self.undo.state is None:
+            return self.generation, self.progress.step, self.progress.consumed
+        before = self.undo.state["progress"]
         return self.generation, before["step"], before["consumed"]
 
     def save_before_leaving(self) -> None:
         """Save the state of a trainer that waits for a generation, and leaves."""
         if self.generation is not None:
-            self._saving.save_alone()
+            self.saving.save_alone()
 
     def save_beside(self) -> bool:
         """Save the state in a thread, while the main thread cannot leave a collective call.
@@ -77,12 +71,12 @@ class HeldState:
         Returns:
             whether it is saved.
         """
-        if self.generation is None or not self._checkpointing.enabled:
+        if self.generation is None or not self.checkpointing.enabled:
             return False
-        before = self._undo.state
+        before = self.undo.state
         if before is None:
-            self._undo.restore()
+            self.undo.restore()
         else:
-            self._progress.load_state_dict(before["progress"])
-            self._state.replaced = before
-        return self._saving.save_alone()
+            self.progress.load_state_dict(before["progress"])
+            self.state.replaced = before
+        return self.saving.save_alone()

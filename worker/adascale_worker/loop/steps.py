@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,6 +38,7 @@ MAX_SKIPPED_STEPS = 100
 """Steps in a row whose gradients are not finite, after which training fails."""
 
 
+@dataclass(eq=False)
 class StepCounter:
     """Counts steps, checks the weights, and lets the replicas agree on what to do after a step.
 
@@ -60,35 +61,21 @@ class StepCounter:
         has_stepped: whether this process has made a step.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizers,
-        loop: ProgramLoop,
-        planner: BatchPlanner,
-        progress: TrainingProgress,
-        telemetry: Telemetry,
-        agreement: StepAgreement,
-        weights: FiniteWeights,
-        comparison: WeightComparison,
-        scaler: UnregisteredScaler,
-        shutdown_request: ShutdownRequest,
-        membership: Membership | None,
-    ) -> None:
-        self._optimizer = optimizer
-        self._loop = loop
-        self._planner = planner
-        self._progress = progress
-        self._telemetry = telemetry
-        self.agreement = agreement
-        self._weights = weights
-        self._comparison = comparison
-        self._scaler = scaler
-        self._shutdown_request = shutdown_request
-        self._membership = membership
-        self.made_step = False
-        self.calls = 0
-        self._skipped_steps = 0
-        self._stepped_at = float("-inf")
+    optimizer: Optimizers
+    loop: ProgramLoop
+    planner: BatchPlanner
+    progress: TrainingProgress
+    telemetry: Telemetry
+    agreement: StepAgreement
+    weights: FiniteWeights
+    comparison: WeightComparison
+    scaler: UnregisteredScaler
+    shutdown_request: ShutdownRequest
+    membership: Membership | None
+    made_step: bool = field(default=False, init=False)
+    calls: int = field(default=0, init=False)
+    _skipped_steps: int = field(default=0, init=False)
+    _stepped_at: float = field(default=float("-inf"), init=False)
 
     @property
     def has_stepped(self) -> bool:
@@ -104,10 +91,10 @@ class StepCounter:
         """
         self.calls += 1
         self.made_step = False
-        self._loop.is_evaluating = False
-        self._shutdown_request.reinstall()
-        self._scaler.check()
-        self._planner.require_acknowledged()
+        self.loop.is_evaluating = False
+        self.shutdown_request.reinstall()
+        self.scaler.check()
+        self.planner.require_acknowledged()
 
     def count(self, flags: tuple[float, ...], passes_per_batch: int) -> None:
         """Count a step that was made, and agree with the other replicas on what to do after it.
@@ -120,10 +107,10 @@ class StepCounter:
             WorkerError: the weights of the replicas differ or are not finite.
         """
         self._skipped_steps = 0
-        self._progress.advance(self._optimizer.gain(), self._loop.delivered)
-        self._telemetry.step(self._planner.plan, self._progress, self._optimizer)
-        if self._membership is not None:
-            self._membership.report_step()
+        self.progress.advance(self.optimizer.gain(), self.loop.delivered)
+        self.telemetry.step(self.planner.plan, self.progress, self.optimizer)
+        if self.membership is not None:
+            self.membership.report_step()
         try:
             self.agreement.exchange(flags)
             now = time.monotonic()
@@ -140,22 +127,22 @@ class StepCounter:
         Raises:
             NonFiniteWeightsError: too many steps in a row are skipped.
         """
-        self._telemetry.step_timer.pause()
+        self.telemetry.step_timer.pause()
         self.made_step = False
         self._skipped_steps += 1
         if self._skipped_steps == MAX_SKIPPED_STEPS:
             raise NonFiniteWeightsError(
                 f"the gradients of {MAX_SKIPPED_STEPS} steps in a row were not finite, and the GradScaler "
-                f"skipped them, after step {self._progress.step}: look for a division by zero or the "
+                f"skipped them, after step {self.progress.step}: look for a division by zero or the "
                 "logarithm of a number that is not positive in the loss, and try a smaller learning rate"
             )
 
     def _check_weights(self, passes_per_batch: int) -> None:
-        step, agreed = self._progress.step, self.agreement.agreed
-        self._weights.check_step(step, gradients_are_finite=self._optimizer.gradients_are_finite)
+        step, agreed = self.progress.step, self.agreement.agreed
+        self.weights.check_step(step, gradients_are_finite=self.optimizer.gradients_are_finite)
         if agreed.compare_weights:
             agreed.compare_weights = False
-            self._comparison.compare(step, passes_per_batch)
+            self.comparison.compare(step, passes_per_batch)
             self.agreement.withdraw()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sized
+from dataclasses import dataclass
 from typing import Any
 
 from adascale_worker.batches.feed import DataFeed
@@ -35,6 +36,7 @@ from adascale_worker.state.program import ProgramState
 from adascale_worker.state.saving import StateSaving
 
 
+@dataclass(eq=False, kw_only=True)
 class TrainingLoop:
     """Delivers batches, and does between two steps and two epochs what the replicas have agreed on.
 
@@ -55,46 +57,23 @@ class TrainingLoop:
         has_agent: whether an agent changes generations.
     """
 
-    def __init__(
-        self,
-        *,
-        job: Job,
-        group: ReplicaGroup,
-        generations: Generations,
-        ending: Ending,
-        steps: StepStrategy,
-        loop: ProgramLoop,
-        departures: LoopDepartures,
-        evaluations: EvaluationSequence,
-        program: ProgramState,
-        progress: TrainingProgress,
-        planner: BatchPlanner,
-        feed: DataFeed,
-        telemetry: Telemetry,
-        saving: StateSaving,
-        checkpointing: Checkpointing,
-        shortage: MemoryShortage,
-        has_agent: bool,
-    ) -> None:
-        self._job = job
-        self._group = group
-        self._generations = generations
-        self._ending = ending
-        self._steps = steps
-        self._agreement = steps.counter.agreement
-        self._loop = loop
-        self._departures = departures
-        self._evaluations = evaluations
-        self._program = program
-        self._rates = program.rates
-        self._progress = progress
-        self._planner = planner
-        self._feed = feed
-        self._telemetry = telemetry
-        self._saving = saving
-        self._checkpointing = checkpointing
-        self._shortage = shortage
-        self._has_agent = has_agent
+    job: Job
+    group: ReplicaGroup
+    generations: Generations
+    ending: Ending
+    steps: StepStrategy
+    loop: ProgramLoop
+    departures: LoopDepartures
+    evaluations: EvaluationSequence
+    program: ProgramState
+    progress: TrainingProgress
+    planner: BatchPlanner
+    feed: DataFeed
+    telemetry: Telemetry
+    saving: StateSaving
+    checkpointing: Checkpointing
+    shortage: MemoryShortage
+    has_agent: bool
 
     # -- batches ------------------------------------------------------------------------------------------
 
@@ -104,8 +83,8 @@ class TrainingLoop:
         Raises:
             WorkerError: all batches of the epoch were delivered, and `end_epoch` was not called.
         """
-        if not self._checkpointing.has_final:
-            self._loop.require_batches(self._progress.epoch)
+        if not self.checkpointing.has_final:
+            self.loop.require_batches(self.progress.epoch)
 
     def batches(self, dataset: Sized, stream: SampleStream, options: dict[str, Any]) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the current epoch.
@@ -118,25 +97,25 @@ class TrainingLoop:
         Raises:
             WorkerError: another epoch was begun before this one ended.
         """
-        planner, progress, loop = self._planner, self._progress, self._loop
-        end = self._feed.progress_at(progress.epoch + 1)
+        planner, progress, loop = self.planner, self.progress, self.loop
+        end = self.feed.progress_at(progress.epoch + 1)
         loaded: Iterator[Any] | None = None
-        place = (self._group.generation, planner.plan)
+        place = (self.group.generation, planner.plan)
         number = self._begin_loop()
         try:
             while self._prepare_batch(number, end):
-                if loaded is None or place != (self._group.generation, planner.plan):
-                    place = (self._group.generation, planner.plan)
-                    loaded = self._feed.micro_batches(
+                if loaded is None or place != (self.group.generation, planner.plan):
+                    place = (self.group.generation, planner.plan)
+                    loaded = self.feed.micro_batches(
                         dataset, stream, progress.consumed, planner.plan, options
                     )
                 batch = next(loaded)
-                loop.deliver(self._group.replicas * planner.plan.local_bsz)
-                self._steps.begin_batch()
+                loop.deliver(self.group.replicas * planner.plan.local_bsz)
+                self.steps.begin_batch()
                 epoch = progress.epoch
                 yield batch
-                self._rates.check(inside_epoch=True)
-                self._rates.begin_batch()
+                self.program.rates.check(inside_epoch=True)
+                self.program.rates.begin_batch()
                 loop.request()
                 if progress.epoch != epoch:
                     raise WorkerError(
@@ -145,27 +124,27 @@ class TrainingLoop:
                     )
         except GeneratorExit:
             if loop.number == number:
-                self._ending.leave_loop(early=True, by_program=True)
+                self.ending.leave_loop(early=True, by_program=True)
             raise
         finally:
             loop.request()
-            self._rates.begin_epoch()
-            self._telemetry.step_timer.pause()
+            self.program.rates.begin_epoch()
+            self.telemetry.step_timer.pause()
 
     def _begin_loop(self) -> int:
         """Begin a loop of the program, and return its number."""
-        self._rates.begin_epoch()
-        self._rates.check(inside_epoch=False)
-        self._steps.end_batch()
-        self._ending.leave_loop(early=True)
-        self._departures.wait()
-        self._evaluations.announce_training()
-        if self._loop.overtaken_states is not None:
-            self._program.load_registered(self._loop.overtaken_states)
-            self._loop.overtaken_states = None
-        number = self._loop.begin(self._progress.epoch, self._progress.consumed)
-        self._steps.begin_loop()
-        self._telemetry.step_timer.pause()
+        self.program.rates.begin_epoch()
+        self.program.rates.check(inside_epoch=False)
+        self.steps.end_batch()
+        self.ending.leave_loop(early=True)
+        self.departures.wait()
+        self.evaluations.announce_training()
+        if self.loop.overtaken_states is not None:
+            self.program.load_registered(self.loop.overtaken_states)
+            self.loop.overtaken_states = None
+        number = self.loop.begin(self.progress.epoch, self.progress.consumed)
+        self.steps.begin_loop()
+        self.telemetry.step_timer.pause()
         return number
 
     def _prepare_batch(self, number: int, end: float) -> bool:
@@ -178,28 +157,28 @@ class TrainingLoop:
         Raises:
             WorkerError: another loop was begun before this one ended.
         """
-        steps, progress = self._steps, self._progress
+        steps, progress = self.steps, self.progress
         while True:
-            self._loop.require_last(number)
+            self.loop.require_last(number)
             steps.end_batch()
             if steps.at_boundary and not steps.failure.is_discarded:
                 # Includes batches for which the program made no step.
-                progress.consumed = self._loop.delivered
+                progress.consumed = self.loop.delivered
             try:
-                if self._shortage.awaits_retry:
-                    self._generations.retry_in_smaller_batches()
-                elif self._group.has_failed:
-                    self._generations.recover()
+                if self.shortage.awaits_retry:
+                    self.generations.retry_in_smaller_batches()
+                elif self.group.has_failed:
+                    self.generations.recover()
                 elif steps.at_boundary:
                     self._at_step_boundary()
-                if self._loop.overtaken_epoch is not None:
-                    self._ending.leave_loop(early=False)
+                if self.loop.overtaken_epoch is not None:
+                    self.ending.leave_loop(early=False)
                     return False
                 if steps.at_boundary:
-                    seed_generators(self._feed.seed, progress.consumed, self._group.rank)
-                    if self._job.finished or progress.progress >= end:
-                        self._loop.end_of_epoch(progress.epoch)
-                        self._ending.leave_loop(early=False)
+                    seed_generators(self.feed.seed, progress.consumed, self.group.rank)
+                    if self.job.finished or progress.progress >= end:
+                        self.loop.end_of_epoch(progress.epoch)
+                        self.ending.leave_loop(early=False)
                         return False
                     steps.begin_step()
             except PeersLostError:
@@ -212,21 +191,21 @@ class TrainingLoop:
         Raises:
             PeersLostError: members are lost.
         """
-        agreed = self._agreement.agreed
-        self._program.trained.record()
-        if agreed.finish and not self._job.finished:
-            self._ending.finish_together()
+        agreed = self.steps.counter.agreement.agreed
+        self.program.trained.record()
+        if agreed.finish and not self.job.finished:
+            self.ending.finish_together()
             return
-        if agreed.exit and not self._has_agent:
-            self._ending.save_and_exit()
+        if agreed.exit and not self.has_agent:
+            self.ending.save_and_exit()
         if agreed.exit or agreed.change:
-            self._generations.change()
+            self.generations.change()
             return
-        if agreed.save and not self._steps.optimizer.awaits_comparison:
+        if agreed.save and not self.steps.optimizer.awaits_comparison:
             agreed.save = False
-            self._saving.save()
-            self._agreement.withdraw()
-            self._telemetry.step_timer.pause()
+            self.saving.save()
+            self.steps.counter.agreement.withdraw()
+            self.telemetry.step_timer.pause()
 
     # -- epochs -------------------------------------------------------------------------------------------
 
@@ -241,19 +220,19 @@ class TrainingLoop:
             ReplicationError: this replica has left its data loop, and another has not.
             CheckpointError: the state at the end of training cannot be saved.
         """
-        loop, progress = self._loop, self._progress
-        self._rates.begin_epoch()
-        self._steps.end_batch()
-        self._ending.leave_loop(early=True)
-        self._steps.end_epoch()
-        self._departures.wait()
+        loop, progress = self.loop, self.progress
+        self.program.rates.begin_epoch()
+        self.steps.end_batch()
+        self.ending.leave_loop(early=True)
+        self.steps.end_epoch()
+        self.departures.wait()
         if epoch == loop.overtaken_epoch:
             # The state is already that of the end of this epoch.
             loop.overtaken_epoch = None
-            if self._job.finished:
-                self._ending.save_final()
+            if self.job.finished:
+                self.ending.save_final()
             return
-        current = self._ending.current_epoch
+        current = self.ending.current_epoch
         if epoch != current:
             raise WorkerError(
                 f"trainer.step({epoch}) was called, but the current epoch is {current}: use `for "
@@ -263,7 +242,7 @@ class TrainingLoop:
         if loop.number == 0:
             self._end_epoch_of_own_batches(epoch)
             return
-        loop.require_loop_in(epoch, progress.step, is_finished=self._job.finished)
+        loop.require_loop_in(epoch, progress.step, is_finished=self.job.finished)
         progress.epoch += 1
         try:
             self._begin_next_epoch()
@@ -279,7 +258,7 @@ class TrainingLoop:
         them. An epoch counts if it has had a step; so all have the same number, also if some have noticed the
         loss in the last step of an epoch, and others in the first step of the next.
         """
-        progress, group, loop = self._progress, self._group, self._loop
+        progress, group, loop = self.progress, self.group, self.loop
         if not group.has_failed or progress.step > loop.step_at_begin:
             progress.epoch += 1
         try:
@@ -287,9 +266,9 @@ class TrainingLoop:
                 raise PeersLostError
             self._begin_next_epoch()
         except PeersLostError:
-            self._generations.recover()
-            if self._job.finished:
-                self._ending.save_final()
+            self.generations.recover()
+            if self.job.finished:
+                self.ending.save_final()
         loop.step_at_begin = progress.step
         loop.epochs_behind = progress.epoch - epoch - 1
 
@@ -299,15 +278,15 @@ class TrainingLoop:
         Raises:
             PeersLostError: members are lost.
         """
-        self._evaluations.announce_passed([self._progress.epoch - 1, math.inf])
-        self._steps.accumulation.restart_step()
-        self._program.trained.record()
-        if self._job.finished:
-            self._ending.save_final()
+        self.evaluations.announce_passed([self.progress.epoch - 1, math.inf])
+        self.steps.accumulation.restart_step()
+        self.program.trained.record()
+        if self.job.finished:
+            self.ending.save_final()
             return
-        if self._agreement.agreed.replan:
-            self._agreement.agreed.replan = False
-            self._planner.replan(self._steps.optimizer, self._telemetry.step_timer)
-            self._generations.use_plan()
-            self._agreement.withdraw()
+        if self.steps.counter.agreement.agreed.replan:
+            self.steps.counter.agreement.agreed.replan = False
+            self.planner.replan(self.steps.optimizer, self.telemetry.step_timer)
+            self.generations.use_plan()
+            self.steps.counter.agreement.withdraw()
         self._at_step_boundary()
