@@ -110,10 +110,10 @@ run() {
     mapfile -t tests < <(grep -rl --include='test_*.py' --exclude=test_benchmarks.py 'mark\.gpu' tests/worker)
     part tests 90 "$python" -m pytest -m "$marker" --numprocesses 8 --dist worksteal --timeout 80 --durations 12 \
         -p no:cacheprovider -p no:benchmark "${tests[@]}"
-    part overhead 85 bash -c "step ${networks[*]} ${sizes[*]} --contenders plain 'plain again' adascale"
-    part rescale 80 bash -c "rescale && rescale"
+    part overhead 85 bash -ec "step ${networks[*]} ${sizes[*]} --contenders plain 'plain again' adascale"
+    part rescale 80 bash -ec "rescale && rescale"
     part elastic 55 "$python" bench/elastic_overhead.py "$elastic" --replicas 1 --device "$device" --blocks 8
-    part counts 45 bash -c "step ${networks[0]} --profile --contenders plain adascale"
+    part counts 45 bash -ec "step ${networks[0]} --profile --contenders plain adascale"
     part checkpoint 25 "$python" bench/checkpoint.py --device "$device" --gigabytes "$gigabytes" --rounds 3 --folder /dev/shm
 }
 

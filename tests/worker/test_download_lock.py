@@ -89,7 +89,11 @@ def test_if_the_process_that_downloads_is_killed_the_next_one_does(processes: Pr
 
 
 def has_open(pid: int, file: Path) -> bool:
-    return any(link.readlink() == file for link in Path(f"/proc/{pid}/fd").iterdir())
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # It was closed since.
+            if link.readlink() == file:
+                return True
+    return False
 
 
 def test_the_trainer_locks_a_folder_and_releases_it_after_an_error(

@@ -139,6 +139,18 @@ def test_the_epoch_of_a_loop_that_an_error_ends_is_not_repeated(make_trainer: Ma
     assert program.epochs(3) == [1, 2]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_epoch_that_is_left_before_its_first_batch_goes_on(make_trainer: MakeTrainer, first: int) -> None:
+    """A program may notice at the beginning of an epoch that training does not improve."""
+    program = Program(make_trainer)
+    for epoch in program.trainer.epochs(3):
+        if epoch == first:
+            break
+        program.train()
+    program.trainer.report_result(accuracy=0.5)
+    assert program.epochs(3) == list(range(first, 3))
+
+
 @pytest.mark.parametrize("use", ["evaluation", "dataloader", "report_result", "finish"])
 def test_the_last_epoch_of_a_loop_that_is_left_by_break_ends_when_the_trainer_is_used(
     make_trainer: MakeTrainer, tmp_path: Path, use: str

@@ -161,6 +161,24 @@ def test_a_trainer_is_killed_with_the_shell_that_has_started_it(
     assert is_gone(trainer.status.pid)
 
 
+@pytest.mark.parametrize(("end", "code"), [("os.kill(os.getpid(), 9)", -9), ("os.kill(os.getpid(), 11)", -9)])
+def test_a_trainer_that_is_killed_was_killed_whatever_the_launcher_exits_with(end: str, code: int) -> None:
+    """torchrun exits with 1 then."""
+    trainer = (
+        "import json, os, socket;"
+        "channel = socket.socket(socket.AF_UNIX);"
+        "channel.connect(os.environ['ADASCALE_AGENT_SOCKET']);"
+        "channel.sendall(json.dumps({'type': 'ready', 'port': 7, 'accelerator': ''}).encode() + b'\\n');"
+        f"channel.makefile().readline(); {end}"
+    )
+    launcher = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {trainer!r}]).returncode != 0)"
+    process = TrainerProcess([sys.executable, "-c", launcher], os.environ, on_change=lambda: None)
+    wait_until(lambda: process.status.port == 7, "the trainer is ready")
+    process.send(Terminate())
+    wait_until(lambda: process.exit_code is not None, "the end")
+    assert process.exit_code == code
+
+
 def test_a_trainer_reports_and_gets_messages_for_its_whole_life() -> None:
     script = (
         "import json, os, socket;"

@@ -105,6 +105,29 @@ def test_a_storage_that_cannot_be_written_is_reported_once(
     assert capfd.readouterr().out.count("with the best score, cannot be saved in") == 1
 
 
+def test_the_draft_of_a_process_that_was_killed_is_not_the_best(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    """The header of a file comes first, so that of a draft can be read."""
+    model = network()
+    trainer, optimizer = begin(make_trainer, tmp_path, model)
+    trainer.keep_best("score", mode="min")
+    train(trainer, model, optimizer)
+    trainer.log(score=1.0)
+    trainer.close()
+    whole = only_best_file(tmp_path)
+    draft = tmp_path / f"{whole.name.replace('best-0', 'best-9')}.0123abcd.draft"
+    draft.write_bytes(whole.read_bytes()[:-8])
+    whole.unlink()
+    with pytest.raises(CheckpointError, match="best"):
+        export(str(tmp_path), tmp_path / "model.safetensors", best=True)
+    again, _ = begin(make_trainer, tmp_path, model)
+    again.keep_best("score", mode="min")
+    again.log(score=1.0)
+    again.close()
+    assert only_best_file(tmp_path).suffix == ".safetensors"
+
+
 def test_keep_best_refuses_what_it_cannot_do(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**FIXED)
     with pytest.raises(WorkerError, match=r"got mode='least': it must be \"min\" or \"max\""):

@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from adascale_core.failures.exit_codes import signal_number
 from adascale_core.messages.channel import AgentMessage, encode, trainer_message
 from adascale_core.names import ENV_AGENT_SOCKET
 from adascale_worker.agent.trainer_socket import TrainerSocket
@@ -109,8 +110,9 @@ class TrainerProcess:
     def exit_code(self) -> int | None:
         """Its exit code, -n for signal n; None until it has exited and its output is read.
 
-        That of a shell may be the code of another command, as in `python train.py | tee log`. Then it is the
-        code that the trainer has reported; without a report it was killed.
+        That of a shell may be the code of another command, as in `python train.py | tee log`, and launchers
+        such as torchrun exit with 1 if the trainer is killed. Then it is the code that the trainer has
+        reported; without a report it was killed.
         """
         if not self._exited:
             return None
@@ -119,7 +121,8 @@ class TrainerProcess:
         if trainer in (None, self.pid):
             return code
         if status.exit_code is None:
-            return code if status.port is None else code or -signal.SIGKILL
+            has_signal = signal_number(code) is not None
+            return code if status.port is None or has_signal else -signal.SIGKILL
         return status.exit_code or code
 
     @property

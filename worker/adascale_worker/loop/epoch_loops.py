@@ -21,16 +21,24 @@ class EpochLoops:
         ending: knows which epoch the program is in.
         is_finished: returns whether training has ended.
         end_epoch: ends an epoch, as `trainer.step` does.
+        has_begun: whether an epoch has had a loop over batches, or steps.
     """
 
     def __init__(
-        self, ending: Ending, is_finished: Callable[[], bool], end_epoch: Callable[[int], None]
+        self,
+        ending: Ending,
+        is_finished: Callable[[], bool],
+        end_epoch: Callable[[int], None],
+        has_begun: Callable[[int], bool],
     ) -> None:
         self._ending = ending
         self._is_finished = is_finished
         self._end_epoch = end_epoch
+        self._has_begun = has_begun
         self._epoch: int | None = None
         self._is_inside = False
+        self._is_complete = False
+        """Whether the body of the loop has come to its end."""
 
     def begin(self) -> Iterator[int]:
         """Yield the numbers of the epochs until training ends; each epoch has ended before the next number.
@@ -42,9 +50,10 @@ class EpochLoops:
         self.end_left()
         while not self._is_finished():
             self._require_outside()
-            self._epoch, self._is_inside = self._ending.current_epoch, True
+            self._epoch, self._is_inside, self._is_complete = self._ending.current_epoch, True, False
             try:
                 yield self._epoch
+                self._is_complete = True
             finally:
                 self._is_inside = False
             self.end_left()
@@ -62,10 +71,13 @@ class EpochLoops:
         return self._epoch if not self._is_inside else None
 
     def end_left(self) -> None:
-        """End the epoch whose body the program has left, if `trainer.step` has not ended it already."""
+        """End the epoch whose body the program has left, if `trainer.step` has not ended it already.
+
+        An epoch that was left before its first batch goes on.
+        """
         epoch = self.left
         if epoch is None:
             return
         self._epoch = None
-        if self._ending.is_in_epoch(epoch):
+        if self._ending.is_in_epoch(epoch) and (self._is_complete or self._has_begun(epoch)):
             self._end_epoch(epoch)

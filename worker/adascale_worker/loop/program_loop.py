@@ -137,6 +137,17 @@ class ProgramLoop:
                 f"trainer.step({epoch}), with the number of the epoch, after the loop over its batches"
             )
 
+    def has_begun(self, epoch: int, step: int) -> bool:
+        """Whether an epoch has had a loop or steps.
+
+        Args:
+            epoch: the current epoch.
+            step: the number of the last step.
+        """
+        if self.number == 0:
+            return self.step_at_begin != step
+        return self.epoch == epoch or self._step_at_end != step
+
     def require_loop_in(self, epoch: int, step: int, *, is_finished: bool) -> None:
         """Check that an epoch which ends has had a loop or steps.
 
@@ -148,7 +159,7 @@ class ProgramLoop:
         Raises:
             WorkerError: it has had none.
         """
-        if self.epoch != epoch and self._step_at_end == step and not is_finished:
+        if not self.has_begun(epoch, step) and not is_finished:
             raise WorkerError(
                 f"epoch {epoch} has ended, but has had no batch: call "
                 "trainer.dataloader(dataset) in each epoch, because the iterator that it returns ends with "

@@ -281,7 +281,9 @@ class Training:
             shortage=shortage,
             has_agent=channel is not None,
         )
-        self.epochs = EpochLoops(self.ending, lambda: job.finished, end_epoch)
+        self.epochs = EpochLoops(
+            self.ending, lambda: job.finished, end_epoch, lambda epoch: loop.has_begun(epoch, progress.step)
+        )
         self._failures = Failures(
             channel,
             group,

@@ -345,13 +345,14 @@ class _DivisorOnGpu:
         for batch in batches([gradient.numel() for gradient in gradients], kinds):
             flat = flattened([gradients[n] for n in batch])
             if kinds[batch[0]][1] is None:
-                yield batch, flat, self._weight_of_others.to(flat.dtype).expand(flat.shape)
+                yield batch, flat, self._weight_of_others.to(flat.device, flat.dtype).expand(flat.shape)
             else:
                 yield batch, flat, self._weights([id(parameters[n]) for n in batch]).to(flat.dtype)
 
     def _weights(self, numbers: list[int]) -> Tensor:
         if not self._kept:
-            return (self._second_moments(numbers) + self._added).reciprocal_()
+            moments = self._second_moments(numbers)
+            return (moments + self._added.to(moments.device)).reciprocal_()
         if numbers == list(self._kept):
             return self._kept_whole
         return torch.cat([self._kept[number] for number in numbers])

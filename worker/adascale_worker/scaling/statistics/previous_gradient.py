@@ -84,6 +84,9 @@ class PreviousGradient:
 
     def copy_from(self, parameters: Parameters, *, step_number: int) -> None:
         """Copy the gradients of `parameters`, into the memory of the previous copy where it fits."""
+        if are_read_together([parameter for group in parameters for parameter in group]):
+            # The old copy is not used again, so its memory is free for the new one.
+            self._gradients, self._free_memory = None, []
         old = self._gradients or self._free_memory
         gradients: list[list[Tensor | None]] = []
         for number, group in enumerate(parameters):

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from adascale_core.checkpoint_manifest import best_weights_file_name, is_best_weights
+from adascale_core.errors import AdaScaleError
 from adascale_storage.interface import Storage, StorageError
-from adascale_worker.errors import CheckpointError
 from adascale_worker.state.weights_file import encode, plain_weights, read_metadata
 
 MAX_WAIT_AT_EXIT = 20.0
@@ -45,11 +45,13 @@ def best_files(storage: Storage) -> list[BestFile]:
     """
     files = []
     for name in sorted(filter(is_best_weights, storage.names())):
+        if not name.endswith(".safetensors"):
+            continue  # a draft; its header may be complete
         try:
             metadata = read_metadata(lambda start, end, name=name: storage.read(name, start, end))  # type: ignore[misc]
             files.append(BestFile(name, metadata["metric"], float(metadata["value"]), int(metadata["step"])))
         except (ValueError, KeyError):
-            continue  # the draft of a process that was killed
+            continue  # written by another program
     return files
 
 
@@ -110,7 +112,7 @@ class BestWeights:
                 (value, step, weights), self._next = self._next, None
             try:
                 self._write(value, step, weights)
-            except (StorageError, CheckpointError) as error:
+            except (StorageError, AdaScaleError, OSError, MemoryError) as error:
                 self._learn(None)  # The next value is compared with what is saved.
                 if not self._has_reported:
                     self._has_reported = True
