@@ -171,7 +171,10 @@ def test_a_trainer_that_is_killed_was_killed_whatever_the_launcher_exits_with(en
         "channel.sendall(json.dumps({'type': 'ready', 'port': 7, 'accelerator': ''}).encode() + b'\\n');"
         f"channel.makefile().readline(); {end}"
     )
-    launcher = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {trainer!r}]).returncode != 0)"
+    launcher = (
+        "import subprocess, sys;"
+        f"sys.exit(subprocess.run([sys.executable, '-c', {trainer!r}]).returncode != 0)"
+    )
     process = TrainerProcess([sys.executable, "-c", launcher], os.environ, on_change=lambda: None)
     wait_until(lambda: process.status.port == 7, "the trainer is ready")
     process.send(Terminate())
