@@ -20,7 +20,7 @@ from adascale_storage.interface import (
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EINVAL}
-"""Errors of a file system without hard links, such as those of object stores that are mounted as folders."""
+"""Errors of a file system without hard links, such as an object store that is mounted as a folder."""
 _CANNOT_FLUSH_FOLDERS = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 """Errors of a file system that flushes only files, such as some SMB shares."""
 

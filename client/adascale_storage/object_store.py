@@ -181,7 +181,7 @@ class ObjectStore:
 
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
-    """Raise the errors of clients, which differ, as those of storages."""
+    """Raise the errors of clients, which differ, as errors of a storage."""
     try:
         yield
     except (UnusableStorageError, StorageError, WriteCancelledError):

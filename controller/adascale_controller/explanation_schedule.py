@@ -42,5 +42,5 @@ class ExplanationSchedule:
         return jobs
 
     def repeat(self, job: str) -> None:
-        """Have the decision about a job explained again, since it could not be stored."""
+        """Explain the decision about a job again, because it could not be stored."""
         self._explained.pop(job, None)

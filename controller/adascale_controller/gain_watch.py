@@ -20,7 +20,7 @@ INTERVAL = 1.0
 
 
 class GainDisplay(Protocol):
-    """Shows a gain and those that follow."""
+    """Shows a gain and the gains that follow."""
 
     def show(self, gain: GainView) -> None:
         """Show a gain."""

@@ -28,7 +28,7 @@ class TemplateMeasurements:
     """
 
     MAX_TEMPLATES = 10_000
-    """Templates that are remembered, those that were asked for last."""
+    """How many templates are remembered: the templates that were used last."""
 
     def __init__(self) -> None:
         self._templates: dict[str, MeasuredTemplate] = {}
@@ -51,7 +51,7 @@ class MeasuredTemplate:
     MAX_JOBS = 32
     """Jobs whose step times of a plan are kept, the latest."""
     SETTLED_STEPS = 100
-    """Steps of a job after which its estimate of the gradients is no longer that of a few steps."""
+    """Steps of a job after which its estimate of the gradients no longer depends on a few steps."""
 
     def __init__(self) -> None:
         self._times: dict[_MeasuredPlan, dict[str, StepTime]] = {}
@@ -185,7 +185,7 @@ class JobMeasurements:
         return report if report is not None and report.generation >= self._first_generation else None
 
     def add_reported(self, view: JobView) -> None:
-        """Add the step times and the estimate of the gradients in a view, also to those of the template."""
+        """Add the step times and the estimate of the gradients in a view to the job and to its template."""
         before = self._step_times
         self._step_times = {}
         for each in view.step_times:

@@ -36,7 +36,7 @@ class YamlDocument:
     root: yaml.Node
 
     def line(self, path: FieldPath) -> int:
-        """Return the line of the field at `path`, from 1; if it is missing, that of the nearest parent."""
+        """Return the line of the field at `path`, from 1; if it is missing, of the nearest parent."""
         node = self.root
         line = node.start_mark.line + 1
         for part in path:

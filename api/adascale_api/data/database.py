@@ -71,7 +71,7 @@ class _RetryError(Exception):
 
 @dataclass(frozen=True)
 class Committed:
-    """The jobs that a commit has changed, and the ids of those that it has deleted."""
+    """The jobs that a commit has changed, and the ids of the jobs that it has deleted."""
 
     changed: tuple[Job, ...]
     deleted: frozenset[str]
@@ -422,7 +422,7 @@ class Database:
     # -- the end --------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Accept no further writes, and end those that do not end soon. Called in the event loop."""
+        """Accept no further writes, and cancel writes that do not end soon. Called in the event loop."""
         if not self._stopping:
             self._stopping = True
             asyncio.get_running_loop().call_later(STOP_GRACE, self._abandon)

@@ -14,7 +14,7 @@ from adascale_api.errors import RequestError
 from adascale_api.service.change_notifier import Closed, has_left, wait_for
 
 MAX_ENTRIES = 20_000
-"""Jobs in the log, those that have changed last."""
+"""The number of jobs in the log: the jobs that have changed last."""
 
 
 class CursorExpiredError(RequestError):

@@ -75,7 +75,7 @@ class Metrics:
         return _jobs_text(latest_gauges(transaction)).encode() + self.process_text()
 
     def process_text(self) -> bytes:
-        """Return the metrics of this process, without those of jobs."""
+        """Return the metrics of this process, without the metrics of jobs."""
         return generate_latest(self.registry)
 
 

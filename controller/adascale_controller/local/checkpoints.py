@@ -69,7 +69,7 @@ def _open(checkpoints: Path | str) -> Storage:
 
 @contextmanager
 def _errors(files: Storage) -> Iterator[None]:
-    """Raise the errors of a storage as those of the commands."""
+    """Raise the errors of a storage as errors of a command."""
     try:
         yield
     except StorageError as error:

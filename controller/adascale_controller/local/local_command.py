@@ -83,7 +83,7 @@ def resolve_command(
 
 
 def _working_dir(job: Job) -> tuple[Path, list[str]]:
-    """Return the working directory, and what is ignored: a workingDir of the image may not exist here."""
+    """Return the working directory, and the ignored fields: a workingDir of the image may not exist here."""
     current = Path.cwd()
     if job.working_dir is None:
         return current, []

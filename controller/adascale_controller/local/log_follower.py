@@ -1,4 +1,4 @@
-"""Prints the log of a replica, and what is added to it."""
+"""Prints the log of a replica, and each line that is added to it."""
 
 from __future__ import annotations
 

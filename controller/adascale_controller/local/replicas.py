@@ -1,4 +1,4 @@
-"""The replicas of a run: starts the missing agents, stops those that are not needed, handles their exits.
+"""The replicas of a run: starts missing agents, stops agents that are not needed, handles their exits.
 
 An agent restarts its trainer by itself; here only the exit of an agent matters.
 """
@@ -84,7 +84,7 @@ class Replicas:
         return not self.agents.ranks
 
     def begin(self, view: JobView) -> None:
-        """Begin to count restarts without progress: those of an earlier run do not count.
+        """Begin to count restarts without progress. Restarts of an earlier run do not count.
 
         Args:
             view: the view of the job before its first generation in this run.
@@ -132,7 +132,7 @@ class Replicas:
         return self._lack_of_progress(view)
 
     def start_and_stop(self, view: JobView, now: float) -> None:
-        """Start the agents that are missing, and stop those that the allocation does not need.
+        """Start missing agents, and stop agents that the allocation does not need.
 
         Args:
             view: the newest view of the job.

@@ -45,7 +45,7 @@ class ScaleRequests:
         self._display = display
 
     def apply(self, limit: int) -> int:
-        """Return the most replicas at once: that of a new request if it is valid, else `limit`."""
+        """Return the limit of replicas: of a new request if it is valid, else `limit`."""
         request = _read(self._folder.scale_request_file)
         if request is None:
             return limit

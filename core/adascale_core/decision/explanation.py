@@ -265,7 +265,7 @@ def _arrival(utility: JobUtility) -> tuple[float, str]:
 
 
 def _shown(utility: JobUtility, chosen: int) -> Sequence[int]:
-    """Return at most `MAX_COUNTS` of the candidate counts, ascending, with those that matter."""
+    """Return at most `MAX_COUNTS` of the candidate counts, ascending, with the most important ones."""
     counts = utility.counts
     if len(counts) <= MAX_COUNTS:
         return counts

@@ -1,4 +1,4 @@
-"""What the controller declares about a job, and what is found out about its batch size."""
+"""The declaration of a job by the controller, and what trainers find out about its batch size."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class JobSpec(Message):
     local_bsz_limit: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the members of the spec's JSON object, without those of the service in a declaration."""
+        """Return the spec's JSON object, without the fields that the service adds to a declaration."""
         members = super().to_json()
         if self.local_bsz_limit is None:
             del members["local_bsz_limit"]

@@ -8,7 +8,7 @@ Element = tuple[str, int]
 
 
 class Groups:
-    """Groups of elements, of which some are joined to one."""
+    """Disjoint groups of elements, which can be joined (union-find)."""
 
     def __init__(self) -> None:
         self._parents: dict[Element, Element] = {}

@@ -266,7 +266,7 @@ def _slots_in_order(
 
 
 def _most_used_node(placed: Mapping[int, int]) -> int | None:
-    """Return the node with the most replicas; of several, that of the lowest rank.
+    """Return the node with the most replicas; of several, the node with the lowest rank.
 
     Args:
         placed: rank -> node, by rank.

@@ -138,7 +138,7 @@ class JobView(Message):
 
     @property
     def stall(self) -> str | None:
-        """Where the replicas are while no step ends, those that are behind first; None while steps end."""
+        """Where the replicas are while no step ends, the slowest first; None while steps end."""
         stalls = [
             (each.stall == WAITS_FOR_OTHERS, f"replica {each.replica} {each.stall}")
             for each in self.replicas

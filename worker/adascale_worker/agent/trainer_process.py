@@ -143,7 +143,7 @@ class TrainerProcess:
                 self._kill_trainer()
 
     def _wait_for_exit(self, output: threading.Thread, reports: threading.Thread) -> None:
-        """Wait for its exit, and kill what is left of the process group of the child process.
+        """Wait for its exit, and kill the processes that are left in the child's process group.
 
         Processes of data loaders would keep its connections and its output open.
         """

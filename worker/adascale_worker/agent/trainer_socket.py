@@ -20,7 +20,7 @@ MAX_PATH_LENGTH = 100
 
 
 class TrainerSocket:
-    """Accepts the connection of one trainer, and refuses those of others.
+    """Accepts the connection of one trainer, and refuses other connections.
 
     Attributes:
         path: of the socket, in a folder that only this user can enter.

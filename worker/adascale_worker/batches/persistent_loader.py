@@ -56,5 +56,5 @@ class PersistentLoader(Iterator[Any]):
         return batch
 
     def close(self) -> None:
-        """End the worker processes: those of a DataLoader end with the last reference to it."""
+        """End the worker processes. The processes of a DataLoader end with the last reference to it."""
         self._loader = self._batches = self._next = None

@@ -161,7 +161,7 @@ class MicroBatches(Sampler[list[int]]):
         self.begin(stream, start, plan, rank)
 
     def begin(self, stream: SampleStream, start: int, plan: BatchPlan, rank: int) -> None:
-        """Let the next iteration begin at another place. The arguments are those of the constructor."""
+        """Let the next iteration begin at another place. The arguments are the constructor's."""
         self._stream = stream
         self.place = Place(stream.sequence, start, plan, rank)
 

@@ -79,7 +79,7 @@ class Accumulation(ABC):
 
     @abstractmethod
     def after_backward(self) -> None:
-        """Add the gradients of a backward pass to those of its step."""
+        """Add the gradients of a backward pass to the gradients of its step."""
 
     @abstractmethod
     def put_back(self) -> None:
@@ -154,7 +154,7 @@ class GradientAccumulation(Accumulation):
         self._optimizer.zero_grad()
 
     def before_backward(self) -> None:
-        """Let the next backward pass add its gradients to those of the micro-batches before.
+        """Let the next backward pass add its gradients to the gradients of earlier micro-batches.
 
         Raises:
             WorkerError: the program has deleted the gradients of an earlier pass for this micro-batch.
@@ -196,7 +196,7 @@ class GradientAccumulation(Accumulation):
             self._set_gradients_aside()
 
     def put_back(self) -> None:
-        """Put the gradients back that are set aside, and add those that the program has assigned since."""
+        """Put back the gradients that were set aside, and add what the program has assigned since."""
         for parameter, gradient in self._set_aside:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
         self._set_aside.clear()
@@ -224,7 +224,7 @@ class GradientAccumulation(Accumulation):
         self._has_lost_pass = self._has_pass
 
     def discard_set_aside(self) -> None:
-        """Discard the gradients that are set aside, because the program deletes those of this step."""
+        """Discard the gradients that were set aside, because the program deletes this step's gradients."""
         self._set_aside.clear()
         self.weights.begin_micro_batch()
 

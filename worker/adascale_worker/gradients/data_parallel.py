@@ -143,7 +143,7 @@ class DataParallelModel:
         self._use_world()
 
     def use_trained(self) -> None:
-        """Make DDP again if other parameters are trained than those that it was made for.
+        """Make DDP again if other parameters are trained than when it was made.
 
         Not a collective call: all replicas make the same buckets.
         """
@@ -168,7 +168,7 @@ class DataParallelModel:
             self._begin_forward()
 
     def end_backward(self) -> None:
-        """Let the next forward pass replace the buffers by those of rank 0."""
+        """Let the next forward pass replace the buffers by the buffers of rank 0."""
         self._has_forward = False
 
     def follow_trained(self) -> None:

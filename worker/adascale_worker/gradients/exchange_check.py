@@ -54,7 +54,7 @@ class ExchangeCheck:
         self._has_arrived = False
         """Whether a gradient has arrived in the pass that is read."""
         self._steps = self._nonfinite_steps = 0
-        """Steps that are still compared, and those that could not be."""
+        """Steps that are still compared, and steps that could not be compared."""
         self.begin_generation()
 
     def begin_generation(self) -> None:

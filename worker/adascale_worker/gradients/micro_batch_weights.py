@@ -185,7 +185,7 @@ class MicroBatchWeights:
     # -- the weights of a step ----------------------------------------------------------------------------
 
     def sums(self) -> tuple[float, ...]:
-        """Return what is summed over the replicas, for `agree`."""
+        """Return the numbers that `agree` sums over the replicas."""
         return self._present().numbers()
 
     def exchange(self) -> None:

@@ -81,7 +81,7 @@ class OptimizerGradients:
     # -- a backward pass ----------------------------------------------------------------------------------
 
     def before_backward(self, *, completes_step: bool) -> None:
-        """Take the gradients out of `.grad`, so that those of the next pass come alone.
+        """Take the gradients out of `.grad`, so that the next pass does not add to them.
 
         Args:
             completes_step: whether this is the last micro-batch of a step.
@@ -97,7 +97,7 @@ class OptimizerGradients:
             parameter.grad = None
 
     def after_backward(self, batch: int, number: int) -> bool:
-        """Add the gradients of a pass to those of this batch.
+        """Add the gradients of a pass to the gradients of this batch.
 
         Args:
             batch: the number of the present batch.

@@ -109,7 +109,7 @@ class Exchange:
             self._group.announce(f"{self._name}/{kind}", value)
 
     def read(self, kind: str, ranks: Sequence[int], timeout: float = math.inf) -> dict[int, str]:
-        """Wait for the values of other ranks, and return those that have come."""
+        """Wait for the values of other ranks, and return the values that have come."""
         deadline = time.monotonic() + timeout
         found: dict[int, str] = {}
         while len(found) < len(ranks) and not self._group.has_failed and time.monotonic() < deadline:

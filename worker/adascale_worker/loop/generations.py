@@ -233,7 +233,7 @@ class Generations:
         return bool(is_restored)
 
     def _require_later_generation(self) -> None:
-        """Leave a generation that is earlier than that of the restored checkpoint, which it cannot replace.
+        """Leave a generation before that of the restored checkpoint, which it cannot replace.
 
         Another controller has continued the job, such as `adascale run` on the checkpoints of a cluster.
 

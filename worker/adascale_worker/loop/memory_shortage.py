@@ -17,7 +17,7 @@ MAX_REASON = 200
 
 
 class MemoryShortage:
-    """Recognizes that a batch does not fit, and limits those that follow.
+    """Recognizes that a batch does not fit, and limits the batches that follow.
 
     Args:
         planner: of the batches.

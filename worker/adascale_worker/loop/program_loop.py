@@ -72,7 +72,7 @@ class ProgramLoop:
 
     @property
     def is_overtaken(self) -> bool:
-        """Whether the state is that of another member, whose program is in a later epoch than this one."""
+        """Whether the state came from another member, whose program is in a later epoch than this one."""
         return self.overtaken_states is not None
 
     # -- transitions --------------------------------------------------------------------------------------

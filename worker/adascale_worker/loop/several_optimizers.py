@@ -129,7 +129,7 @@ class SeveralAccumulations(Accumulation):
                 raise
 
     def after_backward(self) -> None:
-        """Add the gradients of a pass to those of the batch, and average them in the last micro-batch.
+        """Add the gradients of a pass to the batch's, and average them in the last micro-batch.
 
         In the last micro-batch this is a collective call, also for a pass without gradients on this replica.
         """

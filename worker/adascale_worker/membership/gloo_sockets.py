@@ -39,7 +39,7 @@ def listening_ports(sockets: Iterable[tuple[int, str]]) -> list[int]:
 
 
 def connected_to(sockets: Iterable[tuple[int, str]], ports: Iterable[int]) -> frozenset[tuple[int, str]]:
-    """Return those of the TCP connections `sockets` of which one end is one of `ports`."""
+    """Return the TCP connections among `sockets` that have one of `ports` at one end."""
     wanted = set(ports)
     found = set()
     for descriptor, inode in sockets:
@@ -50,7 +50,7 @@ def connected_to(sockets: Iterable[tuple[int, str]], ports: Iterable[int]) -> fr
 
 
 def keep_alive(sockets: Iterable[tuple[int, str]], seconds: float) -> None:
-    """Have what waits on the connections `sockets` fail if the other host is silent.
+    """Make collective calls on the connections `sockets` fail if the other host is silent.
 
     The heartbeats of members go to rank 0 only, so they do not notice that two others have lost the
     connection between them. The kernel asks the other host, whose kernel answers also while its process is

@@ -552,7 +552,7 @@ class ReplicaGroup:
                 tensor.div_(self.replicas)
 
     def copy_from_rank_0(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace `tensors` by those of rank 0. Each has the same type and shape on all ranks."""
+        """Replace `tensors` by the tensors of rank 0. Each has the same type and shape on all ranks."""
         if self.replicas == 1:
             return
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):

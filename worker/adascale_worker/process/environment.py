@@ -46,7 +46,7 @@ class ServiceAddress:
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The rank of a trainer, from the variables of its agent, or those of torchrun.
+    """The rank of a trainer, from the variables of its agent or of torchrun.
 
     Args:
         rank: index of the replica, from 0.

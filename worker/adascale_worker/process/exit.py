@@ -60,7 +60,7 @@ class ExitStatus:
             self._replace(quitter, "__call__", lambda _quitter, code=None: self._exit(code))
 
     def uninstall(self) -> None:
-        """Restore `sys.exit`, `exit` and `quit`, except those that the program has replaced since."""
+        """Restore `sys.exit`, `exit` and `quit`, unless the program has replaced them since."""
         for owner, name, original, replacement in self._replaced:
             if getattr(owner, name) == replacement:
                 setattr(owner, name, original)

@@ -11,7 +11,7 @@ from adascale_worker.torch_private.tensors import version_of
 
 
 class ModelBuffers:
-    """Copies the buffers of a model that have changed since the last copy, and keeps those that it replaces.
+    """Copies the buffers of a model that have changed since the last copy; keeps the replaced copies.
 
     Whether a buffer has changed is known by its version. The kernels of BatchNorm change `running_mean` and
     `running_var` without counting a version, so buffers with such names are always copied.

@@ -1,4 +1,4 @@
-"""The hyperparameters of the program: which of them differ from those of the checkpoint, and which are used.
+"""The hyperparameters of the program: which of them differ from the checkpoint, and which are used.
 
 A checkpoint contains the values that the program made its optimizer and its scheduler with, beside the
 current values, which a schedule changes. So a learning rate that a schedule has changed is not taken for one
@@ -133,7 +133,7 @@ class Hyperparameters:
 
 
 def continue_schedule(scheduler: LRScheduler) -> None:
-    """Set the learning rates to those of a changed schedule at its position.
+    """Set the learning rates as a changed schedule has them at its position.
 
     Most schedules compute the next learning rate from the last one, so a schedule that has ended at 0 would
     stay there, for example. A schedule that cannot tell its learning rates continues from the last ones.
@@ -147,7 +147,7 @@ def continue_schedule(scheduler: LRScheduler) -> None:
 
 
 def describe(differences: list[Difference], choice: Choice) -> str:
-    """Return the message about hyperparameters that differ from those of the checkpoint."""
+    """Return the message about hyperparameters that differ from the checkpoint."""
     more = len(differences) - MOST_DIFFERENCES
     listed = "; ".join(map(str, differences[:MOST_DIFFERENCES])) + (f"; and {more} more" if more > 0 else "")
     other = CHOICES[1 - CHOICES.index(choice)]

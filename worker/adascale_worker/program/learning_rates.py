@@ -63,7 +63,7 @@ class LearningRates:
         self._reads_progress = True
 
     def begin_epoch(self) -> None:
-        """Accept all learning rates until the next step: what is set once per epoch follows progress."""
+        """Accept all learning rates until the next step: one that is set once per epoch follows progress."""
         self._rates = None
 
     def begin_batch(self) -> None:

@@ -36,7 +36,7 @@ class OptimizerSet:
 
     @property
     def slowest(self) -> ElasticAdaScale:
-        """The optimizer with the lowest gain; its estimate is that of the job.
+        """The optimizer with the lowest gain; the job uses its estimate.
 
         One that trains nothing now, because its parameters are frozen or its lr is 0, counts only if none
         trains anything.
@@ -75,7 +75,7 @@ class OptimizerSet:
 
     @property
     def optimizer(self) -> OptimizerSet:
-        """The parameter groups are those of the inner optimizers."""
+        """The parameter groups of the inner optimizers."""
         return self
 
     @property

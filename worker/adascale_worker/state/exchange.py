@@ -1,4 +1,4 @@
-"""Gives all members of a generation the same state, from the memory of those that have it."""
+"""Gives all members of a generation the same state, from the memory of the members that have it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StateExchange:
         )
 
     def release_memory(self) -> None:
-        """Release what is prepared and not used."""
+        """Release the memory that was prepared and not used."""
         self._memory.clear()
 
     def keep_initial_weights(self) -> None:
@@ -95,7 +95,7 @@ class StateExchange:
         return True
 
     def _places_for(self, spec: bytes) -> dict[int, torch.Tensor]:
-        """Return the tensors to receive those of a state into, by their numbers in its structure."""
+        """Return the tensors that a state is received into, by their numbers in its structure."""
         if self._initial_weights is None:
             return {}
         return self._initial_weights.places(model_tensor_numbers(spec), layouts(spec))

@@ -59,7 +59,7 @@ class ProgramState:
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
     choice: Choice = "checkpoint"
     differences: list[Difference] = field(default_factory=list)
-    """The hyperparameters that differ from those of the checkpoint that was restored."""
+    """The hyperparameters that differ from the restored checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all objects."""

@@ -57,7 +57,7 @@ class ReceiveMemory:
         return free.pop().view(layout.dtype).view(layout.shape)
 
     def clear(self) -> None:
-        """Release what is not used."""
+        """Release the memory that is not used."""
         self._free.clear()
 
 

@@ -39,7 +39,7 @@ class TrainingState:
         """Parts that are saved in place of those in memory, such as from before an unfinished step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state. Its tensors are those of the program, not copies."""
+        """Return the state. Its tensors are the program's own, not copies."""
         return {
             "program": self._program.state_dict(),
             # Not with the program, whose state is copied in each step of several optimizers.

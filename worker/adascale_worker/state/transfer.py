@@ -1,4 +1,4 @@
-"""Copies the state of training from members that have it to those that do not.
+"""Copies the state of training from members that have it to members that do not.
 
 The members that get the state are shared out among those that have it, which send at the same time. Those
 that get it from the same member form a chain: each passes every chunk on while it receives the next. So each

@@ -54,7 +54,7 @@ def accumulates_gradient(parameter: Tensor) -> bool:
 
 
 def hooks_after(tensor: Tensor, handle: RemovableHandle) -> list[Callable[..., Any]]:
-    """Return the hooks on the gradient of `tensor` that are called after that of `handle`, last first."""
+    """Return the hooks on the gradient of `tensor` that are called after the one of `handle`, last first."""
     later: list[Callable[..., Any]] = []
     hooks = private_part(tensor, "_backward_hooks", "to find the hooks of the program") or {}
     for number, hook in reversed(hooks.items()):

@@ -146,7 +146,7 @@ class PostgresqlConnector:
         return Failure.LOST if state.startswith(_LOST_CLASSES) else Failure.OTHER
 
     def check(self, connection: psycopg.Connection[Any], *, thorough: bool) -> str:  # noqa: ARG002
-        """Return what is wrong with the tables; empty if nothing. The server itself checks its pages."""
+        """Return the problems of the tables; empty if there are none. The server itself checks its pages."""
         try:
             _require_own_tables(connection, self.url)
         except UnusableDatabaseError as error:

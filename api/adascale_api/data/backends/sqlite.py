@@ -158,7 +158,7 @@ class SqliteConnector:
         return _FAILURES.get(code & 0xFF, Failure.OTHER)
 
     def check(self, connection: sqlite3.Connection, *, thorough: bool) -> str:
-        """Return what is wrong with the file; empty if nothing."""
+        """Return the problems of the file; empty if there are none."""
         if self._identify() != self._identity:
             return f"the file {self._path} was deleted or replaced"
         found = "ok"

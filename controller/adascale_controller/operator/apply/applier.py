@@ -94,7 +94,7 @@ class Applier:
     def take_telemetry(
         self, planned: Iterable[tuple[ObservedJob, Actions]], now: float
     ) -> list[tuple[ObservedJob, Actions]]:
-        """Return those of these jobs whose telemetry is written now, as the rate of such writes allows.
+        """Return the jobs whose telemetry is written now, as the rate of such writes allows.
 
         Those whose status was not written for the longest time come first.
 

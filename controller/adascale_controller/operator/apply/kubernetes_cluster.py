@@ -261,7 +261,7 @@ def _jobs(namespace: str) -> str:
 
 @contextmanager
 def _ignore_missing() -> Iterator[None]:
-    """Ignore that an object is deleted, changed or replaced: the next cycle observes what is left."""
+    """Ignore that an object is deleted, changed or replaced: the next cycle observes it."""
     try:
         yield
     except ClusterError as error:

@@ -203,7 +203,7 @@ def _prefer_few_nodes(spec: Manifest, workload: Workload) -> None:
 
 
 def _require_accelerator(spec: Manifest, label: str, accelerator: str) -> None:
-    """Have pods require the nodes with one type of accelerator, besides what they require already."""
+    """Restrict pods to nodes with one type of accelerator, in addition to their own requirements."""
     expression: Manifest = {"key": label, "operator": "In", "values": [accelerator]}
     if accelerator == names.NO_ACCELERATOR_LABEL:
         expression = {"key": label, "operator": "DoesNotExist"}

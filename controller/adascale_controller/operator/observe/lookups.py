@@ -127,7 +127,7 @@ def pod_creation_failure(events: Iterable[ApiObject], since: float) -> PodProble
 
 
 def with_start_problems(pods: Sequence[Pod], results: LookupResults, now: float) -> Sequence[Pod]:
-    """Return the pods, those that start no container with the reason.
+    """Return the pods. A pod that starts no container has the reason.
 
     A pod with an Event about a failed start has that as its problem after `CONTAINER_START_TIMEOUT`; any
     other is reported as slow after `CONTAINER_CREATING_TIMEOUT`, with its newest Event if it has any.

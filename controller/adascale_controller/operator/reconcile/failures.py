@@ -31,7 +31,7 @@ def read_failures(status: Mapping[str, Any]) -> FailureCount:
 
 
 def count_failures(observed: ObservedJob) -> FailureCount:
-    """Return the failures of a job: those in its status, and those of its pods.
+    """Return the failures of a job, from its status and its pods.
 
     Pods that fail after the program has finished on rank 0 do not count.
     """
@@ -40,7 +40,7 @@ def count_failures(observed: ObservedJob) -> FailureCount:
 
 
 def with_pods(recorded: FailureCount, pods: Iterable[Pod]) -> FailureCount:
-    """Return the recorded failures and those of the pods of the job's own Indexed Job."""
+    """Return the recorded failures, and the failures of the pods of the job's own Indexed Job."""
     generations: set[int] = set()
     starts: Counter[int] = Counter()
     for pod in failed_pods(pods):

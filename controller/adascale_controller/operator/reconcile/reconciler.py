@@ -96,7 +96,7 @@ def reconcile_undecided(observed: ObservedJob, assessment: Assessment) -> Action
 
 
 def belongs_to_predecessor(observed: ObservedJob) -> bool:
-    """Whether the job in the metrics service is that of an earlier AdaScaleJob of the same name."""
+    """Whether the job in the metrics service belongs to an earlier AdaScaleJob of the same name."""
     view = observed.service
     return (
         observed.resource.recorded_allocation is None

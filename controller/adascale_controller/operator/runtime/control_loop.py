@@ -157,11 +157,11 @@ class ControlLoop:
         self._postponed: set[JobKey] = set()
         """The jobs to look at as soon as their actions are carried out."""
         self._planned: dict[JobKey, tuple[ObservedJob, Actions]] = {}
-        """The jobs whose actions are begun when there is room, with those of the last look at them."""
+        """The jobs whose actions begin when there is room, with the actions that were decided last."""
         self._looking: set[JobKey] = set()
         """The jobs that this cycle looks at. Their planned actions are about to be replaced."""
         self._running = 0
-        """The jobs whose actions are carried out, without those of which only telemetry is written."""
+        """The jobs whose actions are carried out, without jobs of which only telemetry is written."""
         self._telemetry_at = time.monotonic()
         """When telemetry could be written last."""
         self._telemetry_limit = asyncio.Semaphore(MAX_TELEMETRY_WRITES)
@@ -302,7 +302,7 @@ class ControlLoop:
             self._deregister_deleted(self._views)
 
     def _note_progress(self) -> None:
-        """Report progress, except while a decision hangs: what goes on then is no sign of health."""
+        """Report progress, except while a decision hangs: other work is no sign of health then."""
         if not self._decision_hangs():
             self._on_progress()
 
@@ -379,7 +379,7 @@ class ControlLoop:
 
     @property
     def _has_changes(self) -> bool:
-        """Whether someone waits for a cycle, or for writes other than those of telemetry."""
+        """Whether someone waits for a cycle, or for writes other than telemetry."""
         has_writes = self._running > 0 or bool(self._planned)
         return has_writes or self._queue.has_changed or self._cache.has_changes
 
@@ -417,7 +417,7 @@ class ControlLoop:
         return looked_at
 
     async def _read(self, keys: Collection[JobKey]) -> dict[JobKey, CachedJob]:
-        """Read jobs from the caches, and drop those that are gone."""
+        """Read jobs from the caches, and drop jobs that no longer exist."""
         cached, gone = {}, []
         async for key in self._in_slices(list(keys)):
             raw = self._cache.get(Resource.ADASCALEJOBS, key)

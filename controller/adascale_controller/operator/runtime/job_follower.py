@@ -78,7 +78,7 @@ class JobFollower:
         self._stopped.set()
 
     def expect(self, job_id: str, has_written: Callable[[JobView], bool]) -> None:
-        """Have a job be behind until `views` has it with what the operator has written."""
+        """Count a job as behind until `views` shows what the operator has written about it."""
         self._expected[job_id] = has_written, time.monotonic()
 
     def is_behind(self, job_id: str) -> bool:
@@ -104,7 +104,7 @@ class JobFollower:
             raise self._failure
 
     def take_changes(self) -> tuple[Collection[str], Collection[str]]:
-        """Return the jobs that have changed since the last call, and those that only have new reports."""
+        """Return the jobs that have changed since the last call, and the jobs that only have new reports."""
         with self._lock:
             changed, reported = self._changed, self._reported
             self._changed, self._reported = {}, {}
@@ -125,7 +125,7 @@ class JobFollower:
         self._guarded(self._read_all)
 
     def _read(self) -> float:
-        """Read what is due, and return the seconds until the next request."""
+        """Send the request that is due, and return the seconds until the next one."""
         remaining = self._listed_at + self._interval() - time.monotonic()
         views, cursor = self.views, self._cursor
         if views is None or cursor is None or remaining <= 0:

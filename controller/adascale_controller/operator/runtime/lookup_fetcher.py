@@ -93,7 +93,7 @@ class LookupFetcher:
         self._jobs = {uid: lookups for uid, lookups in self._jobs.items() if uid in uids}
 
     def expire_claim(self, uid: str) -> None:
-        """Drop what is known about the claim of a job, so that the next cycle reads it."""
+        """Forget the claim of a job, so that the next cycle reads it."""
         lookups = self._jobs.get(uid)
         if lookups is not None:
             lookups.results = replace(lookups.results, claim=None)

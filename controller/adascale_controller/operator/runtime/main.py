@@ -176,7 +176,7 @@ async def _run_until_signal(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def _load_config() -> None:
-    """Load the configuration of the pod, or else that of a kubeconfig."""
+    """Load the configuration of the pod, or else of a kubeconfig."""
     try:
         config.load_incluster_config()
     except config.ConfigException:

@@ -1,4 +1,4 @@
-"""Which jobs a cycle looks at: those that have changed, those whose time has come, and each now and then."""
+"""Which jobs a cycle looks at: jobs that have changed or whose time has come, and each job now and then."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class WorkQueue(Generic[Key]):
         self._background_due: dict[Key, float] = {}
 
     def add(self, keys: Iterable[Key]) -> None:
-        """Have jobs looked at in the next cycle."""
+        """Add jobs to the next cycle."""
         self._changed.update(dict.fromkeys(keys))
 
     def add_reported(self, keys: Iterable[Key]) -> None:
-        """Have jobs with new reports looked at, as background work, in this order."""
+        """Add jobs with new reports to the background work, in this order."""
         self._reported.update(dict.fromkeys(keys))
 
     def plan(self, key: Key, now: float, due: float, background_due: float) -> None:
@@ -45,7 +45,7 @@ class WorkQueue(Generic[Key]):
         self._background_due[key] = min(background_due, now + SWEEP_INTERVAL)
 
     def retry(self, key: Key, due: float) -> None:
-        """Have a job looked at not later than at `due`, in seconds since 1970."""
+        """Add a job to a cycle not later than `due`, in seconds since 1970."""
         self._due[key] = min(due, self._due.get(key, due))
 
     def discard(self, keys: Collection[Key]) -> None:
@@ -65,7 +65,7 @@ class WorkQueue(Generic[Key]):
         return bool(self._reported)
 
     def take(self, now: float, max_background: int) -> list[Key]:
-        """Return the jobs to look at now: of those that can wait the oldest.
+        """Return the jobs of this cycle. Of the background work, the oldest jobs come first.
 
         Args:
             now: seconds since 1970.

@@ -426,7 +426,7 @@ class Scheduler:
         return memory.backoff.next_due(job.now) if memory is not None else inf
 
     def _demands(self, observed: ObservedJob) -> tuple[Demand, TypedDemands]:
-        """Return what a job requests of the nodes of any type of accelerator, and of those of each type."""
+        """Return the requests of a job to nodes of any type of accelerator, and to nodes of each type."""
         demand = Demand(
             request=self._memories[observed.resource.uid].request,
             nodes=self._node_selection.eligible(observed.resource.template["spec"]),

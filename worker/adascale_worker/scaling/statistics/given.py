@@ -1,4 +1,4 @@
-"""The local gradients of a step that the caller passes, instead of those that hooks of autograd read."""
+"""The local gradients of a step that the caller passes, in place of gradients that hooks read."""
 
 from collections.abc import Mapping
 

@@ -70,7 +70,7 @@ class MovingAverages:
         )
 
     def without(self, groups: Sequence[int]) -> "MovingAverages":
-        """Return the same averages without those of `groups`."""
+        """Return the same averages without the averages of `groups`."""
         numbers = torch.arange(self.groups, device=self._sums.device)
         kept = ~torch.isin(numbers, torch.tensor(groups, device=self._sums.device))
         return MovingAverages(torch.where(kept, self._sums, 0.0), torch.where(kept, self._counts, 0.0))

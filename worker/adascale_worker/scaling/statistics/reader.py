@@ -79,7 +79,7 @@ class GradientReader:
         return self._sharded is not None
 
     def unreadable_parameters(self) -> list[Tensor]:
-        """Return the parameters whose gradients cannot be read in the same way as those of the others.
+        """Return the parameters whose gradients cannot be read as the gradients of the others are.
 
         With `fully_shard` on the model, those that it did not shard alone; otherwise all DTensors.
         """
@@ -116,7 +116,7 @@ class GradientReader:
 
     @property
     def passes(self) -> int:
-        """Backward passes of this step so far, with those that FSDP2 does not synchronise."""
+        """Backward passes of this step so far, including passes that FSDP2 does not synchronise."""
         if self.given is not None:
             return self.given.count + self.given.has_last
         return self._observer.passes if self._sharded is None else self._sharded.passes

@@ -253,7 +253,7 @@ class Checkpointing:
 
     @property
     def has_restored_final(self) -> bool:
-        """Whether the checkpoint that this replica has restored is that of the end of training."""
+        """Whether this replica has restored the checkpoint of the end of training."""
         return self._manifest is not None and self._manifest.finished
 
     def keep_final(self, *, is_final: bool) -> None:
