@@ -55,6 +55,7 @@ def test_all_errors_are_an_adascale_error_and_the_module_shows_each_of_them() ->
         assert re.search(rf"\b{name}\b", errors.__doc__ or "")
 
 
+@pytest.mark.slow
 def test_mypy_sees_the_types_of_the_names(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
