@@ -1,17 +1,22 @@
 """The socket at which an agent waits for its trainer: one is accepted, others are refused."""
 
+import errno
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from adascale_worker.agent import trainer_socket
 from adascale_worker.agent.trainer_socket import TrainerSocket
+from adascale_worker.errors import WorkerError
 
 NOBODY = 65534
 
@@ -48,6 +53,26 @@ def test_a_long_name_of_the_folder_for_temporary_files_does_no_harm(
     finally:
         waiting.close()
     assert not list(folder.iterdir())
+
+
+def test_a_container_whose_root_file_system_is_read_only_has_a_socket_in_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make, refused = tempfile.mkdtemp, {None, "/tmp"}
+
+    def make_folder(prefix: str, dir: Any = None) -> str:
+        if dir in refused:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return make(prefix=prefix, dir=dir)
+
+    monkeypatch.setattr("tempfile.mkdtemp", make_folder)
+    monkeypatch.setattr(trainer_socket, "SHARED_MEMORY", tmp_path)
+    waiting = TrainerSocket()
+    assert Path(waiting.path).parents[1] == tmp_path
+    waiting.close()
+    refused.add(tmp_path)
+    with pytest.raises(WorkerError, match=r"Mount a volume at /tmp"):
+        TrainerSocket()
 
 
 def test_the_first_trainer_is_accepted_and_others_are_refused_with_a_reason(waiting: TrainerSocket) -> None:

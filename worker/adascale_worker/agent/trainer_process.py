@@ -54,6 +54,7 @@ class TrainerProcess:
 
     Raises:
         OSError: the program cannot be started.
+        WorkerError: there is no folder for its socket.
     """
 
     def __init__(

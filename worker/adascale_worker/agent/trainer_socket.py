@@ -10,13 +10,19 @@ import os
 import shutil
 import socket
 import tempfile
+from pathlib import Path
 
 from adascale_core.messages.channel import Refuse, encode
+from adascale_worker.errors import WorkerError
 from adascale_worker.process.environment import ONE_PROCESS
 from adascale_worker.process.unix_peer import require_same_user
 
 MAX_PATH_LENGTH = 100
 """Bytes. The kernel allows 108 on Linux, and 104 on other systems."""
+
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Is writable in a container whose root file system is read-only, and that has no volume at /tmp."""
 
 
 class TrainerSocket:
@@ -26,14 +32,11 @@ class TrainerSocket:
         path: of the socket, in a folder that only this user can enter.
 
     Raises:
-        OSError: no folder for temporary files is writable.
+        WorkerError: no folder for temporary files is writable.
     """
 
     def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="adascale-agent-")
-        if len(os.fsencode(self._folder)) + len("/trainer") > MAX_PATH_LENGTH:
-            shutil.rmtree(self._folder)
-            self._folder = tempfile.mkdtemp(prefix="adascale-agent-", dir="/tmp")
+        self._folder = _make_folder()
         self.path = f"{self._folder}/trainer"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
@@ -81,6 +84,20 @@ class TrainerSocket:
         """Delete the socket, and accept nothing more."""
         self.stop()
         self._listener.close()
+
+
+def _make_folder() -> str:
+    """Make a folder for temporary files whose path is short enough for a socket."""
+    for parent in (None, "/tmp", SHARED_MEMORY):
+        with contextlib.suppress(OSError):
+            folder = tempfile.mkdtemp(prefix="adascale-agent-", dir=parent)
+            if len(os.fsencode(folder)) + len("/trainer") <= MAX_PATH_LENGTH:
+                return folder
+            shutil.rmtree(folder)
+    raise WorkerError(
+        f"the agent has no folder for temporary files: neither TMPDIR, /tmp nor {SHARED_MEMORY} can be written. "
+        "Mount a volume at /tmp, such as an emptyDir"
+    )
 
 
 def _refuse(connection: socket.socket, reason: str) -> None:
