@@ -58,12 +58,13 @@ def test_a_long_name_of_the_folder_for_temporary_files_does_no_harm(
 def test_a_container_whose_root_file_system_is_read_only_has_a_socket_in_shared_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make, refused = tempfile.mkdtemp, {None, "/tmp"}
+    make = tempfile.mkdtemp
+    refused: set[object] = {None, "/tmp"}
 
-    def make_folder(prefix: str, dir: Any = None) -> str:
-        if dir in refused:
+    def make_folder(**options: Any) -> str:
+        if options["dir"] in refused:
             raise OSError(errno.EROFS, "Read-only file system")
-        return make(prefix=prefix, dir=dir)
+        return make(**options)
 
     monkeypatch.setattr("tempfile.mkdtemp", make_folder)
     monkeypatch.setattr(trainer_socket, "SHARED_MEMORY", tmp_path)

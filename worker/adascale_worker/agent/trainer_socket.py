@@ -95,8 +95,8 @@ def _make_folder() -> str:
                 return folder
             shutil.rmtree(folder)
     raise WorkerError(
-        f"the agent has no folder for temporary files: neither TMPDIR, /tmp nor {SHARED_MEMORY} can be written. "
-        "Mount a volume at /tmp, such as an emptyDir"
+        f"the agent has no folder for temporary files: neither TMPDIR, /tmp nor {SHARED_MEMORY} can be "
+        "written. Mount a volume at /tmp, such as an emptyDir"
     )
 
 
