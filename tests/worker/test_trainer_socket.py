@@ -58,10 +58,10 @@ def test_a_long_name_of_the_folder_for_temporary_files_does_no_harm(
 def test_a_container_whose_root_file_system_is_read_only_has_a_socket_in_shared_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make = tempfile.mkdtemp
+    make: Any = tempfile.mkdtemp
     refused: set[object] = {None, "/tmp"}
 
-    def make_folder(**options: Any) -> str:
+    def make_folder(**options: Any) -> Any:
         if options["dir"] in refused:
             raise OSError(errno.EROFS, "Read-only file system")
         return make(**options)
