@@ -288,7 +288,7 @@ def test_an_unweighted_micro_batch_without_a_backward_pass_counts_as_a_gradient_
 @pytest.mark.parametrize(
     ("loop", "message"),
     [
-        ("without trainer.step", r"after all batches of epoch 0: call trainer\.step\(0\)"),
+        ("without trainer.step", r"after all batches of epoch 0: .*trainer\.step\(0\)"),
         ("accumulates", r"after backward passes on 4 batches: the trainer accumulates gradients itself"),
         ("steps twice", r"optimizer\.step\(\) was called twice for one batch"),
         ("without zero_grad", r"the gradients of the step before were not deleted"),
