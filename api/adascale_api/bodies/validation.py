@@ -1,5 +1,6 @@
 """Messages of the core that validate themselves, with the descriptions that their docstrings have."""
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, field, fields
@@ -14,20 +15,21 @@ M = TypeVar("M", bound=Message)
 STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """Exactly the fields of a message, of exactly their types."""
 
-_ARGUMENT = re.compile(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", re.MULTILINE)
+_ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+"""In a docstring without the indentation of its class, which Python 3.13 removes."""
 
 
 def described_fields(message: type[Message], types: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a message: their types with limits, and the descriptions of the docstring.
 
     Args:
-        message: a dataclass whose docstring describes each field.
+        message: a dataclass whose docstring describes each field. With `python -OO` it has none.
         types: field -> its type with limits.
     """
-    found = _ARGUMENT.findall(message.__doc__ or "")
+    found = _ARGUMENT.findall(inspect.cleandoc(message.__doc__ or ""))
     texts = {name: re.sub(r"\s+", " ", text).replace("None", "null") for name, text in found}
     return {
-        each.name: Annotated[types[each.name], pydantic.Field(description=_sentence(texts[each.name]))]
+        each.name: Annotated[types[each.name], pydantic.Field(description=_sentence(texts.get(each.name)))]
         for each in _fields(message)
     }
 
@@ -55,5 +57,5 @@ def _fields(message: type[Message]) -> tuple[Field[Any], ...]:
     return fields(message)  # type: ignore[arg-type]  # every message is a dataclass
 
 
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
+def _sentence(text: str | None) -> str | None:
+    return text and text[0].upper() + text[1:]
