@@ -56,9 +56,10 @@ def test_a_long_name_of_the_folder_for_temporary_files_does_no_harm(
 
 
 def test_a_container_whose_root_file_system_is_read_only_has_a_socket_in_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make: Any = tempfile.mkdtemp
+    memory = Path(make(prefix="shm-", dir="/tmp"))  # The path of a socket is short.
     refused: set[object] = {None, "/tmp"}
 
     def make_folder(**options: Any) -> Any:
@@ -67,13 +68,14 @@ def test_a_container_whose_root_file_system_is_read_only_has_a_socket_in_shared_
         return make(**options)
 
     monkeypatch.setattr("tempfile.mkdtemp", make_folder)
-    monkeypatch.setattr(trainer_socket, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(trainer_socket, "SHARED_MEMORY", memory)
     waiting = TrainerSocket()
-    assert Path(waiting.path).parents[1] == tmp_path
+    assert Path(waiting.path).parents[1] == memory
     waiting.close()
-    refused.add(tmp_path)
+    refused.add(memory)
     with pytest.raises(WorkerError, match=r"Mount a volume at /tmp"):
         TrainerSocket()
+    memory.rmdir()
 
 
 def test_the_first_trainer_is_accepted_and_others_are_refused_with_a_reason(waiting: TrainerSocket) -> None:
