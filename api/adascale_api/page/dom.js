@@ -30,6 +30,11 @@ function build(node, attributes, children) {
   return node;
 }
 
+// How to start a job, for the end of a paragraph.
+export function howToStart() {
+  return ["Start one with ", element("code", {}, "adascale run deploy/adascalejob.yaml"), " on one machine, or ", element("code", {}, "kubectl apply -f deploy/adascalejob.yaml"), " on a cluster."];
+}
+
 // A table from columns [{title, isText, isLong, isMinor}] and rows of texts or nodes; the first cell names the row.
 export function table(caption, columns, rows, isCurrent = () => false) {
   const kinds = columns.map((column) => [column.isText && "text", column.isLong && "text long", column.isMinor && "minor"].filter(Boolean).join(" ") || null);

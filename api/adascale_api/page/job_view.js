@@ -1,7 +1,7 @@
 // One job: its gain over time or progress, its generations, the decision, and its replicas.
 
 import { Chart, Cursor } from "./chart.js";
-import { element, setText, table } from "./dom.js";
+import { element, howToStart, setText, table } from "./dom.js";
 import { NONE, clock, count, duration, percent, significant } from "./format.js";
 import { ServiceError, get, getToken } from "./service.js";
 
@@ -79,7 +79,7 @@ export class JobView {
       element("p", {}, this.state),
       this.notice,
       this.result,
-      this.unknown = element("p", { hidden: true }, "There is no job ", element("strong", {}, id), " here. ", element("a", { href: "#/" }, "All jobs"), " are in the list. Start one with ", element("code", {}, "adascale run deploy/adascalejob.yaml"), " on one machine, or ", element("code", {}, "kubectl apply -f deploy/adascalejob.yaml"), " on a cluster."),
+      this.unknown = element("p", { hidden: true }, "There is no job ", element("strong", {}, id), " here. ", element("a", { href: "#/" }, "All jobs"), " are in the list. ", ...howToStart()),
       this.content = element("div"),
     );
     this.content.append(

@@ -1,7 +1,7 @@
 // All jobs, and the use of the cluster.
 
 import { Chart } from "./chart.js";
-import { element, setAttributes, setText } from "./dom.js";
+import { element, howToStart, setAttributes, setText } from "./dom.js";
 import { NONE, clock, count, duration, percent, significant } from "./format.js";
 import { get } from "./service.js";
 
@@ -52,7 +52,7 @@ export class JobsView {
       formatX: (x, span) => clock(x, { withSeconds: span < 600, withDate: span > 90000 }), formatY: (y) => significant(y),
     });
     this.shownTime = element("span", { class: "muted" });
-    this.none = element("p", { hidden: true }, "There are no jobs yet. Start one with ", element("code", {}, "adascale run deploy/adascalejob.yaml"), " on one machine, or ", element("code", {}, "kubectl apply -f deploy/adascalejob.yaml"), " on a cluster.");
+    this.none = element("p", { hidden: true }, "There are no jobs yet. ", ...howToStart());
     this.node = element(
       "div", {},
       element("h1", {}, "Jobs"),

@@ -25,6 +25,7 @@ from adascale_worker.scaling.statistics.norms import (
     accumulation_dtype,
     are_read_together,
     batches,
+    divided_like,
     flattened,
     norm,
     sqr_norm,
@@ -330,8 +331,7 @@ class _DivisorOnGpu:
             whole = flat * weights.sqrt()
             if gradients[batch[0]].is_complex():
                 whole = torch.view_as_complex(whole.view(-1, 2))
-            parts = whole.split([gradients[n].numel() for n in batch])
-            found.update((n, part.view(gradients[n].shape)) for n, part in zip(batch, parts, strict=True))
+            found.update(zip(batch, divided_like(whole, [gradients[n] for n in batch]), strict=True))
         return [found[n] for n in range(len(gradients))]
 
     def _batches(

@@ -117,6 +117,12 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
     return flat.float() if flat.dtype in HALF_PRECISION else flat
 
 
+def divided_like(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a tensor of one dimension, in the shapes of `tensors`, which it has the size of."""
+    parts = whole.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype to add statistics up in: float64, or float32 on devices without it (MPS)."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -11,6 +11,7 @@ from adascale_worker.scaling.statistics.metric import EuclideanMetric
 from adascale_worker.scaling.statistics.norms import (
     are_read_together,
     batches,
+    divided_like,
     inner_products,
     local_shard,
 )
@@ -193,9 +194,8 @@ def _copied_together(gradients: Sequence[Tensor], sources: Sequence[Tensor]) -> 
     copies: list[Tensor] = []
     kinds = [(gradient.dtype, gradient.device) for gradient in gradients]
     for batch in batches([gradient.numel() for gradient in gradients], kinds):
-        whole = flatten_together([gradients[n] for n in batch])
-        parts = whole.split([gradients[n].numel() for n in batch])
-        copies += [part.view(gradients[n].shape) for n, part in zip(batch, parts, strict=True)]
+        originals = [gradients[n] for n in batch]
+        copies += divided_like(flatten_together(originals), originals)
     return copies
 
 
