@@ -19,7 +19,7 @@ KIND = "AdaScaleJob"
 PLURAL = "adascalejobs"
 DEFAULT_NAMESPACE = "default"
 WORKER_CONTAINER = "worker"
-"""The container that runs the agent; without a container of this name, the first container."""
+"""The container that trains, if there are several and no annotation names it."""
 
 # -- other Kubernetes objects ---------------------------------------------------------------------------
 
@@ -28,13 +28,36 @@ CONTROLLER = "adascale-controller"
 """The operator's Deployment, service account and Lease."""
 API_SERVICE = "adascale-api"
 """The metrics service's StatefulSet, Service and service account."""
+CERTIFICATE_SECRET = "adascale-api-tls"
+"""The Secret with the metrics service's certificate, its key, and the certificate of its authority."""
+AUTHORITY = "adascale-ca"
+"""The Secret with the certificate authority and its key, and in each namespace with jobs the ConfigMap with
+its certificate."""
+AUTHORITY_FILE = "ca.crt"
+"""The key of an authority's certificate in a Secret or ConfigMap."""
 FIELD_MANAGER = "adascale-operator"
 LABEL_JOB = f"{API_GROUP}/job"
 """Label of every object that belongs to a job: the job's name."""
+LABEL_JOB_UID = f"{API_GROUP}/job-uid"
+"""Label of a replica's pod: the uid of its AdaScaleJob."""
+LABEL_CHECK = f"{API_GROUP}/template-check"
+"""Label of the pod that checks a changed template: the job's name."""
 ANNOTATION_TEMPLATE = f"{API_GROUP}/template"
-"""Annotation of an Indexed Job: a digest of what its pods were created from."""
+"""Annotation of an Indexed Job and of its pods: a digest of what the pods were created from."""
 ANNOTATION_ACCELERATOR = f"{API_GROUP}/accelerator"
-"""Annotation of an Indexed Job whose pods are kept on one type of accelerator: the type."""
+"""Annotation of an Indexed Job, and of its pods, that are kept on one type of accelerator: the type."""
+ANNOTATION_SUSPENDED = f"{API_GROUP}/suspended"
+"""Annotation of an Indexed Job that the operator has suspended, and may resume: true."""
+ANNOTATION_GATES = f"{API_GROUP}/gates-checked-at"
+"""Annotation of an Indexed Job: when it was changed last so that Kueue looks at the gates of its pods."""
+ANNOTATION_QUEUE = f"{API_GROUP}/queue"
+"""Annotation of an Indexed Job: how its AdaScaleJob asked to be queued when it was created."""
+ANNOTATION_WORKER = f"{API_GROUP}/worker-container"
+"""Annotation of a pod: the name of the container that trains."""
+ANNOTATION_FIRST_REPLICA = f"{API_GROUP}/first-replica"
+"""Annotation of an Indexed Job and its pods: the index of the replica of its first pod. Without it, 0."""
+EXTRA_SUFFIX = "-extra"
+"""What the Indexed Job of extra pods has after the name of the AdaScaleJob."""
 DEFAULT_ACCELERATOR_LABEL = "nvidia.com/gpu.product"
 """The label of nodes whose value is the type of their accelerators."""
 NO_ACCELERATOR_LABEL = "<none>"
@@ -61,12 +84,18 @@ ENV_TOKEN = "ADASCALE_TOKEN"
 """The bearer token for the metrics service. A file is preferred, since the token in a file can be renewed."""
 ENV_TOKEN_FILE = "ADASCALE_TOKEN_FILE"
 """A file with the bearer token."""
+ENV_CA_FILE = "ADASCALE_CA_FILE"
+"""A file with the certificate, in PEM, of the authority of a metrics service whose URL begins with `https://`.
+It is read again when it changes. Without it, the authorities of the system are trusted."""
 ENV_READ_TOKEN = "ADASCALE_READ_TOKEN"
 """A token with which the metrics service lets people read logs and addresses."""
 ENV_READ_TOKEN_FILE = "ADASCALE_READ_TOKEN_FILE"
 """A file with that token."""
 ENV_REPLICA = "ADASCALE_REPLICA"
 """Index of the replica, from 0 (default: 0)."""
+ENV_FIRST_REPLICA = "ADASCALE_FIRST_REPLICA"
+"""What an agent adds to `ADASCALE_REPLICA` (default: 0), since the indices of an Indexed Job's pods start at
+0, those of extra pods after the replicas of the core."""
 ENV_RANK = "ADASCALE_RANK"
 """Rank of the trainer, from 0; before its first generation, index of its replica. Set by the agent."""
 ENV_REPLICAS = "ADASCALE_REPLICAS"
@@ -93,6 +122,16 @@ by the agent."""
 ENV_AGENT_SOCKET = "ADASCALE_AGENT_SOCKET"
 """Path of the Unix socket over which a trainer reports what it does, and is assigned to generations. Set by
 the agent."""
+ENV_PROCESSES_PER_REPLICA = "ADASCALE_PROCESSES_PER_REPLICA"
+"""The number of processes of a replica that share one copy of the model (G). If it is set, also to 1, torch's
+default process group is that of these processes, and not that of the replicas."""
+ENV_LOCAL_RANK = "ADASCALE_LOCAL_RANK"
+"""Index of a trainer among the processes of its replica, from 0. Set by the agent."""
+ENV_REPLICA_STORE = "ADASCALE_REPLICA_STORE"
+"""Path of the file in which the processes of a replica find each other. Set by the agent."""
+LIMIT_FILE_SUFFIX = "-limit"
+"""Added to that path: the file of a message with which a process that has no connection to the agent reports
+that a batch does not fit into its memory."""
 ENV_PEER_TIMEOUT = "ADASCALE_PEER_TIMEOUT"
 """Seconds of silence after which the other members of a generation take a member for lost (default: 5)."""
 ENV_BATCH_SIZE = "ADASCALE_BATCH_SIZE"
@@ -109,6 +148,8 @@ ENV_EFFICIENCY_TARGET = "ADASCALE_EFFICIENCY_TARGET"
 """The argument `efficiency_target` of `ElasticTrainer`."""
 ENV_SCALE_INVARIANT_STEPS = "ADASCALE_SCALE_INVARIANT_STEPS"
 """The argument `scale_invariant_steps` of `ElasticTrainer`."""
+ENV_TRAIN_SAMPLES = "ADASCALE_TRAIN_SAMPLES"
+"""The argument `train_samples` of `ElasticTrainer`."""
 ENV_CHECKPOINT_DIR = "ADASCALE_CHECKPOINT_DIR"
 """The argument `checkpoint_dir` of `ElasticTrainer`: a directory, or the URL of an object store."""
 ENV_CHECKPOINT_INTERVAL = "ADASCALE_CHECKPOINT_INTERVAL"
@@ -139,15 +180,25 @@ LAUNCHER_VARIABLES = (
     "MV2_COMM_WORLD_SIZE",
     "MV2_COMM_WORLD_LOCAL_RANK",
     "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
     "PMI_RANK",
     "PMI_SIZE",
+    "PMIX_RANK",
     # Slurm
     "SLURM_PROCID",
     "SLURM_LOCALID",
     "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_NODE",
+    # LSF
+    "JSM_NAMESPACE_RANK",
+    "JSM_NAMESPACE_SIZE",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    # Lightning
+    "NODE_RANK",
 )
 """Variables of launchers from which frameworks conclude that they run in one process of several. An agent
-removes them from the environment of trainers."""
+removes them from the environment of trainers, and the adapters of frameworks do so without an agent."""
 
 # -- defaults of settings -------------------------------------------------------------------------------
 
@@ -168,6 +219,8 @@ DEFAULT_PEER_TIMEOUT = 5.0
 
 MAX_NAME_LENGTH = 58
 """Of a job's name: with '-' and an index of 4 digits it is a host name of at most 63 characters."""
+MAX_NAME_LENGTH_WITH_EXTRA_PODS = MAX_NAME_LENGTH - len(EXTRA_SUFFIX)
+"""Of the name of a job with `spec.opportunistic`."""
 MAX_BATCH_SIZE = 2**20
 """Samples in a global batch."""
 MAX_STEPS = 2**53 - 1

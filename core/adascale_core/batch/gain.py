@@ -6,6 +6,8 @@ variance `grad_var`. At scale S, with a batch of S * B0 samples, the noise has t
 Neither quantity depends on S, so estimates stay valid when the scale changes.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ class GradientEstimate:
         grad_sqr: estimated squared norm of the true gradient.
         grad_var: estimated total variance (trace of the covariance) of a gradient at B0.
         biased: whether it is computed from gradients of consecutive steps, not of one step.
+        grad_sqr_error: standard error of `grad_sqr`; 0 if it is not known. That of `grad_var` is small
+            compared with it: the variance of one gradient is far larger than what is left of it in a mean.
 
     Raises:
         ValueError: a number is infinite or NaN.
@@ -34,6 +38,7 @@ class GradientEstimate:
     grad_sqr: float
     grad_var: float
     biased: bool = False
+    grad_sqr_error: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.grad_sqr) and math.isfinite(self.grad_var)):
@@ -66,6 +71,27 @@ class GradientEstimate:
         # Rounding may exceed the bounds by the last bit.
         return min(max(gain, min(1.0, scale)), max(1.0, scale))
 
+    @property
+    def cautious(self) -> GradientEstimate:
+        """The estimate of one standard error more `grad_sqr`, whose gains are the lower ones.
+
+        For decisions: with few measured steps, `grad_sqr` is often zero by chance, and the gain S.
+        """
+        if self.grad_sqr_error == 0.0:
+            return self
+        sqr = max(self.grad_sqr, 0.0) + self.grad_sqr_error
+        return GradientEstimate(sqr, self.grad_var, self.biased)
+
+    def gain_range(self, scale: float) -> tuple[float, float]:
+        """Return the gains at one standard error more and less of `grad_sqr`, the lower one first.
+
+        Raises:
+            ValueError: `scale` is not a positive finite number.
+        """
+        less = GradientEstimate(self.grad_sqr - self.grad_sqr_error, self.grad_var)
+        gains = self.cautious.gain(scale), less.gain(scale)
+        return min(gains), max(gains)
+
     def efficiency(self, scale: float) -> float:
         """Return gain / S, the progress per sample relative to that at B0; at most 1 for S >= 1.
 
@@ -82,6 +108,8 @@ def total(estimates: Iterable[GradientEstimate]) -> GradientEstimate:
         math.fsum(estimate.grad_sqr for estimate in groups),
         math.fsum(estimate.grad_var for estimate in groups),
         any(estimate.biased for estimate in groups),
+        # The same samples cause the errors of all groups, so they may add up.
+        math.fsum(estimate.grad_sqr_error for estimate in groups),
     )
 
 

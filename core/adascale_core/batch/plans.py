@@ -6,6 +6,7 @@ The learning rate was tuned for `batch_size`; `max_batch_size` is an upper bound
 An upper bound of `AUTO` is what fits into memory, which is found in training.
 `local_bsz_limit` is what fits into memory, as far as training has shown. It bounds b, never the global batch:
 where b is not enough, replicas accumulate.
+The processes of a replica divide each of its micro-batches equally, so b is a multiple of their number.
 
 Replicas accumulate to reach `batch_size`, and further, within `max_batch_size`, where the goodput is known:
 a larger step needs less communication per sample.
@@ -47,12 +48,14 @@ class BatchBounds:
             then has two micro-batches at least, because the noise is measured by comparing them.
         local_bsz_limit: the largest local batch size that is used, since a larger one did not fit into
             memory; None if none has failed.
+        processes: the processes of a replica, which divide its local batch.
 
     Without either bound, the batch is not elastic: every step has `batch_size` samples.
 
     Raises:
         InvalidBoundsError: a size is not a positive integer (or, for upper, "auto"), lower is greater than
-            upper, `max_batch_size` is less than `batch_size`, or upper is "auto" without it.
+            upper, `max_batch_size` is less than `batch_size`, or upper is "auto" without it; or the processes
+            of a replica cannot divide its batches.
     """
 
     batch_size: int
@@ -60,9 +63,16 @@ class BatchBounds:
     local_bsz_bounds: LocalBszBounds | None = None
     elastic_single_replica: bool = False
     local_bsz_limit: int | None = None
+    processes: int = 1
 
     def __post_init__(self) -> None:
         _require_positive_integer("batch_size", self.batch_size)
+        _require_positive_integer("processes_per_replica", self.processes)
+        if self.batch_size % self.processes:
+            raise InvalidBoundsError(
+                f"batch_size {self.batch_size} is not a multiple of processes_per_replica {self.processes}: "
+                "the processes of a replica divide its batches equally, so change one of them"
+            )
         if self.max_batch_size is not None:
             _require_positive_integer("max_batch_size", self.max_batch_size)
             if self.max_batch_size < self.batch_size:
@@ -87,6 +97,26 @@ class BatchBounds:
                     f"local_bsz_bounds lower {lower} is greater than upper {upper}: "
                     "lower must be at most upper"
                 )
+            if upper // self.processes < -(-lower // self.processes):
+                raise InvalidBoundsError(
+                    f"local_bsz_bounds {lower} to {upper} have no multiple of processes_per_replica "
+                    f"{self.processes}: the processes of a replica divide its local batch equally, so widen "
+                    "the bounds"
+                )
+
+    def per_process(self) -> BatchBounds:
+        """Return the bounds of what each process of a replica has of a batch, in samples."""
+        count = self.processes
+        pair = self.local_bsz_bounds
+        if pair is not None:
+            pair = -(-pair[0] // count), pair[1] if pair[1] == AUTO else pair[1] // count
+        return BatchBounds(
+            self.batch_size // count,
+            None if self.max_batch_size is None else self.max_batch_size // count,
+            pair,
+            self.elastic_single_replica,
+            None if self.local_bsz_limit is None else self.local_bsz_limit // count,
+        )
 
     @property
     def elastic(self) -> bool:
@@ -174,6 +204,14 @@ class BatchPlan:
         """The scale S = K*b*a / batch_size."""
         return self.global_bsz / bounds.batch_size
 
+    def times(self, processes: int) -> BatchPlan:
+        """Return the plan of replicas of several processes, of which this plan is the share of one."""
+        return replace(self, local_bsz=self.local_bsz * processes)
+
+    def per_process(self, processes: int) -> BatchPlan:
+        """Return the plan in which each process of the replicas counts as a replica."""
+        return BatchPlan(self.replicas * processes, self.local_bsz // processes, self.accumulation)
+
 
 _TOLERANCE = 1e-9
 """Relative rounding error of an efficiency."""
@@ -192,6 +230,8 @@ def local_bsz_range(bounds: BatchBounds, replicas: int) -> range:
     empty = range(0)
     if replicas < 1:
         return empty
+    if bounds.processes > 1:
+        return _times(local_bsz_range(bounds.per_process(), replicas), bounds.processes)
     if not bounds.elastic:
         quotient, remainder = divmod(bounds.batch_size, replicas)
         local_bsz = None if remainder or not quotient else _largest_divisor(quotient, bounds)
@@ -206,6 +246,10 @@ def local_bsz_range(bounds: BatchBounds, replicas: int) -> range:
         limits.append(bounds.max_batch_size // replicas)
     largest = min(limits)
     return range(bounds.lower, largest + 1) if largest >= bounds.lower else empty
+
+
+def _times(sizes: range, factor: int) -> range:
+    return range(sizes.start * factor, (sizes.stop - 1) * factor + 1, factor) if sizes else sizes
 
 
 def _largest_divisor(samples: int, bounds: BatchBounds) -> int | None:
@@ -228,6 +272,8 @@ def is_valid_replicas(bounds: BatchBounds, replicas: int) -> bool:
 
 def valid_replicas(bounds: BatchBounds, limit: int) -> list[int]:
     """Return the valid replica counts from 1 to `limit`, ascending."""
+    if bounds.processes > 1:
+        return valid_replicas(bounds.per_process(), limit)
     if not bounds.elastic:
         return [count for count in _divisors(bounds.batch_size) if count <= limit]
     largest = _max_replicas(bounds)
@@ -279,14 +325,19 @@ def _describe(bounds: BatchBounds) -> str:
         parts.append(f"local_bsz_bounds {bounds.lower} to {bounds.local_bsz_bounds[1]}")
     if bounds.local_bsz_limit is not None:
         parts.append(f"memory for local batches of at most {bounds.local_bsz_limit}")
+    if bounds.processes > 1:
+        parts.append(f"replicas of {bounds.processes} processes")
     return ", ".join(parts)
 
 
 def _describe_valid(bounds: BatchBounds) -> str:
+    processes = bounds.processes
+    bounds = bounds.per_process()
     if not bounds.elastic:
         counts = _divisors(bounds.batch_size)
         listed = ", ".join(str(count) for count in counts[:8])
-        return f"valid are the divisors of batch_size, {listed}{', ...' if len(counts) > 8 else ''}"
+        share = "batch_size" if processes == 1 else f"batch_size / {processes}"
+        return f"valid are the divisors of {share}, {listed}{', ...' if len(counts) > 8 else ''}"
     if bounds.upper is not None and bounds.upper < bounds.lower:
         return "no count is valid"
     first, last = 1 if is_valid_replicas(bounds, 1) else 2, _max_replicas(bounds)
@@ -322,9 +373,10 @@ class BatchChoice:
         last = len(self) - 1
         if last < max_plans:
             return [self[index] for index in range(len(self))]
-        first_bsz, last_bsz = self.local_bsz[0], self.local_bsz[last]
+        first_bsz, last_bsz, unit = self.local_bsz[0], self.local_bsz[last], self.local_bsz.step
         ratio = (last_bsz / first_bsz) ** (1 / (max_plans - 1))
-        sizes = {first_bsz, *(round(first_bsz * ratio**i) for i in range(1, max_plans - 1)), last_bsz}
+        between = (round(first_bsz // unit * ratio**i) * unit for i in range(1, max_plans - 1))
+        sizes = {first_bsz, *between, last_bsz}
         return [BatchPlan(self.replicas, size, self.accumulation) for size in sorted(sizes)]
 
 
@@ -335,6 +387,9 @@ def batch_choice(bounds: BatchBounds, replicas: int) -> BatchChoice:
     largest local batch size is not enough for that. They use the fewest micro-batches that are enough,
     within `max_batch_size`.
     """
+    if bounds.processes > 1:
+        choice = batch_choice(bounds.per_process(), replicas)
+        return replace(choice, local_bsz=_times(choice.local_bsz, bounds.processes))
     local = local_bsz_range(bounds, replicas)
     if not local:
         return BatchChoice(replicas, local)
@@ -358,6 +413,9 @@ def candidate_plans(bounds: BatchBounds, replicas: int, max_plans: int = 64) -> 
     They are those of `batch_choice`, then plans with more micro-batches up to `max_batch_size`, spread
     geometrically. Each has the fewest micro-batches of its size.
     """
+    if bounds.processes > 1:
+        plans = candidate_plans(bounds.per_process(), replicas, max_plans)
+        return [plan.times(bounds.processes) for plan in plans]
     choice = batch_choice(bounds, replicas)
     if not choice:
         return []
@@ -405,6 +463,9 @@ def _fewest_for_share(
 
 def allows(bounds: BatchBounds, plan: BatchPlan) -> bool:
     """Whether a job with these bounds may use a plan on its replica count."""
+    if bounds.processes > 1:
+        share, rest = divmod(plan.local_bsz, bounds.processes)
+        return not rest and allows(bounds.per_process(), replace(plan, local_bsz=share))
     choice = batch_choice(bounds, plan.replicas)
     if plan.accumulation == choice.accumulation and plan.local_bsz in choice.local_bsz:
         return True

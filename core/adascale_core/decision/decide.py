@@ -2,8 +2,8 @@
 
 One pure function, `decide`, that the Kubernetes operator and the local runner call:
 
-1. Every job is admitted, in the order of arrival, whose smallest valid count fits beside those of the
-   admitted jobs before it.
+1. Every job is admitted, by priority, then by deadline, then by arrival, whose smallest valid count fits
+   beside those of the admitted jobs before it.
 2. Of all valid counts of the admitted jobs, those of the highest total utility are chosen (`job_utility`).
 
 Replicas fit into a number, or onto the nodes of a cluster (`capacity`). Jobs that share no node are decided
@@ -24,6 +24,7 @@ from math import inf
 from typing import Self
 
 from adascale_core.decision.accelerators import Accelerator
+from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.exact_allocation import allocate_replicas
 from adascale_core.decision.hill_climbing import allocate_on_nodes
 from adascale_core.decision.job_state import JobState
@@ -35,6 +36,7 @@ from adascale_core.decision.job_utility import (
     weighted,
 )
 from adascale_core.decision.slot_allocation import allocate_slots
+from adascale_core.decision.type_choice import TypeChoice
 from adascale_core.performance.goodput_table import candidate_counts
 from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.placement.node_slots import SlotCapacity
@@ -49,12 +51,14 @@ class Decision:
         reason: why, for events and conditions.
         waiting: whether the job does not run because of insufficient capacity.
         accelerator: the type of accelerator that it runs on; None if types are not known.
+        feasibility: whether the job can meet its deadline; None if it has none, or is not measured.
     """
 
     replicas: int
     reason: str
     waiting: bool = False
     accelerator: Accelerator | None = None
+    feasibility: Feasibility | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class DecisionProblem:
     """What a decision is about: jobs that share capacity, with their predictions, and that capacity.
 
     Args:
-        queue: the jobs, in the order of their arrival.
+        queue: the jobs, in the order of their admission.
         bound: the capacity.
         valid: the ids of the jobs that have a valid count.
         slots: the slots of the nodes if the replicas of all jobs are equal; None if not, or without nodes.
@@ -98,29 +102,35 @@ class DecisionProblem:
         jobs: Iterable[JobState],
         capacity: int | Capacity,
         before: Iterable[DecisionProblem] = (),
+        choice: TypeChoice | None = None,
     ) -> Self:
         """Return the problem.
 
         Args:
             jobs, capacity: as for `decide`.
             before: the problems of the decision before. What is the same is not computed again.
+            choice: of the type of accelerator of each job, with their weights among all jobs; None if types
+                are not known.
         """
         before = list(before)
         bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
-        ordered = sorted(jobs, key=lambda job: (job.arrival, job.id))
+        ordered = sorted(jobs, key=lambda job: job.admission_order)
         valid = [
             job.id for job in ordered if candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
         ]
         slots = bound.equal_slots(valid) if isinstance(bound, NodeCapacity) else None
         fills_nodes = slots is not None and slots.is_uniform
         known = {utility.job.id: utility for problem in before for utility in problem.queue}
+        if choice is not None:
+            known |= choice.utilities
         queue = weighted(
             utilities_of(
                 ordered,
                 [slots.node_size if slots else bound.node_size(job.id) for job in ordered],
                 fills_nodes=fills_nodes,
                 before=known,
-            )
+            ),
+            None if choice is None else choice.weights,
         )
         return cls(queue, bound, valid, slots, [each for problem in before for each in problem.solutions])
 
@@ -130,17 +140,18 @@ class DecisionProblem:
         jobs: Iterable[JobState],
         capacity: int | Capacity,
         before: Iterable[DecisionProblem] = (),
+        choice: TypeChoice | None = None,
     ) -> list[Self]:
         """Return the problems that can be solved one by one, because their jobs share no node.
 
-        On a cluster with several types of accelerators, these are the jobs of each type. Arguments as for
-        `of`.
+        On a cluster with several types of accelerators, these are the jobs of each type, which `choice` has
+        chosen. Arguments as for `of`.
         """
         bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
         by_id = {job.id: job for job in jobs}
         groups = bound.independent(list(by_id))
         before = list(before)
-        return [cls.of([by_id[name] for name in group], bound, before) for group in groups]
+        return [cls.of([by_id[name] for name in group], bound, before, choice) for group in groups]
 
     def solve(self, now: float) -> list[int]:
         """Return the count of each job of the queue."""
@@ -151,6 +162,8 @@ class DecisionProblem:
         jobs = [utility.job.id for utility in self.queue]
         for known in self.solutions:
             if (known.jobs, known.room, known.tables) == (jobs, room, tables):
+                # Without those of other problems, which would be copied for each of the next problems.
+                self.solutions[:] = [known]
                 return list(known.counts)
         if isinstance(room, SlotCapacity):
             counts = allocate_slots(self.queue, tables, room)
@@ -161,14 +174,19 @@ class DecisionProblem:
 
     def next_change(self, now: float) -> float:
         """Return the first moment after `now` at which time alone may change the decision, or infinity."""
-        allowed = (change_allowed_at(utility.job) for utility in self.queue)
-        return min((moment for moment in allowed if moment > now), default=inf)
+        moments = [change_allowed_at(utility.job) for utility in self.queue]
+        outlooks = (utility.deadline_outlook(now) for utility in self.queue)
+        moments += [now + outlook.next_change() for outlook in outlooks if outlook is not None]
+        return min((moment for moment in moments if moment > now), default=inf)
 
     def decide(self, now: float) -> dict[str, Decision]:
         """Return the replica count of every job, as the function `decide`."""
         return {
             utility.job.id: Decision(
-                count, utility.reason(count), waiting=count == 0 and bool(utility.counts)
+                count,
+                utility.reason(count),
+                waiting=count == 0 and bool(utility.counts),
+                feasibility=utility.feasibility(now),
             )
             for utility, count in zip(self.queue, self.solve(now), strict=True)
         }

@@ -16,6 +16,7 @@ from math import log2
 
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.job_utility import MAX_GROWTH, MIN_SPEEDUP, JobUtility
+from adascale_core.decision.type_choice import TypeChoice
 from adascale_core.placement.capacity import Capacity
 from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
 
@@ -36,6 +37,7 @@ def explain(
     decisions: Mapping[str, Decision],
     time: float,
     only: Collection[str] | None = None,
+    choice: TypeChoice | None = None,
 ) -> dict[str, DecisionView]:
     """Return the explanation of each decision, by job id.
 
@@ -46,8 +48,10 @@ def explain(
             decisions about other jobs.
         time: of the decision, in seconds since 1970.
         only: the jobs to explain; None for all.
+        choice: of the types of accelerators; None if types are not known.
     """
-    explainer = _Explainer(problem, {each.job.id: decisions[each.job.id] for each in problem.queue}, now)
+    of_queue = {each.job.id: decisions[each.job.id] for each in problem.queue}
+    explainer = _Explainer(problem, of_queue, now, choice)
     return {
         utility.job.id: explainer.explain(utility, time)
         for utility in explainer.problem.queue
@@ -81,8 +85,18 @@ class _Room:
 
 
 class _Explainer:
-    def __init__(self, problem: DecisionProblem, decisions: Mapping[str, Decision], now: float) -> None:
+    def __init__(
+        self,
+        problem: DecisionProblem,
+        decisions: Mapping[str, Decision],
+        now: float,
+        choice: TypeChoice | None = None,
+    ) -> None:
         self.problem = problem
+        self._types: dict[str, list[JobUtility]] = {}
+        """Job id -> its utilities on each type of accelerator, if there are several."""
+        for (job, _), utility in () if choice is None else choice.known.items():
+            self._types.setdefault(job, []).append(utility)
         self._now = now
         self._decisions = decisions
         self._counts = {job: decision.replicas for job, decision in decisions.items()}
@@ -127,12 +141,12 @@ class _Explainer:
                 counts[job.id] = count
                 given = self._make_room(job.id, counts, steps)
             goodput = utility.goodput(count)
-            seconds_left = None
-            if goodput is not None and job.remaining is not None:
-                seconds_left = job.remaining / goodput + (
-                    job.restart_seconds if count != job.replicas else 0.0
-                )
+            seconds_left = utility.seconds_left(count)
+            if seconds_left is not None and count != job.replicas:
+                seconds_left += job.restart_seconds
             verdict, reason = self._verdict(utility, chosen, count, given)
+            prediction = utility.prediction(count)
+            gains = () if prediction is None else (prediction.gain, *prediction.gain_range)
             yield CountView(
                 count,
                 goodput,
@@ -140,6 +154,7 @@ class _Explainer:
                 tuple(GivenReplicas(name, replicas) for name, replicas in sorted((given or {}).items())),
                 verdict,
                 reason,
+                *gains,
             )
 
     def _make_room(
@@ -225,7 +240,10 @@ class _Explainer:
         memory = "" if size is None else f", and memory holds local batches of at most {size}"
         yield LimitView(LimitKind.BOUNDS, f"{counts[0]} to {counts[-1]} replicas are valid{memory}")
         if job.limit is not None:
-            yield LimitView(LimitKind.SCHEDULING, f"at most {job.limit} replicas may be scheduled at present")
+            limit = f"at most {job.limit} replicas may be scheduled at present"
+            yield LimitView(
+                LimitKind.SCHEDULING, f"{limit}: {job.limit_reason}" if job.limit_reason else limit
+            )
         total = self._room.total
         if total is not None:
             free = total - sum(self._counts.values())
@@ -234,6 +252,7 @@ class _Explainer:
             yield LimitView(LimitKind.CAPACITY, self._waits_for(utility))
         if job.accelerator is not None:
             yield LimitView(LimitKind.NODES, f"it runs on accelerators of the type {job.accelerator}")
+        yield from self._type_limits(utility, count)
         slots = self.problem.slots
         if slots is not None and slots.is_uniform:
             yield LimitView(
@@ -243,25 +262,56 @@ class _Explainer:
         reachable = max(self._utilities[job.id])
         if reachable < counts[-1]:
             yield LimitView(LimitKind.MEASUREMENTS, _not_measured(utility))
+        outlook = utility.deadline_outlook(self._now)
+        if outlook is not None:
+            yield LimitView(LimitKind.DEADLINE, f"it has a deadline {outlook}")
         if count and utility.present_count:
             yield LimitView(LimitKind.CHANGE, utility.change(self._now).reason)
 
+    def _type_limits(self, utility: JobUtility, count: int) -> Iterable[LimitView]:
+        """Yield what each type of accelerator is worth to a job, those with the highest goodput first."""
+        types = self._types.get(utility.job.id, [])
+        if len(types) < 2:
+            return
+        for each in sorted(types, key=lambda each: -(each.goodput(each.counts[0]) or 0.0)):
+            job = each.job
+            chosen = job.accelerator == utility.job.accelerator
+            text = f"on {job.accelerator}{', which was chosen' if chosen else ''}: {_worth(each, count)}"
+            if job.moves:
+                seconds = job.restart_seconds if job.move_seconds is None else job.move_seconds
+                text += f"; a move interrupts training for {seconds:.3g} s"
+            yield LimitView(LimitKind.TYPES, f"{text}; {job.assumption}" if job.assumption else text)
+
     def _waits_for(self, utility: JobUtility) -> str:
         """Return which jobs leave too little capacity for a job that waits."""
-        earlier = bisect_left(self._running, _arrival(utility), key=_arrival)
+        earlier = bisect_left(self._running, _order(utility), key=_order)
         if not earlier:
             return f"it needs {utility.counts[0]} at least, which do not fit even if no other job runs"
         named = [f"{each.job.id}: {each.counts[0]}" for each in self._running[: min(earlier, MAX_NAMED)]]
         if earlier > MAX_NAMED:
             named.append(f"{earlier - MAX_NAMED} more")
+        has_higher = self._running[0].job.priority > utility.job.priority
+        before = "have a higher priority or arrived before it" if has_higher else "arrived before it"
         return (
-            f"it needs {utility.counts[0]} at least, and waits for jobs to end that arrived before it and "
+            f"it needs {utility.counts[0]} at least, and waits for jobs to end that {before} and "
             f"need {self._needed[earlier - 1]} at least ({', '.join(named)})"
         )
 
 
-def _arrival(utility: JobUtility) -> tuple[float, str]:
-    return utility.job.arrival, utility.job.id
+def _worth(utility: JobUtility, count: int) -> str:
+    """Return the goodput of the smallest count on a type, and of the count nearest to `count`."""
+    smallest = utility.goodput(utility.counts[0])
+    if smallest is None or utility.table is None:
+        return "it is not measured, and so not compared"
+    nearest = min(utility.table.counts, key=lambda each: (abs(each - count), each))
+    text = f"{smallest:.3g} steps per second on {utility.counts[0]}"
+    if nearest != utility.counts[0]:
+        text += f", {utility.goodput(nearest):.3g} on {nearest}"
+    return text
+
+
+def _order(utility: JobUtility) -> tuple[bool, int, float, float, str]:
+    return utility.job.admission_order
 
 
 def _shown(utility: JobUtility, chosen: int) -> Sequence[int]:

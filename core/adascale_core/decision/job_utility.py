@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adascale_core.batch.plans import is_valid_replicas
+from adascale_core.decision.deadline import DeadlineOutlook, Feasibility
 from adascale_core.decision.job_state import JobState
 from adascale_core.performance.batched_fit import fit_all
 from adascale_core.performance.goodput_table import Floats, Goodputs, candidate_counts, goodputs
@@ -95,11 +96,14 @@ class _Memory:
     Args:
         values: counts; utilities without the weight and the cost of a change, on one node and on several;
             1 for each count that is a change to a measured count, and 1 for each that is a trial.
-        tables: weight and costs of a change and of a trial, and the utilities.
+        tables: weight, costs of a change and of a trial, and what its deadline adds; and the utilities.
+        seconds: the remaining progress, its unit and the later estimates, and the seconds to the end on each
+            count.
     """
 
     values: tuple[tuple[int, ...], Floats, npt.NDArray[np.int64]] | None = None
-    tables: tuple[tuple[float, tuple[int, int]], UtilityTables] | None = None
+    tables: tuple[tuple[object, ...], UtilityTables] | None = None
+    seconds: tuple[tuple[object, ...], Floats] | None = None
 
 
 @dataclass(frozen=True)
@@ -164,17 +168,17 @@ class JobUtility:
         reachable = counts[: bisect_right(counts, limit)]
         known = None if before is None or before.job.bounds != job.bounds else before.table
         if known is None or known.counts != reachable:
-            table = goodputs(job.bounds, reachable, job.estimate, model)
+            table = goodputs(job.bounds, reachable, job.estimate.cautious, model)
         elif before is not None and (before.job.estimate, before.model) == (job.estimate, model):
             table = known
         else:
-            table = goodputs(job.bounds, reachable, job.estimate, model, known.grid)
+            table = goodputs(job.bounds, reachable, job.estimate.cautious, model, known.grid)
         return replace(utility, table=table)
 
     @property
     def present_count(self) -> int | None:
-        """The present count if the job can keep it; None if it has none, or it is no longer valid."""
-        return self.job.replicas if self.job.replicas in self.counts else None
+        """The present count if the job can keep it; None if it has none, moves, or it is no longer valid."""
+        return self.job.replicas if self.job.replicas in self.counts and not self.job.moves else None
 
     @property
     def largest_measured(self) -> int:
@@ -186,19 +190,35 @@ class JobUtility:
         """Return the goodput of a count on as few nodes as hold it; None if it is not predicted."""
         if self.table is None:
             return None
+        return self._at(count, self.table.one_node, self.table.several_nodes)
+
+    def seconds_left(self, count: int) -> float | None:
+        """Return the seconds that the rest of the job takes on a count, with its present gradients.
+
+        None if its end is not known, or the count is not predicted.
+        """
+        if self.job.remaining is None or self.table is None:
+            return None
+        speed = self._at(count, *self._progress_per_second(self.table))
+        return None if speed is None else self.job.remaining / speed
+
+    def _at(self, count: int, one_node: Floats, several_nodes: Floats) -> float | None:
+        """Return the value of a count on as few nodes as hold it; None if it is not in the table."""
+        assert self.table is not None
         index = bisect_left(self.table.counts, count)
         if self.table.counts[index : index + 1] != (count,):
             return None
         fits = self.node_size is None or count <= self.node_size
-        return float((self.table.one_node if fits else self.table.several_nodes)[index])
+        return float((one_node if fits else several_nodes)[index])
+
+    def _progress_per_second(self, table: Goodputs) -> tuple[Floats, Floats]:
+        """Return the progress per second of each count of a table, on one node and on several."""
+        return table.throughputs if self.job.counts_samples else (table.one_node, table.several_nodes)
 
     @property
     def remaining_seconds(self) -> float | None:
         """The seconds that the rest of the job takes on its smallest count; None if not known."""
-        if self.job.remaining is None or not self.counts:
-            return None
-        goodput = self.goodput(self.counts[0])
-        return None if goodput is None else self.job.remaining / goodput
+        return self.seconds_left(self.counts[0]) if self.counts else None
 
     def _with(self, job: JobState, weight: float) -> JobUtility:
         """Return the same predictions for a later state of the job, and with a weight."""
@@ -237,14 +257,70 @@ class JobUtility:
         if self.present_count:
             change = self.change(now)
             costs = self._cost(change.factor), self._cost(change.trial_factor)
-        if self._memory.tables is None or self._memory.tables[0] != (self.weight, costs):
-            self._memory.tables = (self.weight, costs), self._utilities(*costs)
+        outlook = self.deadline_outlook(now)
+        bonus = 0 if outlook is None else round(UTILITY_UNIT * outlook.worth)
+        met = outlook.met if outlook is not None and bonus else None
+        key = self.weight, costs, bonus, None if met is None else met.tobytes()
+        if self._memory.tables is None or self._memory.tables[0] != key:
+            self._memory.tables = key, self._utilities(*costs, 0 if met is None else bonus * met)
         return self._memory.tables[1]
 
-    def _utilities(self, change: int, trial: int) -> UtilityTables:
+    def deadline_outlook(self, now: float) -> DeadlineOutlook | None:
+        """Return how its counts compare with its deadline; None without one, or without a prediction.
+
+        Args:
+            now: the time, in seconds on the clock of `JobState.stable_since`.
+        """
+        job = self.job
+        if job.deadline is None or job.remaining is None or self.table is None:
+            return None
+        key = job.remaining, job.counts_samples, job.later_estimates
+        if self._memory.seconds is None or self._memory.seconds[0] != key:
+            self._memory.seconds = key, self._training_seconds(job.remaining)
+        counts, seconds = tuple(self.counts), self._memory.seconds[1]
+        present = self.present_count or 0
+        restart = job.move_seconds if job.moves and job.move_seconds is not None else job.restart_seconds
+        seconds = seconds + np.where(np.array(counts) != present, restart, 0.0)
+        # A job gives up replicas for no less than the uncertainty of the prediction.
+        seconds = np.where(np.array(counts) < present, seconds * MIN_CHANGE, seconds)
+        return DeadlineOutlook(job.deadline - now, counts, seconds, len(self.table.counts))
+
+    def feasibility(self, now: float) -> Feasibility | None:
+        """Return whether its deadline can be met; None without a deadline, or without a prediction."""
+        outlook = self.deadline_outlook(now)
+        if outlook is None:
+            return None
+        source = "its own step times" if self.job.step_times else "the step times of jobs of its template"
+        return Feasibility(outlook.sufficient, self.job.assumption or source)
+
+    def _training_seconds(self, remaining: float) -> Floats:
+        """Return the seconds that the rest of the job takes on each count, of shape (2, counts).
+
+        On one node as far as the counts fit there, and on several. Between two estimates of the gradients,
+        the progress per second is their geometric mean.
+        """
+        job, counts = self.job, tuple(self.counts)
+        assert self.model is not None
+        assert job.estimate is not None
+        estimates = ((0.0, job.estimate), *job.later_estimates)
+        points = [(progress, estimate.cautious) for progress, estimate in estimates]
+        ends = [*(progress for progress, _ in points[1:]), remaining]
+        fitting = len(counts) if self.node_size is None else bisect_right(counts, self.node_size)
+        total, before = np.zeros((2, len(counts))), None
+        for (begin, estimate), end in zip(reversed(points), reversed(ends), strict=True):
+            table = goodputs(job.bounds, counts, estimate, self.model)
+            one, several = self._progress_per_second(table)
+            present = 1 / np.array([np.concatenate((one[:fitting], several[fitting:])), several])
+            total += (end - begin) * (present if before is None else np.sqrt(present * before))
+            before = present
+        return total
+
+    def _utilities(self, change: int, trial: int, bonus: npt.NDArray[np.int64] | int) -> UtilityTables:
         if self._memory.values is None:
             counts, *both = self._log_goodputs()
             present = self.present_count or self.counts[0]
+            if self.job.moves:
+                present = max(self.job.replicas, present)
             penalty = _growth_penalty(counts, present)
             is_trial = np.array(counts) > max(self.largest_measured, present)
             is_change = np.array(counts) != present
@@ -255,7 +331,7 @@ class JobUtility:
             )
         counts, values, is_change = self._memory.values
         costs = change * is_change[0] + trial * is_change[1]
-        weighted = np.rint(UTILITY_UNIT * self.weight * values).astype(np.int64) - costs
+        weighted = np.rint(UTILITY_UNIT * self.weight * values).astype(np.int64) - costs + bonus
         one, several = weighted.tolist()
         return dict(zip(counts, one, strict=True)), dict(zip(counts, several, strict=True))
 
@@ -279,12 +355,10 @@ class JobUtility:
                 "it changed {:.0f} s ago, and changes again after {:.0f} s at the earliest",
                 (age, window),
             )
-        goodput = self.goodput(job.replicas)
-        if goodput is None:
+        if self.goodput(job.replicas) is None:
             return Change(None, None, "it is not measured yet")
-        left = HORIZON
-        if job.remaining is not None:
-            left = job.remaining / goodput - job.prepare_seconds
+        seconds = self.seconds_left(job.replicas)
+        left = HORIZON if seconds is None else seconds - job.prepare_seconds
         if left <= job.restart_seconds:
             return Change(None, None, "it ends before a change would pay off")
         # The factor of goodput at which the job has made the same progress at its end as without the change.
@@ -298,6 +372,19 @@ class JobUtility:
             (job.restart_seconds, factor, trial_factor),
         )
 
+    def move_cost(self, now: float) -> int | None:
+        """Return what a move to another type of accelerator costs; None if it may not move.
+
+        Args:
+            now: the time, in seconds on the clock of `JobState.stable_since`.
+        """
+        job = self.job
+        if not job.replicas:
+            return 0
+        seconds = job.restart_seconds if job.move_seconds is None else job.move_seconds
+        as_move = replace(self, job=replace(job, restart_seconds=seconds))
+        return None if (factor := as_move.change(now).factor) is None else self._cost(factor)
+
     def prediction(self, count: int) -> Prediction | None:
         """Return the prediction for a count; None if there is none."""
         goodput = self.goodput(count)
@@ -307,8 +394,8 @@ class JobUtility:
         plan = self.table.plan(self.table.counts.index(count), on_one_node=on_one_node)
         scale = plan.scale(self.job.bounds)
         assert self.job.estimate is not None
-        gain = self.job.estimate.gain(scale)
-        return Prediction(plan, scale, gain, gain / goodput)
+        gain, between = self.job.estimate.gain(scale), self.job.estimate.gain_range(scale)
+        return Prediction(plan, scale, gain, between[0] / goodput, between)
 
     def reason(self, count: int) -> str:
         """Return why the job gets `count` replicas, for events and conditions."""
@@ -321,6 +408,8 @@ class JobUtility:
             return f"Insufficient capacity for {_replicas(self.counts[0])}"
         if before == 0:
             return f"started on {_replicas(count)}"
+        if job.moves:
+            return f"moves to {_replicas(count)} of the type {job.accelerator}"
         if count == before:
             return "unchanged"
         if self.present_count is None:
@@ -332,7 +421,7 @@ class JobUtility:
         if old is None or new is None:
             return cause
         effect = (
-            f"predicted gain {old.gain:.1f} -> {new.gain:.1f}, "
+            f"predicted gain {_gain(old)} -> {_gain(new)}, "
             f"{new.goodput / old.goodput:.1f} times the progress per second"
         )
         return effect if new.goodput > old.goodput else f"{cause}: {effect}"
@@ -348,6 +437,7 @@ _prediction_inputs = attrgetter(
     "estimate",
     "step_times",
     "template_step_times",
+    "moves",
 )
 """All of a job's state that its counts and their goodputs depend on."""
 
@@ -389,24 +479,37 @@ def utilities_of(
 _measured = attrgetter("step_times", "template_step_times")
 
 
-def weighted(jobs: Sequence[JobUtility]) -> list[JobUtility]:
-    """Return the jobs with weights by remaining size, as the optimal policy for jobs of known size has them.
+def weights_by_size(sizes: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the weights of jobs by remaining size, as the optimal policy for jobs of known size has them.
 
     Of m jobs of known size, the i-th largest has the weight m * ((i / m)^q - ((i - 1) / m)^q) with
     q = 1 / (1 - p) for goodput that grows with the power p of the replicas (heSRPT, Berg, Vesilo and
     Harchol-Balter 2020, theorem 4). The weights are 1 on average, and a job of unknown size has the weight 1.
+
+    Args:
+        sizes: job id -> its remaining size, in any unit; None if not known.
     """
-    sizes = {utility.job.id: utility.remaining_seconds for utility in jobs}
     ranked = sorted(((size, name) for name, size in sizes.items() if size is not None), reverse=True)
     number, exponent = len(ranked), 1 / (1 - SPEEDUP_EXPONENT)
     weights = {
         name: number * ((i / number) ** exponent - ((i - 1) / number) ** exponent)
         for i, (_, name) in enumerate(ranked, 1)
     }
+    return {name: weights.get(name, 1.0) for name in sizes}
+
+
+def weighted(jobs: Sequence[JobUtility], weights: Mapping[str, float] | None = None) -> list[JobUtility]:
+    """Return the jobs with weights.
+
+    Args:
+        jobs: the jobs.
+        weights: job id -> weight; None for those by the remaining sizes of these jobs.
+    """
+    if weights is None:
+        weights = weights_by_size({utility.job.id: utility.remaining_seconds for utility in jobs})
     return [
-        each if each.weight == weight else each._with(each.job, weight)
+        each if each.weight == weights[each.job.id] else each._with(each.job, weights[each.job.id])
         for each in jobs
-        for weight in (weights.get(each.job.id, 1.0),)
     ]
 
 
@@ -427,6 +530,13 @@ def _filling_nodes(counts: tuple[int, ...], node_size: int, present: int) -> tup
     return tuple(
         count for count in counts if count % node_size == 0 or node_size % count == 0 or count in kept
     )
+
+
+def _gain(prediction: Prediction) -> str:
+    """Return a gain, and between which it is if that makes a difference."""
+    least, most = (f"{gain:.1f}" for gain in prediction.gain_range)
+    gain = f"{prediction.gain:.1f}"
+    return gain if least == most else f"{gain} ({least} to {most})"
 
 
 def _replicas(count: int) -> str:

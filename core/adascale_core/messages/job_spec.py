@@ -11,6 +11,11 @@ from adascale_core.messages.message import Message
 from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 
 
+def steps_of(samples: int, batch_size: int) -> int:
+    """Return the steps at `batch_size` in which so many samples are trained, rounded up."""
+    return -(-samples // batch_size)
+
+
 @dataclass(frozen=True)
 class JobSpec(Message):
     """The bounds of a job, as the controller declares them to the metrics service.
@@ -23,10 +28,14 @@ class JobSpec(Message):
         min_replicas, max_replicas: the bounds of the replica count.
         scale_invariant_steps: steps at `batch_size` after which the job is complete; None if the program
             decides.
+        train_samples: samples after which the job is complete, in place of `scale_invariant_steps`; progress
+            counts samples then, and not gains.
         efficiency_target: lower bound of the efficiency while throughput is unknown, 0 to 1.
         elastic_single_replica: whether the batch of a single replica may be larger than `batch_size` too.
         local_bsz_limit: the largest local batch size that is used, since a larger one did not fit into the
             memory of the replicas; None if none has failed. The service sets it.
+        processes_per_replica: processes that share one copy of the model and divide the batch of a replica;
+            None for replicas of one process with the whole model.
     """
 
     batch_size: int
@@ -38,12 +47,15 @@ class JobSpec(Message):
     efficiency_target: float = DEFAULT_EFFICIENCY_TARGET
     elastic_single_replica: bool = False
     local_bsz_limit: int | None = None
+    processes_per_replica: int | None = None
+    train_samples: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec's JSON object, without the fields that the service adds to a declaration."""
         members = super().to_json()
-        if self.local_bsz_limit is None:
-            del members["local_bsz_limit"]
+        for name in ("local_bsz_limit", "processes_per_replica", "train_samples"):
+            if members[name] is None:
+                del members[name]
         return members
 
     @classmethod
@@ -51,6 +63,13 @@ class JobSpec(Message):
         """Return the spec of a JSON object's members."""
         pair = members.get("local_bsz_bounds")
         return super().from_json({**members, "local_bsz_bounds": None if pair is None else tuple(pair)})
+
+    @property
+    def steps(self) -> int | None:
+        """The progress at which the job is complete; None if the program decides."""
+        if self.train_samples is not None:
+            return steps_of(self.train_samples, self.batch_size)
+        return self.scale_invariant_steps
 
     @property
     def bounds(self) -> BatchBounds:
@@ -61,6 +80,7 @@ class JobSpec(Message):
             self.local_bsz_bounds,
             self.elastic_single_replica,
             self.local_bsz_limit,
+            self.processes_per_replica or 1,
         )
 
     def with_limit(self, limit: int | None) -> JobSpec:
@@ -70,7 +90,7 @@ class JobSpec(Message):
     def environment(self) -> dict[str, str | None]:
         """Return the environment variables of a trainer; None for a variable that must not be set."""
         pair = self.local_bsz_bounds
-        steps = self.scale_invariant_steps
+        steps, samples = self.scale_invariant_steps, self.train_samples
         return {
             names.ENV_BATCH_SIZE: str(self.batch_size),
             names.ENV_MAX_BATCH_SIZE: None if self.max_batch_size is None else str(self.max_batch_size),
@@ -79,6 +99,7 @@ class JobSpec(Message):
             names.ENV_ELASTIC_SINGLE_REPLICA: "1" if self.elastic_single_replica else None,
             names.ENV_EFFICIENCY_TARGET: repr(self.efficiency_target),
             names.ENV_SCALE_INVARIANT_STEPS: None if steps is None else str(steps),
+            names.ENV_TRAIN_SAMPLES: None if samples is None else str(samples),
         }
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.messages.message import Message
 
@@ -16,7 +18,8 @@ class GainReport(Message):
     Args:
         generation: the generation in which it was measured.
         step: optimizer steps since the job was created, over all generations.
-        progress: sum of gains so far, in steps at `batch_size`.
+        progress: sum of gains so far, or with `counts_samples` the samples over `batch_size`; both in steps
+            at `batch_size`.
         epoch: the present epoch, from 0.
         replicas: number of replicas (K).
         local_bsz: samples in a micro-batch of one replica (b).
@@ -26,16 +29,25 @@ class GainReport(Message):
         grad_sqr: estimated squared norm of the true gradient; noise can make it negative.
         grad_var: estimated variance of a gradient at `batch_size`; noise can make it negative.
         step_time: mean seconds per optimizer step since the last report; 0 if not measured yet.
+        goodput: progress per second, the mean of about the last minute of training without interruptions;
+            None if not measured yet.
         time: when the step was made, in seconds since 1970 by the worker's clock.
         loss: mean training loss since the last report, or its last mean; None if the program does not log it.
         target: the progress at which training ends; None if the program decides.
         nodes: the number of nodes on which the replicas ran.
         lr_factor: the factor by which the learning rate is multiplied for this gain; None if not reported.
+        lr: the learning rate of the step: that of the first parameter group, times `lr_factor`; None if not
+            reported.
         sync_time: of a step, seconds of gradient exchange that computation does not hide; None if not
             measured since the last report.
+        grad_sqr_error: standard error of `grad_sqr`; 0 if it is not known.
         metrics: other values that the program has logged, by name: the mean of each since the last report, or
             its last mean before.
+        gpu_use: of the GPU of rank 0, the share of the time in which it computed, from 0 to 1; None without a
+            GPU that measures it.
+        gpu_memory: of the memory of that GPU, the share that all its processes use, from 0 to 1; None too.
         accelerator: the type of accelerator of the replicas, as in the `Registration` of rank 0.
+        counts_samples: whether a step adds its scale to the progress, and not its gain.
     """
 
     generation: int
@@ -51,13 +63,34 @@ class GainReport(Message):
     grad_var: float
     step_time: float
     time: float
+    goodput: float | None = None
     loss: float | None = None
     target: float | None = None
     nodes: int = 1
     lr_factor: float | None = None
+    lr: float | None = None
     sync_time: float | None = None
+    grad_sqr_error: float = 0.0
+    gpu_use: float | None = None
+    gpu_memory: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     accelerator: str = ""
+    counts_samples: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report's JSON object, without `counts_samples` unless it is set.
+
+        Metrics services of earlier versions refuse reports with it.
+        """
+        members = super().to_json()
+        if not self.counts_samples:
+            del members["counts_samples"]
+        return members
+
+    @property
+    def estimate(self) -> GradientEstimate:
+        """The estimate of the gradients."""
+        return GradientEstimate(self.grad_sqr, self.grad_var, grad_sqr_error=self.grad_sqr_error)
 
     @property
     def efficiency(self) -> float:
@@ -68,6 +101,12 @@ class GainReport(Message):
     def plan(self) -> BatchPlan:
         """The batch plan with which it was measured."""
         return BatchPlan(self.replicas, self.local_bsz, self.accumulation)
+
+    def seconds_left(self, target: float | None) -> float | None:
+        """Return the predicted seconds until a progress is reached; None if it is unknown or not measured."""
+        if target is None or not self.goodput:
+            return None
+        return max(target - self.progress, 0.0) / self.goodput
 
 
 @dataclass(frozen=True)

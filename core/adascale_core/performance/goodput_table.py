@@ -107,6 +107,7 @@ class Goodputs:
         counts: the replica counts, ascending.
         one_node, several_nodes: steps at `batch_size` per second, where the replicas share a node or not.
         columns: the column in `grid` of the best plan, on one node and on several.
+        gains: the gain of the best plan, on one node and on several.
         grid: the plans.
     """
 
@@ -114,12 +115,19 @@ class Goodputs:
     one_node: Floats
     several_nodes: Floats
     columns: tuple[Any, Any]
+    gains: tuple[Floats, Floats]
     grid: PlanGrid
 
     @cached_property
     def logarithms(self) -> tuple[Floats, Floats]:
         """The logarithms of `one_node` and `several_nodes`."""
         return np.log(self.one_node), np.log(self.several_nodes)
+
+    @cached_property
+    def throughputs(self) -> tuple[Floats, Floats]:
+        """Samples per second over `batch_size`, with the same plans, on one node and on several."""
+        one, several = (self.grid.scale[self.grid.rows, columns] for columns in self.columns)
+        return self.one_node * one / self.gains[0], self.several_nodes * several / self.gains[1]
 
     def plan(self, index: int, *, on_one_node: bool) -> BatchPlan:
         """Return the best plan of the count at an index."""
@@ -154,7 +162,9 @@ def goodputs(
         gain = np.minimum(np.maximum(gain, least), most)
     one, several = (gain / step_times for step_times in _step_times(grid, model))
     columns = one.argmax(axis=1), several.argmax(axis=1)
-    return Goodputs(counts, one[grid.rows, columns[0]], several[grid.rows, columns[1]], columns, grid)
+    best, best_of_several = ((grid.rows, each) for each in columns)
+    gains = gain[best], gain[best_of_several]
+    return Goodputs(counts, one[best], several[best_of_several], columns, gains, grid)
 
 
 @lru_cache(maxsize=MAX_STEP_TIMES)

@@ -20,12 +20,14 @@ class Prediction:
         scale: S of that plan.
         gain: the gain of that plan, in steps at `batch_size` per step.
         step_time: seconds per optimizer step.
+        gain_range: the gains at one standard error of the estimate; twice `gain` if the error is not known.
     """
 
     plan: BatchPlan
     scale: float
     gain: float
     step_time: float
+    gain_range: tuple[float, float]
 
     @property
     def efficiency(self) -> float:
@@ -34,8 +36,11 @@ class Prediction:
 
     @property
     def goodput(self) -> float:
-        """Steps at `batch_size` per second: throughput times gain (Qiao et al. 2021, section 3)."""
-        return self.gain / self.step_time
+        """Steps at `batch_size` per second: throughput times gain (Qiao et al. 2021, section 3).
+
+        With the lower gain of the range, which decides.
+        """
+        return self.gain_range[0] / self.step_time
 
 
 def predict(
@@ -62,10 +67,12 @@ def predict(
         plan = plan_batch(
             bounds,
             count,
-            estimate=estimate,
+            estimate=estimate.cautious,
             throughput=model.throughput,
             efficiency_target=efficiency_target,
         )
         scale = plan.scale(bounds)
-        predictions[count] = Prediction(plan, scale, estimate.gain(scale), model.step_time(plan))
+        predictions[count] = Prediction(
+            plan, scale, estimate.gain(scale), model.step_time(plan), estimate.gain_range(scale)
+        )
     return predictions

@@ -1,4 +1,4 @@
-"""The GPUs that a replica requests, of which it uses one."""
+"""The GPUs that a replica requests, of which each of its processes uses one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,25 @@ def requested_gpus(resources: object) -> int:
     return sum(found.values())
 
 
-def describe_unused_gpus(gpus: int) -> str | None:
-    """Return the warning about a replica that has `gpus` GPUs; None if it uses all of them."""
+def describe_unused_gpus(gpus: int, processes: int | None = None) -> str | None:
+    """Return the warning about a replica that has more or fewer GPUs than it uses; None if it uses all.
+
+    Args:
+        gpus: its number of GPUs; 0 if it computes on the CPU.
+        processes: the number of its processes; None for one with the whole model.
+    """
+    if processes is not None:
+        if gpus in (0, processes):
+            return None
+        count = "1 process" if processes == 1 else f"{processes} processes"
+        return (
+            f"a replica requests {gpus} GPUs for {count}, each of which uses one GPU: request {processes} "
+            f"(limits: {{nvidia.com/gpu: {processes}}}), or set processesPerReplica to {gpus}"
+        )
     if gpus < 2:
         return None
     return (
         f"a replica has {gpus} GPUs and uses 1 of them, because it is one process on one GPU. Request 1 GPU "
-        "for each replica (limits: {nvidia.com/gpu: 1}), and raise maxReplicas instead"
+        "for each replica (limits: {nvidia.com/gpu: 1}), and raise maxReplicas instead; or shard the model "
+        "over several processes, whose number is processesPerReplica"
     )

@@ -55,6 +55,8 @@ class CountView(Message):
         given: the replicas that other jobs would have to give up for it, the cheapest that were found.
         verdict: why it was chosen or not.
         reason: the same for people.
+        gain, gain_low, gain_high: the predicted gain, and those at one standard error of the estimate; None
+            if not predicted.
     """
 
     replicas: int
@@ -63,6 +65,9 @@ class CountView(Message):
     given: Sequence[GivenReplicas]
     verdict: Verdict
     reason: str
+    gain: float | None = None
+    gain_low: float | None = None
+    gain_high: float | None = None
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
@@ -83,8 +88,15 @@ class LimitKind(StrEnum):
     SCHEDULING = "scheduling"
     CAPACITY = "capacity"
     NODES = "nodes"
+    TYPES = "types"
+    """What each type of accelerator is worth to the job."""
     MEASUREMENTS = "measurements"
     CHANGE = "change"
+    PRIORITY = "priority"
+    DEADLINE = "deadline"
+    """Which count meets the deadline of the job, if one does."""
+    OTHER = "other"
+    """Something that this version does not know. Its reason says what it is."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +113,10 @@ class LimitView(Message):
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
-        """The view from a JSON object's members."""
-        return super().from_json({**members, "kind": LimitKind(members["kind"])})
+        """The view from a JSON object's members. A kind of a later version is `LimitKind.OTHER`."""
+        name = members["kind"]
+        kind = LimitKind(name) if name in set(LimitKind) else LimitKind.OTHER
+        return super().from_json({**members, "kind": kind})
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ class PredictionView(Message):
         replicas, local_bsz, accumulation: the batch plan (K, b, a).
         scale, gain, efficiency: of that plan.
         step_time: seconds per step.
-        goodput: steps at `batch_size` per second.
+        goodput: steps at `batch_size` per second, with the lower gain.
+        gain_low, gain_high: the gains at one standard error of the estimate.
     """
 
     replicas: int
@@ -53,6 +54,8 @@ class PredictionView(Message):
     efficiency: float
     step_time: float
     goodput: float
+    gain_low: float
+    gain_high: float
 
     @classmethod
     def of(cls, prediction: Prediction) -> Self:
@@ -67,6 +70,7 @@ class PredictionView(Message):
             prediction.efficiency,
             prediction.step_time,
             prediction.goodput,
+            *prediction.gain_range,
         )
 
 
@@ -99,7 +103,7 @@ class GainView(Message):
         """The view as the JSON object's members."""
         predictions = None if self.predictions is None else [asdict(each) for each in self.predictions]
         return {
-            **self.report.to_json(),
+            **asdict(self.report),
             "job": self.job,
             "efficiency": self.efficiency,
             "local_bsz_limit": self.local_bsz_limit,

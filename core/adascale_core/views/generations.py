@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, Self
 
 from adascale_core.messages.message import Message
 
@@ -32,6 +33,8 @@ class GenerationView(Message):
         cause: why it began.
         started_at: when it became active, in seconds since 1970.
         ended_at: when it ended; None if it is active.
+        downtime: seconds without a step: from the last step of the generation before to its first step; None
+            if it has no step, or the job had no replicas before.
     """
 
     generation: int
@@ -39,6 +42,23 @@ class GenerationView(Message):
     cause: GenerationCause
     started_at: float
     ended_at: float | None
+    downtime: float | None = None
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """Return the generation of a JSON object's members."""
+        return super().from_json({**members, "cause": GenerationCause(members["cause"])})
+
+
+def downtime(last_step: float, first_step: float) -> float:
+    """Return the downtime between two generations.
+
+    Args:
+        last_step: when the last step of the one before ended, in seconds since 1970.
+        first_step: when the first step of the other one ended.
+    """
+    # A replica with another clock may make the first step.
+    return max(first_step - last_step, 0.0)
 
 
 @dataclass(frozen=True)
@@ -54,3 +74,10 @@ class GenerationsView(Message):
     job: str
     generations: Sequence[GenerationView]
     decided_at: float | None
+
+    @classmethod
+    def from_json(cls, members: dict[str, Any]) -> Self:
+        """Return the generations of a JSON object's members."""
+        return super().from_json(
+            {**members, "generations": tuple(map(GenerationView.from_json, members["generations"]))}
+        )

@@ -9,6 +9,7 @@ from adascale_core.messages.message import Message
 from adascale_core.messages.reports import GainReport
 from adascale_core.rendezvous.rendezvous import Rendezvous
 from adascale_core.views.job_state_name import JobStateName, registered_state, training_replicas
+from adascale_core.views.runs import RunView
 
 MAX_SECONDS_LEFT = 1e9
 """A longer prediction of the time left is not shown."""
@@ -31,8 +32,8 @@ class JobSummary(Message):
         batch_size: the batch size that the learning rate was tuned for; None if it is not declared.
         target: the progress at which training ends; None if the program decides.
         latest: the latest report; None if there is none.
-        goodput: steps at the initial batch size per second; None if it is not measured.
         seconds_left: the predicted seconds until its end; None if unknown, or if it does not train.
+        run: its runs on this machine; None unless `adascale ui` shows it.
     """
 
     id: str
@@ -47,8 +48,8 @@ class JobSummary(Message):
     batch_size: int | None
     target: float | None
     latest: GainReport | None
-    goodput: float | None
     seconds_left: float | None
+    run: RunView | None = None
 
 
 def summarize(
@@ -59,12 +60,9 @@ def summarize(
     desired, active, complete = rendezvous.desired, rendezvous.active, rendezvous.complete
     state = registered_state(desired, active, replicas, broken=rendezvous.broken, complete=complete)
     training = 0 if complete else training_replicas(active, replicas)
-    steps = spec.scale_invariant_steps if spec is not None else None
+    steps = spec.steps if spec is not None else None
     target = steps if steps is not None else latest.target if latest is not None else None
-    goodput = latest.gain / latest.step_time if latest is not None and latest.step_time > 0 else None
-    seconds_left = None
-    if latest is not None and target is not None and goodput and training:
-        seconds_left = max(target - latest.progress, 0.0) / goodput
+    seconds_left = latest.seconds_left(target) if latest is not None and training else None
     return JobSummary(
         id=job_id,
         state=state,
@@ -78,6 +76,5 @@ def summarize(
         batch_size=spec.batch_size if spec is not None else None,
         target=target,
         latest=latest,
-        goodput=goodput,
         seconds_left=seconds_left if seconds_left is not None and seconds_left < MAX_SECONDS_LEFT else None,
     )
