@@ -8,11 +8,13 @@ after the times that `Backoff` gives.
 from adascale_client.backoff import Backoff
 from adascale_client.client import MetricsServiceClient
 from adascale_client.errors import ServiceError, ServiceRefusedError, ServiceUnreachableError
+from adascale_client.transport import ServiceTransport
 
 __all__ = [
     "Backoff",
     "MetricsServiceClient",
     "ServiceError",
     "ServiceRefusedError",
+    "ServiceTransport",
     "ServiceUnreachableError",
 ]

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from adascale_client.errors import ServiceUnreachableError
-from adascale_client.transport import Transport
+from adascale_client.transport import ServiceTransport, Transport
 from adascale_core.messages.allocation import Allocation, AllocationView, MemberView
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.decision import DecisionView
 from adascale_core.views.gain import GainView, HistoryView, StoredReports
+from adascale_core.views.generations import GenerationsView
 from adascale_core.views.jobs import JobChanges, JobList, JobView
 
 T = TypeVar("T")
@@ -34,10 +35,20 @@ class MetricsServiceClient:
         url: the base URL of the service, as in `http://127.0.0.1:8265`; `http://` may be left out.
         token: the bearer token; None for no token.
         token_file: a file with the bearer token, which may be renewed; it takes precedence over `token`.
+        transport: sends the requests; None for HTTP to `url`, with the token.
+        ca_file: the certificates of the authorities that a service with TLS may have its certificate from, as
+            in `Transport`.
     """
 
-    def __init__(self, url: str, token: str | None = None, token_file: Path | None = None) -> None:
-        self._transport = Transport(url, token, token_file)
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        token_file: Path | None = None,
+        transport: ServiceTransport | None = None,
+        ca_file: Path | None = None,
+    ) -> None:
+        self._transport = Transport(url, token, token_file, ca_file) if transport is None else transport
 
     # -- jobs -----------------------------------------------------------------------------------------------
 
@@ -129,6 +140,12 @@ class MetricsServiceClient:
         """Return the last decision about a job. Status 404 if there is none."""
         return self._parse(
             DecisionView.from_json, self._transport.request("GET", f"{_path(job_id)}/decision")
+        )
+
+    def get_generations(self, job_id: str) -> GenerationsView:
+        """Return the generations of a job. Status 404 if the job does not exist."""
+        return self._parse(
+            GenerationsView.from_json, self._transport.request("GET", f"{_path(job_id)}/generations")
         )
 
     # -- gain -----------------------------------------------------------------------------------------------

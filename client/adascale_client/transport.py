@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import urllib3
 
 from adascale_client.errors import ServiceRefusedError, ServiceUnreachableError
+from adascale_core.names import ENV_CA_FILE
 
 TIMEOUT = 5.0
 """Seconds to wait for a connection, and for each part of an answer."""
@@ -19,6 +22,22 @@ MAX_EXCERPT = 200
 """Bytes of an answer without a reason that an error message quotes."""
 MAX_ANSWER = 2**28
 """Bytes of an answer that are read. The largest answers are pages of the list of jobs."""
+_PLAIN_ANSWERS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"})
+"""What OpenSSL says, by its version, if the answer to its first message is one of HTTP."""
+
+
+class ServiceTransport(Protocol):
+    """Sends requests to a metrics service and parses the answers."""
+
+    @property
+    def url(self) -> str:
+        """Where the service is, for messages."""
+
+    def request(self, method: str, path: str, body: object = None, *, wait: float = 0.0) -> Any:
+        """As `Transport.request`."""
+
+    def close(self) -> None:
+        """Close the idle connections."""
 
 
 class Transport:
@@ -28,13 +47,25 @@ class Transport:
         url: the base URL of the service, as in `http://127.0.0.1:8265`; `http://` may be left out.
         token: the bearer token; None for no token.
         token_file: a file with the bearer token, which may be renewed; it takes precedence over `token`.
+        ca_file: the certificates, in PEM, of the authorities that the service's certificate may be from, with
+            `https://`. The file may be renewed. None for the authorities of the system.
     """
 
-    def __init__(self, url: str, token: str | None = None, token_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        token_file: Path | None = None,
+        ca_file: Path | None = None,
+    ) -> None:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._token = token
         self._token_file = token_file
+        self._ca_file = ca_file if self.url.startswith("https://") else None
+        self._ca_version: tuple[int, int] | None = None
+        """Inode and time of change of the file that the pool was made with."""
         self._pool = urllib3.PoolManager(maxsize=MAX_IDLE_CONNECTIONS, retries=False)
+        self._lock = threading.Lock()
 
     def request(self, method: str, path: str, body: object = None, *, wait: float = 0.0) -> Any:
         """Send a request and parse the answer.
@@ -49,8 +80,9 @@ class Transport:
             The answer's JSON value, or None if the answer has no body.
 
         Raises:
-            ServiceUnreachableError: the address is invalid, the service does not answer, the answer is not
-                JSON or too large, or the token file can't be read.
+            ServiceUnreachableError: the address is invalid, the service does not answer, its certificate is
+                not trusted, the answer is not JSON or too large, or the file of the token or of the
+                authorities can't be read.
             ServiceRefusedError: the service answers with an error status.
         """
         headers = {"accept": "application/json"}
@@ -61,8 +93,9 @@ class Transport:
         if body is not None:
             headers["content-type"] = "application/json"
             content = json.dumps(body).encode()
+        pool = self._current_pool()
         try:
-            answer = self._pool.request(
+            answer = pool.request(
                 method,
                 f"{self.url}/{path}",
                 body=content,
@@ -74,7 +107,8 @@ class Transport:
             data = answer.read(MAX_ANSWER + 1)
         except urllib3.exceptions.LocationValueError as error:
             raise ServiceUnreachableError(
-                f"the address of the metrics service must be http://HOST:PORT, got {self.url!r}: {error}"
+                "the address of the metrics service must be http://HOST:PORT or https://HOST:PORT, got "
+                f"{self.url!r}: {error}"
             ) from error
         except (urllib3.exceptions.HTTPError, ValueError) as error:
             raise ServiceUnreachableError(
@@ -103,6 +137,28 @@ class Transport:
         """Close the idle connections."""
         self._pool.clear()
 
+    def _current_pool(self) -> urllib3.PoolManager:
+        """Return the pool that trusts the present authorities. Open connections outlive a renewal."""
+        if self._ca_file is None:
+            return self._pool
+        try:
+            # The kubelet replaces a file by a new one.
+            found = self._ca_file.stat()
+            version = found.st_ino, found.st_mtime_ns
+            with self._lock:
+                if version != self._ca_version:
+                    context = ssl.create_default_context(cafile=str(self._ca_file))
+                    self._pool = urllib3.PoolManager(
+                        maxsize=MAX_IDLE_CONNECTIONS, retries=False, ssl_context=context
+                    )
+                    self._ca_version = version
+                return self._pool
+        except OSError as error:  # also of `ssl`
+            reason = "it has no certificate in PEM" if isinstance(error, ssl.SSLError) else error.strerror
+            raise ServiceUnreachableError(
+                f"the file {self._ca_file} with the authority of the metrics service can't be read: {reason}"
+            ) from error
+
     def _read_token(self) -> str | None:
         # Read for each request: the file is small, and the kubelet replaces it before the token expires.
         if self._token_file is None:
@@ -121,6 +177,15 @@ def _root_cause(error: Exception) -> str:
     cause: BaseException = error
     while (inner := cause.__cause__ or cause.__context__) is not None:
         cause = inner
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return (
+            f"its certificate is not trusted ({cause.verify_message}). Set {ENV_CA_FILE} to a file with the "
+            "certificate of its authority, and use a host name that is in the certificate"
+        )
+    if isinstance(cause, ssl.SSLError) and cause.reason in _PLAIN_ANSWERS:
+        return "it answers without TLS: use http:// in its address"
+    if isinstance(cause, ssl.SSLError):
+        return f"TLS fails ({cause.reason or cause})"
     if isinstance(cause, http.client.IncompleteRead):
         return "the connection was closed before the answer was complete"
     if isinstance(cause, OSError) and cause.strerror:

@@ -21,8 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adascale_core.batch.gain import GradientEstimate, require_scale, require_smoothing
 from adascale_worker.errors import UnsupportedOptimizerError
+from adascale_worker.scaling.statistics.all_reduce import Shards
 from adascale_worker.scaling.statistics.gain_estimator import GainEstimator, GainOptions
 from adascale_worker.scaling.statistics.loss_scale import GradScaler
+from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.scaling.statistics.sampling import Sampling
 from adascale_worker.scaling.statistics.step_settings import StepSettings
 from adascale_worker.scaling.statistics.uneven_inputs import StatisticsJoinHook
@@ -38,7 +40,7 @@ from adascale_worker.torch_private.tensors import divide_in_place
 STATE_KEY = "adascale"
 """Key of AdaScale's own state in its state_dict, beside that of the inner optimizer."""
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 class AdaScale(torch.optim.Optimizer, Joinable):
@@ -77,6 +79,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             it. Half of the gradients are not kept for the next step then, nor saved with its state.
         observes_backward: whether backward passes are observed. If not, the training loop passes its
             gradients to `read_micro_gradient` and `measure`.
+        shards: exchange the statistics, if each process of a replica has shards of the gradients, which the
+            training loop passes.
 
     Raises:
         UnsupportedOptimizerError: (a TypeError) `optimizer` is not one of these; it is an Adam and
@@ -101,6 +105,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         grad_scaler: GradScaler | None = None,
         disjoint_pairs: bool = False,
         observes_backward: bool = True,
+        shards: Shards | None = None,
     ) -> None:
         if isinstance(optimizer, AdaScale):
             raise UnsupportedOptimizerError(
@@ -122,10 +127,11 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             require_smoothing(smoothing)
         settings = StepSettings(replicas, num_gradients_to_accumulate, scale, is_scaled_loss)
         sampling = Sampling(sample_every, disjoint_pairs)
-        options = GainOptions(settings, smoothing, sampling, debias_ewma, observes_backward)
+        options = GainOptions(settings, smoothing, sampling, debias_ewma, observes_backward, shards)
         estimator = GainEstimator(optimizer, self._rule, options, model, grad_scaler)
         require_whole_parameters(optimizer, self._rule, is_sharded=estimator.statistics.reader.is_sharded)
-        require_readable(estimator.statistics.reader.unreadable_parameters())
+        if shards is None:
+            require_readable(estimator.statistics.reader.unreadable_parameters())
         self._attach(estimator)
 
     # -- results ----------------------------------------------------------------------------------------
@@ -164,6 +170,12 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """Estimated total variance of a gradient at the initial batch size; 0 without an estimate."""
         estimate = self.estimate
         return 0.0 if estimate is None else estimate.grad_var
+
+    @property
+    def grad_sqr_error(self) -> float:
+        """Standard error of `grad_sqr`; 0 without an estimate."""
+        estimate = self.estimate
+        return 0.0 if estimate is None else estimate.grad_sqr_error
 
     def gain(self, pg_idx: int | None = None) -> float:
         """Return how many steps at the initial batch size this step is worth.
@@ -301,7 +313,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             self._estimator.gradients_are_divided = True
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return [
+            local_shard(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
 
     # -- state ------------------------------------------------------------------------------------------
 

@@ -15,27 +15,30 @@ by flags that AdaScale's own all-reduce carries.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from adascale_client import MetricsServiceClient
-from adascale_core.batch.plans import LocalBszBounds
+from adascale_core.batch.plans import BatchPlan, LocalBszBounds
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.channel import Exiting, Finished
 from adascale_core.names import ENV_ADDRESS
 from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_worker.adascale import AdaScale
-from adascale_worker.batches.feed import require_evaluable
+from adascale_worker.batches.feed import require_evaluable, shards_of, stream_options
 from adascale_worker.batches.order import Lengths, OrderFunction
 from adascale_worker.batches.planning import BatchPlanner
+from adascale_worker.batches.stream import LoadedBatches
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.gradients.loss_scaling import scaler_of
 from adascale_worker.gradients.out_of_memory import kind_of
@@ -45,9 +48,12 @@ from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.loop.job import Job
 from adascale_worker.loop.training import ProgramOptions, Replica, Training
 from adascale_worker.membership.agent_channel import AgentChannel
+from adascale_worker.membership.following import FollowerChannel
 from adascale_worker.membership.generations import AgentConnection
+from adascale_worker.membership.lane_group import LaneGroup
 from adascale_worker.membership.links import listen
 from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.membership.replica_processes import ReplicaProcesses
 from adascale_worker.process import environment
 from adascale_worker.process.device import select_device
 from adascale_worker.process.download_lock import download_lock
@@ -62,9 +68,14 @@ from adascale_worker.program.patching import Scheduler
 from adascale_worker.reporting.logged_metrics import plain_result, require_metrics
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reporter import Reporter
+from adascale_worker.reporting.tracked_run import RunIdentity
+from adascale_worker.reporting.trackers import Tracker, make_tracker
 from adascale_worker.state.checkpoints.best_weights import BestWeights
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.program import Stateful, require_choice, require_stateful
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class ReentryState:
     Args:
         epoch: the epoch to continue with, from 0.
         step: number of optimizer steps so far.
-        progress: scale-invariant steps so far (the sum of gains).
+        progress: steps at `batch_size` so far, see `ElasticTrainer.progress`.
         restored: whether training continues from a checkpoint, or from the state of other replicas.
     """
 
@@ -89,7 +100,8 @@ class ElasticTrainer:
 
     The settings of an AdaScaleJob, from the environment, override the arguments. With a job file,
     `ElasticTrainer()` is enough; the arguments are for a program without one. Another `batch_size` is
-    printed, and another end of training, unless the program has read it from `scale_invariant_steps`.
+    printed, and another end of training, unless the program has read it from `scale_invariant_steps` or
+    `train_samples`.
 
     Under an agent, `program_reentry` waits until the replica's generation begins, and gets the state of
     training from the other replicas. Until then, `rank` and `replicas` are those that the agent expects. Load
@@ -105,7 +117,11 @@ class ElasticTrainer:
         local_bsz_bounds: (lower, upper) bounds of the batch on one replica, in samples. None: not bounded. An
             upper bound of "auto" is found in training: what fits into memory, up to `max_batch_size`.
         scale_invariant_steps: steps at `batch_size` after which training is finished.
-        epochs: epochs after which training is finished, if `scale_invariant_steps` is not set; also the
+        train_samples: samples after which training is finished, within a batch, in place of
+            `scale_invariant_steps`; for a language model, tokens over the length of a sequence. A step then
+            adds its samples over `batch_size` to the progress, and not its gain: schedules follow the
+            samples (docs/adascale.md, "The length of training").
+        epochs: epochs after which training is finished, if neither of these is set; also the
             argument of the method `epochs`. If neither is set, training ends with the program.
         efficiency_target: gain per scale that a batch must reach while the throughput is unknown, in (0, 1].
         checkpoint_dir: folder of the checkpoints, or URL of an object store such as s3://bucket/prefix.
@@ -113,10 +129,18 @@ class ElasticTrainer:
         checkpoint_interval: seconds between two checkpoints.
         max_nonfinite_steps: consecutive steps after which training fails if each leaves weights that are NaN
             or infinite. Default: 10. No checkpoint is saved with such weights.
+        single_replica_gain: how the gain is measured on one replica without accumulation. "divided": some
+            steps are divided into two micro-batches of half the size, one of 128 later on.
+            "consecutive": all steps have one batch, and the gradients of some of them are compared with those
+            of the steps before, which needs memory for a copy and is biased (docs/adascale.md, "One
+            replica").
         seed: determines the order of samples, and together with the position in the data and the rank the
             random numbers that Python, NumPy and torch draw in each step. A job that resumes continues with
             the seed of its checkpoint.
         device: device of the model. None: the replica's own GPU, or the CPU if there is no GPU.
+        tracker: gets what rank 0 logs and measures: "tensorboard", "wandb" or "mlflow", or a `TensorBoard`,
+            `WeightsAndBiases`, `MLflow` or other `Tracker` of `adascale.trackers`. Another rank 0, and a job
+            that resumes, continue the same run there.
 
     Raises:
         InvalidJobError: an argument is out of range, the bounds contradict each other, or the number of
@@ -136,8 +160,11 @@ class ElasticTrainer:
         checkpoint_dir: str | Path | None = None,
         checkpoint_interval: float | None = None,
         max_nonfinite_steps: int | None = None,
+        single_replica_gain: Literal["divided", "consecutive"] = "divided",
+        train_samples: int | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
+        tracker: str | Tracker | None = None,
     ) -> None:
         fast_exit, exit_status = FastExit(), ExitStatus()
         self._uncaught_errors = UncaughtErrorHandler(fast_exit)
@@ -149,7 +176,7 @@ class ElasticTrainer:
         self._best_weights: BestWeights | None = None
         self._logged: set[str] = set()
         self._follows_steps = False
-        """Whether the program has read the `scale_invariant_steps` that are used."""
+        """Whether the program has read the `scale_invariant_steps` or `train_samples` that are used."""
         arguments = environment.JobSettings(
             batch_size=batch_size,
             max_batch_size=max_batch_size,
@@ -160,11 +187,17 @@ class ElasticTrainer:
             checkpoint_dir=checkpoint_dir or None,
             checkpoint_interval=checkpoint_interval,
             max_nonfinite_steps=max_nonfinite_steps,
+            single_replica_gain=single_replica_gain,
+            train_samples=train_samples,
         )
         channel: socket.socket | None = None
         try:
             channel = environment.take_agent_channel(os.environ)
-            self._replica = _make_replica(arguments, channel, device, seed, fast_exit, exit_status)
+            store = environment.take_replica_store(os.environ)
+            made = make_tracker(tracker)
+            self._replica = _make_replica(
+                arguments, channel, store, device, seed, fast_exit, exit_status, made
+            )
         except AdaScaleError as error:
             if channel is not None:
                 # A launcher in between may hide the exit code.
@@ -191,6 +224,8 @@ class ElasticTrainer:
     def is_main(self) -> bool:
         """Whether this is rank 0, which prints and evaluates.
 
+        If a replica has several processes, only the first of rank 0 is main.
+
         Another replica may become rank 0 between two steps. Read this when it is needed, and keep what rank 0
         has collected in an object that `program_reentry` registers.
         """
@@ -200,14 +235,32 @@ class ElasticTrainer:
     def replica_group(self) -> torch.distributed.ProcessGroup:
         """The process group of the replicas, also of a single one, for collective calls of the program.
 
-        With one process per replica, this is torch's default process group. Each generation has its own, so
-        read this when it is needed. Groups of the program's own end with the generation too, and a collective
-        call with one raises a `WorkerError` then.
+        Without processesPerReplica, this is torch's default process group. With it, that is the group of the
+        replica's own processes, and this is the group of the processes with the same index in all replicas.
+        Each generation has its own, so read this when it is needed. Groups of the program's own end with the
+        generation too, and a collective call with one raises a `WorkerError` then.
 
         Raises:
             WorkerError: under an agent, before `program_reentry`.
         """
         return self._replica.group.process_group
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh of the processes of this replica, for `fully_shard(model, mesh=trainer.mesh)`.
+
+        Shape (G,), of torch's default process group. It stays the same when the number of replicas changes.
+
+        Raises:
+            WorkerError: the job has no processesPerReplica.
+        """
+        group = self._replica.group
+        if not isinstance(group, LaneGroup):
+            raise WorkerError(
+                "trainer.mesh is that of the processes of a replica, but the job does not set their number: "
+                "set processesPerReplica in the job file, or ADASCALE_PROCESSES_PER_REPLICA without one"
+            )
+        return group.own.mesh
 
     @property
     def generation(self) -> int:
@@ -216,7 +269,7 @@ class ElasticTrainer:
 
     @property
     def progress(self) -> float:
-        """Scale-invariant steps so far: the sum of gains, in steps at `batch_size`."""
+        """Steps at `batch_size` so far: the sum of gains, or with `train_samples` the samples over it."""
         if self._training is not None:
             self._training.program.rates.program_reads_progress()
         return self._replica.progress.progress
@@ -233,8 +286,9 @@ class ElasticTrainer:
 
     @property
     def scale_invariant_steps(self) -> int | None:
-        """The requested scale-invariant steps. None if not set.
+        """The progress at which training is finished, in steps at `batch_size`. None if not set.
 
+        The requested scale-invariant steps; or the steps in which `train_samples` are trained, rounded up.
         A program that makes its schedule with this number may pass another one to the constructor than its
         job file has: it is used without a job file.
         """
@@ -242,17 +296,28 @@ class ElasticTrainer:
         return self._replica.job.settings.scale_invariant_steps
 
     @property
+    def train_samples(self) -> int | None:
+        """The requested samples. None if training does not end by them."""
+        self._follows_steps = True
+        return self._replica.job.settings.train_samples
+
+    @property
     def finished(self) -> bool:
-        """Whether all requested scale-invariant steps or epochs are done, or `finish` has ended training.
+        """Whether all requested steps, samples or epochs are done, or `finish` has ended training.
 
         Always False if the program decides how long it trains, and has not called `finish`.
         """
         return self._replica.job.finished
 
     @property
+    def batch_size(self) -> int:
+        """The global batch size that the learning rate was tuned for (B0), in samples."""
+        return self._replica.job.settings.bounds.batch_size
+
+    @property
     def accumulation(self) -> int:
-        """Micro-batches per step (a)."""
-        return self._replica.planner.plan.accumulation
+        """Micro-batches of the present step (a)."""
+        return self._replica.planner.step_plan.accumulation
 
     @property
     def adascale(self) -> AdaScale:
@@ -263,6 +328,15 @@ class ElasticTrainer:
         """
         optimizers = self._require_training().steps.optimizer
         return optimizers.slowest if isinstance(optimizers, OptimizerSet) else optimizers
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether the next backward pass is the first of its step.
+
+        Read it before `backward()`. A step may begin again before it was complete, because replicas were lost
+        or the batch did not fit into memory.
+        """
+        return self._require_training().steps.at_boundary
 
     @property
     def completes_step(self) -> bool:
@@ -284,9 +358,14 @@ class ElasticTrainer:
         return self._require_training().steps.made_step
 
     def get_local_bsz(self) -> int:
-        """Return the local batch size of the current epoch (b): samples per micro-batch on each replica."""
+        """Return the local batch size of the current epoch (b): samples per micro-batch on each replica.
+
+        If a replica has several processes, this is the share of one of them.
+        On one replica, some steps are divided into smaller micro-batches, to measure the gain
+        (`single_replica_gain`).
+        """
         self._replica.planner.acknowledge()
-        return self._replica.planner.plan.local_bsz
+        return self._replica.planner.plan.local_bsz // self._replica.group.processes
 
     def weighted(self, loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
         """Return the loss of a micro-batch for `backward()`, if batches of the same size weigh differently.
@@ -311,6 +390,55 @@ class ElasticTrainer:
                 those of one micro-batch have different ones, `backward()` or `optimizer.step()` raises it.
         """
         return self._require_training().accumulation.weights.weighted(loss, weight)
+
+    def mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean of a tensor over the replicas, such as a metric of the present micro-batch.
+
+        A collective call: all replicas make it, at the same place in their data loops. If a replica is lost
+        meanwhile, the others get their own values, and the present step is discarded.
+
+        Args:
+            value: of the same shape on all replicas.
+
+        Returns:
+            A tensor without a graph, of the type of `value`, or float32 if that is no floating-point type.
+
+        Raises:
+            WorkerError: `program_reentry` has not been called.
+        """
+        value = value.detach()
+        value = value if value.is_floating_point() else value.float()
+        mean = value.clone()
+        return mean if self._require_training().collectives.average(mean) else value.clone()
+
+    def sum_over_replicas(self, **values: float) -> dict[str, float]:
+        """Return the sums of numbers over all replicas, the same on all of them.
+
+            sums = trainer.sum_over_replicas(loss=loss_sum, samples=samples)
+            mean = sums["loss"] / sums["samples"]
+
+        For logging, and for decisions that all replicas have to make alike. Call it on all replicas at the
+        same place, with the same names. A replica that is lost meanwhile is left out, and costs no other
+        replica its process, as it would in a collective call of `torch.distributed`.
+
+        Args:
+            values: numbers of this replica, by name.
+
+        Raises:
+            WorkerError: another replica has passed other names, or `program_reentry` has not been called.
+        """
+        return self._require_training().sums.sum(values)
+
+    @property
+    def step_weight(self) -> float:
+        """The sum of the weights of all micro-batches of the last step, on all replicas.
+
+        Read it after `optimizer.step()`, if `made_step`. It is the sum of what the replicas have passed to
+        `weighted`, or the number of samples of the step if they have not called it.
+        """
+        weight = self._require_training().accumulation.weights.total
+        plan = self._replica.planner.plan
+        return float(plan.global_bsz) if weight is None else weight
 
     def log(self, **metrics: torch.Tensor | float) -> None:
         """Log values of a micro-batch, for the next report to the metrics service.
@@ -364,6 +492,11 @@ class ElasticTrainer:
             raise WorkerError(
                 f"trainer.keep_best({metric!r}) was called after keep_best({self._best_metric!r}): the "
                 "weights are kept for one metric"
+            )
+        if isinstance(self._replica.group, LaneGroup):
+            raise WorkerError(
+                "trainer.keep_best() does not support a model that is sharded over the processes of a "
+                "replica (processesPerReplica): leave it out, and export the newest checkpoint"
             )
         self._best_metric = metric
         self._best_weights = self._replica.checkpointing.best_weights(metric, mode)
@@ -467,7 +600,8 @@ class ElasticTrainer:
             )
         require_stateful(register or {})
         require_choice(hyperparameters)
-        parts = program_parts(model, optimizer, lr_scheduler)
+        allows_shards = isinstance(self._replica.group, LaneGroup)
+        parts = program_parts(model, optimizer, lr_scheduler, allows_shards=allows_shards)
         check_optimizer_parameters(parts.model, parts, self.replicas)
         check_synchronized_norms(parts.model, self.device)
         scaler_of((register or {}).values())
@@ -475,8 +609,9 @@ class ElasticTrainer:
         self._made = training = Training(self._replica, parts, options, self.step)
         training.enter()
         arguments = self._replica.job.arguments
-        steps = None if self._follows_steps else arguments.scale_invariant_steps
-        self._print_differences(replace(arguments, scale_invariant_steps=steps))
+        if self._follows_steps:
+            arguments = replace(arguments, scale_invariant_steps=None, train_samples=None)
+        self._print_differences(arguments)
         self._print_restored(training, hyperparameters)
         self._uncaught_errors.uninstall()
         training.install()
@@ -564,7 +699,7 @@ class ElasticTrainer:
         elif settings.scale_invariant_steps is None and settings.epochs is None:
             raise WorkerError(
                 "trainer.epochs() does not know when training ends: pass the number of epochs, "
-                "trainer.epochs(10), or set scale_invariant_steps"
+                "trainer.epochs(10), or set scale_invariant_steps or train_samples"
             )
         return training.epochs.begin()
 
@@ -588,12 +723,16 @@ class ElasticTrainer:
 
     def dataloader(
         self,
-        dataset: Sized,
+        dataset: Sized | Iterable[Any] | Callable[[int], Iterable[Any]],
         *,
+        shards: int | None = None,
         shuffle: bool = True,
         order: OrderFunction | None = None,
         lengths: Lengths | None = None,
         allow_other_length: bool = False,
+        map: Callable[[Any], Any] | None = None,  # noqa: A002
+        shuffle_buffer: int = 0,
+        exactly_once: bool = True,
         **options: Any,
     ) -> Iterator[Any]:
         """Return an iterable over the rest of the current epoch, for a loop in each epoch.
@@ -602,58 +741,111 @@ class ElasticTrainer:
         than one pass over the data. Each pass contains every sample exactly once, across all changes of
         replicas.
 
+        A data set without a length or without items by index is a stream, such as an `IterableDataset`: its
+        records come in its own order, and its length is that of the first pass, which may have no end. Each
+        replica reads the whole stream, which has to be the same on all of them and again after a restart,
+        and trains its share. If the data set has `set_epoch`, it gets the number of each pass. With
+        `state_dict` and `load_state_dict`, of the data set or of its iterator, a replica that begins in the
+        middle loads the last state of each 1,024 records; otherwise it reads the pass up to its place.
+
+        The shards of a stream are dealt to the replicas, so that each reads 1/K: those of `shards`, and of a
+        data set with `num_shards` and `shard(num_shards, index)`. The replicas exchange every few steps
+        what follows in their shards. When fewer shards than replicas are left in a pass, all read these.
+
         Args:
-            dataset: a data set with `__len__` and `__getitem__`.
-            shuffle: whether each pass has its own order.
+            dataset: a data set with `__len__` and `__getitem__`, or an object whose `__iter__` begins a pass;
+                with `shards`, a function.
+            shards: the number of shards, if `dataset` is a function that gets the index of a shard, from 0,
+                and returns its records, in the same order each time.
+            shuffle: whether each pass has its own order; of a stream with shards, the shards.
             order: a function of the number of the pass, from 0, and a seed, which returns the indices of the
                 samples of this pass, in their order, as a list, a NumPy array or a tensor on the CPU. Indices
                 may be repeated or left out, as by a `WeightedRandomSampler`; each pass has the same number of
                 them, and an epoch counts these. The seed is another one in each pass, follows from the
                 trainer's seed, and has 63 bits. The function returns the same on all replicas, and
-                again after a restart.
+                again after a restart. Not of a stream.
             lengths: the length of each sample, for batches of samples of similar length: the shuffled samples
                 of each 50 * `batch_size` are sorted by length, and divided into groups of `batch_size`, which
-                are shuffled.
+                are shuffled. Not of a stream.
             allow_other_length: whether training that continues from a checkpoint may have a data set of
-                another length than before. Then the present pass and epoch begin from the start, with
-                the present data set, and a message says how many samples of the pass had been seen.
+                another length than before, or a stream in place of one with a length, or the reverse. Then
+                the present pass and epoch begin from the start, with the present data set, and a message says
+                how many samples of the pass had been seen.
+            map: of a stream, a function that makes a sample of a record. It is called for this replica's own
+                records only, in the worker processes if there are any.
+            shuffle_buffer: of a stream, the number of records that are shuffled together, in another order in
+                each pass; so many are kept in memory. 0: the order is that of the data set.
+            exactly_once: of a stream, whether it is the same on all replicas and again after a restart. If
+                it is not, each replica trains all that its own iterator yields, from the beginning after a
+                restart, so samples may be repeated or left out.
             options: arguments for `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
-                With persistent_workers=True, pass the same objects in each epoch.
+                With persistent_workers=True, pass the same objects in each epoch. The worker processes of a
+                stream always go on while the objects are the same.
 
         Yields:
             Micro-batches of `get_local_bsz()` samples.
 
         Raises:
             WorkerError: the current epoch has ended, and `step` was not called.
-            DatasetError: the data set has no length, no items by index, fewer samples than `max_batch_size`
-                (or `batch_size`, if that is not set), or another length than before; an option would choose
-                the batches; `order` or `lengths` is not as above; or persistent workers would get another
-                data set or options than before.
+            DatasetError: the data set has neither a length and items by index nor `__iter__`, fewer samples
+                than `max_batch_size` (or `batch_size`, if that is not set), or another length than before; an
+                option would choose the batches; `order` or `lengths` is not as above; or persistent workers
+                would get another data set or options than before. Of a stream: it is an iterator, or an
+                argument is not for streams; in the loop, a pass has no records, or the records differ between
+                replicas or from those before.
             WorkerError: `program_reentry` has not been called.
         """
         training, replica = self._require_training(), self._replica
+        feed = training.feed
         training.epochs.end_left()
         training.batches.require_epoch()
-        stream = training.feed.open(
+        stream = stream_options(
             dataset,
-            shuffle=shuffle,
-            options=options,
-            order=order,
-            lengths=lengths,
-            allow_other_length=allow_other_length,
-            progress=replica.progress,
+            transform=map,
+            shuffle_buffer=shuffle_buffer,
+            is_exact=exactly_once,
+            has_order=order is not None,
+            has_lengths=lengths is not None,
+            shards=shards,
         )
-        replica.progress.target = replica.job.target(training.feed)
+        dealt = None if stream is None else shards_of(dataset, shards, stream)
+        load: Callable[[int, BatchPlan], LoadedBatches]
+        if stream is not None and dealt is not None:
+            load = feed.open_shards(
+                *dealt, stream, shuffle=shuffle, options=options, allow_other_kind=allow_other_length
+            )
+        elif stream is not None:
+            load = feed.open_stream(
+                cast(Iterable[Any], dataset), stream, options=options, allow_other_kind=allow_other_length
+            )
+        else:
+            sized = cast(Sized, dataset)
+            opened = feed.open(
+                sized,
+                shuffle=shuffle,
+                options=options,
+                order=order,
+                lengths=lengths,
+                allow_other_length=allow_other_length,
+            )
+            load = functools.partial(feed.micro_batches, sized, opened, options)
+        replica.progress.target = replica.job.target(feed)
 
         def begin() -> Iterator[Any]:
             training.batches.require_epoch()
             replica.planner.acknowledge()
-            return training.batches.batches(dataset, stream, options)
+            return training.batches.batches(load)
 
         return DataLoop(begin)
 
     def evaluation(
-        self, dataset: Sized, *, batch_size: int, model: torch.nn.Module | None = None, **options: Any
+        self,
+        dataset: Sized,
+        *,
+        batch_size: int,
+        model: torch.nn.Module | None = None,
+        gathers: bool = False,
+        **options: Any,
     ) -> Evaluation:
         """Return an iterator over batches for evaluation, which shares them out over the replicas.
 
@@ -674,6 +866,8 @@ class ElasticTrainer:
             batch_size: samples of a batch.
             model: the model that is evaluated, such as an averaged copy. Its buffers become those of rank 0.
                 Default: the one passed to `program_reentry`; required if there are several.
+            gathers: whether the program calls `evaluation.gather` for each batch, and not `evaluation.add`.
+                The last batches, if they are fewer than the replicas, are then delivered on each of them.
             options: arguments for `torch.utils.data.DataLoader`.
 
         Raises:
@@ -697,7 +891,14 @@ class ElasticTrainer:
                 )
             model = models[0]
         return Evaluation(
-            dataset, batch_size, model, evaluations.next(), options, evaluations.begin, evaluations.end
+            dataset,
+            batch_size,
+            model,
+            evaluations.next(),
+            options,
+            evaluations.begin,
+            evaluations.end,
+            gathers=gathers,
         )
 
     def step(self, epoch: int) -> None:
@@ -730,7 +931,7 @@ class ElasticTrainer:
         ends. With several, any of them may call this: the others learn of it in the next step, after which
         `trainer.finished` is true and the data loop ends on all replicas. A program that leaves its loop
         without waiting for that has to call `finish` on all replicas after the same step; if it ends after
-        only some of them have called it, it fails.
+        only some of them have called it, it fails. If a replica has several processes, all of them call it.
 
         Args:
             reason: shown in the result of the job.
@@ -754,7 +955,7 @@ class ElasticTrainer:
         replica.checkpointing.close()
         if self._made is not None:
             self._made.close()
-        replica.group.destroy()
+        replica.group.close()
         replica.shutdown_request.uninstall()
         self._uncaught_errors.uninstall()
         replica.exit_status.uninstall()
@@ -790,23 +991,38 @@ class ElasticTrainer:
 def _make_replica(
     arguments: environment.JobSettings,
     channel: socket.socket | None,
+    replica_store: str | None,
     device: torch.device | str | None,
     seed: int,
     fast_exit: FastExit,
     exit_status: ExitStatus,
+    tracker: Tracker | None,
 ) -> Replica:
     """Make the parts of a trainer that need no model, and form its process group unless an agent does."""
     environ = os.environ
-    read = environment.read_assignment if channel is None else environment.read_agent_assignment
-    assignment = read(environ)
-    selected = select_device(device, assignment.local_rank)
-    if channel is not None and selected.type == "cuda":
+    processes = environment.read_processes(environ)
+    has_agent = channel is not None or replica_store is not None
+    assignment, process = (
+        environment.read_agent_assignment(environ) if has_agent else environment.read_assignment(environ),
+        0,
+    )
+    if processes is not None and has_agent:
+        process = environment.read_process(environ, processes)
+    elif processes is not None:
+        assignment, process = environment.divide_into_replicas(assignment, processes)
+    selected = select_device(device, process if has_agent else assignment.local_rank)
+    if channel is not None and selected.type == "cuda" and processes is None:
         unused = describe_unused_gpus(torch.cuda.device_count())
         if unused is not None:
             print(f"adascale: {unused}", file=sys.stderr, flush=True)
     accelerator = environment.read_accelerator(environ) or kind_of(selected)
-    timeout = environment.read_peer_timeout(environ) if channel is not None else None
-    group = ReplicaGroup(assignment, selected, is_elastic=channel is not None, peer_timeout=timeout)
+    timeout = environment.read_peer_timeout(environ) if has_agent else None
+    group: ReplicaGroup
+    if processes is None:
+        group = ReplicaGroup(assignment, selected, is_elastic=has_agent, peer_timeout=timeout)
+    else:
+        own = ReplicaProcesses(process, processes, selected)
+        group = LaneGroup(assignment, selected, own, is_elastic=has_agent, peer_timeout=timeout)
     if type(seed) is not int or not -(2**63) <= seed < 2**64:
         raise WorkerError(f"ElasticTrainer got seed={seed!r}: it must be an integer of 64 bits")
     settings = resolve_settings(arguments, environment.read_job_settings(environ))
@@ -815,16 +1031,20 @@ def _make_replica(
         torch.cuda.set_device(selected)
     if not group.is_elastic:
         group.form_from_environment()
-    progress, shutdown_request = TrainingProgress(), ShutdownRequest()
+    elif isinstance(group, LaneGroup):
+        group.form_replica_at(replica_store)
+    progress = TrainingProgress(counts_samples=settings.train_samples is not None)
+    shutdown_request = ShutdownRequest()
     incarnation = environment.read_incarnation(environ)
     checkpointing = Checkpointing(
         settings.checkpoint_dir, settings.checkpoint_interval, group, lambda: shutdown_request.is_made
     )
     agent = None
-    if channel is not None and timeout is not None:
+    if timeout is not None:
         listener = listen(environ.get(ENV_ADDRESS, "127.0.0.1"))
         secret = environment.read_secret(environ)
-        agent = AgentConnection(AgentChannel(channel), listener, secret, timeout, accelerator)
+        connected = AgentChannel(channel) if channel is not None else FollowerChannel(str(replica_store))
+        agent = AgentConnection(connected, listener, secret, timeout, accelerator)
     return Replica(
         device=selected,
         seed=seed,
@@ -836,17 +1056,29 @@ def _make_replica(
         agent=agent,
         accelerator=accelerator,
         make_reporter=_make_reporter,
+        tracker=tracker,
+        run=RunIdentity(_run_of_job(incarnation)),
         shutdown_request=shutdown_request,
         fast_exit=fast_exit,
         exit_status=exit_status,
     )
 
 
+def _run_of_job(incarnation: int) -> str | None:
+    """Return the id of the job's run in a tracker, which all replicas of a new job compute; None for any."""
+    service = environment.read_service(os.environ)
+    if service is None:
+        return None
+    # Without a time of creation the job is new on this machine, where all replicas have one token.
+    distinct = str(incarnation) if incarnation else environment.read_secret(os.environ)
+    return f"{service.job_id}-{hashlib.sha256(f'{service.job_id} {distinct}'.encode()).hexdigest()[:8]}"
+
+
 def _make_reporter() -> Reporter | None:
     service = environment.read_service(os.environ)
     if service is None:
         return None
-    client = MetricsServiceClient(service.url, service.token, service.token_file)
+    client = MetricsServiceClient(service.url, service.token, service.token_file, ca_file=service.ca_file)
     return Reporter(client, service.job_id)
 
 

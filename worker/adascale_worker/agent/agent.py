@@ -36,11 +36,12 @@ from adascale_core.names import (
 from adascale_core.rendezvous.instruction import Instruction, instruction
 from adascale_worker.agent.events import Events
 from adascale_worker.agent.heartbeat import Heartbeat
-from adascale_worker.agent.kill_deadline import KILL_INTERVAL, RESCALE_GRACE, KillDeadline
+from adascale_worker.agent.kill_deadline import KILL_INTERVAL, RESCALE_GRACE, KillDeadline, release_grace
 from adascale_worker.agent.restart_backoff import RestartBackoff
 from adascale_worker.agent.termination_log import TerminationLog
 from adascale_worker.agent.trainer_process import TrainerProcess
 from adascale_worker.errors import ReplicaRefusedError, WorkerError
+from adascale_worker.process.environment import read_processes
 from adascale_worker.process.package_version import package_version
 
 EXIT_REPORT_TIMEOUT = 3.0
@@ -238,7 +239,9 @@ class Agent:
             ENV_JOINS_OTHERS: "1" if others_train else "0",
         }
         try:
-            return TrainerProcess(self._command, environ, on_change=self._events.notify)
+            return TrainerProcess(
+                self._command, environ, on_change=self._events.notify, processes=read_processes(environ) or 1
+            )
         except OSError as error:
             reason = f"{self._command[0]!r} cannot be started: {error.strerror}"
             self._fail(None, EXIT_COMMAND_NOT_FOUND, reason)
@@ -319,9 +322,10 @@ class Agent:
             case Instruction.RELEASE:
                 self._released = True
                 # With no members, nobody else keeps the state.
-                trainer.send(Release(active.generation, last=not active.members))
+                last = not active.members
+                trainer.send(Release(active.generation, last=last))
                 was_lost = view.desired is not None and self._replica < view.desired.replicas
-                self._deadline.advance(now + (LEAVE_GRACE if was_lost else RESCALE_GRACE))
+                self._deadline.advance(now + release_grace(was_lost=was_lost, last=last))
 
     def _assign(self, trainer: TrainerProcess, allocation: ActiveAllocation) -> None:
         rank = allocation.rank_of(self._replica, self._instance)

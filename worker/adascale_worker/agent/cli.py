@@ -28,12 +28,14 @@ environment:
   {names.ENV_API_URL}   base URL of the metrics service
   {names.ENV_JOB_ID}    the job, <namespace>.<name>
   {names.ENV_REPLICA}   index of this replica, from 0
+  {names.ENV_FIRST_REPLICA}   what is added to that index
   {names.ENV_ADDRESS}   address at which other replicas reach it (default: 127.0.0.1)
   {names.ENV_NODE_NAME}   name of the node (default: the host name)
   {names.ENV_SERVICE_TIMEOUT}   seconds to wait for the first answer of the service
   {names.ENV_TERMINATION_GRACE}   seconds that a trainer has to save its state after SIGTERM
   {names.ENV_TERMINATION_LOG}   file for the termination message
   {names.ENV_TOKEN}, {names.ENV_TOKEN_FILE}   the bearer token, or a file with the token
+  {names.ENV_CA_FILE}   file with the certificate of the authority of a service with TLS
 """
 
 
@@ -64,6 +66,8 @@ def _run(command: list[str]) -> int:
     # Imported here, since signals must be handled before imports that take time.
     from adascale_client import MetricsServiceClient
     from adascale_worker.agent.agent import Agent
+    from adascale_worker.agent.cpu_limit import thread_variables
+    from adascale_worker.agent.network_interface import interface_variables
     from adascale_worker.agent.termination_log import TerminationLog
     from adascale_worker.errors import EnvironmentVariableError
     from adascale_worker.process import environment
@@ -77,13 +81,17 @@ def _run(command: list[str]) -> int:
                 f"{names.ENV_API_URL} and {names.ENV_JOB_ID} are not set: an agent needs a metrics service. "
                 "Without one, run the program itself"
             )
+        address = environ.get(names.ENV_ADDRESS, "127.0.0.1")
+        replica = environment.read_replica(environ)
+        of_trainers = {**environ, names.ENV_REPLICA: str(replica)}
+        of_trainers.pop(names.ENV_FIRST_REPLICA, None)
         agent = Agent(
-            MetricsServiceClient(service.url, service.token, service.token_file),
+            MetricsServiceClient(service.url, service.token, service.token_file, ca_file=service.ca_file),
             service.job_id,
             command,
-            environ,
-            replica=environment.read_replica(environ),
-            address=environ.get(names.ENV_ADDRESS, "127.0.0.1"),
+            {**of_trainers, **interface_variables(address, environ), **thread_variables(environ)},
+            replica=replica,
+            address=address,
             node=environ.get(names.ENV_NODE_NAME) or socket.gethostname(),
             service_timeout=environment.read_service_timeout(environ),
             termination_grace=environment.read_termination_grace(environ),

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from adascale_core.names import LEAVE_GRACE
+
 RESCALE_GRACE = 600.0
 """Seconds that a trainer may take to reach the end of its step and leave a generation that is not broken."""
+REPLACED_GRACE = 3.0
+"""Seconds that a trainer may take to exit when the others have taken it for lost and keep the state.
+
+It is frozen, as a rule, and the job has a replica less until another trainer is started. One that runs exits
+within milliseconds, after what the program does at its end."""
 KILL_INTERVAL = 10.0
 """Seconds after which a trainer that has survived SIGKILL (in uninterruptible sleep) is killed again."""
 
@@ -29,3 +36,15 @@ class KillDeadline:
     def is_exceeded(self, now: float) -> bool:
         """Whether the trainer must be killed."""
         return self._time is not None and now > self._time
+
+
+def release_grace(*, was_lost: bool, last: bool) -> float:
+    """Return the seconds that a released trainer may take to exit.
+
+    Args:
+        was_lost: whether its replica is still desired, so that the others have taken the trainer for lost.
+        last: whether no other trainer keeps the state.
+    """
+    if not was_lost:
+        return RESCALE_GRACE
+    return LEAVE_GRACE if last else REPLACED_GRACE

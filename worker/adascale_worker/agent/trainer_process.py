@@ -19,10 +19,20 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO
 
 from adascale_core.failures.exit_codes import signal_number
-from adascale_core.messages.channel import AgentMessage, encode, trainer_message
-from adascale_core.names import ENV_AGENT_SOCKET
+from adascale_core.messages.channel import AgentMessage, Limited, encode, trainer_message
+from adascale_core.names import (
+    ENV_AGENT_SOCKET,
+    ENV_LOCAL_RANK,
+    ENV_PROCESSES_PER_REPLICA,
+    ENV_REPLICA_STORE,
+    LIMIT_FILE_SUFFIX,
+)
+from adascale_worker.agent.follower_processes import FINISH_GRACE, INTENDED, FollowerProcesses
 from adascale_worker.agent.trainer_socket import TrainerSocket
 from adascale_worker.agent.trainer_status import TrainerStatus
 
@@ -37,6 +47,8 @@ DEFAULTS = {"THP_MEM_ALLOC_ENABLE": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 With the first, torch asks for transparent huge pages for tensors of 2 MiB and more on the host, which the
 kernel maps with 512 times fewer faults. Without the second, torch ends a process whose collective on a GPU
 fails, but a trainer stays in its process when a peer is lost: it aborts the collective itself."""
+REPLICA_STORE = "processes"
+"""Name of the file in which the processes of a replica find each other."""
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
 
@@ -51,6 +63,7 @@ class TrainerProcess:
         command: the user's program and its arguments.
         environ: its environment.
         on_change: called in another thread when its status changes, and when it has exited.
+        processes: of the replica. The first is the trainer that communicates; the others end with it.
 
     Raises:
         OSError: the program cannot be started.
@@ -62,27 +75,11 @@ class TrainerProcess:
         command: Sequence[str],
         environ: Mapping[str, str],
         on_change: Callable[[], None],
+        processes: int = 1,
     ) -> None:
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._on_change = on_change
         self._socket = TrainerSocket()
-        try:
-            self._process = subprocess.Popen(
-                command,
-                env={**DEFAULTS, **environ, "PYTHONUNBUFFERED": "1", ENV_AGENT_SOCKET: self._socket.path},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C in a terminal must only reach the agent, which lets the trainer save its state.
-                process_group=0,
-                preexec_fn=_die_with_parent(os.getpid()),
-                text=True,
-                errors="replace",
-            )
-        except OSError:
-            self._socket.close()
-            raise
-        _unreaped.add(self._process.pid)
         self.status = TrainerStatus()
         """What it has reported."""
         self._channel: socket.socket | None = None
@@ -92,6 +89,20 @@ class TrainerProcess:
         """Of that process: its process id can be reused."""
         self._killing = threading.Lock()
         """Held while the child process is killed or reaped."""
+        self._followers: FollowerProcesses | None = None
+        """The other processes of the replica; None if it has one."""
+        environ = {**DEFAULTS, **environ, "PYTHONUNBUFFERED": "1", ENV_AGENT_SOCKET: self._socket.path}
+        if ENV_PROCESSES_PER_REPLICA in environ:
+            environ |= {ENV_LOCAL_RANK: "0", ENV_REPLICA_STORE: self._socket.path_beside(REPLICA_STORE)}
+        try:
+            self._process = _start(command, environ)
+        except OSError:
+            self._socket.close()
+            raise
+        if processes > 1:
+            self._followers = FollowerProcesses(
+                partial(_start, command), environ, processes, self._forward, self.kill
+            )
         self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._exited = False
         output = threading.Thread(target=self._forward_output, name="adascale-output", daemon=True)
@@ -101,6 +112,11 @@ class TrainerProcess:
         threading.Thread(
             target=self._wait_for_exit, args=[output, reports], name="adascale-exit", daemon=True
         ).start()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The process ids of all processes of the replica."""
+        return [self.pid, *(self._followers.process_ids if self._followers is not None else [])]
 
     @property
     def pid(self) -> int:
@@ -117,6 +133,10 @@ class TrainerProcess:
         """
         if not self._exited:
             return None
+        code = self._first_exit_code()
+        return code if self._followers is None else self._followers.exit_code(code)
+
+    def _first_exit_code(self) -> int:
         code, status = self._process.returncode, self.status
         trainer = status.pid if self._connected is None else self._connected
         if trainer in (None, self.pid):
@@ -142,6 +162,8 @@ class TrainerProcess:
             if self._process.returncode is None:
                 self._kill_group()
                 self._kill_trainer()
+        if self._followers is not None:
+            self._followers.kill()
 
     def _wait_for_exit(self, output: threading.Thread, reports: threading.Thread) -> None:
         """Wait for its exit, and kill the processes that are left in the child's process group.
@@ -157,7 +179,11 @@ class TrainerProcess:
             self._kill_group()
         with self._killing:
             self._process.wait()
-        _unreaped.discard(self._process.pid)
+        if self._followers is not None:
+            grace = FINISH_GRACE if self._process.returncode in INTENDED else 0.0
+            self._followers.end(grace, OUTPUT_TIMEOUT)
+            self._read_limit()
+        _unreaped.difference_update(self.process_ids)
         # A process that has moved to another group is not killed, and may keep the output open.
         output.join(OUTPUT_TIMEOUT)
         self._socket.stop()
@@ -172,6 +198,14 @@ class TrainerProcess:
             os.close(self._descriptor)
         self._exited = True
         self._on_change()
+
+    def _read_limit(self) -> None:
+        """Read what another process than the first has reported about its memory."""
+        with contextlib.suppress(OSError, ValueError):
+            path = self._socket.path_beside(f"{REPLICA_STORE}{LIMIT_FILE_SUFFIX}")
+            message = trainer_message(Path(path).read_text(encoding="utf-8"))
+            if isinstance(message, Limited):
+                self.status = self.status.after(message)
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -217,7 +251,10 @@ class TrainerProcess:
 
     def _forward_output(self) -> None:
         assert self._process.stdout is not None
-        with self._process.stdout as lines:
+        self._forward(self._process.stdout)
+
+    def _forward(self, output: IO[str]) -> None:
+        with output as lines:
             for line in lines:
                 self._lines.append(line.rstrip("\n")[:MAX_LINE_LENGTH])
                 try:
@@ -241,6 +278,23 @@ def reap_orphans() -> None:
             if exited is None or exited.si_pid in _unreaped:
                 return
             os.waitpid(exited.si_pid, os.WNOHANG)
+
+
+def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        # Ctrl-C in a terminal must only reach the agent, which lets the trainer save its state.
+        process_group=0,
+        preexec_fn=_die_with_parent(os.getpid()),
+        text=True,
+        errors="replace",
+    )
+    _unreaped.add(process.pid)
+    return process
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:

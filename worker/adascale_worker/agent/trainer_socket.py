@@ -42,6 +42,10 @@ class TrainerSocket:
         self._listener.bind(self.path)
         self._listener.listen(128)
 
+    def path_beside(self, name: str) -> str:
+        """Return the path of a file in the same folder, which is deleted with the socket."""
+        return f"{self._folder}/{name}"
+
     def accept(self) -> tuple[socket.socket, int | None]:
         """Wait for the trainer.
 

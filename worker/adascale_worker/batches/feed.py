@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator, Sized
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import astuple
 from typing import Any
 
@@ -21,10 +23,20 @@ from adascale_worker.batches.order import (
     ShuffledOrder,
 )
 from adascale_worker.batches.persistent_loader import PersistentLoader
-from adascale_worker.batches.stream import MicroBatches, Origin, SampleStream
+from adascale_worker.batches.shard_feed import ShardFeed, make_shard_of
+from adascale_worker.batches.shard_reader import MakeShard
+from adascale_worker.batches.shards import ShardOrder, ShardPlace
+from adascale_worker.batches.stream import LoadedBatches, MicroBatches, Origin, SampleStream
+from adascale_worker.batches.stream_feed import StreamFeed, StreamOptions
+from adascale_worker.batches.stream_reader import StreamPlace
 from adascale_worker.errors import DatasetError
+from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.reporting.progress import TrainingProgress
+
+STREAM, SHARDS = "that of a stream", "that of shards"
+"""The kinds of order of an iterable data set: read as a whole by each replica, or by shards."""
+_IN_WORDS = {STREAM: "is a stream", SHARDS: "is a stream of shards"}
 
 _CHOSEN_BY_TRAINER = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator"})
 """Arguments of DataLoader that choose the batches."""
@@ -42,24 +54,45 @@ class DataFeed:
         bounds: the job's batch size and bounds.
         group: the replicas.
         seed: determines the order of samples.
+        progress: of training. Default: none has been made.
+        division: which steps of a single replica are divided; None if none is.
     """
 
-    def __init__(self, bounds: BatchBounds, group: ReplicaGroup, seed: int) -> None:
+    def __init__(
+        self,
+        bounds: BatchBounds,
+        group: ReplicaGroup,
+        seed: int,
+        progress: TrainingProgress | None = None,
+        division: StepDivision | None = None,
+    ) -> None:
+        self._division = division
         self._bounds = bounds
         self._group = group
         self._seed = seed
+        self._progress = progress or TrainingProgress()
+        self._stream: StreamFeed | None = None
+        """The stream that is trained, if the data set is one that each replica reads as a whole."""
+        self._shards: ShardFeed | None = None
+        """The stream that is trained, if its shards are dealt to the replicas."""
+        self._stream_is_exact = True
         self._length: int | None = None
-        """Number of samples of a pass. None before the data set is opened."""
+        """Number of samples of a pass; of a stream, of the first one. None before it is known."""
         self._kind: str | None = None
         self._origin = Origin()
         self._is_open = False
         """Whether this process, or that which has sent the state, has opened the data set of `_length`."""
-        self._kept: PersistentLoader | None = None
+        self._kept: PersistentLoader[MicroBatches] | None = None
 
     @property
     def seed(self) -> int:
         """Determines the order of samples, and the random numbers of each step."""
         return self._seed
+
+    @property
+    def rank(self) -> int:
+        """The index of this process among those of all replicas."""
+        return self._group.rank * self._group.processes + self._group.process
 
     def change_bounds(self, bounds: BatchBounds) -> None:
         """Use other bounds from the next call of `open` on."""
@@ -74,7 +107,6 @@ class DataFeed:
         order: OrderFunction | None = None,
         lengths: Lengths | None = None,
         allow_other_length: bool = False,
-        progress: TrainingProgress | None = None,
     ) -> SampleStream:
         """Return the sample stream of a data set.
 
@@ -86,7 +118,6 @@ class DataFeed:
             lengths: of the samples, which are grouped by them.
             allow_other_length: whether the first data set after a checkpoint was restored may have another
                 length than the one before.
-            progress: of training. Default: none has been made.
 
         Raises:
             DatasetError: the data set has no length or no items by index, fewer samples than `max_batch_size`
@@ -95,10 +126,11 @@ class DataFeed:
         """
         if conflicting := _CHOSEN_BY_TRAINER & set(options):
             raise DatasetError(_refusal(conflicting, options))
-        progress = progress or TrainingProgress()
-        made = self._order(dataset, shuffle, order, lengths, progress)
+        # Batches that are not loaded in their order cannot be parts of a step.
+        self._use_division(is_possible=options.get("in_order", True))
+        made = self._order(dataset, shuffle, order, lengths, self._progress)
         self._require_enough(made.length, "the data set" if order is None else "a pass of order=")
-        self._begin_order(made, progress, allow_other_length=allow_other_length)
+        self._begin_order(made, self._progress, allow_other_length=allow_other_length)
         if not options.get("persistent_workers"):
             self.close()
         else:
@@ -106,8 +138,13 @@ class DataFeed:
         return SampleStream(made.length, self._seed, order=made, origin=self._origin)
 
     def progress_at(self, epoch: int) -> float:
-        """Return the progress at which an epoch begins, counted from 0, with the data set that is open."""
-        assert self._length is not None
+        """Return the progress at which an epoch begins, counted from 0, with the data set that is open.
+
+        Infinite for a stream whose first pass has not ended: no epoch ends before, because the gain of a step
+        is at most its scale.
+        """
+        if self._length is None:
+            return math.inf
         origin = self._origin
         return origin.progress + (epoch - origin.epoch) * self._length / self._bounds.batch_size
 
@@ -163,6 +200,8 @@ class DataFeed:
 
     def _begin_order(self, order: Order, progress: TrainingProgress, *, allow_other_length: bool) -> None:
         """Continue with an order of samples, or begin with another one where that is allowed."""
+        if self._kind in _IN_WORDS:
+            self._change_kind(f"has {order.length} samples by index", progress, allow=allow_other_length)
         before, consumed = self._length, progress.consumed - self._origin.consumed
         if before is not None and before != order.length:
             number, seen = divmod(consumed, before)
@@ -192,31 +231,61 @@ class DataFeed:
             )
         self._length, self._kind, self._is_open = order.length, order.kind, True
 
+    def _change_kind(self, present: str, progress: TrainingProgress, *, allow: bool) -> None:
+        """Begin the next pass with a data set with items by index in place of a stream, or the reverse.
+
+        Args:
+            present: what the present data set is.
+            progress: of training.
+            allow: whether this is allowed after a checkpoint.
+
+        Raises:
+            DatasetError: it is not allowed.
+        """
+        words = _IN_WORDS.get(self._kind or "")
+        before = words.replace("is", "was", 1) if words else f"had {self._length} samples by index"
+        if self._is_open:
+            raise DatasetError(
+                f"the data set {present}, but {before} before: a job trains on one data set. For evaluation, "
+                "use a DataLoader of your own"
+            )
+        if not allow:
+            raise DatasetError(
+                f"the data set {present}, but {before} when the checkpoint was saved. To continue with the "
+                "present data set, at the beginning of the next pass, call trainer.dataloader(dataset, "
+                "allow_other_length=True). To continue exactly, use the data set from before"
+            )
+        self._print(f"the data set {present}, and {before} before: its first pass begins now")
+        self._origin = Origin(progress.consumed, 0, progress.epoch, progress.progress)
+        self._kind, self._length, self._stream, self._shards = None, None, None, None
+
     def _print(self, text: str) -> None:
         if self._group.is_main:
             print(f"adascale: {text}", file=sys.stderr, flush=True)
 
     def micro_batches(
-        self, dataset: Sized, stream: SampleStream, consumed: int, plan: BatchPlan, options: dict[str, Any]
-    ) -> Iterator[Any]:
+        self, dataset: Sized, stream: SampleStream, options: dict[str, Any], consumed: int, plan: BatchPlan
+    ) -> LoadedBatches:
         """Load this replica's micro-batches, without end.
 
         Args:
             dataset: a data set whose stream `open` has returned.
             stream: the sample stream.
-            consumed: position in the stream of the first step's first sample.
-            plan: replicas, local batch size and accumulation.
             options: arguments for DataLoader. With persistent_workers=True, the worker processes go on
                 until `close`, and so do the batches that they have loaded ahead, if this is the next place.
+            consumed: position in the stream of the first step's first sample.
+            plan: replicas, local batch size and accumulation.
 
         Raises:
             DatasetError: persistent workers go on that have another data set or other options.
         """
+        if self._group.processes > 1:
+            return self._share_of_process(dataset, stream, options, consumed, plan)
         kept = self._kept_loader(dataset, options)
         if kept is not None:
             kept.sampler.begin(stream, consumed, plan, self._group.rank)
             return kept.begin()
-        sampler = MicroBatches(stream, consumed, plan, self._group.rank)
+        sampler = MicroBatches(stream, consumed, plan, self._group.rank, self._division)
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]
             batch_sampler=sampler,
@@ -225,17 +294,46 @@ class DataFeed:
             **options,
         )
         if not options.get("persistent_workers"):
-            return iter(loader)
-        self._kept = PersistentLoader(dataset, options, loader, sampler)
+            return LoadedBatches(iter(loader), plan, sampler.drawn)
+        self._kept = PersistentLoader(dataset, options, loader, sampler, sampler.drawn)
         return self._kept.begin()
+
+    def _share_of_process(
+        self, dataset: Sized, stream: SampleStream, options: dict[str, Any], consumed: int, plan: BatchPlan
+    ) -> LoadedBatches:
+        """Load what this process has of its replica's micro-batches. See `micro_batches`."""
+        if options.get("persistent_workers"):
+            raise DatasetError(
+                "dataloader() got persistent_workers=True, which is not supported with processesPerReplica: "
+                "leave it out"
+            )
+        sampler = MicroBatches(stream, consumed, plan.per_process(self._group.processes), self.rank)
+        sampler.drawn = deque(maxlen=0)  # No step is divided.
+        loader: DataLoader[Any] = DataLoader(
+            dataset,  # type: ignore[arg-type]
+            batch_sampler=sampler,
+            generator=torch.Generator().manual_seed(self._seed + consumed),
+            **options,
+        )
+        return LoadedBatches(iter(loader), plan)
+
+    def _require_one_process(self) -> None:
+        if self._group.processes > 1:
+            raise DatasetError(
+                "dataloader() got a stream, which is not supported with processesPerReplica: use a data set "
+                "with a length and items by index"
+            )
 
     def close(self) -> None:
         """End worker processes that go on. May be called again."""
+        for feed in (self._stream, self._shards):
+            if feed is not None:
+                feed.close()
         if self._kept is not None:
             self._kept.close()
             self._kept = None
 
-    def _kept_loader(self, dataset: Sized, options: dict[str, Any]) -> PersistentLoader | None:
+    def _kept_loader(self, dataset: Sized, options: dict[str, Any]) -> PersistentLoader[MicroBatches] | None:
         """Return the loader whose worker processes go on, if these arguments are for it."""
         if self._kept is None or not options.get("persistent_workers"):
             return None
@@ -247,9 +345,169 @@ class DataFeed:
             )
         return self._kept
 
+    # -- streams ------------------------------------------------------------------------------------------
+
+    def open_stream(
+        self,
+        dataset: Iterable[Any],
+        stream: StreamOptions,
+        *,
+        options: dict[str, Any],
+        allow_other_kind: bool = False,
+    ) -> Callable[[int, BatchPlan], LoadedBatches]:
+        """Use a stream, and return a function that loads this replica's micro-batches, without end.
+
+        It gets the position in the samples of all replicas of the next step's first sample, and the batch
+        plan.
+
+        Args:
+            dataset: an iterable data set.
+            stream: how it is read.
+            options: arguments for DataLoader.
+            allow_other_kind: whether the data set before a checkpoint was restored may have been another.
+
+        Raises:
+            DatasetError: the data set is an iterator, an option would choose the batches, or the data set
+                before had items by index.
+        """
+        self._require_one_process()
+        _require_repeatable(dataset)
+        self._require_kind(STREAM, options, allow=allow_other_kind)
+        feed = self._stream
+        if feed is None:
+            place = StreamPlace(self._origin.consumed, self._origin.number, self._origin.consumed)
+            feed = self._stream = StreamFeed(place, self._progress.consumed)
+        feed.open(dataset, stream, options, seed=self._seed)
+        self._kind, self._is_open, self._stream_is_exact = STREAM, True, stream.is_exact
+
+        def micro_batches(consumed: int, plan: BatchPlan) -> LoadedBatches:
+            return LoadedBatches(feed.micro_batches(consumed, plan, self._group.rank), plan)
+
+        return micro_batches
+
+    def open_shards(
+        self,
+        make_shard: MakeShard,
+        shards: int,
+        stream: StreamOptions,
+        *,
+        shuffle: bool,
+        options: dict[str, Any],
+        allow_other_kind: bool = False,
+    ) -> Callable[[int, BatchPlan], LoadedBatches]:
+        """Use a stream of shards, and return what `open_stream` returns; calls of it are collective.
+
+        Args:
+            make_shard: returns a shard.
+            shards: their number.
+            stream: how they are read.
+            shuffle: whether the shards have another order in each pass.
+            options: arguments for DataLoader.
+            allow_other_kind: whether the data set before a checkpoint was restored may have been another.
+
+        Raises:
+            DatasetError: an option would choose the batches, or there were other shards, or another kind of
+                data set, before.
+        """
+        self._require_one_process()
+        self._require_kind(SHARDS, options, allow=allow_other_kind)
+        feed = self._shards
+        if feed is None:
+            feed = self._shards = ShardFeed(None, self._progress.consumed, self._group)
+        feed.open(make_shard, ShardOrder(shards, self._seed, shuffle), stream, options)
+        self._kind, self._is_open, self._stream_is_exact = SHARDS, True, True
+
+        def micro_batches(consumed: int, plan: BatchPlan) -> LoadedBatches:
+            return LoadedBatches(feed.micro_batches(consumed, plan), plan)
+
+        return micro_batches
+
+    def _require_kind(self, kind: str, options: dict[str, Any], *, allow: bool) -> None:
+        if conflicting := _CHOSEN_BY_TRAINER & set(options):
+            raise DatasetError(_refusal(conflicting, options))
+        if options.get("in_order") is False:
+            raise DatasetError(
+                "dataloader() got in_order=False, which changes the order of samples: leave it out"
+            )
+        if self._kind not in (None, kind):
+            self._change_kind(_IN_WORDS[kind], self._progress, allow=allow)
+        self._use_division(is_possible=False)
+
+    def _use_division(self, *, is_possible: bool) -> None:
+        if self._division is not None:
+            self._division.loads_parts = is_possible
+
+    @property
+    def exchanges(self) -> int:
+        """How often the batches have to be loaded again, so that the replicas exchange what follows."""
+        return 0 if self._shards is None else self._shards.exchanges
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data set is a stream, whose epochs may be long or have no end."""
+        return self._kind in _IN_WORDS
+
+    def finished_step(self, *, ends_by_epochs: bool) -> None:
+        """Record that training is at a step boundary, and learn the length of a stream whose pass has ended.
+
+        Args:
+            ends_by_epochs: whether the replicas have to agree where an epoch ends.
+
+        Raises:
+            PeersLostError: members are lost.
+        """
+        consumed = self._progress.consumed
+        place: StreamPlace | ShardPlace | None = None
+        if self._shards is not None:
+            self._shards.finished_step(consumed)
+            if self._length is None and self._shards.may_end_pass:
+                place = self._shards.place_at(consumed)
+        elif self._stream is not None:
+            place = self._stream.commit(consumed)
+        if place is None:
+            return
+        if self._length is not None:
+            return
+        if self._stream_is_exact:
+            self._length = place.length
+        elif ends_by_epochs and any(self._group.gather_integers([place.length is not None])[0]):
+            # Each replica reads a pass of its own. That of rank 0 counts.
+            self._length = consumed - self._origin.consumed
+
+    def compare_records(self) -> None:
+        """Check that all replicas read the same stream. A collective call, at a step boundary.
+
+        Raises:
+            DatasetError: they do not.
+            PeersLostError: members are lost.
+        """
+        if self._stream is None or not self._stream_is_exact or self._group.replicas == 1:
+            return
+        place = self._stream.place_at(self._progress.consumed)
+        rows = self._group.gather_integers([place.number, place.begin, place.fingerprint or 0])
+        other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
+        if other is not None:
+            raise DatasetError(
+                f"rank 0 and rank {other} read different records of the stream: after {place.position} "
+                f"samples, rank 0 is in pass {rows[0][0]} since {rows[0][1]} samples, rank {other} in pass "
+                f"{rows[other][0]} since {rows[other][1]}"
+                + (", and their next records differ" if rows[0][:2] == rows[other][:2] else "")
+                + ". Each replica has to read the same records in the same order, and the trainer shares "
+                "them out: do not divide the data set by the rank, and seed what is shuffled by the number "
+                "that set_epoch(number) gets, not by the process. For a stream that differs between the "
+                "replicas, pass exactly_once=False"
+            )
+
+    # -- the state ----------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
         """Return the length and order of the data set (None before it is opened), and the seed."""
+        consumed = self._progress.consumed
+        place = None if self._stream is None else self._stream.place_at(consumed)
+        rest = None if self._shards is None else self._shards.place_at(consumed)
         return {
+            "stream": None if place is None else {"consumed": consumed, **place.state_dict()},
+            "shards": None if rest is None else {"consumed": consumed, **rest.state_dict()},
             "samples": self._length,
             "seed": self._seed,
             "order": self._kind,
@@ -259,12 +517,26 @@ class DataFeed:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""
-        if state["samples"] is not None:
+        if state["order"] is not None:
             self._length, self._kind = state["samples"], state["order"]
         if state["seed"] is not None:
             self._seed = state["seed"]
         self._origin = Origin(*state["origin"])
         self._is_open = state["is_open"]
+        if (described := state.get("stream")) is not None:
+            place = dict(described)
+            consumed = place.pop("consumed")
+            self._restore_stream(StreamPlace.from_state(place), consumed)
+        if (described := state.get("shards")) is not None:
+            if self._shards is None:
+                self._shards = ShardFeed(None, 0, self._group)
+            self._shards.restore(ShardPlace.from_state(described), described["consumed"])
+
+    def _restore_stream(self, place: StreamPlace, consumed: int) -> None:
+        if self._stream is None:
+            self._stream = StreamFeed(place, consumed)
+        else:
+            self._stream.restore(place, consumed)
 
     def begin_from_checkpoint(self) -> None:
         """Allow that the next data set has another length: no replica has opened one yet."""
@@ -308,6 +580,112 @@ def _refusal(conflicting: set[str] | frozenset[str], options: dict[str, Any]) ->
     )
 
 
+def is_stream(dataset: object) -> bool:
+    """Whether a data set is iterable, and has no length or no items by index."""
+    if isinstance(dataset, DataLoader):
+        return False
+    has_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_index)
+
+
+def stream_options(
+    dataset: object,
+    *,
+    transform: Callable[[Any], Any] | None,
+    shuffle_buffer: int,
+    is_exact: bool,
+    has_order: bool,
+    has_lengths: bool,
+    shards: int | None,
+) -> StreamOptions | None:
+    """Return how a stream is read; None if the data set has items by index.
+
+    Args:
+        dataset: the data set.
+        transform, shuffle_buffer, is_exact: see `StreamOptions`.
+        has_order, has_lengths: whether the program has passed `order` and `lengths`.
+        shards: their number, if the data set is a function that returns a shard.
+
+    Raises:
+        DatasetError: an argument is not one for this data set, or invalid.
+    """
+    kind = type(dataset).__name__
+    if shards is not None:
+        if type(shards) is not int or shards < 1:
+            raise DatasetError(f"dataloader() got shards={shards!r}: it must be an integer of at least 1")
+        if not callable(dataset) or not is_exact:
+            raise DatasetError(
+                f"dataloader() got shards={shards} and "
+                + (f"a data set of type {kind}" if is_exact else "exactly_once=False")
+                + ": shards= needs a function that gets the index of a shard and returns its records, "
+                "the same each time"
+            )
+    elif not is_stream(dataset):
+        given = {
+            "map": transform is not None,
+            "shuffle_buffer": shuffle_buffer != 0,
+            "exactly_once": not is_exact,
+        }
+        if names := [f"{name}=" for name, is_given in given.items() if is_given]:
+            raise DatasetError(
+                f"dataloader() got {', '.join(names)}, which is for streams, but the data set (type {kind}) "
+                "has items by index: leave it out, and make samples in __getitem__"
+            )
+        return None
+    if has_order or has_lengths:
+        raise DatasetError(
+            f"dataloader() got {'order=' if has_order else 'lengths='}, which needs items by index, but the "
+            f"data set (type {kind}) is a stream: leave it out, or shuffle by shuffle_buffer=10_000"
+        )
+    if transform is not None and not callable(transform):
+        raise DatasetError(
+            f"dataloader() got map= of type {type(transform).__name__}: it must be a function that makes a "
+            "sample of a record"
+        )
+    if type(shuffle_buffer) is not int or shuffle_buffer < 0:
+        raise DatasetError(
+            f"dataloader() got shuffle_buffer={shuffle_buffer!r}: it must be an integer of at least 0, the "
+            "number of records that are shuffled together"
+        )
+    return StreamOptions(transform, shuffle_buffer, is_exact)
+
+
+def shards_of(dataset: Any, shards: int | None, stream: StreamOptions) -> tuple[MakeShard, int] | None:
+    """Return a function that returns a shard of a stream, and their number; None to read it as a whole.
+
+    Args:
+        dataset: such a function, if `shards` is set; or one with `num_shards` and `shard()`, as data sets of
+            Hugging Face are.
+        shards: their number.
+        stream: how it is read.
+    """
+    if shards is not None:
+        return dataset, shards
+    count = getattr(dataset, "num_shards", None)
+    if (
+        not stream.is_exact
+        or type(count) is not int
+        or count < 2
+        or not callable(getattr(dataset, "shard", None))
+    ):
+        return None
+    return make_shard_of(dataset, count), count
+
+
+def _require_repeatable(dataset: Iterable[Any]) -> None:
+    """Check that a stream can be read again.
+
+    Raises:
+        DatasetError: it is an iterator.
+    """
+    if isinstance(dataset, Iterator):
+        raise DatasetError(
+            f"dataloader() got an iterator (type {type(dataset).__name__}), which can be read only once, and "
+            "replicas that join have to read it too: pass an object whose __iter__ begins a pass each time, "
+            "such as an IterableDataset, or a torchdata Loader in place of its node"
+        )
+
+
 def _indexed_length(dataset: Sized) -> int:
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
@@ -315,20 +693,13 @@ def _indexed_length(dataset: Sized) -> int:
             "got a DataLoader in place of a data set, but the trainer makes the DataLoader itself: pass "
             "loader.dataset, and options such as num_workers and collate_fn"
         )
-    if not hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        raise DatasetError(
-            f"the data set (type {kind}) has no items by index: an elastic job needs a data set with __len__ "
-            "and __getitem__, so that any number of replicas can share it"
-        )
-    if isinstance(dataset, IterableDataset):
-        raise DatasetError(
-            f"the data set (type {kind}) has no items by index: an elastic job needs a data set with __len__ "
-            "and __getitem__, so that any number of replicas can share it"
-        )
-    try:
-        return len(dataset)
-    except TypeError:
-        raise DatasetError(
-            f"the data set (type {kind}) has no length: an elastic job needs a data set with __len__ "
-            "and __getitem__, so that any number of replicas can share it"
-        ) from None
+    lacks = "length" if not hasattr(dataset, "__len__") else "items by index" if is_stream(dataset) else None
+    if lacks is None:
+        try:
+            return len(dataset)
+        except TypeError:
+            lacks = "length"
+    raise DatasetError(
+        f"the data set (type {kind}) has no {lacks}: pass one with __len__ and __getitem__, or for training "
+        "one with __iter__, which is read as a stream"
+    )

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
-from typing import Any
+from collections import deque
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import DataLoader
 
-from adascale_worker.batches.stream import MicroBatches, Place
+from adascale_worker.batches.stream import LoadedBatches, Place
+from adascale_worker.gradients.step_division import StepPlan
 
 
-class PersistentLoader(Iterator[Any]):
+class PlacedSampler(Protocol):
+    """Yields what a worker process loads a micro-batch from, beginning at a place."""
+
+    place: Place
+
+
+S = TypeVar("S", bound=PlacedSampler)
+
+
+class PersistentLoader(LoadedBatches, Generic[S]):
     """Loads micro-batches without end, in the same worker processes also from another place.
 
     Args:
@@ -18,20 +28,26 @@ class PersistentLoader(Iterator[Any]):
         options: arguments for DataLoader.
         loader: made from both.
         sampler: its batch sampler.
+        drawn: see `LoadedBatches`.
     """
 
     def __init__(
-        self, dataset: Sized, options: dict[str, Any], loader: DataLoader[Any], sampler: MicroBatches
+        self,
+        dataset: object,
+        options: dict[str, Any],
+        loader: DataLoader[Any],
+        sampler: S,
+        drawn: deque[tuple[StepPlan, int]] | None = None,
     ) -> None:
+        super().__init__(iter(()), sampler.place.plan, drawn)
+        self.sampler = sampler
         self._dataset = dataset
         self._options = options
         self._loader: DataLoader[Any] | None = loader
-        self.sampler = sampler
-        self._batches: Iterator[Any] | None = None
         self._next: Place | None = None
         """The place of the next batch that the worker processes deliver. None if it is unknown."""
 
-    def difference(self, dataset: Sized, options: dict[str, Any]) -> str | None:
+    def difference(self, dataset: object, options: dict[str, Any]) -> str | None:
         """Return what differs from what the worker processes were started with; None if nothing does."""
         if dataset is not self._dataset:
             return "another data set"
@@ -39,22 +55,23 @@ class PersistentLoader(Iterator[Any]):
         names = [name for name in sorted({*options, *before}) if options.get(name) != before.get(name)]
         return f"another {' and another '.join(names)}" if names else None
 
-    def begin(self) -> PersistentLoader:
+    def begin(self) -> PersistentLoader[S]:
         """Continue at the place of `sampler`: with the batches that are loaded already, if they follow."""
         if self._next != self.sampler.place:
             assert self._loader is not None
-            self._batches = iter(self._loader)
+            self._loaded = iter(self._loader)
             self._next = self.sampler.place
+            self.step = StepPlan(self.sampler.place.plan)
         return self
 
     def __next__(self) -> Any:
-        assert self._batches is not None
         assert self._next is not None
         place, self._next = self._next, None
-        batch = next(self._batches)
-        self._next = place.after_micro_batch()
+        batch = super().__next__()
+        self._next = place.after(self.step.plan)
         return batch
 
     def close(self) -> None:
         """End the worker processes. The processes of a DataLoader end with the last reference to it."""
-        self._loader = self._batches = self._next = None
+        self._loader = self._next = None
+        self._loaded = iter(())

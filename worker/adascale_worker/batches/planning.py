@@ -24,6 +24,8 @@ from adascale_worker.reporting.step_timer import StepTimer
 
 REPLAN_INTERVAL = 1.0
 """Seconds of training after which the batch plan is chosen again, at the next end of an epoch."""
+LONGEST_REPLAN_INTERVAL = 60.0
+"""Seconds to which this interval grows in an epoch of a stream, which may have no end."""
 PROBE_FACTOR = 2
 """Without an upper bound of the local batch size, a batch is at most this many times as large as one that has
 fit into memory."""
@@ -51,10 +53,13 @@ class BatchPlanner:
         """The plan of the current epoch."""
         self.fitting = 0
         """The largest local batch size of a finished step; 0 before the first step."""
+        self._step_plan: BatchPlan | None = None
         self._group = group
         self._efficiency_target = efficiency_target
         self._acknowledged = False
         self._planned_at = time.monotonic()
+        self._patience = 1
+        """Multiple of `REPLAN_INTERVAL` until the next choice."""
 
     @property
     def scale(self) -> float:
@@ -62,13 +67,27 @@ class BatchPlanner:
         return self.plan.scale(self.bounds)
 
     @property
+    def step_plan(self) -> BatchPlan:
+        """The plan of the present step: that of the epoch, or one with smaller micro-batches."""
+        return self._step_plan or self.plan
+
+    @step_plan.setter
+    def step_plan(self, plan: BatchPlan) -> None:
+        self._step_plan = plan
+
+    @property
     def is_due(self) -> bool:
-        """Whether the plan should be chosen again at the end of this epoch."""
-        return time.monotonic() - self._planned_at >= REPLAN_INTERVAL
+        """Whether the plan should be chosen again, at the end of this epoch or in one of a stream."""
+        interval = min(self._patience * REPLAN_INTERVAL, LONGEST_REPLAN_INTERVAL)
+        return time.monotonic() - self._planned_at >= interval
+
+    def postpone(self) -> None:
+        """Double the time until the next choice, after one inside an epoch, where a change costs more."""
+        self._patience *= 2
 
     def finished_step(self) -> None:
-        """Record that a step was made with the current plan."""
-        self.fitting = max(self.fitting, self.plan.local_bsz)
+        """Record that a step was made with its plan."""
+        self.fitting = max(self.fitting, self.step_plan.local_bsz)
 
     def smaller_local_bsz(self) -> int | None:
         """Return the limit to try after the current batch did not fit into memory; None if none is left."""
@@ -106,11 +125,11 @@ class BatchPlanner:
 
     def _choose(self, optimizer: Optimizers, step_timer: StepTimer) -> BatchPlan:
         model = StepTimeModel.fit(step_timer.step_times())
-        nodes = self._group.nodes
+        estimate, nodes = optimizer.estimate, self._group.nodes
         return plan_batch(
             self._bounds_to_try(),
             self._group.replicas,
-            estimate=optimizer.estimate,
+            estimate=None if estimate is None else estimate.cautious,
             throughput=(lambda plan: model.throughput(plan, nodes)) if model is not None else None,
             efficiency_target=self._efficiency_target,
         )
@@ -121,6 +140,7 @@ class BatchPlanner:
         self._use(BatchPlan(self._group.replicas, local_bsz, accumulation))
 
     def _use(self, plan: BatchPlan) -> None:
+        self._step_plan = None
         if plan != self.plan:
             self.plan = plan
             self._acknowledged = False

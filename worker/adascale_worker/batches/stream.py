@@ -8,6 +8,7 @@ every step is full: a step in which a pass ends continues with samples of the ne
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.order import Order, SequentialOrder, ShuffledOrder
 from adascale_worker.batches.permutation import Indices
 from adascale_worker.batches.seeding import seed_generators
+from adascale_worker.gradients.step_division import StepDivision, StepPlan
 
 _READ_AHEAD = 1024
 """Samples whose indices are computed at once, because a call takes 0.2 ms for 1 or for 1,000."""
@@ -137,14 +139,14 @@ class Place:
         rank: index of the replica.
     """
 
-    sequence: tuple[Order, Origin, int]
+    sequence: tuple[object, ...]
     position: int
     plan: BatchPlan
     rank: int
 
-    def after_micro_batch(self) -> Place:
-        """Return the place after the next micro-batch."""
-        return replace(self, position=self.position + self.plan.replicas * self.plan.local_bsz)
+    def after(self, micro_batch: BatchPlan) -> Place:
+        """Return the place after a micro-batch of a plan."""
+        return replace(self, position=self.position + micro_batch.replicas * micro_batch.local_bsz)
 
 
 class MicroBatches(Sampler[list[int]]):
@@ -155,9 +157,23 @@ class MicroBatches(Sampler[list[int]]):
         start: position in the stream of the first step's first sample.
         plan: replicas, local batch size and accumulation.
         rank: index of the replica.
+        division: which steps are divided; None if none is.
+
+    Attributes:
+        drawn: how the step of each micro-batch that was drawn, and not taken from here, is delivered, and the
+            index of the micro-batch in a divided step, else 0.
     """
 
-    def __init__(self, stream: SampleStream, start: int, plan: BatchPlan, rank: int) -> None:
+    def __init__(
+        self,
+        stream: SampleStream,
+        start: int,
+        plan: BatchPlan,
+        rank: int,
+        division: StepDivision | None = None,
+    ) -> None:
+        self._division = division
+        self.drawn: deque[tuple[StepPlan, int]] = deque()
         self.begin(stream, start, plan, rank)
 
     def begin(self, stream: SampleStream, start: int, plan: BatchPlan, rank: int) -> None:
@@ -166,18 +182,52 @@ class MicroBatches(Sampler[list[int]]):
         self.place = Place(stream.sequence, start, plan, rank)
 
     def __iter__(self) -> Iterator[list[int]]:
-        stream, place = self._stream, self.place
+        stream, place, division = self._stream, self.place, self._division
         plan = place.plan
-        step = plan.replicas * plan.local_bsz
-        count = max(1, min(_READ_AHEAD // plan.local_bsz, stream.length // step))
-        offsets = numpy.arange(count)[:, None] * step + numpy.arange(plan.local_bsz)
+        self.drawn.clear()
+        together = plan.replicas * plan.local_bsz
+        count = max(1, min(_READ_AHEAD // plan.local_bsz, stream.length // together))
+        offsets = numpy.arange(count)[:, None] * together + numpy.arange(plan.local_bsz)
         while True:
             positions = place.position + place.rank * plan.local_bsz + offsets
             for first, indices in zip(
                 positions[:, 0].tolist(), stream.indices(positions).tolist(), strict=True
             ):
-                yield Batch(indices, stream.seed, first)
-                place = place.after_micro_batch()
+                step = StepPlan(plan) if division is None else division.step_at(place.position, plan)
+                size = step.plan.local_bsz
+                for index in range(plan.local_bsz // size):
+                    part = slice(index * size, (index + 1) * size)
+                    self.drawn.append((step, index))
+                    yield Batch(indices[part], stream.seed, first + part.start)
+                place = place.after(plan)
 
     def __len__(self) -> int:
         raise TypeError("an epoch of an elastic trainer has no fixed number of batches")
+
+
+class LoadedBatches(Iterator[Any]):
+    """A replica's micro-batches as they are loaded, without end.
+
+    Args:
+        batches: what a DataLoader loads.
+        plan: replicas, local batch size and accumulation.
+        drawn: of the batch sampler, see `MicroBatches`; None if no step is divided.
+
+    Attributes:
+        step: how the step of the last micro-batch is delivered.
+        index: of the last micro-batch in a divided step, else 0.
+    """
+
+    def __init__(
+        self, batches: Iterator[Any], plan: BatchPlan, drawn: deque[tuple[StepPlan, int]] | None = None
+    ) -> None:
+        self._loaded = batches
+        self._drawn = drawn
+        self.step = StepPlan(plan)
+        self.index = 0
+
+    def __next__(self) -> Any:
+        batch = next(self._loaded)
+        if self._drawn is not None:
+            self.step, self.index = self._drawn.popleft()
+        return batch

@@ -17,6 +17,8 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.data_parallel import DataParallelModel
 from adascale_worker.gradients.exchange_check import ExchangeCheck
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
+from adascale_worker.gradients.sharded_model import ShardedModel
+from adascale_worker.gradients.step_division import StepDivision, StepPlan
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.elastic_adascale import ElasticAdaScale
@@ -70,6 +72,14 @@ class Accumulation(ABC):
         """
 
     @abstractmethod
+    def use_step(self, step: StepPlan) -> None:
+        """Use the micro-batches of the next step, which may be divided. Before its first backward pass.
+
+        Args:
+            step: how it is delivered.
+        """
+
+    @abstractmethod
     def restart_step(self) -> None:
         """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
 
@@ -103,20 +113,25 @@ class GradientAccumulation(Accumulation):
         program_model: the program's model itself.
         group: the replicas.
         failure: of the present step.
+        division: which steps are divided.
     """
 
     def __init__(
         self,
         optimizer: ElasticAdaScale,
-        model: DataParallelModel,
+        model: DataParallelModel | ShardedModel,
         program_model: torch.nn.Module,
         group: ReplicaGroup,
         failure: StepFailure,
+        division: StepDivision,
     ) -> None:
         super().__init__(MicroBatchWeights(group, optimizer.weigh_pass))
         self._optimizer = optimizer
         self._model = model
         self._failure = failure
+        self._division = division
+        self._passes = 0
+        """Backward passes for the present micro-batch."""
         optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
         both = [*program_model.parameters(), *optimized]
         self._parameters = list({id(parameter): parameter for parameter in both}.values())
@@ -143,9 +158,22 @@ class GradientAccumulation(Accumulation):
         self._optimizer.update_scale(scale, plan.replicas)
         self.restart_step()
 
+    def use_step(self, step: StepPlan) -> None:
+        """Use the micro-batches of the next step. See `Accumulation`."""
+        plan = step.plan
+        self._optimizer.use_step(
+            micro_batches=plan.accumulation,
+            interval=step.interval,
+            compares_steps=self._division.compares_steps(plan),
+        )
+        if plan.accumulation != self._accumulation:
+            self._accumulation = plan.accumulation
+            self.weights.set_plan(plan)
+            self.set_gradient_sync()
+
     def restart_step(self) -> None:
         """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
-        self.micro_batch = 0
+        self.micro_batch = self._passes = 0
         self._has_pass = self._has_lost_pass = False
         self.set_gradient_sync()
         self.weights.restart_step()
@@ -159,18 +187,27 @@ class GradientAccumulation(Accumulation):
         Raises:
             WorkerError: the program has deleted the gradients of an earlier pass for this micro-batch.
         """
-        if self._has_lost_pass:
-            raise WorkerError(
-                "zero_grad() was called between two backward passes for a batch, but the gradients of the "
-                "first are added to those of earlier micro-batches of the step already: compute them with "
-                "torch.autograd.grad, or let a step have one micro-batch (local_bsz_bounds with a larger "
-                "upper bound, or a max_batch_size up to which the replicas need no accumulation)"
-            )
+        self.require_passes()
         self._optimizer.sum_gradients_again()
         self.put_back()
         self.weights.begin_pass()
         if self.at_last_micro_batch and not self._failure.is_discarded:
             self._exchange.begin_pass()
+
+    def require_passes(self) -> None:
+        """Check that the gradients of the passes of this micro-batch are there.
+
+        Raises:
+            WorkerError: the program has deleted the gradients of an earlier pass for this micro-batch.
+        """
+        if self._has_lost_pass:
+            raise WorkerError(
+                "zero_grad() was called between two backward passes for a batch, but the gradients of the "
+                "first are added to those of earlier micro-batches of the step already: compute them with "
+                "torch.autograd.grad, or let a step have one micro-batch (local_bsz_bounds with a larger "
+                "upper bound, or a max_batch_size up to which the replicas need no accumulation; and "
+                'single_replica_gain="consecutive", with which no step of one replica is divided)'
+            )
 
     def after_backward(self) -> None:
         """Let the program see the mean gradient of the step in its last micro-batch, else none.
@@ -179,6 +216,7 @@ class GradientAccumulation(Accumulation):
             WorkerError: some micro-batches of the step have a weight, and others have none.
             PeersLostError: members are lost.
         """
+        self._passes += 1
         self._model.end_backward()
         self._exchange.end_pass()
         is_weighted = self.weights.end_pass()
@@ -237,6 +275,10 @@ class GradientAccumulation(Accumulation):
         is_complete = super().advance()
         if is_complete:
             self.weights.check_complete_step()
+            if self._accumulation == 1:
+                # A second pass may come after zero_grad(), which is an error between two micro-batches.
+                self._division.observe_step(is_divisible=self._passes <= 1)
+        self._passes = 0
         self._has_pass = self._has_lost_pass = False
         self.set_gradient_sync()
         if not is_complete:

@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.errors import WorkerError
-from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.scaling.statistics.step_settings import StepWeights
 
 _REMEDY = (
@@ -55,6 +55,20 @@ class _Sums:
         )
 
 
+class Weighing(Protocol):
+    """The replicas whose micro-batches have weights."""
+
+    @property
+    def replicas(self) -> int:
+        """Their number."""
+
+    def sum(self, numbers: Sequence[float]) -> tuple[float, ...]:
+        """Return the elementwise sums of all replicas' `numbers`."""
+
+    def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the elementwise least and greatest of all replicas' `values`."""
+
+
 class MicroBatchWeights:
     """The weights of the micro-batches of a step.
 
@@ -67,9 +81,11 @@ class MicroBatchWeights:
         of_step: the weights of the step, once they are exchanged, which is in its last micro-batch. None
             without weights.
         factor: by which the loss of the present micro-batch is multiplied.
+        total: the sum of the weights of the last step that has exchanged them, over all replicas. None
+            before, and without weights.
     """
 
-    def __init__(self, group: ReplicaGroup, weigh: Callable[[float], None] = lambda _: None) -> None:
+    def __init__(self, group: Weighing, weigh: Callable[[float], None] = lambda _: None) -> None:
         self._group = group
         self._weigh = weigh
         self._micro_batches = 1
@@ -91,6 +107,7 @@ class MicroBatchWeights:
         """The sums of the last step, if its replicas have not exchanged them."""
         self.of_step: StepWeights | None = None
         self.factor = 1.0
+        self.total: float | None = None
 
     # -- the replicas and their batches -------------------------------------------------------------------
 
@@ -234,11 +251,11 @@ class MicroBatchWeights:
         if weighted == unweighted == 0.0:
             return  # No pass has reached the parameters of an optimizer yet, perhaps none in this step.
         if weighted == 0.0 and not self._are_used:
-            self._are_used = False
+            self._are_used, self.total = False, None
             return
         if weighted != self._micro_batches or unweighted > 0.0:
             raise _mixed(weighted, self._micro_batches, "over all replicas", unweighted)
-        self._are_used = True
+        self._are_used, self.total = True, total
         replicas = self._group.replicas
         divisor = 1.0 if self._micro_batches == 1 else total / (self._scale * replicas)
         # Without any weight the gradient is zero.

@@ -34,6 +34,7 @@ class ModelSet:
         group: the replicas.
         failure: of the present step.
         local_bsz: returns the local batch size.
+        allows_shards: whether the models may be sharded.
     """
 
     ddp = None
@@ -45,8 +46,10 @@ class ModelSet:
         group: ReplicaGroup,
         failure: StepFailure,
         local_bsz: Callable[[], int],
+        *,
+        allows_shards: bool = False,
     ) -> None:
-        self.other_parallelism = OtherParallelism(models)
+        self.other_parallelism = OtherParallelism(models, allows_shards=allows_shards)
         self.device = device
         self._group = group
         self._failure = failure

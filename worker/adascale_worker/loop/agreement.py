@@ -143,9 +143,10 @@ class StepAgreement:
         Raises:
             PeersLostError: members are lost.
         """
-        sums = self.optimizer.flags_sum
-        if sums is None and self.agreed.agree_each_step:
-            # AdaScale does not measure every step, and the next measured one may be a minute away.
+        sums = None if self.group.processes > 1 else self.optimizer.flags_sum
+        if sums is None and (self.agreed.agree_each_step or self.group.processes > 1):
+            # AdaScale does not measure every step, and the next measured one may be a minute away. Of a
+            # replica of several processes, the first requests, and the others learn it here.
             sums = self.group.sum(flags)
         self.agreed.update(sums, self.group.replicas)
         if sums is not None:

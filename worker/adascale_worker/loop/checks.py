@@ -215,7 +215,11 @@ class LoopChecks:
         self._arrived()
         if 0 < self._steps <= CHECKED_STEPS and not accumulates_gradient(parameter):
             return  # torch.autograd.grad calls the same hooks
-        if parameter.grad is None:
+        self.backward_pass(parameter.grad)
+
+    def backward_pass(self, gradient: Tensor | None) -> None:
+        """Record a backward pass, which adds to `gradient`; None if there is none yet."""
+        if gradient is None:
             self._earlier_batches = 0
         elif (
             # Reading the gradient waits for the device, so only the first steps are checked.
@@ -224,7 +228,7 @@ class LoopChecks:
             and self._earlier_batches == 0
             and self._at_first_micro_batch()
         ):
-            self._has_stale_gradients = bool(parameter.grad.any())
+            self._has_stale_gradients = bool(gradient.any())
         self._has_backward = True
 
     def count_passes(self, batches: int) -> None:

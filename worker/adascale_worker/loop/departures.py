@@ -105,7 +105,9 @@ class LoopDepartures:
             if failure is not None:
                 self._left_early = False
                 raise ReplicationError(failure)
-            if is_interrupted() or self._group.has_failed or time.monotonic() >= deadline:
+            if self._group.has_failed:
+                return
+            if not self._group.all_processes(not is_interrupted() and time.monotonic() < deadline):
                 return
             time.sleep(POLL_INTERVAL)
         self._left_early = False

@@ -5,16 +5,17 @@ repeated to fill up a share. Sums are exact, so their rounding does not depend o
 exchange their sums through the store of the process group, which is no collective call: a replica whose sums
 cannot come, because it is lost or does not evaluate, is replaced by the others, each for itself. So all of
 them get the sums over the whole data set.
+
+A program that gathers the values of each batch, in place of adding sums, gets them in the same way. The
+batches that do not make up one for each replica are then evaluated by all of them.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from fractions import Fraction
 from typing import Any
 
@@ -23,11 +24,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from adascale_worker.errors import WorkerError
+from adascale_worker.loop.gathered_values import GatheredValues
+from adascale_worker.loop.stored_values import decoded, encoded, parts_of
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.reporting.logged_metrics import as_number
 
-POLL_INTERVAL = 0.02
-"""Seconds between two readings of the store."""
+FIRST_POLL, POLL_INTERVAL = 0.001, 0.02
+"""Seconds between the first two readings of the store, and the most between later ones: the time doubles."""
 READING_TIME = 10.0
 """Seconds for which the process that serves the store waits until the others have read it."""
 
@@ -108,21 +111,49 @@ class Exchange:
         if not self._group.has_failed:
             self._group.announce(f"{self._name}/{kind}", value)
 
-    def read(self, kind: str, ranks: Sequence[int], timeout: float = math.inf) -> dict[int, str]:
-        """Wait for the values of other ranks, and return the values that have come."""
+    def read(
+        self,
+        kind: str,
+        ranks: Sequence[int],
+        timeout: float = math.inf,
+        *,
+        taking_part: Collection[int] = (),
+    ) -> dict[int, str]:
+        """Wait for the values of other ranks, and return the values that have come.
+
+        Args:
+            kind: of the values.
+            ranks: to wait for, unless they take no part in this evaluation.
+            timeout: seconds.
+            taking_part: the ranks that are known to take part.
+        """
         deadline = time.monotonic() + timeout
         found: dict[int, str] = {}
-        while len(found) < len(ranks) and not self._group.has_failed and time.monotonic() < deadline:
+        interval = FIRST_POLL
+        while (
+            len(found) < len(ranks)
+            and not self._group.has_failed
+            and self._group.all_processes(time.monotonic() < deadline)
+        ):
             # Read before the values: what a rank has posted before it passed is there.
-            passed = self._has_passed()
+            passed = self._has_passed().difference(taking_part)
             values = self._group.announced(f"{self._name}/{kind}")
             if values is None:
                 break
             found = {rank: value for rank in ranks if (value := values[rank]) is not None}
             if all(rank in found or rank in passed for rank in ranks):
                 break
-            time.sleep(POLL_INTERVAL)
+            time.sleep(interval)
+            interval = min(2.0 * interval, POLL_INTERVAL)
         return found
+
+    def retract(self, kind: str) -> None:
+        """Delete what all replicas have posted, because they have read it."""
+        self._group.retract(f"{self._name}/{kind}", range(self.replicas))
+
+    def retract_own(self, kind: str) -> None:
+        """Delete what this replica has posted, because the others have read it."""
+        self._group.retract(f"{self._name}/{kind}", [self.rank])
 
 
 class Evaluation(Iterator[Any]):
@@ -140,7 +171,10 @@ class Evaluation(Iterator[Any]):
         options: dict[str, Any],
         begin: Callable[[], None],
         end: Callable[[], None],
+        *,
+        gathers: bool = False,
     ) -> None:
+        self._gathered = GatheredValues(exchange) if gathers else None
         self._dataset = dataset
         self._length = len(dataset)
         self._batch_size = batch_size
@@ -151,6 +185,10 @@ class Evaluation(Iterator[Any]):
         self._end = end
         self._pending: dict[str, list[Tensor | Number]] = {}
         self._total: dict[str, ExactSum] = {}
+        self._collected: dict[int, list[Any]] = {}
+        """By the number of the first sample of their batch."""
+        self._start: int | None = None
+        """Of the present batch."""
         self._is_complete = False
         self._batches = self._deliver()
 
@@ -197,6 +235,59 @@ class Evaluation(Iterator[Any]):
                     "over the samples of the batch"
                 )
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return what all replicas have passed for their present batches, by rank.
+
+        Call it for each batch of an evaluation with `gathers=True`, as often on each replica. After the loop,
+        each replica has got the values of all batches, each once. The values of a batch that another replica
+        should have evaluated, but was lost, are those of this replica, later.
+
+        Args:
+            value: a tensor on the CPU, a number, a string, or lists, tuples and dicts of these.
+
+        Returns:
+            A list: empty if the value was gathered before, from a replica that was lost after it.
+
+        Raises:
+            WorkerError: the evaluation was made without `gathers=True`.
+        """
+        if self._gathered is None:
+            raise WorkerError(
+                "evaluation.gather() needs trainer.evaluation(..., gathers=True), which divides the batches "
+                "in another way; or add sums with evaluation.add()"
+            )
+        return self._gathered.gather(value)
+
+    def collect(self, output: object) -> None:
+        """Keep an output of the present batch, such as its predictions, for `outputs`.
+
+        Tensors are copied to the host, which waits for their device.
+
+        Args:
+            output: tensors, numbers, strings and None, in lists, tuples and dicts.
+
+        Raises:
+            WorkerError: there is no batch, because the loop has not begun or has ended.
+        """
+        if self._start is None:
+            raise WorkerError(
+                "evaluation.collect() was called outside of the loop over the batches of an evaluation: call "
+                "it for each batch that trainer.evaluation() delivers"
+            )
+        self._collected.setdefault(self._start, []).append(_on_host(output))
+
+    @property
+    def outputs(self) -> list[Any]:
+        """What was collected for the whole data set, in the order of its batches, the same on all replicas.
+
+        Tensors are on the CPU. Not for more than fits into the memory of each replica.
+
+        Raises:
+            WorkerError: the loop has not ended.
+        """
+        self._require_complete()
+        return [output for start in sorted(self._collected) for output in self._collected[start]]
+
     @property
     def sums(self) -> dict[str, Number]:
         """The sums over the whole data set, the same on all replicas; ints where all numbers are integers.
@@ -239,20 +330,13 @@ class Evaluation(Iterator[Any]):
             others = [rank for rank in everyone if rank != exchange.rank]
             if others:
                 self._copy_buffers()
+            if self._gathered is not None:
+                yield from self._gathered_batches(self._gathered)
+                return
             yield from self._batches_of(exchange.rank)
             own = self._settle()
             self._add(own)
-            missing: set[int] = set()
-            if others:
-                encoded = {name: value.encoded() for name, value in own.items()}
-                exchange.post("sums", json.dumps([self._length, self._batch_size, encoded]))
-                found = exchange.read("sums", others)
-                for text in found.values():
-                    self._add(self._decoded(text))
-                missing = set(others) - set(found)
-                exchange.post("read")
-                if exchange.rank == 0:
-                    exchange.read("read", others, READING_TIME)
+            missing = self._exchange_results(own, others) if others else set()
             for rank in sorted(missing):
                 yield from self._batches_of(rank)
             self._add(self._settle())
@@ -260,8 +344,70 @@ class Evaluation(Iterator[Any]):
         finally:
             self._end()
 
+    def _gathered_batches(self, gathered: GatheredValues) -> Iterator[Any]:
+        exchange, size = self._exchange, self._batch_size
+        replicas, own = exchange.replicas, exchange.rank
+        rounds = -(-self._length // size) // replicas
+
+        def numbers_of(rank: int, first: int = 0) -> range:
+            return range(rank + first * replicas, rounds * replicas, replicas)
+
+        def deliver(numbers: range, **place: Any) -> Iterator[Any]:
+            batches = self._batches_from(
+                range(numbers.start * size, numbers.stop * size, numbers.step * size)
+            )
+            for number, batch in zip(numbers, batches, strict=False):
+                gathered.begin(number // replicas, **place)
+                yield batch
+
+        yield from deliver(numbers_of(own), is_shared=replicas > 1)
+        if replicas > 1:
+            exchange.post("read")
+            if own == 0:
+                exchange.read("read", list(range(1, replicas)), READING_TIME)
+        for rank, first in gathered.missing.items():
+            yield from deliver(numbers_of(rank, first), is_shared=False, of_rank=rank)
+        last = range(rounds * replicas, -(-self._length // size))
+        yield from deliver(last, is_shared=False)
+        self._is_complete = True
+
+    def _exchange_results(self, own: dict[str, ExactSum], others: list[int]) -> set[int]:
+        """Add the results of other replicas, and return those whose results have not come."""
+        exchange = self._exchange
+        sums = {name: value.encoded() for name, value in own.items()}
+        parts = parts_of(encoded(self._collected)) if self._collected else []
+        for number, part in enumerate(parts):
+            exchange.post(f"outputs/{number}", part)
+        exchange.post("sums", json.dumps([self._length, self._batch_size, sums, len(parts)]))
+        found = {rank: self._decoded(text) for rank, text in exchange.read("sums", others).items()}
+        counts = {rank: count for rank, (_, count) in found.items()}
+        outputs = self._read_outputs(counts)
+        complete = {rank for rank, count in counts.items() if len(outputs[rank]) == count}
+        for rank in complete:
+            self._add(found[rank][0])
+            self._collected.update(decoded("".join(outputs[rank])) if outputs[rank] else {})
+        exchange.post("read")
+        if exchange.rank == 0:
+            exchange.read("read", others, READING_TIME)
+            for number in range(max([len(parts), *counts.values()])):
+                exchange.retract(f"outputs/{number}")
+        return set(others) - complete
+
+    def _read_outputs(self, counts: dict[int, int]) -> dict[int, list[str]]:
+        """Return the parts of the outputs that other ranks have posted, as many as have come."""
+        outputs: dict[int, list[str]] = {rank: [] for rank in counts}
+        for number in range(max(counts.values(), default=0)):
+            ranks = [rank for rank, count in counts.items() if count > number]
+            for rank, part in self._exchange.read(f"outputs/{number}", ranks).items():
+                outputs[rank].append(part)
+        return outputs
+
     def _batches_of(self, rank: int) -> Iterator[Any]:
-        starts = range(rank * self._batch_size, self._length, self._exchange.replicas * self._batch_size)
+        yield from self._batches_from(
+            range(rank * self._batch_size, self._length, self._exchange.replicas * self._batch_size)
+        )
+
+    def _batches_from(self, starts: range) -> Iterator[Any]:
         if not starts:
             return
         loader: DataLoader[Any] = DataLoader(
@@ -270,7 +416,13 @@ class Evaluation(Iterator[Any]):
             generator=torch.Generator().manual_seed(0),
             **self._options,
         )
-        yield from loader
+        try:
+            for start, batch in zip(starts, loader, strict=True):
+                # Again, if the batch was evaluated before by a replica whose results have not come.
+                self._start = start
+                yield batch
+        finally:
+            self._start = None
 
     # -- sums -------------------------------------------------------------------------------------------
 
@@ -288,15 +440,16 @@ class Evaluation(Iterator[Any]):
         for name, value in sums.items():
             self._total.setdefault(name, ExactSum()).add_sum(value)
 
-    def _decoded(self, text: str) -> dict[str, ExactSum]:
-        length, batch_size, sums = json.loads(text)
+    def _decoded(self, text: str) -> tuple[dict[str, ExactSum], int]:
+        """Return the sums of another replica, and the number of parts of its outputs."""
+        length, batch_size, sums, parts = json.loads(text)
         if (length, batch_size) != (self._length, self._batch_size):
             raise WorkerError(
                 f"trainer.evaluation() got {self._length} samples in batches of {self._batch_size} on rank "
                 f"{self._exchange.rank}, but {length} in batches of {batch_size} on another: pass the same "
                 "data set and batch_size on all replicas"
             )
-        return {name: ExactSum.decoded(value) for name, value in sums.items()}
+        return {name: ExactSum.decoded(value) for name, value in sums.items()}, parts
 
     # -- buffers ----------------------------------------------------------------------------------------
 
@@ -306,16 +459,33 @@ class Evaluation(Iterator[Any]):
         if not buffers:
             return
         if self._exchange.rank == 0:
-            file = io.BytesIO()
-            torch.save({name: buffer.detach().cpu() for name, buffer in buffers.items()}, file)
-            self._exchange.post("buffers", base64.b64encode(file.getvalue()).decode())
+            self._exchange.post(
+                "buffers", encoded({name: buffer.detach().cpu() for name, buffer in buffers.items()})
+            )
             return
         found = self._exchange.read("buffers", [0])
         if 0 in found:
-            received = torch.load(io.BytesIO(base64.b64decode(found[0])), weights_only=True)
+            received = decoded(found[0])
             with torch.no_grad():
                 for name, buffer in buffers.items():
                     buffer.copy_(received[name])
+
+
+def _on_host(output: object) -> object:
+    """Return a copy of nested tensors, numbers, strings and None, on the CPU."""
+    if isinstance(output, Tensor):
+        return output.detach().to("cpu", copy=True)
+    if isinstance(output, Mapping):
+        return {key: _on_host(value) for key, value in output.items()}
+    if isinstance(output, (list, tuple)):
+        values = [_on_host(value) for value in output]
+        return values if isinstance(output, list) else tuple(values)
+    if output is None or isinstance(output, (str, bool, int, float)):
+        return output
+    raise WorkerError(
+        f"evaluation.collect() got {type(output)}: pass tensors, numbers, strings and None, in lists, tuples "
+        "and dicts"
+    )
 
 
 class _ConsecutiveBatches(Sampler[list[int]]):

@@ -80,7 +80,8 @@ class Failures:
         if not self.steps.failure.lacks_memory and self.shortage.limit_after(error) is None:
             return False
         self.group.fail()  # The others need not wait until this process has ended.
-        if self.group.is_main:
+        if self.group.is_main and self.group.processes == 1:
+            # Else the other processes of this replica are in a collective call.
             traceback.clear_frames(trace)
             release_memory()
             try:

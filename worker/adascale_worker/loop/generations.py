@@ -27,7 +27,7 @@ from adascale_worker.loop.program_loop import ProgramLoop
 from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.generations import LeaveError, Membership
-from adascale_worker.membership.links import Formation, PeersLostError
+from adascale_worker.membership.links import Formation
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.exit import FastExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
@@ -193,7 +193,7 @@ class Generations:
     def _load(self) -> bool:
         """Restore the last checkpoint on all ranks, and return whether there is one. A collective call.
 
-        Rank 0 reads it, and sends the state to the others.
+        Rank 0 reads it, each process of it its part, and sends the state to the others.
 
         Raises:
             CheckpointError: no intact checkpoint is left, or it was saved by another program.
@@ -201,13 +201,18 @@ class Generations:
         """
         group, checkpointing, trained = self.group, self.checkpointing, self.program.trained
         failure: tuple[str, str] | None = None
-        state = None
-        if group.is_main:
+        state, is_elsewhere = None, False
+        if group.rank == 0:
             self.exchange.release_memory()
             try:
                 # In the first generation the storage's address may be wrong, so an error is raised at once.
-                state = checkpointing.load(wait=group.generation > 1)
-                self._require_later_generation()
+                state = checkpointing.load(self.state.shards, wait=group.generation > 1)
+                is_elsewhere = self._continues_elsewhere()
+            except AdaScaleError as error:
+                failure = kind_of_error(error), str(error)
+        group.settle(failed=is_elsewhere)
+        if group.rank == 0 and failure is None:
+            try:
                 if state is not None:
                     self.state.load_state_dict(state)
                     self.feed.begin_from_checkpoint()
@@ -215,6 +220,7 @@ class Generations:
                     self.exchange.keep_initial_weights()
             except AdaScaleError as error:
                 failure = kind_of_error(error), str(error)
+            failure = next((each for each in group.exchange_within(failure) if each is not None), None)
         # More steps may be required now than when the end of training was saved.
         is_final = state is not None and checkpointing.has_restored_final and self.job.finished
         is_restored, is_final, failure = group.broadcast((state is not None, is_final, failure))
@@ -232,17 +238,17 @@ class Generations:
         self.steps.use_trained()
         return bool(is_restored)
 
-    def _require_later_generation(self) -> None:
-        """Leave a generation before that of the restored checkpoint, which it cannot replace.
+    def _continues_elsewhere(self) -> bool:
+        """Whether this generation is before that of the restored checkpoint, which it cannot replace.
 
-        Another controller has continued the job, such as `adascale run` on the checkpoints of a cluster.
-
-        Raises:
-            PeersLostError: the service has to begin a later generation.
+        Another controller has continued the job, such as `adascale run` on the checkpoints of a cluster. Then
+        the service has to begin a later generation.
         """
         later = self.checkpointing.later_generation(self.state.info())
         if later is None or self.channel is None:
-            return
+            return False
+        if not self.group.is_main:
+            return True
         print(
             f"adascale: the last checkpoint is of generation {later}, and this is generation "
             f"{self.group.generation}: the job was continued elsewhere. It continues here in a later "
@@ -250,7 +256,7 @@ class Generations:
             flush=True,
         )
         self.channel.send(SavedElsewhere(later))
-        raise PeersLostError
+        return True
 
     def _transfer(self, sources: Sequence[int]) -> None:
         """Copy the state of the ranks `sources`, which is the same, to all others."""
@@ -293,14 +299,15 @@ class Generations:
             if len(leaving) == group.replicas:
                 # Else the others keep the state.
                 self.saving.save_if_possible()
-            if is_terminated:
+            if group.rank in leaving:
                 self._leave(membership)
             membership.leave_without({assignment.members[rank].replica for rank in leaving})
         else:
             membership.wait_for_generation(max(row[1] for row in rows))
-            if all(row[0] for row in group.gather_integers([membership.is_released])):
+            released = [row[0] for row in group.gather_integers([membership.is_released])]
+            if all(released):
                 self.saving.save_if_possible()
-            if membership.is_released:
+            if released[group.rank]:
                 self.report()
                 self._leave(membership)
         self.enter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -63,7 +64,7 @@ class Job:
             environ: its environment variables; None for a variable that is not set.
 
         Raises:
-            WorkerError: the batch size has changed.
+            WorkerError: the batch size has changed, or what progress counts.
         """
         environment.apply_settings(os.environ, environ)
         batch_size = self._settings.bounds.batch_size
@@ -72,6 +73,15 @@ class Job:
             raise WorkerError(
                 f"batch_size has changed from {batch_size} to {settings.bounds.batch_size}, but progress "
                 f"counts steps at batch_size: set it back to {batch_size}, or start from scratch"
+            )
+        counts_samples = settings.train_samples is not None
+        if self._progress.step == 0:
+            self._progress.counts_samples = counts_samples
+        elif self._progress.counts_samples != counts_samples:
+            raise WorkerError(
+                f"train_samples was {self._settings.train_samples} and is now {settings.train_samples}, but "
+                "progress counts samples with it, and gains without: set it as before, to any number, or "
+                "start from scratch"
             )
         self._settings = settings
 
@@ -85,9 +95,17 @@ class Job:
         settings, progress = self._settings, self._progress
         if progress.finish_reason is not None:
             return True
+        if settings.train_samples is not None:
+            # The steps are rounded up, and a larger batch may end between two of them.
+            return self._samples >= settings.train_samples
         if settings.scale_invariant_steps is not None:
             return progress.progress >= settings.scale_invariant_steps
         return settings.epochs is not None and progress.epoch >= settings.epochs
+
+    @property
+    def _samples(self) -> int:
+        """The samples so far, if progress counts samples."""
+        return round(self._progress.progress * self._settings.bounds.batch_size)
 
     @property
     def unfinished(self) -> str | None:
@@ -97,13 +115,17 @@ class Job:
             return None
         if settings.scale_invariant_steps is not None:
             steps = settings.scale_invariant_steps
+            if settings.train_samples is not None:
+                return f"{self._samples:,} of {settings.train_samples:,} samples"
             return f"progress {progress.progress:,.0f} of {steps:,} scale-invariant steps"
         if settings.epochs is not None:
             return f"epoch {progress.epoch} of {settings.epochs}"
         return None
 
     def target(self, feed: DataFeed) -> float | None:
-        """Return the progress at which training ends with a data set; None if the program decides.
+        """Return the progress at which training ends with a data set; None if it is unknown.
+
+        It is if the program decides, or after epochs of a stream whose first pass has not ended.
 
         Args:
             feed: of the data set that is open.
@@ -111,7 +133,8 @@ class Job:
         settings = self._settings
         if settings.scale_invariant_steps is not None or settings.epochs is None:
             return settings.scale_invariant_steps
-        return feed.progress_at(settings.epochs)
+        target = feed.progress_at(settings.epochs)
+        return target if math.isfinite(target) else None
 
     def checkpoint_info(self) -> CheckpointInfo:
         """Return the description of a checkpoint of the present state."""

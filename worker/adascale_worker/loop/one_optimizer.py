@@ -12,6 +12,7 @@ import torch
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.accumulation import GradientAccumulation
 from adascale_worker.gradients.data_parallel import DataParallelModel
+from adascale_worker.gradients.sharded_model import ShardedModel
 from adascale_worker.loop.checks import LoopChecks
 from adascale_worker.loop.steps import StepParts, StepStrategy
 from adascale_worker.membership.links import PeersLostError
@@ -36,7 +37,7 @@ class OneOptimizer(StepStrategy):
     def __init__(
         self,
         optimizer: ElasticAdaScale,
-        models: DataParallelModel,
+        models: DataParallelModel | ShardedModel,
         accumulation: GradientAccumulation,
         checks: LoopChecks,
         buffers: ModelBuffers,
@@ -87,14 +88,14 @@ class OneOptimizer(StepStrategy):
         if not self.accumulation.advance():
             return
         flags = self.counter.agreement.flags()
-        self._checks.count_passes(self._planner.plan.accumulation)
+        self._checks.count_passes(self._planner.step_plan.accumulation)
         try:
             # The exchange must have succeeded before anything is changed. In this order, because other
             # replicas may have exchanged the statistics in backward() already.
             self._adascale.exchange_statistics()
             self._adascale.flags = flags
             self.accumulation.check_exchange()
-            self._group.wait_for_device()
+            self._group.commit()
             self.models.follow_trained()
             self._checkpointing.before_step()
             self._adascale.step()

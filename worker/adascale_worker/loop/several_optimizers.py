@@ -21,6 +21,7 @@ from adascale_worker.gradients.accumulation import Accumulation
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
 from adascale_worker.gradients.model_set import ModelSet
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
+from adascale_worker.gradients.step_division import StepDivision, StepPlan
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.loop.checks import BatchChecks
 from adascale_worker.loop.finish_request import FinishRequest
@@ -46,6 +47,7 @@ class SeveralAccumulations(Accumulation):
         group: the replicas.
         failure: of the present step.
         loop: where the program is; backward passes of a program that does not train are left alone.
+        division: which steps are divided.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class SeveralAccumulations(Accumulation):
         group: ReplicaGroup,
         failure: StepFailure,
         loop: ProgramLoop,
+        division: StepDivision,
     ) -> None:
         super().__init__(MicroBatchWeights(group))
+        self._division = division
         self._models = models
         self._group = group
         self._failure = failure
@@ -84,6 +88,26 @@ class SeveralAccumulations(Accumulation):
             part.adascale.set_num_gradients_to_accumulate(plan.accumulation)
             part.adascale.update_scale(scale, plan.replicas)
         self.restart_step()
+
+    def use_step(self, step: StepPlan) -> None:
+        """Use the micro-batches of the next step. See `Accumulation`."""
+        plan = step.plan
+        compares_steps = self._division.compares_steps(plan)
+        for part in self.parts:
+            part.adascale.use_step(
+                micro_batches=plan.accumulation, interval=step.interval, compares_steps=compares_steps
+            )
+        if plan.accumulation != self._accumulation:
+            self._accumulation = plan.accumulation
+            self.weights.set_plan(plan)
+
+    def advance(self) -> bool:
+        """Count a micro-batch, and return whether it was the last of its step."""
+        is_complete = super().advance()
+        if is_complete and self._accumulation == 1:
+            # An optimizer that steps rarely may count batches, not steps.
+            self._division.observe_step(is_divisible=all(part.has_stepped for part in self.parts))
+        return is_complete
 
     def restart_step(self) -> None:
         """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""

@@ -16,6 +16,7 @@ from adascale_worker.gradients.accumulation import Accumulation
 from adascale_worker.gradients.data_parallel import DataParallelModel
 from adascale_worker.gradients.loss_scaling import UnregisteredScaler
 from adascale_worker.gradients.model_set import ModelSet
+from adascale_worker.gradients.step_division import StepPlan
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.loop.agreement import StepAgreement
 from adascale_worker.loop.checks import BatchChecks, LoopChecks
@@ -107,8 +108,16 @@ class StepCounter:
             WorkerError: the weights of the replicas differ or are not finite.
         """
         self._skipped_steps = 0
-        self.progress.advance(self.optimizer.gain(), self.loop.delivered)
-        self.telemetry.step(self.planner.plan, self.progress, self.optimizer)
+        planner = self.planner
+        self.progress.advance(
+            self.optimizer.gain(), planner.plan.global_bsz, planner.bounds.batch_size, self.loop.delivered
+        )
+        self.telemetry.step(
+            self.planner.plan,
+            self.progress,
+            self.optimizer,
+            is_divided=self.planner.step_plan != self.planner.plan,
+        )
         if self.membership is not None:
             self.membership.report_step()
         try:
@@ -172,10 +181,10 @@ class StepParts:
 class StepStrategy(ABC):
     """How the replicas make a step together: with one optimizer, or with several.
 
-    Its methods are called in this order: `begin_step` before the first batch of a step; for each batch
-    `begin_batch`, then what the program calls (`optimizer.step()`, `zero_grad()`), then `end_batch`. A step
-    that fails is put back by `discard`, and the same samples are delivered again. `leave` and `end_epoch`
-    follow the last batch of a loop and of an epoch.
+    Its methods are called in this order: `begin_step` and `use_step` before the first batch of a step; for
+    each batch `begin_batch`, then what the program calls (`optimizer.step()`, `zero_grad()`), then
+    `end_batch`. A step that fails is put back by `discard`, and the same samples are delivered again.
+    `leave` and `end_epoch` follow the last batch of a loop and of an epoch.
 
     Args:
         optimizer: of the program, one or several.
@@ -266,6 +275,11 @@ class StepStrategy(ABC):
         Raises:
             PeersLostError: members are lost.
         """
+
+    def use_step(self, step: StepPlan) -> None:
+        """Use the micro-batches of the next step, which may be divided."""
+        self._planner.step_plan = step.plan
+        self.accumulation.use_step(step)
 
     def begin_batch(self) -> None:
         """Prepare for a batch, which the program gets next."""

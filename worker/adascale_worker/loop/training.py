@@ -13,18 +13,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from adascale_core.names import ENV_JOINS_OTHERS
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
+from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.accumulation import Accumulation, GradientAccumulation
 from adascale_worker.gradients.backward_guard import BackwardGuard
 from adascale_worker.gradients.data_parallel import DataParallelModel, ForwardRecord, warm_up
 from adascale_worker.gradients.loss_scaling import UnregisteredScaler, patch_scaler, scaler_of
 from adascale_worker.gradients.model_set import ModelSet
+from adascale_worker.gradients.sharded_accumulation import ShardedAccumulation
+from adascale_worker.gradients.sharded_model import ShardedModel
+from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.loop.agreement import StepAgreement
 from adascale_worker.loop.checks import BatchChecks, LoopChecks, warn_of_parameters_outside
+from adascale_worker.loop.collectives import ProgramCollectives
 from adascale_worker.loop.departures import LoopDepartures
 from adascale_worker.loop.ending import Ending
 from adascale_worker.loop.epoch_loops import EpochLoops
@@ -37,16 +43,20 @@ from adascale_worker.loop.job import Job
 from adascale_worker.loop.memory_shortage import MemoryShortage
 from adascale_worker.loop.one_optimizer import OneOptimizer
 from adascale_worker.loop.program_loop import ProgramLoop
+from adascale_worker.loop.replica_sums import ReplicaSums
 from adascale_worker.loop.several_optimizers import SeveralAccumulations, SeveralOptimizers
 from adascale_worker.loop.step_undo import StepUndo
 from adascale_worker.loop.step_watchdog import StepWatchdog
 from adascale_worker.loop.steps import StepCounter, StepParts, StepStrategy
 from adascale_worker.loop.training_loop import TrainingLoop
+from adascale_worker.membership.following import FollowingMembership, LeadingMembership
 from adascale_worker.membership.generations import AgentConnection, Membership
+from adascale_worker.membership.lane_group import LaneGroup
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
 from adascale_worker.process.device_clock import clock_of
 from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
+from adascale_worker.process.gpu_monitor import monitor_of
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.program.buffers import ModelBuffers
 from adascale_worker.program.checks import OtherOptimizers
@@ -61,11 +71,16 @@ from adascale_worker.program.weight_checks import FiniteWeights, WeightCompariso
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reporter import Reporter
 from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.reporting.tracked_run import RunIdentity
+from adascale_worker.reporting.trackers import Tracker
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.exchange import StateExchange
 from adascale_worker.state.program import ProgramState, Stateful
 from adascale_worker.state.saving import StateSaving
+from adascale_worker.state.sharded import ShardedTrainingState
 from adascale_worker.state.training import TrainerPart, TrainingState
+
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,8 @@ class Replica:
         agent: the connection with the agent. None without an agent.
         accelerator: the type of accelerator, under which measurements are stored.
         make_reporter: returns what posts reports; None if there is no metrics service.
+        tracker: gets the reports too; None without one.
+        run: the id of the job's run there.
         shutdown_request: whether this replica was requested to save and exit.
         fast_exit, exit_status: end the process, and know with which exit code.
     """
@@ -97,6 +114,8 @@ class Replica:
     agent: AgentConnection | None
     accelerator: str
     make_reporter: Callable[[], Reporter | None]
+    tracker: Tracker | None
+    run: RunIdentity
     shutdown_request: ShutdownRequest
     fast_exit: FastExit
     exit_status: ExitStatus
@@ -159,13 +178,21 @@ class Training:
         def repeats_in_smaller_batches(error: BaseException) -> bool:
             return loop.has_batch and shortage.handle(error)
 
-        make = _several_optimizers if parts.are_several else _one_optimizer
-        gradients = make(replica, parts, options, loop, repeats_in_smaller_batches)
+        division = StepDivision(
+            lambda: planner.bounds,
+            is_allowed=job.settings.single_replica_gain == "divided" and not isinstance(group, LaneGroup),
+            has_batch_norm=any(isinstance(each, _BATCH_NORMS) for each in parts.model.modules()),
+        )
+        make: Callable[..., _Gradients] = _several_optimizers if parts.are_several else _one_optimizer
+        if isinstance(group, LaneGroup):
+            make = _sharded_model
+        gradients = make(replica, parts, options, loop, repeats_in_smaller_batches, division)
         optimizer, models, self.program = gradients.optimizer, gradients.models, gradients.program
         program = self.program
         self.accumulation = gradients.accumulation
+        self.collectives = ProgramCollectives(group, gradients.failure, loop)
 
-        self.feed = feed = DataFeed(bounds, group, replica.seed)
+        self.feed = feed = DataFeed(bounds, group, replica.seed, progress, division)
         self.telemetry = telemetry = Telemetry(
             bounds,
             group,
@@ -173,23 +200,33 @@ class Training:
             clock_of(replica.device),
             replica.accelerator,
             models.sync_time,
+            monitor_of(replica.device),
+            replica.tracker,
+            replica.run,
         )
         departures = LoopDepartures(group)
         self.evaluations = evaluations = EvaluationSequence(group, progress, telemetry.step_timer, loop)
+        self.sums = ReplicaSums(evaluations)
 
         saved: dict[str, TrainerPart] = {
             "plan": planner,
             "progress": progress,
             "data": feed,
             "step_times": telemetry.step_timer,
+            "division": division,
+            "run": telemetry.run,
         }
-        state = TrainingState(program, saved, job.checkpoint_info)
+        state = (
+            ShardedTrainingState(group, program, saved, job.checkpoint_info)
+            if isinstance(group, LaneGroup)
+            else TrainingState(program, saved, job.checkpoint_info)
+        )
         weights = FiniteWeights(optimizer, job.settings.max_nonfinite_steps, group)
         saving = StateSaving(state, optimizer, weights, checkpointing, group)
         self.held = held = HeldState(progress, state, saving, gradients.undo, checkpointing)
         finish_request = FinishRequest(progress, group, saving)
         self.membership = membership = (
-            Membership(replica.agent, group, shutdown_request, held) if replica.agent is not None else None
+            _membership(replica.agent, group, shutdown_request, held) if replica.agent is not None else None
         )
 
         self._other_optimizers = OtherOptimizers(
@@ -318,7 +355,7 @@ class Training:
             self.generations.begin_alone()
             return
         warm_up()
-        if os.environ.get(ENV_JOINS_OTHERS) == "1":
+        if os.environ.get(ENV_JOINS_OTHERS) == "1" and not isinstance(self._replica.group, LaneGroup):
             self.generations.prepare_to_receive()
         self.membership.start()
         self.generations.enter()
@@ -373,12 +410,22 @@ class Training:
         self.uncaught_errors.uninstall()
 
 
+def _membership(
+    agent: AgentConnection, group: ReplicaGroup, shutdown_request: ShutdownRequest, held: HeldState
+) -> Membership:
+    if not isinstance(group, LaneGroup):
+        return Membership(agent, group, shutdown_request, held)
+    kind = LeadingMembership if group.own.is_leader else FollowingMembership
+    return kind(agent, group, shutdown_request, held)
+
+
 def _one_optimizer(
     replica: Replica,
     parts: ProgramParts,
     options: ProgramOptions,
     _: ProgramLoop,
     repeats_in_smaller_batches: Callable[[BaseException], bool],
+    division: StepDivision,
 ) -> _Gradients:
     group, model, progress, planner = replica.group, parts.model, replica.progress, replica.planner
     forward, buffers, trained = ForwardRecord(), ModelBuffers(model), TrainedParameters(model, group)
@@ -406,12 +453,12 @@ def _one_optimizer(
         changed_forward=changed_forward,
         changed_trained=changed_trained,
         steps=lambda: progress.step,
-        local_bsz=lambda: planner.plan.local_bsz,
+        local_bsz=lambda: planner.step_plan.local_bsz,
     )
     arguments = _adascale_options(replica, options)
     adascale = ElasticAdaScale(parts.optimizers[""], model=parallel.ddp, **arguments)
     program = _program_state(replica, parts, options, adascale, trained)
-    accumulation = GradientAccumulation(adascale, parallel, model, group, failure)
+    accumulation = GradientAccumulation(adascale, parallel, model, group, failure, division)
     checks = LoopChecks(
         model,
         adascale,
@@ -429,12 +476,79 @@ def _one_optimizer(
     return _Gradients(adascale, program, parallel, accumulation, failure, buffers, make_steps)
 
 
+def _sharded_model(
+    replica: Replica,
+    parts: ProgramParts,
+    options: ProgramOptions,
+    _: ProgramLoop,
+    __: Callable[[BaseException], bool],
+    division: StepDivision,
+) -> _Gradients:
+    group, model, progress = replica.group, parts.model, replica.progress
+    assert isinstance(group, LaneGroup)
+    if parts.are_several:
+        raise WorkerError(
+            f"program_reentry got several models or optimizers, and a replica has {group.processes} "
+            "processes (processesPerReplica): pass one sharded model and its optimizer, or leave out "
+            "processesPerReplica"
+        )
+    if scaler_of(options.registered.values()) is not None:
+        raise WorkerError(
+            f"program_reentry got a GradScaler, and a replica has {group.processes} processes "
+            "(processesPerReplica): use bfloat16, which needs none, as "
+            "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+        )
+    forward, buffers, trained = ForwardRecord(), ModelBuffers(model), TrainedParameters(model, group)
+    # A batch that does not fit into the memory of one process ends its replica: its collective calls would
+    # not be those of the other processes.
+    failure = StepFailure(group)
+
+    def changed_trained(parameters: list[torch.Tensor]) -> None:
+        adascale.restart_statistics(parameters)
+        checks.observe()
+        warn_of_parameters_outside(model, adascale)
+
+    parallel = ShardedModel(
+        model,
+        replica.device,
+        group,
+        forward,
+        trained,
+        failure,
+        buffers.record,
+        changed_trained,
+        lambda: progress.step,
+    )
+    adascale = ElasticAdaScale(
+        parts.optimizers[""], observes_backward=False, shards=group, **_adascale_options(replica, options)
+    )
+    program = _program_state(replica, parts, options, adascale, trained)
+    accumulation = ShardedAccumulation(
+        adascale, parallel, model, group, failure, division, lambda gradient: checks.backward_pass(gradient)
+    )
+    checks = LoopChecks(
+        model,
+        adascale,
+        forward,
+        group,
+        lambda: accumulation.at_first_micro_batch,
+        lambda: accumulation.has_set_aside,
+        requires_all=False,
+    )
+
+    def make_steps(shared: StepParts, *_: object) -> StepStrategy:
+        return OneOptimizer(adascale, parallel, accumulation, checks, buffers, model, shared)
+
+    return _Gradients(adascale, program, parallel, accumulation, failure, buffers, make_steps)
+
+
 def _several_optimizers(
     replica: Replica,
     parts: ProgramParts,
     options: ProgramOptions,
     loop: ProgramLoop,
     repeats_in_smaller_batches: Callable[[BaseException], bool],
+    division: StepDivision,
 ) -> _Gradients:
     group, progress, planner = replica.group, replica.progress, replica.planner
     arguments = _adascale_options(replica, options)
@@ -448,8 +562,8 @@ def _several_optimizers(
     program = _program_state(replica, parts, options, optimizers, trained)
     undo = StepUndo(program, progress)
     failure = StepFailure(group, repeats_in_smaller_batches, undo.revert_progress)
-    models = ModelSet(parts.models, replica.device, group, failure, lambda: planner.plan.local_bsz)
-    accumulation = SeveralAccumulations(optimizers, models, group, failure, loop)
+    models = ModelSet(parts.models, replica.device, group, failure, lambda: planner.step_plan.local_bsz)
+    accumulation = SeveralAccumulations(optimizers, models, group, failure, loop, division)
 
     def make_steps(
         shared: StepParts, saving: StateSaving, finish_request: FinishRequest, held: HeldState

@@ -10,14 +10,15 @@ lower limit of the local batch size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.batches.seeding import seed_generators
-from adascale_worker.batches.stream import SampleStream
+from adascale_worker.batches.stream import LoadedBatches
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.departures import LoopDepartures
 from adascale_worker.loop.ending import Ending
@@ -34,6 +35,9 @@ from adascale_worker.reporting.telemetry import Telemetry
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.program import ProgramState
 from adascale_worker.state.saving import StateSaving
+
+COMPARISON_STEPS = 1024
+"""Steps after which the replicas of a long generation compare again what they read of a stream."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -86,31 +90,38 @@ class TrainingLoop:
         if not self.checkpointing.has_final:
             self.loop.require_batches(self.progress.epoch)
 
-    def batches(self, dataset: Sized, stream: SampleStream, options: dict[str, Any]) -> Iterator[Any]:
+    def batches(self, load: Callable[[int, BatchPlan], LoadedBatches]) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the current epoch.
 
         Args:
-            dataset: the data set.
-            stream: its sample stream.
-            options: arguments for DataLoader.
+            load: returns the micro-batches of this replica without end. Gets the position of the next step's
+                first sample, and the batch plan.
 
         Raises:
             WorkerError: another epoch was begun before this one ended.
         """
         planner, progress, loop = self.planner, self.progress, self.loop
-        end = self.feed.progress_at(progress.epoch + 1)
-        loaded: Iterator[Any] | None = None
-        place = (self.group.generation, planner.plan)
+        loaded: LoadedBatches | None = None
+        place = (self.group.generation, planner.plan, self.feed.exchanges)
         number = self._begin_loop()
         try:
-            while self._prepare_batch(number, end):
-                if loaded is None or place != (self.group.generation, planner.plan):
-                    place = (self.group.generation, planner.plan)
-                    loaded = self.feed.micro_batches(
-                        dataset, stream, progress.consumed, planner.plan, options
-                    )
+            while self._prepare_batch(number):
+                present = (self.group.generation, planner.plan, self.feed.exchanges)
+                if loaded is None or place != present:
+                    try:
+                        loaded, place = load(progress.consumed, planner.plan), present
+                    except PeersLostError:
+                        loaded = None
+                        continue
                 batch = next(loaded)
-                loop.deliver(self.group.replicas * planner.plan.local_bsz)
+                if self.steps.at_boundary:
+                    while loaded.index > 0:
+                        # The program has left out the step at an earlier part of it.
+                        loop.delivered += loaded.step.plan.local_bsz
+                        progress.consumed = loop.delivered
+                        batch = next(loaded)
+                    self.steps.use_step(loaded.step)
+                loop.deliver(self.group.replicas * loaded.step.plan.local_bsz)
                 self.steps.begin_batch()
                 epoch = progress.epoch
                 yield batch
@@ -147,12 +158,11 @@ class TrainingLoop:
         self.telemetry.step_timer.pause()
         return number
 
-    def _prepare_batch(self, number: int, end: float) -> bool:
+    def _prepare_batch(self, number: int) -> bool:
         """Do what comes before the next batch, and return whether there is one in this epoch.
 
         Args:
             number: of the loop that requests it.
-            end: the progress at which the epoch ends.
 
         Raises:
             WorkerError: another loop was begun before this one ended.
@@ -175,8 +185,10 @@ class TrainingLoop:
                     self.ending.leave_loop(early=False)
                     return False
                 if steps.at_boundary:
-                    seed_generators(self.feed.seed, progress.consumed, self.group.rank)
-                    if self.job.finished or progress.progress >= end:
+                    seed_generators(self.feed.seed, progress.consumed, self.feed.rank)
+                    if self.feed.is_stream:
+                        self._follow_stream()
+                    if self.job.finished or progress.progress >= self.feed.progress_at(self.loop.epoch + 1):
                         self.loop.end_of_epoch(progress.epoch)
                         self.ending.leave_loop(early=False)
                         return False
@@ -206,6 +218,28 @@ class TrainingLoop:
             self.saving.save()
             self.steps.counter.agreement.withdraw()
             self.telemetry.step_timer.pause()
+        if agreed.replan and self.feed.is_stream and self.loop.goes_on:
+            # Its epochs may be long, or have no end.
+            self._replan()
+            self.planner.postpone()
+            # Batches of the new plan come from the trainer, so the program uses their size.
+            self.planner.acknowledge()
+            self.telemetry.step_timer.pause()
+
+    def _follow_stream(self) -> None:
+        """Learn the length of a stream when its first pass has ended, and compare what the replicas read.
+
+        They compare after each of the first three steps of a generation, and then more and more rarely.
+
+        Raises:
+            DatasetError: the replicas read different records.
+            PeersLostError: members are lost.
+        """
+        self.feed.finished_step(ends_by_epochs=self.job.settings.scale_invariant_steps is None)
+        self.progress.target = self.job.target(self.feed)
+        steps = self.progress.step - self.loop.step_at_begin
+        if steps == 3 or steps.bit_count() == 1 or (steps and steps % COMPARISON_STEPS == 0):
+            self.feed.compare_records()
 
     # -- epochs -------------------------------------------------------------------------------------------
 
@@ -285,8 +319,16 @@ class TrainingLoop:
             self.ending.save_final()
             return
         if self.steps.counter.agreement.agreed.replan:
-            self.steps.counter.agreement.agreed.replan = False
-            self.planner.replan(self.steps.optimizer, self.telemetry.step_timer)
-            self.generations.use_plan()
-            self.steps.counter.agreement.withdraw()
+            self._replan()
         self._at_step_boundary()
+
+    def _replan(self) -> None:
+        """Choose the batch plan again. A collective call.
+
+        Raises:
+            PeersLostError: members are lost.
+        """
+        self.steps.counter.agreement.agreed.replan = False
+        self.planner.replan(self.steps.optimizer, self.telemetry.step_timer)
+        self.generations.use_plan()
+        self.steps.counter.agreement.withdraw()

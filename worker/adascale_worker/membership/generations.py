@@ -253,17 +253,20 @@ class Membership:
             if self._channel.refusal is not None:
                 raise WorkerError(self._channel.refusal)
             if self._shutdown_request.is_made:
-                self._state.save_before_leaving()
+                self._save_before_leaving()
                 self.leave()
             newest = self._channel.newest
             if newest is not None and newest.generation > max(self._tried, self._void):
                 if isinstance(newest, Release):
                     if newest.last:
-                        self._state.save_before_leaving()
+                        self._save_before_leaving()
                     self.leave()
                 return newest
             self._require_agent()
             self._channel.wait(POLL)
+
+    def _save_before_leaving(self) -> None:
+        self._state.save_before_leaving()
 
     def _form(self, assignment: Assignment, joining: Joining) -> Formation:
         state = self._state.number
@@ -286,8 +289,10 @@ class Membership:
         if links is None:
             self._close_earlier_links()
             joining.release_group()
-            self._group.form(assignment, None, 0, secret)
-            return Formation(0, (state,))
+            alone = Formation(0, (state,))
+            self._group.form(assignment, None, alone, secret)
+            self._group.settle()
+            return alone
         links.arrive(state)
         store, formation = None, None
         while (formation := links.formation) is None:
@@ -300,9 +305,8 @@ class Membership:
         # All members have left the previous generation, so nothing is lost on its connections.
         self._close_earlier_links()
         joining.release_group()
-        self._group.form(assignment, store, formation.store_port, secret)
-        if links.broken:
-            raise PeersLostError
+        self._group.form(assignment, store, formation, secret)
+        self._group.settle(failed=links.broken)
         return formation
 
     def _close_earlier_links(self, which: Callable[[MembershipLinks], bool] = lambda _: True) -> None:

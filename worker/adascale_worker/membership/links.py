@@ -73,7 +73,8 @@ def listen(address: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     any_interface = "::" if family == socket.AF_INET6 else ""
-    listener.bind((address if address.startswith("127.") else any_interface, 0))
+    is_loopback = address.startswith("127.") or address == "::1"
+    listener.bind((address if is_loopback else any_interface, 0))
     listener.listen(_BACKLOG)
     listener.setblocking(False)
     return listener

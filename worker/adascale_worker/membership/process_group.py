@@ -10,7 +10,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -22,7 +22,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from adascale_core.messages.channel import Assignment
 from adascale_worker.errors import GroupFormationError, WorkerError
 from adascale_worker.membership import gloo_sockets, gloo_threads, stuck_collective
-from adascale_worker.membership.links import PeersLostError, listen
+from adascale_worker.membership.links import Formation, PeersLostError, listen
+from adascale_worker.membership.replica_messages import ReplicaMessages
 from adascale_worker.process.device import describe_shared_gpu, gpu_names
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.torch_private.distributed import (
@@ -92,6 +93,10 @@ class ReplicaGroup:
     ) -> None:
         self.rank = assignment.rank
         self.replicas = assignment.replicas
+        self.process = 0
+        """Index of this process in its replica, from 0."""
+        self.processes = 1
+        """Number of processes of a replica (G)."""
         self.generation = 0
         self.nodes = 1
         """Number of nodes that the replicas run on."""
@@ -100,7 +105,7 @@ class ReplicaGroup:
         self._number = 0 if is_elastic else next(_NUMBERS)
         self._peer_timeout = peer_timeout
         self._observer: GroupObserver | None = None
-        self._device = device
+        self._device = self.device = device
         # torchrun starts as many on each node; with an agent, the members find out.
         self._share_a_gpu = device.type == "cuda" and assignment.local_replicas > torch.cuda.device_count()
         self._has_warned_of_gpu = False
@@ -168,7 +173,7 @@ class ReplicaGroup:
             )
         return store, port
 
-    def form(self, assignment: Assignment, store: TCPStore | None, store_port: int, secret: str) -> None:
+    def form(self, assignment: Assignment, store: TCPStore | None, formation: Formation, secret: str) -> None:
         """Form the group of a generation in which this process is a member. The old group was left before.
 
         torch's store and gloo accept every connection. So each process proves in the group, before anything
@@ -177,7 +182,7 @@ class ReplicaGroup:
         Args:
             assignment: the members.
             store: on rank 0, the store.
-            store_port: the port of the store at the address of rank 0.
+            formation: the port of the store at the address of rank 0.
             secret: of the job.
 
         Raises:
@@ -199,14 +204,14 @@ class ReplicaGroup:
                 if store is None:
                     store = tcp_store(
                         assignment.members[0].address,
-                        store_port,
+                        formation.store_port,
                         self.replicas,
                         is_master=False,
                         timeout=FORMATION_TIMEOUT,
                         listen_fd=None,
                     )
                 if self._device.type == "cuda":
-                    key = f"generation-{self.generation}/gpu"
+                    key = f"generation-{self.generation}/gpu/{self.process}"
                     used = [
                         exchange_values(store, f"{key}-{number}", self.rank, self.replicas, name)
                         for number, name in enumerate(gpu_names(self._device))
@@ -220,12 +225,16 @@ class ReplicaGroup:
                 self._sockets = gloo_sockets.connected_to(created, [port for port, *_ in greetings if port])
                 if self._peer_timeout is not None:
                     gloo_sockets.keep_alive(self._sockets, self._peer_timeout)
-                set_collective_timeout(MEMBER_TIMEOUT)
+                self._wait_longer()
         finally:
             with self._lock:
                 self._sockets_before = None
         if self._failed:
             raise PeersLostError
+
+    def _wait_longer(self) -> None:
+        """Wait longer in a collective than for the formation."""
+        set_collective_timeout(MEMBER_TIMEOUT)
 
     def _warn_of_shared_gpu(self, used: Sequence[str]) -> None:
         """Print that this replica shares its GPU although others are free, once.
@@ -271,7 +280,7 @@ class ReplicaGroup:
         """Return the numbers of all ranks, which are exchanged in the memory of the host."""
         table = torch.zeros(self.replicas, len(numbers), dtype=torch.int64)
         table[self.rank] = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(table)
+        self._all_reduce(table)
         return [[int(number) for number in row] for row in table.tolist()]
 
     def _initialize(self, store: TCPStore | None, timeout: timedelta) -> None:
@@ -331,7 +340,7 @@ class ReplicaGroup:
                 "under an agent program_reentry initializes it, for the replicas of each generation: leave "
                 "out torch.distributed.init_process_group"
             )
-        end_default_group(_ended_group)
+        end_default_group(ended_group)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -355,14 +364,18 @@ class ReplicaGroup:
             was_formed, self._formed = self._formed, False
         if was_formed and dist.is_initialized():
             if self.is_elastic:
-                end_default_group(_ended_group)
+                end_default_group(ended_group)
             else:
                 dist.destroy_process_group()
         self._sockets = frozenset()
 
-    def destroy_before_finalization(self) -> None:
-        """Destroy the process group, in a process whose interpreter is finalized next."""
+    def close(self) -> None:
+        """Destroy all process groups that this object has initialized, because training has ended."""
         self.destroy()
+
+    def destroy_before_finalization(self) -> None:
+        """Destroy the process groups, in a process whose interpreter is finalized next."""
+        self.close()
         gloo_threads.wait_until_idle()
 
     # -- failures -----------------------------------------------------------------------------------------
@@ -385,19 +398,23 @@ class ReplicaGroup:
         gloo_sockets.shut_down(sockets)
         if before is None:
             # What waits while a group is formed has a timeout.
-            stuck_collective.watch(
-                lambda: not self._failed or self.generation != generation, self._save_beside
-            )
+            self._watch(lambda: not self._failed or self.generation != generation)
         # The others have to know of it, also if the next call takes long.
         if self._observer is not None:
             self._observer.peers_lost()
         with self._aborting:
             if self._device.type == "cuda" and self._formed and self.replicas > 1 and not self._share_a_gpu:
                 try:
-                    abort_process_group()
+                    self._abort()
                 except RuntimeError as error:
                     # What waits for the lost peer on the GPU ends with this process then (see above).
                     print(f"adascale: NCCL was not aborted: {error}", file=sys.stderr, flush=True)
+
+    def _watch(self, has_ended: Callable[[], bool]) -> None:
+        stuck_collective.watch(has_ended, self._save_beside)
+
+    def _abort(self) -> None:
+        abort_process_group()
 
     def _save_beside(self) -> bool:
         """Save the state, on a GPU beside a kernel that waits for a lost peer, in a stream of its own."""
@@ -450,6 +467,43 @@ class ReplicaGroup:
             with self._guarded():
                 torch.cuda.current_stream(self._device).synchronize()
 
+    def settle(self, *, failed: bool = False) -> None:
+        """Raise an error if this replica has failed to communicate, on all of its processes or on none.
+
+        All processes of a replica call this.
+
+        Args:
+            failed: whether this process has noticed it.
+
+        Raises:
+            PeersLostError: members are lost.
+        """
+        if failed:
+            raise PeersLostError
+
+    def all_processes(self, value: bool) -> bool:
+        """Return whether `value` is true on all processes of this replica, which all call this."""
+        return value
+
+    def exchange_within(self, value: Any) -> list[Any]:
+        """Return the values of all processes of this replica, which all call this."""
+        return [value]
+
+    @property
+    def messages_within(self) -> ReplicaMessages | None:
+        """For threads beside the main one: messages between the processes of this replica; None with one."""
+        return None
+
+    def commit(self) -> None:
+        """Wait until what this step has exchanged has arrived, before the optimizer uses it.
+
+        All processes of a replica call this.
+
+        Raises:
+            PeersLostError: members are lost, on all processes of a replica or on none.
+        """
+        self.wait_for_device()
+
     # -- communication ------------------------------------------------------------------------------------
 
     def broadcast(self, value: Any) -> Any:
@@ -460,7 +514,7 @@ class ReplicaGroup:
         (length,) = self.broadcast_integers([len(document)])
         document = (document if self.is_main else torch.empty(length, dtype=torch.uint8)).to(self._device)
         with self._guarded():
-            dist.broadcast(document, src=0)
+            self._broadcast(document, 0)
             return _from_bytes(document)
 
     def broadcast_integers(self, numbers: list[int], source: int = 0) -> list[int]:
@@ -469,7 +523,7 @@ class ReplicaGroup:
             return numbers
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         with self._guarded():
-            dist.broadcast(tensor, src=source)
+            self._broadcast(tensor, source)
             return [int(number) for number in tensor.tolist()]
 
     @property
@@ -486,9 +540,7 @@ class ReplicaGroup:
             The work to `wait` for. Until then, `tensor` must not be changed.
         """
         with self._guarded():
-            work = dist.isend(tensor, dst=target)
-            assert work is not None, "this process is a member of the group"
-            return work
+            return self._isend(tensor, target)
 
     def receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
         """Start to receive what rank `source` sends next into `tensor`. Not a collective call.
@@ -497,9 +549,7 @@ class ReplicaGroup:
             The work to `wait` for. Until then, `tensor` must not be used.
         """
         with self._guarded():
-            work = dist.irecv(tensor, src=source)
-            assert work is not None, "this process is a member of the group"
-            return work
+            return self._irecv(tensor, source)
 
     def wait(self, work: dist.Work) -> None:
         """Wait for what was started by this rank."""
@@ -515,7 +565,7 @@ class ReplicaGroup:
         table = torch.zeros(self.replicas, max(lengths), dtype=torch.uint8, device=self._device)
         table[self.rank, : len(document)] = document
         with self._guarded():
-            dist.all_reduce(table)
+            self._all_reduce(table)
             return [_from_bytes(row[:length]) for row, length in zip(table, lengths, strict=True)]
 
     def gather_integers(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -525,7 +575,7 @@ class ReplicaGroup:
         table = torch.zeros(self.replicas, len(numbers), dtype=torch.int64, device=self._device)
         table[self.rank] = torch.tensor(list(numbers), dtype=torch.int64)
         with self._guarded():
-            dist.all_reduce(table)
+            self._all_reduce(table)
             return [[int(number) for number in row] for row in table.tolist()]
 
     def sum(self, numbers: Sequence[float]) -> tuple[float, ...]:
@@ -537,7 +587,7 @@ class ReplicaGroup:
             return tuple(numbers)
         tensor = torch.tensor(numbers)
         with self._guarded():
-            dist.all_reduce(tensor)
+            self._all_reduce(tensor)
             return tuple(tensor.tolist())
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -545,9 +595,8 @@ class ReplicaGroup:
         if self.replicas == 1:
             return
         with self._guarded():
-            works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            works = [self._start_all_reduce(tensor) for tensor in tensors]
             for work, tensor in zip(works, tensors, strict=True):
-                assert work is not None, "this process is a member of the group"
                 work.wait()
                 tensor.div_(self.replicas)
 
@@ -559,7 +608,7 @@ class ReplicaGroup:
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in same])
             with self._guarded():
-                dist.broadcast(flat, src=0)
+                self._broadcast(flat, 0)
             if self.rank > 0:
                 for tensor, part in zip(same, flat.split([each.numel() for each in same]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
@@ -571,7 +620,7 @@ class ReplicaGroup:
         """
         if self.replicas > 1 and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
-                default_store().set(self._key(event, self.rank), value)
+                self._store().set(self._key(event, self.rank), value)
 
     def announced(self, event: str) -> list[str | None] | None:
         """Return the values that the ranks have announced with `event`; None for a rank that has not.
@@ -583,7 +632,7 @@ class ReplicaGroup:
             if not dist.is_initialized():
                 return None
             try:
-                store = default_store()
+                store = self._store()
                 for rank in range(self.replicas):
                     key = self._key(event, rank)
                     if store.check([key]):
@@ -591,6 +640,16 @@ class ReplicaGroup:
             except RuntimeError:
                 return None
         return values
+
+    def retract(self, event: str, ranks: Iterable[int]) -> None:
+        """Delete the values that some ranks have announced with `event`."""
+        if self.replicas > 1 and dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                for rank in ranks:
+                    self._store().delete_key(self._key(event, rank))
+
+    def _store(self) -> Any:
+        return default_store()
 
     def _key(self, event: str, rank: int) -> str:
         return f"adascale/{self._number}/{event}/{rank}"
@@ -603,7 +662,7 @@ class ReplicaGroup:
         if self.replicas == 1:
             return []
         try:
-            store, deadline = default_store(), time.monotonic() + timeout
+            store, deadline = self._store(), time.monotonic() + timeout
             while missing := [
                 rank for rank in range(self.replicas) if not store.check([self._key(event, rank)])
             ]:
@@ -620,9 +679,32 @@ class ReplicaGroup:
             return values.cpu(), values.cpu()
         both = torch.cat([-values, values]).to(self._device)
         with self._guarded():
-            dist.all_reduce(both, op=dist.ReduceOp.MAX)
+            self._start_all_reduce(both, dist.ReduceOp.MAX).wait()
             both = both.cpu()
         return -both[: len(values)], both[len(values) :]
+
+    def _all_reduce(self, tensor: torch.Tensor) -> None:
+        self._start_all_reduce(tensor).wait()
+
+    def _start_all_reduce(
+        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> dist.Work:
+        work = dist.all_reduce(tensor, op=op, async_op=True)
+        assert work is not None, "this process is a member of the group"
+        return work
+
+    def _broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        dist.broadcast(tensor, src=source)
+
+    def _isend(self, tensor: torch.Tensor, target: int) -> dist.Work:
+        work = dist.isend(tensor, dst=target)
+        assert work is not None, "this process is a member of the group"
+        return work
+
+    def _irecv(self, tensor: torch.Tensor, source: int) -> dist.Work:
+        work = dist.irecv(tensor, src=source)
+        assert work is not None, "this process is a member of the group"
+        return work
 
 
 def backend_of(device: torch.device, *, share_a_gpu: bool) -> str:
@@ -637,7 +719,8 @@ def backend_of(device: torch.device, *, share_a_gpu: bool) -> str:
     return "cpu:gloo,cuda:gloo" if share_a_gpu else "cpu:gloo,cuda:nccl"
 
 
-def _ended_group() -> WorkerError:
+def ended_group() -> WorkerError:
+    """Return the error of a collective call with a group of an earlier generation."""
     return WorkerError(
         "a process group of an earlier generation was used, whose members have changed: make groups again "
         "with torch.distributed.new_group when trainer.generation has changed, and read "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from adascale_core import names
 from adascale_core.batch.plans import AUTO, LocalBszBounds
@@ -36,12 +36,14 @@ class ServiceAddress:
         job_id: full id of the job that this process belongs to.
         token: the bearer token. None if there is none, or if it is in a file.
         token_file: a file that contains the token and can be renewed. None if there is none.
+        ca_file: a file with the certificate of its authority. None for those of the system.
     """
 
     url: str
     job_id: str
     token: str | None = None
     token_file: Path | None = None
+    ca_file: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class RankAssignment:
     local_replicas: int = 1
 
 
+SingleReplicaGain = Literal["divided", "consecutive"]
+"""How a single replica without accumulation measures the gain: on divided steps, or by comparing steps."""
+
+
 @dataclass(frozen=True)
 class JobSettings:
     """Settings of a job, from its environment or from the program's arguments. None means not set.
@@ -82,6 +88,17 @@ class JobSettings:
     max_nonfinite_steps: int | None = None
     elastic_single_replica: bool = False
     local_bsz_limit: int | None = None
+    processes_per_replica: int | None = None
+    single_replica_gain: SingleReplicaGain | None = None
+    train_samples: int | None = None
+
+
+def take_replica_store(environ: MutableMapping[str, str]) -> str | None:
+    """Return the file in which the processes of this replica find each other; None without an agent.
+
+    Removes the variable, since programs that this one starts are not trainers of the agent.
+    """
+    return environ.pop(names.ENV_REPLICA_STORE, None) or None
 
 
 def take_agent_channel(environ: MutableMapping[str, str]) -> socket.socket | None:
@@ -148,12 +165,13 @@ def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:
             (names.ENV_API_URL, names.ENV_JOB_ID) if url else (names.ENV_JOB_ID, names.ENV_API_URL)
         )
         raise EnvironmentVariableError(f"{present} is set but {missing} is not: set both, or neither")
-    token_file = environ.get(names.ENV_TOKEN_FILE)
+    token_file, ca_file = environ.get(names.ENV_TOKEN_FILE), environ.get(names.ENV_CA_FILE)
     return ServiceAddress(
         url=url.rstrip("/"),
         job_id=parse_job_id(job),
         token=environ.get(names.ENV_TOKEN),
         token_file=Path(token_file) if token_file else None,
+        ca_file=Path(ca_file) if ca_file else None,
     )
 
 
@@ -213,17 +231,60 @@ def read_job_settings(environ: Mapping[str, str]) -> JobSettings:
         max_batch_size=_read(environ, names.ENV_MAX_BATCH_SIZE, _positive_integer, None),
         local_bsz_bounds=_read(environ, names.ENV_LOCAL_BSZ_BOUNDS, _bounds_pair, None),
         local_bsz_limit=_read(environ, names.ENV_LOCAL_BSZ_LIMIT, _positive_integer, None),
+        processes_per_replica=read_processes(environ),
         elastic_single_replica=environ.get(names.ENV_ELASTIC_SINGLE_REPLICA) == "1",
         efficiency_target=_read(environ, names.ENV_EFFICIENCY_TARGET, _fraction, None),
         scale_invariant_steps=_read(environ, names.ENV_SCALE_INVARIANT_STEPS, _positive_integer, None),
+        train_samples=_read(environ, names.ENV_TRAIN_SAMPLES, _positive_integer, None),
         checkpoint_dir=directory or None,
         checkpoint_interval=_read(environ, names.ENV_CHECKPOINT_INTERVAL, _seconds, None),
     )
 
 
+def read_processes(environ: Mapping[str, str]) -> int | None:
+    """Return the number of processes of a replica; None if it is not set."""
+    return _read(environ, names.ENV_PROCESSES_PER_REPLICA, _positive_integer, None)
+
+
+def read_process(environ: Mapping[str, str], processes: int) -> int:
+    """Return the index of this process in its replica, from 0, as its agent sets it.
+
+    Raises:
+        EnvironmentVariableError: it is not below the number of processes.
+    """
+    process = _read(environ, names.ENV_LOCAL_RANK, _non_negative_integer, 0)
+    if process >= processes:
+        raise EnvironmentVariableError(
+            f"{names.ENV_LOCAL_RANK} is {process} but {names.ENV_PROCESSES_PER_REPLICA} is {processes}: it "
+            f"must be from 0 to {processes - 1}"
+        )
+    return process
+
+
+def divide_into_replicas(assignment: RankAssignment, processes: int) -> tuple[RankAssignment, int]:
+    """Return the rank of a replica among replicas of several processes, and the index of the process in it.
+
+    Args:
+        assignment: in which each process counts as a replica.
+        processes: of each replica.
+
+    Raises:
+        EnvironmentVariableError: they do not divide all processes.
+    """
+    replicas, rest = divmod(assignment.replicas, processes)
+    if rest:
+        raise EnvironmentVariableError(
+            f"WORLD_SIZE is {assignment.replicas}, which is not a multiple of the processes of a replica "
+            f"({names.ENV_PROCESSES_PER_REPLICA}={processes}): start {max(replicas, 1) * processes} processes"
+        )
+    rank, process = divmod(assignment.rank, processes)
+    return replace(assignment, rank=rank, replicas=replicas), process
+
+
 def read_replica(environ: Mapping[str, str]) -> int:
     """Return the index of this agent's replica, from 0."""
-    return _read(environ, names.ENV_REPLICA, _non_negative_integer, 0)
+    first = _read(environ, names.ENV_FIRST_REPLICA, _non_negative_integer, 0)
+    return first + _read(environ, names.ENV_REPLICA, _non_negative_integer, 0)
 
 
 def read_service_timeout(environ: Mapping[str, str]) -> float:

@@ -10,18 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import get_args
 
 from adascale_core.batch.plans import BatchBounds
 from adascale_core.errors import InvalidJobError
+from adascale_core.messages.job_spec import steps_of
 from adascale_core.names import DEFAULT_CHECKPOINT_INTERVAL, DEFAULT_EFFICIENCY_TARGET
-from adascale_worker.process.environment import JobSettings
+from adascale_worker.process.environment import JobSettings, SingleReplicaGain
 
 DEFAULT_MAX_NONFINITE_STEPS = 10
+ENDS = ("scale_invariant_steps", "train_samples")
+"""The settings that end training, of which a job or a program has at most one."""
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """The settings that a trainer uses; `ElasticTrainer` documents each of them."""
+    """The settings that a trainer uses; `ElasticTrainer` documents each of them.
+
+    With `train_samples`, `scale_invariant_steps` are those in which so many samples are trained.
+    """
 
     bounds: BatchBounds
     efficiency_target: float
@@ -30,6 +37,8 @@ class TrainerSettings:
     checkpoint_dir: str | Path | None
     checkpoint_interval: float
     max_nonfinite_steps: int = DEFAULT_MAX_NONFINITE_STEPS
+    single_replica_gain: SingleReplicaGain = "divided"
+    train_samples: int | None = None
 
 
 def describe_differences(program: JobSettings, job: JobSettings) -> list[str]:
@@ -44,15 +53,17 @@ def describe_differences(program: JobSettings, job: JobSettings) -> list[str]:
     used = "the job's setting is used"
     differences = [
         f"the program sets {name} to {argument}, the job sets it to {setting}; {used}"
-        for name in ("batch_size", "scale_invariant_steps")
+        for name in ("batch_size", *ENDS)
         for argument, setting in [(getattr(program, name), getattr(job, name))]
         if None not in (argument, setting) and argument != setting
     ]
-    if program.epochs is not None and job.scale_invariant_steps is not None:
-        differences.append(
-            f"the program sets epochs to {program.epochs}, the job sets scale_invariant_steps to "
-            f"{job.scale_invariant_steps}; {used}"
-        )
+    differences += [
+        f"the program sets {name} to {argument}, the job sets {end} to {getattr(job, end)}; {used}"
+        for end in ENDS
+        for name in (*ENDS, "epochs")
+        for argument in [getattr(program, name)]
+        if name != end and None not in (argument, getattr(job, end))
+    ]
     return differences
 
 
@@ -77,6 +88,22 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> TrainerSettings:
             "rate was tuned for, or run the program as an AdaScaleJob"
         )
     check_arguments(program)
+    for source in (program, job):
+        if None not in (steps := source.scale_invariant_steps, source.train_samples):
+            raise InvalidJobError(
+                f"scale_invariant_steps ({steps}) and train_samples ({source.train_samples}) are both set, "
+                "but training has one end: leave out one of them"
+            )
+    steps, samples = next(
+        (
+            end
+            for end in ((each.scale_invariant_steps, each.train_samples) for each in (job, program))
+            if any(end)
+        ),
+        (None, None),
+    )
+    if samples is not None:
+        steps = steps_of(samples, sizes.batch_size)
     nonfinite = program.max_nonfinite_steps
     interval = job.checkpoint_interval if job.checkpoint_interval is not None else program.checkpoint_interval
     return TrainerSettings(
@@ -86,13 +113,16 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> TrainerSettings:
             sizes.local_bsz_bounds,
             job.elastic_single_replica,
             job.local_bsz_limit,
+            job.processes_per_replica or 1,
         ),
         efficiency_target=job.efficiency_target or program.efficiency_target or DEFAULT_EFFICIENCY_TARGET,
-        scale_invariant_steps=job.scale_invariant_steps or program.scale_invariant_steps,
+        scale_invariant_steps=steps,
+        train_samples=samples,
         epochs=program.epochs,
         checkpoint_dir=job.checkpoint_dir or program.checkpoint_dir,
         checkpoint_interval=DEFAULT_CHECKPOINT_INTERVAL if interval is None else interval,
         max_nonfinite_steps=DEFAULT_MAX_NONFINITE_STEPS if nonfinite is None else nonfinite,
+        single_replica_gain=program.single_replica_gain or "divided",
     )
 
 
@@ -105,7 +135,7 @@ def check_arguments(program: JobSettings) -> None:
     target: object = program.efficiency_target
     interval: object = program.checkpoint_interval
     folder: object = program.checkpoint_dir
-    for name in ("scale_invariant_steps", "epochs", "max_nonfinite_steps"):
+    for name in (*ENDS, "epochs", "max_nonfinite_steps"):
         value = getattr(program, name)
         if value is not None and (type(value) is not int or value < 1):
             raise InvalidJobError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -115,5 +145,9 @@ def check_arguments(program: JobSettings) -> None:
         raise InvalidJobError(
             f"checkpoint_interval must be a number of seconds, at least 0, got {interval!r}"
         )
+    allowed = get_args(SingleReplicaGain)
+    if program.single_replica_gain not in (None, *allowed):
+        names = " or ".join(map(repr, allowed))
+        raise InvalidJobError(f"single_replica_gain must be {names}, got {program.single_replica_gain!r}")
     if folder is not None and not isinstance(folder, str | PathLike):
         raise InvalidJobError(f"checkpoint_dir must be a folder or a URL, got {folder!r}")

@@ -5,7 +5,14 @@ from __future__ import annotations
 import sys
 from types import FrameType, TracebackType
 
-OWN_MODULES = ("adascale", "adascale_worker", "adascale_core", "adascale_client", "torch")
+OWN_MODULES = (
+    "adascale",
+    "adascale_worker",
+    "adascale_frameworks",
+    "adascale_core",
+    "adascale_client",
+    "torch",
+)
 
 
 def calling_line() -> str:

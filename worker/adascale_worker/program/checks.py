@@ -27,9 +27,17 @@ SchedulersByName = Mapping[str, Scheduler]
 
 
 def require_program(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Scheduler | None
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    lr_scheduler: Scheduler | None,
+    *,
+    allows_shards: bool = False,
 ) -> None:
     """Check the types of the program's objects, and that they belong together.
+
+    Args:
+        model, optimizer, lr_scheduler: that the program has passed.
+        allows_shards: whether `fully_shard` may have been applied to the model.
 
     Raises:
         WorkerError: an object has the wrong type, the model is data-parallel already or has sparse
@@ -46,7 +54,7 @@ def require_program(
                 "torch.optim.Optimizer, or with dicts of several by name "
                 "(program_reentry({name: model, ...}, {name: optimizer, ...}), see docs/training.md)"
             )
-    require_unwrapped(model)
+    require_unwrapped(model, allows_shards=allows_shards)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             raise WorkerError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +33,11 @@ class ElasticAdaScale(AdaScale):
         """The factor of the learning rates at `gain()`; groups with other gains have other factors."""
         group = {**self.param_groups[0], "lr": 1.0}
         return float(self._rule.hyperparameters_at(group, self.gain()).get("lr", 1.0))
+
+    @property
+    def lr(self) -> float:
+        """The learning rate at `gain()` of the first parameter group. Waits for the device of a tensor."""
+        return float(self.param_groups[0]["lr"]) * self.lr_factor
 
     @property
     def backward_passes(self) -> int:
@@ -82,6 +88,21 @@ class ElasticAdaScale(AdaScale):
         require_scale(scale)
         self._estimator.change_settings(scale=float(scale), world_size=replicas)
 
+    def use_step(self, *, micro_batches: int, interval: int, compares_steps: bool) -> None:
+        """Set how the next step is made and measured, before its first backward pass.
+
+        Args:
+            micro_batches: backward passes of the step.
+            interval: the number of steps for which its measurement stands, if it is to be measured for sure;
+                0 if the sampling decides.
+            compares_steps: whether a step with one gradient is compared with another step.
+        """
+        options = self._estimator.options
+        settings = replace(options.settings, accumulation=micro_batches, interval=interval)
+        sampling = replace(options.sampling, compares_steps=compares_steps)
+        if (settings, sampling) != (options.settings, options.sampling):
+            self._estimator.change_options(replace(options, settings=settings, sampling=sampling))
+
     def change_model(self, model: DistributedDataParallel | None) -> None:
         """Read gradients of another `DistributedDataParallel` around the same parameters; None without one.
 
@@ -122,6 +143,21 @@ class ElasticAdaScale(AdaScale):
         """
         self._estimator.discard_measurement()
         self._estimator.statistics.measure(gradients, weight)
+
+    def read_last_gradient(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
+        """Read the gradient of the micro-batch that completes the step, before it is averaged in place.
+
+        The arguments are those of `read_micro_gradient`.
+        """
+        self._estimator.statistics.read_last_gradient(gradients, weight)
+
+    def measure_averaged(self) -> None:
+        """Measure a step, after `read_last_gradient`. A collective call; see `measure`."""
+        self._estimator.statistics.measure_averaged()
+
+    def leave_out_step(self) -> None:
+        """Leave this step out of the estimates, because its micro-gradients are unknown."""
+        self._estimator.statistics.leave_out_step()
 
     def discard_measurement(self) -> None:
         """Discard what `measure` has measured, because the gradients of this micro-batch were deleted."""

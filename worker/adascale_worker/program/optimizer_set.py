@@ -62,6 +62,11 @@ class OptimizerSet:
         """Estimated total variance of a gradient at the initial batch size; 0 without an estimate."""
         return self.slowest.grad_var
 
+    @property
+    def grad_sqr_error(self) -> float:
+        """Standard error of `grad_sqr`; 0 without an estimate."""
+        return self.slowest.grad_sqr_error
+
     def gain(self) -> float:
         """Return how many steps at the initial batch size this step is worth."""
         return self.slowest.gain()
@@ -70,6 +75,11 @@ class OptimizerSet:
     def lr_factor(self) -> float:
         """The factor of the slowest optimizer's learning rates."""
         return self.slowest.lr_factor
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first parameter group of the slowest optimizer."""
+        return self.slowest.lr
 
     # -- as one optimizer ---------------------------------------------------------------------------------
 

@@ -31,21 +31,25 @@ _REMEDY = (
 )
 
 _WHOLE = (
-    "ElasticTrainer supports models that each replica has as a whole, in one process on one device: leave "
-    "the sharding out, and use a smaller local batch (local_bsz_bounds) or activation checkpointing if the "
-    "model does not fit. At a fixed number of processes, AdaScale(optimizer, model=model) supports "
-    "fully_shard with SGD, in a loop of your own"
+    "ElasticTrainer supports models that each replica has as a whole, in one process on one device, and "
+    "those with fully_shard(model, mesh=trainer.mesh) over the processes of a replica, whose number is "
+    "processesPerReplica in the job file: set it, or leave the sharding out, and use a smaller local batch "
+    "(local_bsz_bounds) or activation checkpointing if the model does not fit"
 )
 
 
-def require_unwrapped(model: torch.nn.Module) -> None:
+def require_unwrapped(model: torch.nn.Module, *, allows_shards: bool = False) -> None:
     """Check that a model for `program_reentry` is not parallel already, and has no part that is.
+
+    Args:
+        model: of the program.
+        allows_shards: whether `fully_shard` may have been applied to it.
 
     Raises:
         WorkerError: it is, or has.
     """
     for name, module in model.named_modules():
-        if is_fully_sharded(module) or type(module).__module__ == _FSDP1:
+        if (is_fully_sharded(module) and not allows_shards) or type(module).__module__ == _FSDP1:
             raise WorkerError(
                 f"program_reentry got a model with FSDP{f' on its part {name!r}' if name else ''}. {_WHOLE}"
             )
@@ -54,7 +58,7 @@ def require_unwrapped(model: torch.nn.Module) -> None:
             found = f"whose part {name!r} is of type {kind}" if name else f"of type {kind}"
             raise WorkerError(f"program_reentry got a model {found}: pass it before it is wrapped. {_REMEDY}")
     for name, parameter in model.named_parameters():
-        if is_sharded(parameter):
+        if is_sharded(parameter) and not allows_shards:
             raise WorkerError(
                 f"program_reentry got a model whose parameter {name!r} is a DTensor, as of tensor "
                 f"parallelism. {_WHOLE}"
@@ -80,10 +84,18 @@ class OtherParallelism:
     Args:
         models: the models.
         own: the type of the module that the trainer itself wraps.
+        allows_shards: whether the models may be sharded by `fully_shard`.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module], own: type[torch.nn.Module] | None = None) -> None:
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        own: type[torch.nn.Module] | None = None,
+        *,
+        allows_shards: bool = False,
+    ) -> None:
         self._models = models
+        self._allows_shards = allows_shards
         self._own = own
         self._parameters = {id(parameter) for model in models for parameter in model.parameters()}
         self._calls = 0
@@ -108,7 +120,9 @@ class OtherParallelism:
         if self._calls >= CHECKED_CALLS or torch.compiler.is_compiling():
             return
         self._calls += 1
-        if any(is_fully_sharded(module) for model in self._models for module in model.modules()):
+        if not self._allows_shards and any(
+            is_fully_sharded(module) for model in self._models for module in model.modules()
+        ):
             raise WorkerError(
                 f"fully_shard was applied to the model, or a part of it, after program_reentry. {_WHOLE}"
             )

@@ -55,8 +55,14 @@ def program_parts(
     model: torch.nn.Module | Models,
     optimizer: torch.optim.Optimizer | OptimizersByName,
     lr_scheduler: Scheduler | SchedulersByName | None,
+    *,
+    allows_shards: bool = False,
 ) -> ProgramParts:
     """Check what the program has passed, and return it.
+
+    Args:
+        model, optimizer, lr_scheduler: that the program has passed.
+        allows_shards: whether `fully_shard` may have been applied to one model.
 
     Raises:
         WorkerError: an object has the wrong type, a model is data-parallel already, or the objects do not
@@ -77,7 +83,7 @@ def program_parts(
         models = tuple(model.values())
         parts = ProgramParts(together, models, dict(optimizer), dict(schedulers), are_several=True)
     else:
-        require_program(model, optimizer, lr_scheduler)  # type: ignore[arg-type]
+        require_program(model, optimizer, lr_scheduler, allows_shards=allows_shards)  # type: ignore[arg-type]
         single = {} if lr_scheduler is None else {"": lr_scheduler}
         parts = ProgramParts(model, (model,), {"": optimizer}, single, are_several=False)  # type: ignore[arg-type]
     return parts

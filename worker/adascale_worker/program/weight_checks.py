@@ -13,6 +13,8 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_warnings import OneTimeWarnings
 from adascale_worker.program.checks import ALL_OPTIMIZERS
 from adascale_worker.program.hyperparameters import HasGroups
+from adascale_worker.scaling.statistics.norms import local_shard
+from adascale_worker.torch_private.fsdp import reshard
 
 COMPARISON_INTERVAL = 10.0
 """Seconds between two comparisons of the replicas' weights."""
@@ -62,7 +64,12 @@ class WeightComparison:
             DifferentWeightsError: the replicas have different weights or learning rates.
         """
         self._compared_at = time.monotonic()
-        named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad and p.numel()]
+        reshard(self._model)
+        named = [
+            (name, p)
+            for name, p in self._model.named_parameters()
+            if p.requires_grad and local_shard(p).numel()
+        ]
         if not named:
             return
         probes = [_probe(parameter) for _, parameter in named]
@@ -135,16 +142,21 @@ def _cause(passes_per_batch: int) -> str:
 
 def _probe(parameter: Tensor) -> Tensor:
     """Return a few weights, evenly spaced, as float32; a weight that is not finite as 0."""
-    flat = parameter.detach().reshape(-1)
+    flat = local_shard(parameter).reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return torch.nan_to_num(flat[:: max(1, len(flat) // PROBES)].float(), posinf=0.0, neginf=0.0)
 
 
+UNMEASURED_STEPS = 32
+"""Steps whose gradients are not measured, after which weights are read, since that takes time."""
+
+
 class FiniteWeights:
     """Warns of weights that are not finite, and ends training after a number of steps with them.
 
-    Weights are read only after a step whose gradients were not finite, and before a checkpoint.
+    Weights are read only after a step whose gradients were not finite, after `UNMEASURED_STEPS` steps whose
+    gradients were not measured, and before a checkpoint.
 
     Args:
         optimizer: its parameters that require gradients are checked.
@@ -157,6 +169,7 @@ class FiniteWeights:
         self._max_steps = max_steps
         self._group = group
         self._steps = 0
+        self._unmeasured_steps = 0
         self._warnings = OneTimeWarnings()
         if any(weight.is_cuda for weight in self.weights()):
             # CUDA loads a kernel when it is used first, and then waits for all that runs on the GPU. Later
@@ -173,8 +186,11 @@ class FiniteWeights:
         Raises:
             NonFiniteWeightsError: too many consecutive steps have left weights that are not finite.
         """
+        self._unmeasured_steps = self._unmeasured_steps + 1 if gradients_are_finite is None else 0
         if self._steps == 0 and gradients_are_finite is not False:
-            return
+            if self._unmeasured_steps < UNMEASURED_STEPS:
+                return
+            self._unmeasured_steps = 0
         if self.are_finite():
             self._steps = 0
             return
@@ -195,12 +211,12 @@ class FiniteWeights:
 
     def are_finite(self) -> bool:
         """Whether all weights are finite. Reads all of them."""
-        return all_finite(self.weights())
+        return self._group.all_processes(all_finite(self.weights()))
 
     def weights(self) -> list[Tensor]:
         """Return the weights that are checked."""
         return [
-            parameter.detach()
+            local_shard(parameter)
             for group in self._optimizer.param_groups
             for parameter in group["params"]
             if parameter.requires_grad

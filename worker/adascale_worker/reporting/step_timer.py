@@ -53,15 +53,15 @@ class StepTimer:
         """The median time of the last steps of any plan, in seconds; 0 if none was measured."""
         return median(self._recent) if self._recent else 0.0
 
-    def step(self, plan: BatchPlan, mark: Any, nodes: int = 1) -> None:
+    def step(self, plan: BatchPlan | None, mark: Any, nodes: int = 1) -> None:
         """Record that a step ended. Does not wait for the device.
 
         Args:
-            plan: batch plan of the step.
+            plan: batch plan of the step; None to leave its time out.
             mark: of the clock, at the end of the step.
             nodes: on how many nodes the replicas run.
         """
-        if self._last_mark is not None and self._warm:
+        if self._last_mark is not None and self._warm and plan is not None:
             self._measured.add((plan, nodes), (self._last_mark, mark))
         for key, seconds in self._measured.take():
             self._record(key, seconds)

@@ -13,11 +13,15 @@ from adascale_core.messages.reports import GainReport
 from adascale_core.names import REPORT_INTERVAL
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import DeviceClock
+from adascale_worker.process.gpu_monitor import NO_GPU, GpuMonitor
 from adascale_worker.program.optimizer_set import Optimizers
+from adascale_worker.reporting.goodput import Goodput
 from adascale_worker.reporting.logged_metrics import LoggedMetrics
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reporter import Reporter
 from adascale_worker.reporting.step_timer import StepTimer
+from adascale_worker.reporting.tracked_run import RunIdentity, TrackedRun
+from adascale_worker.reporting.trackers import Tracker
 
 
 class Telemetry:
@@ -31,6 +35,9 @@ class Telemetry:
         accelerator: the type of accelerator of the replicas.
         measure_sync: returns the seconds in which a recent step has waited for the exchange of gradients;
             None if there is no new measurement.
+        gpu: measures the GPU of this replica.
+        tracker: gets the reports too; None without one.
+        run: the id of the run there; None for a new one.
     """
 
     def __init__(
@@ -41,18 +48,27 @@ class Telemetry:
         clock: DeviceClock,
         accelerator: str = "",
         measure_sync: Callable[[], float | None] = lambda: None,
+        gpu: GpuMonitor = NO_GPU,
+        tracker: Tracker | None = None,
+        run: RunIdentity | None = None,
     ) -> None:
         self._bounds = bounds
         self._group = group
         self._make_reporter = make_reporter
         self._reporter: Reporter | None = None
+        self._tracker = tracker
+        self.run = run or RunIdentity()
+        """The id of the job's run in the tracker."""
+        self._tracked: TrackedRun | None = None
         self._metrics = LoggedMetrics()
+        self._goodput = Goodput()
         self._reported_at = float("-inf")
         self._reported_step = 0
         self._accelerator = accelerator
         self._clock = clock
         self.step_timer = StepTimer(accelerator, clock)
         self._measure_sync = measure_sync
+        self._gpu = gpu
 
     def begin_generation(self, bounds: BatchBounds) -> None:
         """Start to report if this replica is rank 0 now, and stop if it is no longer.
@@ -62,22 +78,40 @@ class Telemetry:
         """
         self._bounds = bounds
         self.step_timer.pause()
-        if self._group.is_main and self._reporter is None:
-            self._reporter = self._make_reporter()
-        elif not self._group.is_main and self._reporter is not None:
+        if self._group.is_main:
+            if self._reporter is None:
+                self._reporter = self._make_reporter()
+            if self._tracked is None and self._tracker is not None:
+                self._tracked = TrackedRun(self._tracker, self.run.id)
+        elif self._receivers():
             # In the background: its last reports may wait for the service.
-            threading.Thread(target=self._reporter.close, name="adascale-last-reports", daemon=True).start()
-            self._reporter = None
+            for each in self._receivers():
+                threading.Thread(target=each.close, name="adascale-last-reports", daemon=True).start()
+            self._reporter = self._tracked = None
             self._metrics.clear()
+
+    def _receivers(self) -> list[Reporter | TrackedRun]:
+        """Return what gets the reports of this replica; empty unless it is rank 0."""
+        return [each for each in (self._reporter, self._tracked) if each is not None]
 
     def log(self, values: Mapping[str, torch.Tensor | float]) -> None:
         """Keep values of a micro-batch for the next report. Does not synchronize with the device."""
-        if self._reporter is not None:
+        if self._receivers():
             self._metrics.log(values)
 
-    def step(self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers) -> None:
-        """Record the time of a step, and report if the report interval has passed."""
-        self.step_timer.step(plan, self._clock.mark(), self._group.nodes)
+    def step(
+        self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers, *, is_divided: bool = False
+    ) -> None:
+        """Record the time of a step, and report if the report interval has passed.
+
+        Args:
+            plan: of the epoch.
+            progress: of training.
+            optimizer: of the program.
+            is_divided: whether the step had smaller micro-batches than those of the plan. Its time is left
+                out.
+        """
+        self.step_timer.step(None if is_divided else plan, self._clock.mark(), self._group.nodes)
         asked_for = 0.0 if self._reporter is None else self._reporter.interval
         if time.monotonic() - self._reported_at >= max(REPORT_INTERVAL, asked_for):
             self.report(plan, progress, optimizer)
@@ -89,40 +123,47 @@ class Telemetry:
 
     def report(self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers) -> None:
         """Report now."""
-        if self._reporter is None:
+        if not self._receivers():
             return
         self._reported_step = progress.step
         self._reported_at = time.monotonic()
         sync_time = self._measure_sync() if plan.replicas > 1 else None
         if sync_time is not None:
             self.step_timer.add_sync_time(plan, self._group.nodes, sync_time)
-        metrics = self._metrics.means()
-        self._reporter.report(
-            GainReport(
-                generation=self._group.generation,
-                nodes=self._group.nodes,
-                step=progress.step,
-                progress=progress.progress,
-                epoch=progress.epoch,
-                replicas=plan.replicas,
-                local_bsz=plan.local_bsz,
-                accumulation=plan.accumulation,
-                scale=plan.scale(self._bounds),
-                gain=optimizer.gain(),
-                grad_sqr=optimizer.grad_sqr,
-                grad_var=optimizer.grad_var,
-                step_time=self.step_timer.lap(),
-                time=time.time(),
-                loss=metrics.pop("loss", None),
-                target=progress.target,
-                lr_factor=optimizer.lr_factor,
-                sync_time=sync_time,
-                metrics=metrics,
-                accelerator=self._accelerator,
-            )
+        step_time = self.step_timer.lap()
+        metrics, gpu = self._metrics.means(), self._gpu.read()
+        report = GainReport(
+            generation=self._group.generation,
+            nodes=self._group.nodes,
+            step=progress.step,
+            progress=progress.progress,
+            epoch=progress.epoch,
+            replicas=plan.replicas,
+            local_bsz=plan.local_bsz,
+            accumulation=plan.accumulation,
+            scale=plan.scale(self._bounds),
+            gain=optimizer.gain(),
+            grad_sqr=optimizer.grad_sqr,
+            grad_var=optimizer.grad_var,
+            grad_sqr_error=optimizer.grad_sqr_error,
+            step_time=step_time,
+            time=time.time(),
+            goodput=self._goodput.update(progress.step, progress.progress, step_time),
+            loss=metrics.pop("loss", None),
+            target=progress.target,
+            lr_factor=optimizer.lr_factor,
+            lr=optimizer.lr,
+            sync_time=sync_time,
+            gpu_use=gpu.use,
+            gpu_memory=gpu.memory,
+            metrics=metrics,
+            accelerator=self._accelerator,
+            counts_samples=progress.counts_samples,
         )
+        for each in self._receivers():
+            each.report(report)
 
     def close(self) -> None:
         """Post the outstanding reports, for a limited time, and stop the reporter. May be called again."""
-        if self._reporter is not None:
-            self._reporter.close()
+        for each in self._receivers():
+            each.close()

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast, runtime_chec
 import torch
 from torch import Tensor
 
-from adascale_worker.scaling.statistics.norms import accumulation_dtype, are_read_together
+from adascale_worker.scaling.statistics.norms import accumulation_dtype, are_read_together, local_shard
 from adascale_worker.torch_private.tensors import flatten_together, multiply_in_place
 
 Gain = float | Tensor
@@ -204,13 +204,13 @@ class AdamRule(ScalingRule):
             factor = factors.get(passed)
             if factor is None:
                 factor = factors[passed] = 1.0 / (1.0 - beta ** (passed * unit))
-            found[id(parameter)] = SecondMoment(state[name], factor)
+            found[id(parameter)] = SecondMoment(local_shard(state[name]), factor)
         for device, others in on_gpu.items():
             steps = flatten_together([state["step"] for state in others.values()])
             steps = steps.to(accumulation_dtype(device))  # 1 - beta loses digits.
             tensor = (1.0 - beta ** (steps * unit)).reciprocal()
             for place, (parameter_id, state) in enumerate(others.items()):
-                found[parameter_id] = SecondMoment(state[name], tensor, place)
+                found[parameter_id] = SecondMoment(local_shard(state[name]), tensor, place)
         return found
 
     def eps(self, number: int) -> float:
@@ -249,7 +249,7 @@ class ProtocolRule(ScalingRule):
         for parameter in self._optimizer.param_groups[number]["params"]:
             value = self._optimizer.second_moment(parameter)
             if value is not None:
-                found[id(parameter)] = SecondMoment(value)
+                found[id(parameter)] = SecondMoment(local_shard(value))
         return found
 
     def eps(self, number: int) -> float:

@@ -8,6 +8,17 @@ from torch import Tensor
 from adascale_worker.errors import UnsupportedOptimizerError
 from adascale_worker.scaling.rules import AdamRule, ProtocolRule, ScalingRule, SecondMomentOptimizer
 
+_REFUSED = {
+    "Muon": "whose step has singular values of 1 whatever the size and the noise of the gradient are",
+    "Lion": "whose step is the sign of its momentum whatever the size and the noise of the gradient are",
+    "Adafactor": "which keeps no second moment of each parameter to measure gradients with, and whose step is"
+    " relative to the size of the weights",
+}
+"""Why well-known optimizers are not supported, by a part of the names of their classes.
+
+There are several implementations of each, and some are subclasses of SGD or AdamW.
+"""
+
 
 def scaling_rule_of(optimizer: torch.optim.Optimizer) -> ScalingRule:
     """Return the rule for the hyperparameters of `optimizer`.
@@ -17,6 +28,8 @@ def scaling_rule_of(optimizer: torch.optim.Optimizer) -> ScalingRule:
             with the methods of `SecondMomentOptimizer`.
     """
     inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
+    if not isinstance(optimizer, SecondMomentOptimizer):
+        _require_not_refused(inner or optimizer)
     if isinstance(optimizer, torch.optim.SGD) or isinstance(inner, torch.optim.SGD):
         return ScalingRule(optimizer)
     if isinstance(optimizer, SecondMomentOptimizer):
@@ -37,6 +50,17 @@ def scaling_rule_of(optimizer: torch.optim.Optimizer) -> ScalingRule:
         "second moment needs two methods, `second_moment` and `hyperparameters_at` (docs/adascale.md, "
         '"Optimizers")'
     )
+
+
+def _require_not_refused(optimizer: torch.optim.Optimizer) -> None:
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    for name, reason in _REFUSED.items():
+        if any(name in kind for kind in kinds):
+            raise UnsupportedOptimizerError(
+                f"got {kinds[0]}, {reason}: the rules of SGD and Adam for a larger batch do not hold for it, "
+                "and no other is measured. Use torch.optim.AdamW for all parameters, or this optimizer "
+                "without AdaScale, with a fixed number of replicas and batch size"
+            )
 
 
 def require_whole_parameters(optimizer: object, rule: ScalingRule, *, is_sharded: bool) -> None:

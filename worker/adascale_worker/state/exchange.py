@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state import transfer
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
@@ -78,15 +79,25 @@ class StateExchange:
         if route is None:
             return False
         device = group.transfer_device
-        if route.source is None:
-            assert route.target is not None
-            self._program.optimizer.discard_comparison()
-            transfer.send(group, route.target, self._state.state_dict(), device=device)
+        state, failed = None, False
+        try:
+            if route.source is None:
+                assert route.target is not None
+                self._program.optimizer.discard_comparison()
+                transfer.send(group, route.target, self._state.state_dict(), device=device)
+            else:
+                if device.type == "cpu":
+                    # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
+                    self._checkpointing.release_memory()
+                state = transfer.receive(
+                    group, route, device=device, memory=self._memory, places=self._places_for
+                )
+        except PeersLostError:
+            failed = True
+        # All processes of a replica use what they have received, or none.
+        group.settle(failed=failed)
+        if state is None:
             return False
-        if device.type == "cpu":
-            # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
-            self._checkpointing.release_memory()
-        state = transfer.receive(group, route, device=device, memory=self._memory, places=self._places_for)
         if device.type != "cpu":
             # As from a checkpoint: the program's objects may keep the tensors that they get.
             state["program"]["registered"] = on_host(state["program"]["registered"])

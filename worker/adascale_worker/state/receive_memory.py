@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from adascale_worker.program.hyperparameters import HasGroups
+from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.state.tree import TensorLayout, layout_of
 
 SMALL: Final = 1 << 20
@@ -62,7 +63,7 @@ class ReceiveMemory:
 
 
 class InitialWeights:
-    """A copy of a model's large tensors, so that a state can be received into them.
+    """A copy of a model's large tensors, or of its shards of them, so that a state can be received into them.
 
     A new replica makes it while the others train. They would wait longer if it received the weights elsewhere
     and then copied them.
@@ -77,12 +78,16 @@ class InitialWeights:
             **dict(model.named_buffers(remove_duplicate=False)),
         }
         saved = model.state_dict()
+        # One object for each tensor, also if it has several names.
+        shards = {tensor: local_shard(tensor) for tensor in tensors.values()}
         self._tensors = {
-            name: tensor
+            name: shards[tensor]
             for name, tensor in tensors.items()
-            if tensor.nbytes > SMALL and tensor.is_contiguous() and _is_same(tensor, saved.get(name))
+            if shards[tensor].nbytes > SMALL
+            and shards[tensor].is_contiguous()
+            and _is_same(shards[tensor], saved.get(name))
         }
-        self._copies = {tensor: tensor.detach().clone() for tensor in set(self._tensors.values())}
+        self._copies = {shard: shard.clone() for shard in set(self._tensors.values())}
         self._is_received = False
 
     @property
@@ -106,7 +111,7 @@ class InitialWeights:
         places: dict[int, Tensor] = {}
         for number, (tensor, *others) in found.items():
             if tensor is not None and not others and expected[number] == layout_of(tensor):
-                places[number] = tensor.detach()
+                places[number] = tensor
         self._is_received = True
         return places
 
@@ -120,17 +125,20 @@ class InitialWeights:
 
 
 def _is_same(tensor: Tensor, saved: object) -> bool:
+    if not isinstance(saved, Tensor):
+        return False
+    shard = local_shard(saved)
     return (
-        type(saved) is Tensor
-        and saved.data_ptr() == tensor.data_ptr()
-        and (saved.dtype, saved.shape, saved.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+        type(shard) is Tensor
+        and shard.data_ptr() == tensor.data_ptr()
+        and (shard.dtype, shard.shape, shard.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
     )
 
 
 def expected_sizes(
     model: torch.nn.Module, optimizer: HasGroups, received_in_place: Collection[str] = ()
 ) -> list[int]:
-    """Return the bytes of the tensors that a model and its optimizer have after some steps.
+    """Return the bytes of the tensors that a model and its optimizer have after some steps, on this process.
 
     Args:
         model: the program's model.
@@ -141,7 +149,7 @@ def expected_sizes(
     known. A wrong expectation costs time and memory until the replica has joined, and nothing else.
     """
     sizes = [
-        tensor.nbytes
+        local_shard(tensor).nbytes
         for name, tensor in model.state_dict().items()
         if isinstance(tensor, Tensor) and name not in received_in_place
     ]
@@ -149,7 +157,7 @@ def expected_sizes(
         copies = _states_per_parameter(group)
         for parameter in group["params"]:
             if parameter.requires_grad:
-                sizes += [parameter.nbytes] * copies
+                sizes += [local_shard(parameter).nbytes] * copies
     return sizes
 
 

@@ -11,6 +11,7 @@ from adascale_worker.errors import CheckpointError, NonFiniteWeightsError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.optimizer_set import Optimizers
 from adascale_worker.program.weight_checks import FiniteWeights, nonfinite_message
+from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.training import TrainingState
 
@@ -54,7 +55,7 @@ class StateSaving:
             self.require_finite_weights()
         checkpointing.save(
             self._state.info(),
-            self._state.state_dict,
+            self._state.for_checkpoint,
             final=final,
             durable=durable,
             only_if_latest=alone,
@@ -78,8 +79,8 @@ class StateSaving:
         return self.save_if_possible(alone=True)
 
     def save_on_rank_0(self) -> None:
-        """Save the state before this returns, without a collective call."""
-        self._checkpointing.save_on_rank_0(self._state.info(), self._state.state_dict)
+        """Save the state before this returns, without a collective call of the replicas."""
+        self._checkpointing.save_on_rank_0(self._state.info(), self._state.for_checkpoint)
 
     def require_finite_weights(self) -> None:
         """Check the weights.
@@ -95,7 +96,7 @@ class StateSaving:
 def _tensors_of(state: Mapping[Any, Any]) -> list[torch.Tensor]:
     """Return the tensors that an optimizer keeps for its parameters."""
     return [
-        value
+        local_shard(value)
         for kept in state.values()
         if isinstance(kept, Mapping)
         for value in kept.values()

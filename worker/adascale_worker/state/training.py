@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from adascale_worker.state.checkpoints.store import CheckpointInfo
 from adascale_worker.state.program import ProgramState, load_model
+from adascale_worker.state.shards import Shards
 from adascale_worker.state.tree import tensor_numbers
 
 
@@ -18,6 +19,10 @@ class TrainerPart(Protocol):
 
     def load_state_dict(self, state: Any) -> None:
         """Restore a saved state."""
+
+
+_ADDED_PARTS = frozenset({"division", "run"})
+"""Parts that release 0.1.0 has not saved. If its state has another form, what follows says so."""
 
 
 class TrainingState:
@@ -49,6 +54,15 @@ class TrainingState:
             **self.replaced,
         }
 
+    @property
+    def shards(self) -> Shards | None:
+        """The part of the state that this process has; None if it has the whole state."""
+        return None
+
+    def for_checkpoint(self) -> dict[str, Any]:
+        """Return the state, or the part of it that this process has, as it is saved."""
+        return self.state_dict()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state.
 
@@ -58,7 +72,8 @@ class TrainingState:
             UnusableCheckpointError: the state was saved with another batch size or by another program.
         """
         for name, part in self._trainer.items():
-            part.load_state_dict(state[name])
+            if name in state or name not in _ADDED_PARTS:
+                part.load_state_dict(state[name])
         load_model(self._program.model, state["program"]["model"])
         self._program.load_state_dict(state["program"])
         # Earlier versions have not saved them.

@@ -114,6 +114,71 @@ def tensor_numbers(spec: bytes, path: Sequence[str]) -> dict[str, int]:
         raise InvalidSpecError(f"the description of the state has no {'.'.join(path)}: {error!r}") from error
 
 
+class TensorIndex:
+    """Where the tensors of a structure are.
+
+    Args:
+        spec: a document that `flatten` returns.
+
+    Attributes:
+        layouts: type and shape of each tensor.
+        numbers: the number of each tensor by its path: the keys of the mappings that lead to it. Left out are
+            tensors inside other objects than mappings, those whose dimensions are in another order in memory,
+            and those that require gradients.
+
+    Raises:
+        InvalidSpecError: `spec` is not such a document.
+    """
+
+    def __init__(self, spec: bytes) -> None:
+        self._document = _parse(spec)
+        self.layouts = _layouts(self._document)
+        self.numbers: dict[tuple[str | int, ...], int] = {}
+        try:
+            self._visit(self._document["tree"], ())
+            self._uses = Counter(_numbers_in(self._document["tree"]))
+        except (TypeError, ValueError, KeyError) as error:
+            raise InvalidSpecError(f"the description of the state is invalid: {error!r}") from error
+        if not all(type(each) is int and 0 <= each < len(self.layouts) for each in self._uses):
+            raise InvalidSpecError("the description of the state has a tensor without a type")
+
+    def _visit(self, encoded: Any, path: tuple[str | int, ...]) -> None:
+        if _is_plain_tensor(encoded):
+            self.numbers[path] = encoded["tensor"]
+        elif isinstance(encoded, dict) and next(iter(encoded), None) in _MAPPING_TYPES:
+            for key, value in _items_of(encoded).items():
+                self._visit(value, (*path, key))
+
+    def uses(self, number: int) -> int:
+        """Return at how many places a tensor is."""
+        return self._uses[number]
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key of the tree, which has no tensors; None if there is no such key.
+
+        Raises:
+            InvalidSpecError: it cannot be decoded.
+        """
+        try:
+            return _Decoder(()).decode(_items_of(self._document["tree"]).get(key))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidSpecError(f"the description of the state is invalid: {error!r}") from error
+
+    def numbers_below(self, path: Sequence[str]) -> set[int]:
+        """Return the numbers of all tensors at and below a path of keys."""
+        encoded = self._document["tree"]
+        for key in path:
+            if not isinstance(encoded, dict) or next(iter(encoded), None) not in _MAPPING_TYPES:
+                return set()
+            encoded = _items_of(encoded).get(key)
+        return set(_numbers_in(encoded))
+
+    def with_layouts(self, layouts: Sequence[TensorLayout]) -> bytes:
+        """Return the structure of an equal tree, whose tensors have other types and shapes."""
+        tensors = [[_name(layout.dtype), list(layout.shape)] for layout in layouts]
+        return json.dumps({**self._document, "tensors": tensors}, separators=(",", ":")).encode("ascii")
+
+
 def unflatten(spec: bytes, tensors: Sequence[Tensor]) -> Any:
     """Return the tree that `flatten` has separated into `spec` and `tensors`.
 
@@ -351,12 +416,12 @@ _ATOM_DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
 }
 
 
-def _items_of(encoded: dict[str, Any]) -> dict[str, Any]:
-    """Return the encoded values of an encoded mapping by those keys that are strings."""
+def _items_of(encoded: dict[str, Any]) -> dict[Any, Any]:
+    """Return the encoded values of an encoded mapping by those keys that are strings or integers."""
     ((name, items), *_) = encoded.items()
     if name not in _MAPPING_TYPES:
         raise TypeError(f"{name} is no mapping")
-    return {key: value for key, value in items if isinstance(key, str)}
+    return {key: value for key, value in items if isinstance(key, str | int)}
 
 
 def _numbers_in(encoded: Any) -> Iterator[int]:

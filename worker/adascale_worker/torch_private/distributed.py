@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -63,6 +63,39 @@ def local_process_group() -> dist.ProcessGroup:
     return group
 
 
+def process_group_beside(
+    store: Any, rank: int, size: int, device: torch.device, timeout: timedelta, *, share_a_gpu: bool
+) -> dist.ProcessGroup:
+    """Return a process group of processes that have different default process groups.
+
+    `torch.distributed.new_group` requires a default process group of which it is a part.
+
+    Args:
+        store: of the processes.
+        rank: of this process.
+        size: number of processes.
+        device: of the tensors that they exchange.
+        timeout: of the formation and of collective calls.
+        share_a_gpu: whether two of them use the same GPU, which NCCL refuses.
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    register = private_part(group, "_register_backend", "to make a group of the replicas")
+    set_default = private_part(group, "_set_default_backend", "to make a group of the replicas")
+    kinds = dist.ProcessGroup.BackendType
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)  # type: ignore[attr-defined]
+    register(torch.device("cpu"), kinds.GLOO, gloo)
+    set_default(kinds.GLOO)
+    if device.type == "cuda" and share_a_gpu:
+        register(torch.device("cuda"), kinds.GLOO, gloo)
+    elif device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)  # type: ignore[attr-defined]
+        register(torch.device("cuda"), kinds.NCCL, nccl)
+        set_default(kinds.NCCL)
+    return group
+
+
 @contextmanager
 def loopback_gloo() -> Iterator[None]:
     """Let groups of gloo that are made meanwhile listen on the loopback interface only."""
@@ -93,12 +126,25 @@ def end_default_group(error: Callable[[], Exception]) -> None:
         error: returns what a collective call with one of these groups raises.
     """
     module = dist.distributed_c10d
-    purpose = "to refuse groups whose members have changed"
-    groups = list(private_part(module, "_world", purpose).pg_map)
+    groups = list(private_part(module, "_world", _PURPOSE).pg_map)
     dist.destroy_process_group()
+    refuse_groups(groups, error)
+
+
+_PURPOSE = "to refuse groups whose members have changed"
+
+
+def refuse_groups(groups: Iterable[dist.ProcessGroup], error: Callable[[], Exception]) -> None:
+    """Refuse collective calls of the program with `groups` from now on.
+
+    Args:
+        groups: whose members have changed.
+        error: returns what such a call raises.
+    """
+    module = dist.distributed_c10d
     _ended_groups.update(groups)
     # All collective calls with a group ask this function first.
-    is_other = private_part(module, "_rank_not_in_group", purpose)
+    is_other = private_part(module, "_rank_not_in_group", _PURPOSE)
     if not hasattr(is_other, "refuses_ended_groups"):
 
         def refuse_ended(group: Any) -> Any:
@@ -129,6 +175,19 @@ def set_collective_timeout(timeout: timedelta) -> None:
     public(timeout)
 
 
+def set_timeout_of(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the timeout of collectives of a group that `process_group_beside` has made."""
+    purpose = "to wait longer for a collective than for the formation"
+    for backend in _backends_of(group, purpose):
+        private_part(backend, "_set_default_timeout", purpose)(timeout)
+
+
+def _backends_of(group: dist.ProcessGroup, purpose: str) -> list[Any]:
+    devices = private_part(group, "_device_types", purpose)
+    get = private_part(group, "_get_backend", purpose)
+    return list({id(backend): backend for backend in map(get, devices)}.values())
+
+
 def nccl_options(device: torch.device, timeout: timedelta) -> dict[str, Any]:
     """Return arguments of `init_process_group` with which NCCL connects at the first collective on a GPU.
 
@@ -147,9 +206,14 @@ def nccl_options(device: torch.device, timeout: timedelta) -> dict[str, Any]:
     return {"device_id": device, "pg_options": options}
 
 
-def abort_process_group() -> None:
-    """End the NCCL kernels of the default process group that wait for a lost peer."""
-    backend = private_part(dist.group.WORLD, "_get_backend", "to end kernels that wait for a lost peer")(
+def abort_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """End the NCCL kernels of a process group that wait for a lost peer.
+
+    Args:
+        group: None for the default process group.
+    """
+    group = dist.group.WORLD if group is None else group
+    backend = private_part(group, "_get_backend", "to end kernels that wait for a lost peer")(
         torch.device("cuda")
     )
     backend.abort()

@@ -23,6 +23,13 @@ def is_fully_sharded(model: torch.nn.Module | None) -> bool:
     return hasattr(model, "set_requires_gradient_sync")
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """Let the parameters of a model be its shards: they are whole after a forward pass without gradients."""
+    for module in model.modules():
+        if is_fully_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
 class ShardedParameterGroup:
     """The parameters of a module that FSDP2 reduces the gradients of together.
 
@@ -57,6 +64,14 @@ class ShardedParameterGroup:
     def shard_count(self) -> int:
         """Ranks that one copy of the parameters is spread over."""
         return int(self._parameters[0].sharded_param.device_mesh.size(-1))
+
+    @property
+    def gradient_divisor(self) -> float | None:
+        """What gradients are divided by in place of the number of ranks; None if it is that.
+
+        None also with versions of torch that had it elsewhere.
+        """
+        return getattr(self._group, "gradient_divide_factor", None)
 
     @property
     def has_trainable_parameter(self) -> bool:

@@ -7,6 +7,7 @@ between. All ranks read the same sums, equal to the bit, and so compute the same
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,16 @@ AGREEMENT_TOLERANCE = 1e-8
 """Relative variance up to which ranks have the same averaged gradients; kernels differ by less."""
 
 HEADER_SIZE = 2
+
+
+class Shards(Protocol):
+    """The processes of a replica, each of which has a shard of all gradients, and the other replicas."""
+
+    def add_shards(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over the processes of this replica."""
+
+    def add_replicas(self, tensor: Tensor) -> None:
+        """Replace a tensor, the same on all processes of a replica, by its sum over the replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,13 @@ class LocalStatistics:
     summed: Tensor
     averaged: Tensor
     complete: bool
+
+    def over(self, shards: Shards) -> "LocalStatistics":
+        """Return the numbers of all shards of this replica together. A collective call."""
+        vector = torch.cat([self.summed, self.averaged, self.averaged.new_tensor([float(not self.complete)])])
+        shards.add_shards(vector)
+        summed, averaged, missing = vector.split([self.summed.numel(), self.averaged.numel(), 1])
+        return LocalStatistics(summed, averaged, complete=missing.item() == 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +91,7 @@ class StatisticsAllReduce:
         same_on_all_ranks: whether `local.averaged` should be the same on all ranks. Otherwise its mean
             counts.
         process_group: of the ranks; None for the default process group.
+        shards: sums over the replicas, in place of a process group.
     """
 
     def __init__(
@@ -83,6 +102,7 @@ class StatisticsAllReduce:
         ranks: int,
         same_on_all_ranks: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self._same_on_all_ranks = same_on_all_ranks
         self._groups = local.summed.numel()
@@ -96,7 +116,9 @@ class StatisticsAllReduce:
         self._vector = torch.cat(parts)
         self._work: dist.Work | None = None
         self._result: ReducedStatistics | None = None
-        if ranks > 1:
+        if ranks > 1 and shards is not None:
+            shards.add_replicas(self._vector)
+        elif ranks > 1:
             self._work = dist.all_reduce(self._vector, group=process_group, async_op=True)
 
     def result(self, device: torch.device, before_step: Tensor | None = None) -> ReducedStatistics:

@@ -72,8 +72,10 @@ def from_consecutive_gradients(
     2.
 
     The bias: the parameters move between the two steps, by d, so that grad_var contains
-    |H d|^2 / (1/S1 + 1/S2) with H the Hessian, and grad_sqr is the product of two gradients a step apart.
-    Both effects vanish with the learning rate. (The gradient noise scale of AdaptDL does so for one replica.)
+    |H d|^2 / (1/S1 + 1/S2) with H the Hessian. With SGD, d = -lr g1, so that grad_sqr lacks lr tr(H V), V the
+    covariance of g1, besides what the true gradient loses by the step: where noise dominates, more than all
+    of it. Both effects vanish with the learning rate. (The gradient noise scale of AdaptDL does so for one
+    replica.)
 
     Args:
         inner_product: g1 . g2, any shape.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adascale_core.batch.gain import GradientEstimate, default_smoothing, total
 from adascale_worker.scaling.rules import ScalingRule
+from adascale_worker.scaling.statistics.all_reduce import Shards
 from adascale_worker.scaling.statistics.estimates import StepEstimate
 from adascale_worker.scaling.statistics.gradient_statistics import GradientStatistics
 from adascale_worker.scaling.statistics.loss_scale import GradScaler
@@ -28,6 +29,7 @@ class GainOptions:
         sampling: the rule that selects the measured steps.
         debias: whether the moving average is debiased.
         observes_backward: whether hooks read the gradients; if not, the caller passes them.
+        shards: exchange the statistics, if each process of a replica has shards of the gradients.
     """
 
     settings: StepSettings
@@ -35,6 +37,7 @@ class GainOptions:
     sampling: Sampling
     debias: bool
     observes_backward: bool = True
+    shards: Shards | None = None
 
 
 class GainEstimator:
@@ -72,6 +75,7 @@ class GainEstimator:
             model,
             grad_scaler,
             observes_backward=options.observes_backward,
+            shards=options.shards,
         )
         self.gradients_are_divided = False
         self._averages = MovingAverages.empty(0, HOST)
@@ -186,7 +190,8 @@ class GainEstimator:
         self.statistics.begin_step(
             self.settings,
             self._steps,
-            measuring=not self._is_stopped and is_measured(step, self.smoothing),
+            measuring=not self._is_stopped
+            and (self.settings.interval > 0 or is_measured(step, self.smoothing)),
             begins_pair=is_single and sampling.begins_pair(step, self.smoothing),
         )
 
@@ -271,12 +276,20 @@ class GainEstimator:
 
     def _updated_averages(self, step: StepEstimate) -> MovingAverages:
         # The estimate of a measured step stands for all the steps of an interval.
-        sampling = self._options.sampling
-        interval_at = sampling.pair_interval if self.settings.micro_gradients == 1 else sampling.interval
-        interval = interval_at(self._steps - self._sampling_start, self.smoothing)
+        sampling, smoothing, steps = (
+            self._options.sampling,
+            self.smoothing,
+            self._steps - self._sampling_start,
+        )
+        if self.settings.interval:
+            interval, smoothing = self.settings.interval, sampling.longer_smoothing(steps, smoothing)
+        elif self.settings.micro_gradients == 1:
+            interval = sampling.pair_interval(steps, smoothing)
+        else:
+            interval = sampling.interval(steps, smoothing)
         groups = len(self._optimizer.param_groups)
         averages = self._averages.to(step.grad_sqr.device).with_groups(groups)
-        return averages.updated(step, self.smoothing**interval, debias=self._options.debias)
+        return averages.updated(step, smoothing**interval, debias=self._options.debias)
 
     def _current_averages(self) -> MovingAverages:
         """The averages with this step, as far as it is measured."""

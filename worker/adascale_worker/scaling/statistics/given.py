@@ -29,11 +29,12 @@ class GivenGradients:
         self._earlier: Tensor | None = None
         self._last: LocalGradients | None = None
         self._last_weight = 1.0
+        self._last_norms: Tensor | None = None
         self.count = 0
 
     def clear(self) -> None:
         """Discard what was read."""
-        self._earlier = self._last = None
+        self._earlier = self._last = self._last_norms = None
         self.count = 0
 
     @property
@@ -49,14 +50,21 @@ class GivenGradients:
 
     def set_last(self, gradients: LocalGradients | None, weight: float = 1.0) -> None:
         """Use the micro-gradient that completes the step, in place of the one before; None deletes it."""
-        self._last, self._last_weight = gradients, weight
+        self._last, self._last_weight, self._last_norms = gradients, weight, None
+
+    def read_last(self, gradients: LocalGradients, weight: float) -> None:
+        """Read the micro-gradient that completes the step now, because it is averaged in place next."""
+        self.set_last({})
+        self._last_norms = self._sqr_norms(gradients, weight)
 
     def sum_of_sqr_norms(self) -> Tensor:
         """Return the sum of the squared norms, each divided by its weight: shape (groups,)."""
         if self._last is None:
             zeros = torch.zeros(len(self._parameters.groups()), **self._parameters.statistics_options)
             return zeros if self._earlier is None else self._earlier
-        last = self._sqr_norms(self._last, self._last_weight)
+        last = self._last_norms
+        if last is None:
+            last = self._sqr_norms(self._last, self._last_weight)
         return last if self._earlier is None else self._earlier + last
 
     def _sqr_norms(self, gradients: LocalGradients, weight: float) -> Tensor:

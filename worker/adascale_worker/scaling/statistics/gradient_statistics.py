@@ -15,6 +15,7 @@ from adascale_worker.scaling.rules import ScalingRule
 from adascale_worker.scaling.statistics.all_reduce import (
     LocalStatistics,
     ReducedStatistics,
+    Shards,
     StatisticsAllReduce,
 )
 from adascale_worker.scaling.statistics.estimates import (
@@ -61,6 +62,8 @@ class GradientStatistics:
         model: a `DistributedDataParallel` or a model with `fully_shard`, if it was given.
         grad_scaler: of the training loop, if it was given.
         observes_backward: whether hooks read the gradients; if not, the caller passes them.
+        shards: exchange the statistics, if each process of a replica has shards of the gradients. Then the
+            caller passes these.
 
     Attributes:
         flags: local numbers that are summed over ranks along with the statistics.
@@ -76,11 +79,13 @@ class GradientStatistics:
         grad_scaler: GradScaler | None = None,
         *,
         observes_backward: bool = True,
+        shards: Shards | None = None,
     ) -> None:
         self._settings = settings
+        self._shards = shards
         adapts = rule.has_second_moments
         self.parameters = OptimizerParameters(optimizer, scales_lr_alone=not adapts)
-        self._metric = SecondMomentMetric(rule, optimizer) if adapts else EuclideanMetric()
+        self._metric = SecondMomentMetric(rule, optimizer, shards) if adapts else EuclideanMetric()
         self.reader = GradientReader(
             self.parameters,
             settings,
@@ -173,6 +178,16 @@ class GradientStatistics:
         """
         if self._is_measuring and self.reader.given is not None:
             self.reader.given.set_last(gradients, weight)
+            self._measure()
+
+    def read_last_gradient(self, gradients: LocalGradients, weight: float) -> None:
+        """Read the local gradient that completes the step, before it is averaged in place."""
+        if self._is_measuring and self.reader.given is not None:
+            self.reader.given.read_last(gradients, weight)
+
+    def measure_averaged(self) -> None:
+        """Read the averaged gradients, after `read_last_gradient`."""
+        if self._is_measuring and not self._is_left_out:
             self._measure()
 
     def discard_measurement(self) -> None:
@@ -337,12 +352,15 @@ class GradientStatistics:
     def _start_all_reduce(self, local: LocalStatistics) -> None:
         if self._all_reduce is not None:
             self._all_reduce.wait()
+        if self._shards is not None:
+            local = local.over(self._shards)
         self._all_reduce = StatisticsAllReduce(
             local,
             self.flags,
             ranks=self._settings.world_size,
-            same_on_all_ranks=not self.reader.is_sharded,
+            same_on_all_ranks=not self.reader.is_sharded and self._shards is None,
             process_group=self.reader.process_group,
+            shards=self._shards,
         )
 
     def _warn_of_synchronisation_problem(self) -> None:

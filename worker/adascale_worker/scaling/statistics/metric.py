@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from adascale_worker.scaling.rules import ScalingRule, SecondMoment
+from adascale_worker.scaling.statistics.all_reduce import Shards
 from adascale_worker.scaling.statistics.norms import (
     HALF_PRECISION,
     MAX_ELEMENTS_TOGETHER,
@@ -86,10 +87,14 @@ class SecondMomentMetric(EuclideanMetric):
     Args:
         rule: of the optimizer, which has the second moments.
         optimizer: with the groups.
+        shards: the processes of a replica, if each has shards of the second moments.
     """
 
-    def __init__(self, rule: ScalingRule, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, rule: ScalingRule, optimizer: torch.optim.Optimizer, shards: Shards | None = None
+    ) -> None:
         self._rule = rule
+        self._shards = shards
         self._optimizer = optimizer
         self._divisors: dict[int, _GroupDivisor | _DivisorOnGpu] | None = None
         self._sizes_on_gpu: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
@@ -140,9 +145,9 @@ class SecondMomentMetric(EuclideanMetric):
             if moments:
                 eps = max(self._rule.eps(number), MIN_EPS)
                 if are_read_together([value for value, *_ in moments.values()]):
-                    self._divisors[number] = _DivisorOnGpu(moments, eps, self._sizes_on_gpu)
+                    self._divisors[number] = _DivisorOnGpu(moments, eps, self._sizes_on_gpu, self._shards)
                 else:
-                    self._divisors[number] = _GroupDivisor(moments, eps)
+                    self._divisors[number] = _GroupDivisor(moments, eps, self._shards)
         return self._divisors
 
 
@@ -154,9 +159,10 @@ class _GroupDivisor:
     Args:
         moments: by the id of the parameter. A parameter without one has the mean of the group.
         eps: positive.
+        shards: the processes that have shards of them; None if this process has all.
     """
 
-    def __init__(self, moments: dict[int, SecondMoment], eps: float) -> None:
+    def __init__(self, moments: dict[int, SecondMoment], eps: float, shards: Shards | None = None) -> None:
         self._moments = moments
         self._memory: Tensor | None = None
         factors = {_number(moment) for moment in moments.values()}
@@ -170,9 +176,7 @@ class _GroupDivisor:
         if small:
             whole = flatten_together(list(small.values()))
             sums.append(whole.sum() * self._small_factor)
-        total = _total(sums, sums[0].device)
-        mean = total / sum(_real(value).numel() for value, *_ in moments.values())
-        self._mean = mean.item()
+        self._mean = _mean(sums, [value for value, *_ in moments.values()], shards).item()
         self._added = self._mean * FLOOR + eps**2
         self._small_sizes = {number: value.numel() for number, value in small.items()}
         # What the squares of the gradients of small parameters are multiplied by, by their numbers.
@@ -290,6 +294,7 @@ class _DivisorOnGpu:
         moments: by the id of the parameter. A parameter without one has the mean of the group.
         eps: positive.
         sizes: numbers of elements on a GPU, from earlier steps: to copy them there takes time.
+        shards: the processes that have shards of them; None if this process has all.
     """
 
     def __init__(
@@ -297,6 +302,7 @@ class _DivisorOnGpu:
         moments: dict[int, SecondMoment],
         eps: float,
         sizes: dict[tuple[torch.device, tuple[int, ...]], Tensor],
+        shards: Shards | None = None,
     ) -> None:
         self._moments = moments
         self._sizes = sizes
@@ -312,7 +318,7 @@ class _DivisorOnGpu:
             sums.append(whole.sum())
             if keeps:
                 kept.append(whole)
-        mean = _total(sums, sums[0].device) / sum(_real(value).numel() for value in values)
+        mean = _mean(sums, values, shards)
         self._added = mean * FLOOR + eps**2
         self._weight_of_others = 1.0 / (mean + self._added)
         if len(kept) == 1:  # All have the same kind.
@@ -404,6 +410,22 @@ def _total(terms: Sequence[Tensor], device: torch.device) -> Tensor:
     if not terms:
         return torch.zeros((), dtype=dtype, device=device)
     return torch.stack([term.to(device, dtype) for term in terms]).sum()
+
+
+def _mean(sums: Sequence[Tensor], values: Sequence[Tensor], shards: Shards | None) -> Tensor:
+    """Return the mean of second moments: shape (). A collective call with shards.
+
+    Args:
+        sums: that add up to the sum of `values`, at least one.
+        values: the second moments.
+        shards: the processes that have shards of them.
+    """
+    total, count = _total(sums, sums[0].device), sum(_real(value).numel() for value in values)
+    if shards is None:
+        return total / count
+    both = torch.stack([total, total.new_tensor(float(count))])
+    shards.add_shards(both)
+    return both[0] / both[1]
 
 
 def _sum_dtype(value: Tensor) -> torch.dtype | None:

@@ -4,6 +4,8 @@ All numbers are tensors with one number per group, on the host or on the device 
 `adascale_worker.scaling.statistics.estimates`.
 """
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,8 @@ from adascale_worker.scaling.statistics.estimates import StepEstimate
 from adascale_worker.scaling.statistics.norms import accumulation_dtype
 
 UNBIASED, BIASED = 0, 1
-GRAD_SQR, GRAD_VAR, WEIGHT = 0, 1, 2
+GRAD_SQR, GRAD_VAR, WEIGHT, SQUARE, SQR_WEIGHT = range(5)
+NAMES = ("grad_sqr", "grad_var", "weight", "square", "sqr_weight")
 
 
 class MovingAverages:
@@ -29,8 +32,9 @@ class MovingAverages:
     Immutable: `updated` returns new averages.
 
     Args:
-        sums: weighted sums of `grad_sqr`, of `grad_var` and of weights, for both averages: shape
-            (2, 3, groups). The weights are at most 1, and 0 without an estimate.
+        sums: weighted sums of `grad_sqr`, of `grad_var`, of weights and of the squares of `grad_sqr`, and the
+            sums of the squares of the weights, for both averages: shape (2, 5, groups). The weights are at
+            most 1, and 0 without an estimate.
         counts: numbers of estimates, shape (2, groups).
     """
 
@@ -44,7 +48,7 @@ class MovingAverages:
         """Return averages of no estimates, for `groups` parameter groups."""
         dtype = accumulation_dtype(device)
         return cls(
-            torch.zeros(2, 3, groups, dtype=dtype, device=device),
+            torch.zeros(2, len(NAMES), groups, dtype=dtype, device=device),
             torch.zeros(2, groups, dtype=dtype, device=device),
         )
 
@@ -90,14 +94,17 @@ class MovingAverages:
         require_smoothing(smoothing)
         sums, counts = self._sums, self._counts
         past, count = self._latest() if step.biased else (sums[UNBIASED], counts[UNBIASED])
-        numbers = torch.stack([step.grad_sqr, step.grad_var, torch.ones_like(step.grad_sqr)])
-        if debias:
-            average = torch.lerp(past, numbers, 1.0 - smoothing)
-        else:
-            average = torch.lerp(past, numbers, (1.0 / (count + 1.0)).clamp(min=1.0 - smoothing))
+        ones = torch.ones_like(step.grad_sqr)
+        numbers = torch.stack([step.grad_sqr, step.grad_var, ones, step.grad_sqr.square(), ones])
+        share = ones - smoothing if debias else (1.0 / (count + 1.0)).clamp(min=1.0 - smoothing)
+        average = torch.lerp(past, numbers, share)
+        average[SQR_WEIGHT] = (1.0 - share).square() * past[SQR_WEIGHT] + share.square()
         if step.biased:
             # With smoothing 0 the unbiased average would get the weight 0 and be lost, so it stays as it is.
-            aged = smoothing * sums[UNBIASED] if smoothing > 0.0 else sums[UNBIASED]
+            aged = sums[UNBIASED]
+            if smoothing > 0.0:
+                aged = smoothing * aged
+                aged[SQR_WEIGHT] *= smoothing
             new, new_counts = torch.stack([aged, average]), torch.stack([counts[UNBIASED], count + 1.0])
         else:
             new = torch.stack([average, torch.zeros_like(average)])
@@ -140,20 +147,17 @@ class MovingAverages:
         self._on_host = self._interpret(numbers)
 
     def _interpret(self, numbers: Sequence[float]) -> list[GradientEstimate | None]:
-        rows = zip(*(numbers[row * self.groups : (row + 1) * self.groups] for row in range(4)), strict=True)
-        return [
-            GradientEstimate(grad_sqr / weight, grad_var / weight, is_biased > 0.0) if weight > 0.0 else None
-            for grad_sqr, grad_var, weight, is_biased in rows
-        ]
+        starts = range(0, len(numbers), self.groups or 1)
+        rows = zip(*(numbers[start : start + self.groups] for start in starts), strict=True)
+        return [_estimate(*row) if row[WEIGHT] > 0.0 else None for row in rows]
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the averages of each group as numbers."""
         sums, counts = self._sums.tolist(), self._counts.tolist()
 
         def average(kind: int, group: int) -> dict[str, float]:
-            grad_sqr, grad_var, weight = (row[group] for row in sums[kind])
-            count = int(counts[kind][group])
-            return {"grad_sqr": grad_sqr, "grad_var": grad_var, "weight": weight, "count": count}
+            named = {name: row[group] for name, row in zip(NAMES, sums[kind], strict=True)}
+            return {**named, "count": int(counts[kind][group])}
 
         return [
             {
@@ -166,11 +170,10 @@ class MovingAverages:
     @classmethod
     def from_state_dict(cls, state: Sequence[Mapping[str, Any]], device: torch.device) -> "MovingAverages":
         """Return the averages that `state_dict` returned `state` for."""
-        empty = {"grad_sqr": 0.0, "grad_var": 0.0, "weight": 0.0, "count": 0}
+        empty = {**dict.fromkeys(NAMES, 0.0), "count": 0}
         averages = [[group[kind] or empty for group in state] for kind in ("unbiased", "biased")]
         dtype = accumulation_dtype(device)
-        names = ("grad_sqr", "grad_var", "weight")
-        sums = [[[average[name] for average in kind] for name in names] for kind in averages]
+        sums = [[[average[name] for average in kind] for name in NAMES] for kind in averages]
         counts = [[average["count"] for average in kind] for kind in averages]
         return cls(
             torch.tensor(sums, dtype=dtype, device=device), torch.tensor(counts, dtype=dtype, device=device)
@@ -190,6 +193,20 @@ class MovingAverages:
         has_estimate = sums[WEIGHT] > 0.0
         weight = torch.where(has_estimate, sums[WEIGHT], 1.0)
         return sums[GRAD_SQR] / weight, sums[GRAD_VAR] / weight
+
+
+def _estimate(
+    grad_sqr: float, grad_var: float, weight: float, square: float, sqr_weight: float, is_biased: float
+) -> GradientEstimate:
+    """Return the estimate of weighted sums, with the standard error of the weighted mean of `grad_sqr`."""
+    mean, variance = grad_sqr / weight, grad_var / weight
+    # The mean has the error of that of so many samples of equal weight.
+    samples = weight**2 / sqr_weight
+    spread = square / weight - mean**2
+    error = math.sqrt(max(spread, 0.0) / (samples - 1.0)) if samples > 1.0 + 1e-9 else math.inf
+    if not math.isfinite(error):  # One sample does not show its error.
+        error = min(abs(mean) + abs(variance), sys.float_info.max)
+    return GradientEstimate(mean, variance, is_biased > 0.0, error)
 
 
 def _gain(grad_sqr: Tensor, grad_var: Tensor, scale: float) -> Tensor:

@@ -25,6 +25,7 @@ class Sampling:
         every: the interval between measured steps; 1 measures every step. None for the default: all of the
             first steps, then as few as the window allows.
         disjoint_pairs: whether the pairs of consecutive steps that are compared have no step in common.
+        compares_steps: whether steps with one gradient are compared at all.
 
     Raises:
         ValueError: `every` is below 1.
@@ -32,6 +33,7 @@ class Sampling:
 
     every: int | None = None
     disjoint_pairs: bool = False
+    compares_steps: bool = True
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
@@ -57,8 +59,15 @@ class Sampling:
 
     def is_in_measured_pair(self, step: int, smoothing: float) -> bool:
         """Whether `step` is the first or the second of two consecutive steps that are compared."""
-        return step % self.pair_interval(step, smoothing) <= 1
+        return self.compares_steps and step % self.pair_interval(step, smoothing) <= 1
 
     def begins_pair(self, step: int, smoothing: float) -> bool:
         """Whether `step` is the first of two consecutive steps that are compared."""
-        return step % self.pair_interval(step, smoothing) == 0
+        return self.compares_steps and step % self.pair_interval(step, smoothing) == 0
+
+    def longer_smoothing(self, step: int, smoothing: float) -> float:
+        """Return the smoothing for steps that the training loop chooses, which are few.
+
+        Their window is that of `smoothing`, or a quarter of the steps so far if that is longer.
+        """
+        return max(smoothing, 1.0 - 4.0 / max(step, 4))

@@ -12,12 +12,15 @@ class StepSettings:
         accumulation: number of backward passes.
         scale: S of the whole step.
         is_scaled_loss: whether each loss is divided by `accumulation`.
+        interval: the number of steps for which the measurement of this step stands, if the training loop has
+            chosen to measure it. 0: `Sampling` chooses.
     """
 
     world_size: int
     accumulation: int
     scale: float
     is_scaled_loss: bool
+    interval: int = 0
 
     @property
     def micro_gradients(self) -> int:

@@ -16,8 +16,10 @@ from adascale_storage.interface import Storage, UnusableStorageError
 from adascale_worker.errors import CheckpointError, StorageUnavailableError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.checkpoints.best_weights import BestWeights
+from adascale_worker.state.checkpoints.processes import CheckpointProcesses
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.state.shards import Shards
 
 State = dict[str, Any]
 MakeState = Callable[[], State]
@@ -31,7 +33,7 @@ MAX_WAIT_FOR_STORAGE = 600.0
 
 
 class Checkpointing:
-    """Saves and restores checkpoints of all replicas together. Rank 0 writes.
+    """Saves and restores checkpoints of all replicas together. Rank 0 writes: each of its processes a part.
 
     A checkpoint is due `interval` seconds after the state of the last one was copied, also if the process was
     started again in between, and after the first step of a job without a checkpoint.
@@ -56,9 +58,12 @@ class Checkpointing:
         group: ReplicaGroup,
         is_terminated: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._store = None if location is None else CheckpointStore(_open(location))
+        self._processes = processes = CheckpointProcesses(group.messages_within)
+        self._store = None if location is None else CheckpointStore(_open(location), processes=processes)
         self._writer = (
-            CheckpointWriter(self._store, interval, self._keep_manifest) if self._store is not None else None
+            CheckpointWriter(self._store, interval, self._keep_manifest, processes)
+            if self._store is not None
+            else None
         )
         self.interval = interval
         """Seconds between two checkpoints."""
@@ -110,10 +115,11 @@ class Checkpointing:
         age, self.is_unsaved = self._group.broadcast((time.monotonic() - self._saved_at, self.is_unsaved))
         self._saved_at = time.monotonic() - age
 
-    def load(self, *, wait: bool = False) -> State | None:
+    def load(self, own: Shards | None = None, *, wait: bool = False) -> State | None:
         """Return the newest intact checkpoint. None if there is none. Called on rank 0 only.
 
         Args:
+            own: the part of the state that this process needs; None for the whole state.
             wait: whether to wait for a storage that cannot be read, at most `MAX_WAIT_FOR_STORAGE` seconds.
 
         Raises:
@@ -121,7 +127,8 @@ class Checkpointing:
         """
         if self._store is None:
             return None
-        loaded = self._repeat(self._store.load) if wait else self._store.load()
+        store = self._store
+        loaded = self._repeat(lambda: store.load(own=own)) if wait else store.load(own=own)
         if loaded is None:
             return None
         state, self._manifest = loaded
@@ -147,7 +154,7 @@ class Checkpointing:
 
         Args:
             info: description of the checkpoint.
-            make_state: called on rank 0; returns the state to write.
+            make_state: called on rank 0; returns the state to write, or this process's part of it.
             final: whether training is over, so that results are added to this checkpoint.
             durable: whether to wait until the checkpoint is written.
             only_if_latest: see `CheckpointStore.save`; if `durable`.
@@ -175,7 +182,7 @@ class Checkpointing:
         changed_by_step: Iterable[Tensor],
     ) -> None:
         self._saved_at, self.is_unsaved = time.monotonic(), True
-        if self._group.is_main:
+        if self._group.rank == 0:
             writer.start(make_state(), info, self._result, weights, changed_by_step)
 
     def _save_durably(
@@ -192,7 +199,7 @@ class Checkpointing:
 
         failure = None
         self._saved_at = time.monotonic()
-        if self._group.is_main:
+        if self._group.rank == 0:
             try:
                 self._repeat(save) if wait else save()
             except CheckpointError as error:
@@ -214,14 +221,15 @@ class Checkpointing:
                 result = action()
             except StorageUnavailableError as error:
                 waited = time.monotonic() - begun
-                if waited > MAX_WAIT_FOR_STORAGE or self._group.has_failed or self._is_terminated():
+                gives_up = waited > MAX_WAIT_FOR_STORAGE or self._group.has_failed or self._is_terminated()
+                if self._processes.lead(lambda gives_up=gives_up: gives_up):  # type: ignore[misc]
                     raise
-                if not has_reported:
+                if not has_reported and self._processes.leads:
                     print(f"adascale: {error}; trying again for {MAX_WAIT_FOR_STORAGE:.0f} s", flush=True)
                 has_reported = True
                 time.sleep(backoff.next())
             else:
-                if has_reported:
+                if has_reported and self._processes.leads:
                     print("adascale: the storage of checkpoints works again", flush=True)
                 return result
 
@@ -234,13 +242,13 @@ class Checkpointing:
             self._writer.before_step()
 
     def save_on_rank_0(self, info: CheckpointInfo, make_state: MakeState) -> None:
-        """Save the end of training on rank 0. Not a collective call.
+        """Save the end of training on rank 0. Not a collective call of the replicas.
 
         Raises:
             CheckpointError: the checkpoint cannot be written.
         """
         writer = self._writer
-        if writer is not None and self._group.is_main:
+        if writer is not None and self._group.rank == 0:
             self._repeat(lambda: writer.save(make_state(), info, self._result))
             self._is_final_written = True
 

@@ -4,6 +4,9 @@ A checkpoint consists of two files, which never change: the state, and the manif
 part of the state. The manifest is written last; a state without a manifest is ignored. The last two states
 are kept, so that the previous one is available if the newest is damaged.
 
+If the model is sharded over the processes of a replica, the state has a file for each of them, which they
+write at the same time. Then the first writes the manifest with the SHA-256 of all files.
+
 Several replicas may save at the same time: members that a loss has separated, or a replica that was replaced
 while it was disconnected. Every writer gives its state another name, and a manifest is created only if no
 manifest has its number, so a writer learns of the others. No writer deletes a state that another may still
@@ -19,26 +22,23 @@ import hashlib
 import json
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from adascale_core.checkpoint_manifest import (
-    InvalidManifestError,
+    FORMAT,
+    SHARDED_FORMAT,
     Manifest,
-    UnsupportedFormatError,
+    StateFile,
     checkpoint_number,
-    is_draft,
     manifest_file_name,
     manifest_number,
+    name_of_draft,
     state_file_name,
+    state_of,
 )
 from adascale_storage.interface import (
-    MissingFileError,
     NameTakenError,
     Part,
     Storage,
@@ -48,15 +48,14 @@ from adascale_storage.interface import (
     WriteCancelledError,
 )
 from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
-from adascale_worker.state import tree
+from adascale_worker.state.checkpoints.processes import CheckpointProcesses, DamagedError, SupersededError
+from adascale_worker.state.checkpoints.reader import read_manifest, read_state
 from adascale_worker.state.checkpoints.snapshot import Snapshot
-from adascale_worker.state.file import StateFileLayout, read_layout
-from adascale_worker.state.tree import InvalidSpecError
+from adascale_worker.state.shards import Shards
 
 KEPT_STATES = 2
 CHUNK_BYTES = 16 * 2**20
 """Length of the parts of a state, each of which has a SHA-256 in the manifest."""
-_PARALLEL_READS = 4
 _NUMBERS_OF_A_STATE = 2
 """How many numbers the manifest of a new state can have: that of the state, and the next one."""
 _MAX_ATTEMPTS = 20
@@ -86,11 +85,19 @@ class CheckpointStore:
     Args:
         storage: where they are stored.
         chunk_bytes: length of the parts of a state.
+        processes: those that save and load together, each its part of the state; None for this one alone. All
+            of them call `save` and `load` at the same time, which return or raise the same.
     """
 
-    def __init__(self, storage: Storage, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        chunk_bytes: int = CHUNK_BYTES,
+        processes: CheckpointProcesses | None = None,
+    ) -> None:
         self.storage = storage
         self._chunk_bytes = chunk_bytes
+        self._processes = CheckpointProcesses() if processes is None else processes
         self._uncommitted: set[str] = set()
         """States of this process whose manifests are not written, or the answer was lost."""
 
@@ -134,7 +141,7 @@ class CheckpointStore:
                     if only_if_latest and attempt < _ATTEMPTS_BESIDE_OTHERS:
                         # Other members write at the same time. One that is alone for a while has space.
                         time.sleep(secrets.SystemRandom().uniform(0.0, 3.0 * (time.monotonic() - begun)))
-                    elif not self._delete_remains():
+                    elif not self._processes.lead(self._delete_remains):
                         raise
             else:
                 raise StorageError(f"other processes have saved here during each of {_MAX_ATTEMPTS} attempts")
@@ -143,15 +150,16 @@ class CheckpointStore:
         except StorageError as error:
             remedy = "Check that the storage can be reached and written, or use another one"
             if isinstance(error, StorageFullError):
-                mebibytes = -(-(len(snapshot.layout.header) + snapshot.layout.data_bytes) // 2**20)
+                mebibytes = -(-sum(self._processes.each(lambda: _file_bytes(snapshot))) // 2**20)
                 remedy = (
                     f"Free {mebibytes:,} MiB: there must be space for three checkpoints, two of which stay"
                 )
+            newest = self._processes.lead(self._describe_newest)
             raise StorageUnavailableError(
-                f"the checkpoint cannot be saved in {self.storage}: {error}; {self._describe_newest()}. "
-                f"{remedy}"
+                f"the checkpoint cannot be saved in {self.storage}: {error}; {newest}. {remedy}"
             ) from error
-        self._prune()
+        if self._processes.leads:
+            self._prune()
         return manifest
 
     def _save_once(
@@ -167,13 +175,60 @@ class CheckpointStore:
         Raises:
             NameTakenError: others have saved so many meanwhile that this state may be deleted.
         """
+        processes = self._processes
+        plan = processes.lead(lambda: self._plan(info, only_if_latest))
+        if plan["saved"] is not None:
+            return Manifest.from_json(plan["saved"])
+        number, names = plan["number"], plan["names"]
+
+        def write() -> dict[str, Any]:
+            return asdict(self._write(names[processes.process], snapshot, is_cancelled))
+
+        try:
+            first, *others = [StateFile(**file) for file in processes.each(write)]
+        except Exception:
+            if processes.count > 1 and processes.leads:
+                # Those of other processes may be complete.
+                with contextlib.suppress(StorageError, CheckpointError):
+                    self._delete_uncommitted()
+            raise
+        manifest = Manifest(
+            number=number,
+            chunk_bytes=self._chunk_bytes,
+            **asdict(first),
+            **asdict(info),
+            shards=tuple(others),
+            format=SHARDED_FORMAT if others else FORMAT,
+            result={**plan["result"], **(result or {})},
+        )
+
+        def commit() -> dict[str, Any]:
+            try:
+                committed = self._commit(manifest, info, only_if_latest=only_if_latest)
+            except (NameTakenError, SupersededError):
+                self._delete(names)
+                raise
+            if committed.state != manifest.state:
+                self._delete(names)
+            self._uncommitted -= set(names)
+            return committed.to_json()
+
+        return Manifest.from_json(processes.lead(commit))
+
+    def _plan(self, info: CheckpointInfo, only_if_latest: bool) -> dict[str, Any]:
+        """Return the number and the files of the next checkpoint, or the manifest that is as good."""
         newest = max(self.numbers(), default=0)
         last = self._require_not_superseded(newest, info)
         if only_if_latest and last is not None and _is_later(last, info):
-            return last
+            return {"saved": last.to_json()}
         self._delete_uncommitted()
-        number = newest + 1
-        state_name = state_file_name(number, secrets.token_hex(4))
+        number, writer, count = newest + 1, secrets.token_hex(4), self._processes.count
+        names = [state_file_name(number, writer, process, count) for process in range(count)]
+        self._uncommitted |= set(names)
+        return {"saved": None, "number": number, "names": names, "result": _result_so_far(last, info)}
+
+    def _write(self, name: str, snapshot: Snapshot, is_cancelled: Callable[[], bool]) -> StateFile:
+        """Write the state, or this process's part of it."""
         layout = snapshot.layout
         digests: list[str] = []
 
@@ -184,28 +239,13 @@ class CheckpointStore:
                     raise WriteCancelledError
                 yield from _digested(part, digests)
 
-        size = len(layout.header) + layout.data_bytes
-        self._uncommitted.add(state_name)
-        self.storage.write(state_name, parts(), size=size)
-        manifest = Manifest(
-            number=number,
-            state=state_name,
-            bytes=size,
-            header_bytes=len(layout.header),
-            chunk_bytes=self._chunk_bytes,
-            sha256=digests,
-            **asdict(info),
-            result={**_result_so_far(last, info), **(result or {})},
-        )
-        try:
-            committed = self._commit(manifest, info, only_if_latest=only_if_latest)
-        except (NameTakenError, _SupersededError):
-            self.storage.delete(state_name)
-            raise
-        if committed.state != state_name:
-            self.storage.delete(state_name)
-        self._uncommitted.discard(state_name)
-        return committed
+        size = _file_bytes(snapshot)
+        self.storage.write(name, parts(), size=size)
+        return StateFile(name, size, len(layout.header), digests)
+
+    def _delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.storage.delete(name)
 
     def annotate(self, manifest: Manifest, result: dict[str, float | str]) -> Manifest:
         """Save a new manifest of a saved state, with `result` added, and return it.
@@ -228,7 +268,9 @@ class CheckpointStore:
         self._prune()
         return annotated
 
-    def load(self, number: int | None = None) -> tuple[dict[str, Any], Manifest] | None:
+    def load(
+        self, number: int | None = None, own: Shards | None = None
+    ) -> tuple[dict[str, Any], Manifest] | None:
         """Return the newest intact checkpoint, as state and manifest. None if none was ever saved.
 
         Every byte is verified before it is used. Reports damaged checkpoints that are newer than the one
@@ -236,21 +278,22 @@ class CheckpointStore:
 
         Args:
             number: number of the checkpoint to load. None loads the newest.
+            own: the part of the state that this process needs; None for the whole state. See `read_state`.
 
         Raises:
             CheckpointError: all checkpoints are damaged, or the storage cannot be read.
         """
         for attempt in range(_MAX_ATTEMPTS):
-            numbers = self.numbers() if number is None else [number]
-            loaded, damages = self._read_newest(numbers)
+            numbers = self._processes.lead(self.numbers) if number is None else [number]
+            loaded, damages = self._read_newest(numbers, own)
             is_last = attempt == _MAX_ATTEMPTS - 1 or number is not None
-            if not damages or is_last or self.numbers() == numbers:
+            if not damages or is_last or self._processes.lead(self.numbers) == numbers:
                 break
             # Another process has saved meanwhile, and may have deleted what was to be read.
             loaded = None
         if loaded is not None:
             _, manifest = loaded
-            for damage in damages:
+            for damage in damages if self._processes.leads else ():
                 print(
                     f"adascale: {damage}; resuming from checkpoint {manifest.number}, step {manifest.step}",
                     flush=True,
@@ -278,126 +321,28 @@ class CheckpointStore:
     # -- reading ----------------------------------------------------------------------------------------
 
     def _read_newest(
-        self, numbers: Sequence[int]
+        self, numbers: Sequence[int], own: Shards | None
     ) -> tuple[tuple[dict[str, Any], Manifest] | None, list[str]]:
         """Return the newest intact checkpoint, and descriptions of the damaged ones that are newer."""
         damages: list[str] = []
         for number in reversed(numbers):
+            found: list[tuple[dict[str, Any], Manifest]] = []
+
+            def read(number: int = number, found: list[Any] = found) -> None:
+                manifest = self._read_manifest(number)
+                found.append((read_state(self.storage, manifest, own), manifest))
+
             try:
-                return self._read(number), damages
-            except _DamagedError as error:
+                self._processes.each(read)
+                return found[0], damages
+            except DamagedError as error:
                 damages.append(str(error))
             except StorageError as error:
                 raise StorageUnavailableError(f"{self.storage} cannot be read: {error}") from error
         return None, damages
 
-    def _read(self, number: int) -> tuple[dict[str, Any], Manifest]:
-        manifest = self._read_manifest(number)
-        path = self.storage.path(manifest.state)
-        header = self._read_verified(manifest, 0, lambda: f"{path} is damaged in its header")
-        try:
-            layout = read_layout(header)
-            tensors = self._read_tensors(manifest, layout)
-            state: dict[str, Any] = tree.unflatten(layout.spec, tensors)
-        except InvalidSpecError as error:
-            raise _DamagedError(f"{path} is damaged: {error}") from error
-        return state, manifest
-
-    def _read_tensors(self, manifest: Manifest, layout: StateFileLayout) -> list[torch.Tensor]:
-        """Read the tensors, each into memory of its own, in parts that are verified one by one."""
-        path = self.storage.path(manifest.state)
-        expected = len(layout.header) + layout.data_bytes
-        if manifest.bytes != expected or manifest.header_bytes != len(layout.header):
-            raise _DamagedError(f"{path} is damaged: its tensors need {expected} bytes, not {manifest.bytes}")
-        tensors = [torch.empty(each.shape, dtype=each.dtype) for each in layout.layouts]
-        targets = [
-            (offset, tensor.view(-1).view(torch.uint8).numpy().data)
-            for tensor, offset in zip(tensors, layout.offsets, strict=True)
-            if tensor.numel()
-        ]
-        targets.sort(key=lambda target: target[0])
-        first = 0
-        for start, content in self._verified_chunks(manifest, layout):
-            end = start + len(content)
-            while first < len(targets) and targets[first][0] + len(targets[first][1]) <= start:
-                first += 1
-            for offset, memory in targets[first:]:
-                if offset >= end:
-                    break
-                begin, stop = max(offset, start), min(offset + len(memory), end)
-                memory[begin - offset : stop - offset] = content[begin - start : stop - start]
-        return tensors
-
-    def _verified_chunks(self, manifest: Manifest, layout: StateFileLayout) -> Iterator[tuple[int, bytes]]:
-        """Read and verify several parts at the same time; return their positions and contents in order."""
-        path = self.storage.path(manifest.state)
-
-        def read(index: int) -> tuple[int, bytes]:
-            start = index * manifest.chunk_bytes
-            end = min(start + manifest.chunk_bytes, layout.data_bytes)
-
-            def place() -> str:
-                names = layout.names_between(start, end)
-                tensors = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                return f"{path} is damaged in bytes {start:,} to {end:,} of {tensors}"
-
-            return start, self._read_verified(manifest, index + 1, place)
-
-        count = -(-layout.data_bytes // manifest.chunk_bytes)
-        if len(manifest.sha256) != count + 1:
-            raise _DamagedError(f"{path} is damaged: its manifest has {len(manifest.sha256)} checksums")
-        pending: deque[Future[tuple[int, bytes]]] = deque()
-        with ThreadPoolExecutor(_PARALLEL_READS, thread_name_prefix="adascale-read") as pool:
-            try:
-                for index in range(count):
-                    pending.append(pool.submit(read, index))
-                    if len(pending) > _PARALLEL_READS:
-                        yield pending.popleft().result()
-                while pending:
-                    yield pending.popleft().result()
-            finally:
-                for future in pending:
-                    future.cancel()
-
-    def _read_verified(self, manifest: Manifest, index: int, place: Callable[[], str]) -> bytes:
-        """Return the header (index 0) or a part of a state; `place` describes it, for a message.
-
-        Raises:
-            _DamagedError: its SHA-256 is not that of the manifest.
-        """
-        if index == 0:
-            start, end = 0, manifest.header_bytes
-        else:
-            start = manifest.header_bytes + (index - 1) * manifest.chunk_bytes
-            end = min(start + manifest.chunk_bytes, manifest.bytes)
-        try:
-            content = self.storage.read(manifest.state, start, end)
-        except MissingFileError as error:
-            raise _DamagedError(f"{self.storage.path(manifest.state)} is missing: {error}") from error
-        if len(content) != end - start:
-            raise _DamagedError(
-                f"{place()}: it ends after {start + len(content):,} of {manifest.bytes:,} bytes"
-            )
-        found = hashlib.sha256(content).hexdigest()
-        if found != manifest.sha256[index]:
-            raise _DamagedError(
-                f"{place()}: their SHA-256 is {found[:12]}..., expected {manifest.sha256[index][:12]}..."
-            )
-        return content
-
     def _read_manifest(self, number: int) -> Manifest:
-        name = manifest_file_name(number)
-        path = self.storage.path(name)
-        try:
-            return Manifest.from_json(json.loads(self.storage.read(name)))
-        except UnsupportedFormatError as error:
-            raise UnusableCheckpointError(f"{path}: {error}; use the version that wrote it") from error
-        except MissingFileError as error:
-            raise _DamagedError(f"{path} is missing: {error}") from error
-        except InvalidManifestError as error:
-            raise _DamagedError(f"{path} is damaged: {error}") from error
-        except ValueError as error:
-            raise _DamagedError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        return read_manifest(self.storage, number)
 
     # -- writing ----------------------------------------------------------------------------------------
 
@@ -446,18 +391,18 @@ class CheckpointStore:
             return None
         try:
             last = self._read_manifest(newest)
-        except _DamagedError:
+        except DamagedError:
             return None
         if info.generation == 0:
             # Without an agent, no other trainer can have replaced this one.
             return last
         if last.incarnation > info.incarnation:
-            raise _SupersededError(
+            raise SupersededError(
                 f"a later job of this name, created {last.incarnation - info.incarnation} s after this one, "
                 f"has saved in {self.storage}: this job was deleted while its replica was disconnected"
             )
         if last.incarnation == info.incarnation and last.generation > info.generation:
-            raise _SupersededError(
+            raise SupersededError(
                 f"generation {last.generation} has saved in {self.storage}, but this is generation "
                 f"{info.generation}: this replica was replaced while it was disconnected"
             )
@@ -476,16 +421,17 @@ class CheckpointStore:
             numbers = sorted(number for number in map(manifest_number, names) if number is not None)
             for number in reversed(numbers):
                 try:
-                    state = self._read_manifest(number).state
-                except _DamagedError:
+                    manifest = self._read_manifest(number)
+                except DamagedError:
                     continue
                 except UnusableCheckpointError:
                     return
+                state = manifest.state
                 if state not in kept_states and len(kept_states) == KEPT_STATES:
                     break
-                if state in names and state not in kept_states:
+                if set(manifest.names) <= set(names) and state not in kept_states:
                     kept_states.append(state)
-                    kept |= {state, manifest_file_name(number)}
+                    kept |= {*manifest.names, manifest_file_name(number)}
             newest = max(numbers, default=0)
             for name in sorted(names, key=lambda name: manifest_number(name) is None):
                 latest = newest if manifest_number(name) is not None else newest - _NUMBERS_OF_A_STATE
@@ -499,8 +445,8 @@ class CheckpointStore:
         if not self._uncommitted:
             return
         for number in self.numbers():
-            with contextlib.suppress(_DamagedError, UnusableCheckpointError):
-                self._uncommitted.discard(self._read_manifest(number).state)
+            with contextlib.suppress(DamagedError, UnusableCheckpointError):
+                self._uncommitted -= set(self._read_manifest(number).names)
         with contextlib.suppress(StorageError):
             for name in sorted(self._uncommitted):
                 self.storage.delete(name)
@@ -510,13 +456,17 @@ class CheckpointStore:
         """Delete what killed processes have left of their saves, and return whether that was anything.
 
         `_prune` does so only after later saves, for which a full storage has no space. A draft of a writer at
-        work is deleted too: it notices, and writes its state again.
+        work is deleted too: it notices, and writes its state again. A state whose draft was deleted gets no
+        manifest any more, so the files of the other processes are deleted with it.
         """
         try:
             self._delete_uncommitted()
             names = set(self.storage.names())
-            for name in filter(is_draft, names):
-                self.storage.delete(name)
+            drafts = {name: complete for name in names if (complete := name_of_draft(name)) is not None}
+            self._delete(list(drafts))
+            left = set(self.storage.names())
+            given_up = {state_of(name) for name, complete in drafts.items() if complete not in left} - {None}
+            self._delete([name for name in left if state_of(name) in given_up])
             self._prune()
             return not names <= set(self.storage.names())
         except StorageError:
@@ -529,7 +479,7 @@ class CheckpointStore:
             if not numbers:
                 return "no earlier checkpoint exists"
             last = self._read_manifest(numbers[-1])
-        except _DamagedError as damage:
+        except DamagedError as damage:
             return str(damage)
         except (StorageError, CheckpointError):
             return "whether an earlier checkpoint exists is not known"
@@ -549,14 +499,10 @@ def _is_later(manifest: Manifest, info: CheckpointInfo) -> bool:
     return same and info.generation > 0 and manifest.step > info.step
 
 
+def _file_bytes(snapshot: Snapshot) -> int:
+    return len(snapshot.layout.header) + snapshot.layout.data_bytes
+
+
 def _digested(part: Part, digests: list[str]) -> Iterator[Part]:
     digests.append(hashlib.sha256(part).hexdigest())
     yield part
-
-
-class _SupersededError(CheckpointError):
-    """A successor of this trainer has saved."""
-
-
-class _DamagedError(Exception):
-    """A checkpoint differs from what was saved."""

@@ -1,4 +1,7 @@
-"""Writes checkpoints in a thread of its own, from a copy of the state in memory."""
+"""Writes checkpoints in a thread of its own, from a copy of the state in memory.
+
+If a replica has several processes, each copies its part of the state, and their threads write together.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from adascale_core.checkpoint_manifest import Manifest
 from adascale_storage.interface import WriteCancelledError
 from adascale_worker.errors import CheckpointError
 from adascale_worker.program.weight_checks import all_finite, nonfinite_message
+from adascale_worker.state.checkpoints.processes import CheckpointProcesses
 from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 
@@ -29,12 +33,20 @@ class CheckpointWriter:
         store: where checkpoints are saved.
         interval: seconds between two checkpoints; a longer duration of one is reported.
         on_saved: called with each manifest, in the thread that writes.
+        processes: those that write together; the first reports failures.
     """
 
-    def __init__(self, store: CheckpointStore, interval: float, on_saved: Callable[[Manifest], None]) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        interval: float,
+        on_saved: Callable[[Manifest], None],
+        processes: CheckpointProcesses | None = None,
+    ) -> None:
         self._store = store
         self._interval = interval
         self._on_saved = on_saved
+        self._processes = CheckpointProcesses() if processes is None else processes
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._cancelled = threading.Event()
@@ -51,7 +63,7 @@ class CheckpointWriter:
         duration = time.monotonic() - self._began
         if duration > max(self._interval, MIN_DELAY) and not self._has_reported_delay:
             self._has_reported_delay = True
-            _print(
+            self._print(
                 f"the checkpoint of step {self._step} is still being written to {self._store.storage} after "
                 f"{duration:.0f} s, longer than the interval of {self._interval:g} s: training continues, "
                 "and checkpoints are saved less often. Use faster storage, or a longer interval"
@@ -86,19 +98,22 @@ class CheckpointWriter:
         Raises:
             UnsupportedStateError: an object in the state cannot be saved.
         """
-        if self.is_busy:
+        if self._processes.count == 1 and self.is_busy:
             return
+        # Of several processes, the first starts only when it is not busy: the others are about to end.
+        self.wait()
+        failure = None
         try:
             self._copy(state, weights, changed_by_step)
         except CheckpointError as error:
-            self._report_failure(str(error))
-            return
+            # The other processes learn of it in the thread.
+            failure = error
         self._cancelled.clear()
         self._step, self._began = info.step, time.monotonic()
         # A daemon: a storage that does not answer cannot keep the process from ending.
         self._thread = threading.Thread(
             target=self._write,
-            args=(self._snapshot, info, dict(result)),
+            args=(self._snapshot, info, dict(result), failure),
             name="adascale-checkpoint",
             daemon=True,
         )
@@ -126,9 +141,13 @@ class CheckpointWriter:
         """
         self._cancelled.set()
         self.wait()
-        self._copy(state)
-        with _copy_errors():
-            self._snapshot.wait()
+
+        def copy() -> None:
+            self._copy(state)
+            with _copy_errors():
+                self._snapshot.wait()
+
+        self._processes.each(copy)
         manifest = self._store.save(self._snapshot, info, result, only_if_latest=only_if_latest)
         self._on_saved(manifest)
         return manifest
@@ -166,13 +185,24 @@ class CheckpointWriter:
         with _copy_errors():
             self._snapshot.copy(state, weights, changed_by_step)
 
-    def _write(self, snapshot: Snapshot, info: CheckpointInfo, result: dict[str, float | str]) -> None:
-        try:
+    def _write(
+        self,
+        snapshot: Snapshot,
+        info: CheckpointInfo,
+        result: dict[str, float | str],
+        failure: CheckpointError | None,
+    ) -> None:
+        def is_finite() -> bool:
+            if failure is not None:
+                raise failure
             with _copy_errors():
                 snapshot.wait()
-            if not all_finite(snapshot.weights):
-                # Reading all weights takes as long as copying them, so it is not done before.
-                _print(nonfinite_message(info.step))
+            # Reading all weights takes as long as copying them, so it is not done before.
+            return all_finite(snapshot.weights)
+
+        try:
+            if not all(self._processes.each(is_finite)):
+                self._print(nonfinite_message(info.step))
                 return
             manifest = self._store.save(snapshot, info, result, self._cancelled.is_set)
         except WriteCancelledError:
@@ -184,7 +214,7 @@ class CheckpointWriter:
             self._report_failure(f"the checkpoint cannot be saved: {type(error).__name__}: {error}")
             return
         if self._reported_failure is not None:
-            _print(f"checkpoints are saved again, the last one at step {manifest.step}")
+            self._print(f"checkpoints are saved again, the last one at step {manifest.step}")
         self._reported_failure = None
         if time.monotonic() - self._began <= self._interval:
             self._has_reported_delay = False
@@ -193,8 +223,12 @@ class CheckpointWriter:
     def _report_failure(self, failure: str) -> None:
         if failure != self._reported_failure:
             # The previous checkpoint is intact, so continuing loses nothing that exiting would keep.
-            _print(f"{failure}; training continues without this checkpoint")
+            self._print(f"{failure}; training continues without this checkpoint")
         self._reported_failure = failure
+
+    def _print(self, message: str) -> None:
+        if self._processes.leads:
+            print(f"adascale: {message}", flush=True)
 
 
 @contextmanager
@@ -206,7 +240,3 @@ def _copy_errors() -> Iterator[None]:
             f"the state cannot be copied in memory for a checkpoint: {error}. The first replica needs the "
             "memory of the state (parameters, optimizer) twice: raise its memory limit"
         ) from error
-
-
-def _print(message: str) -> None:
-    print(f"adascale: {message}", flush=True)

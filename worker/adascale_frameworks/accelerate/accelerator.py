@@ -1,0 +1,711 @@
+"""`ElasticAccelerator`: Accelerate's `Accelerator` for an elastic job."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from pathlib import Path
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import concatenate, recursively_apply, send_to_device
+from torch.utils.data import DataLoader
+
+from adascale_core.names import ENV_JOB_ID
+from adascale_frameworks.accelerate import private
+from adascale_frameworks.accelerate.loaders import ElasticDataLoader
+from adascale_frameworks.accelerate.refusals import refuse_unsupported
+from adascale_frameworks.accelerate.replicas import ReplicaState, require_first
+from adascale_frameworks.launchers import hide_launcher
+from adascale_worker.errors import WorkerError
+from adascale_worker.loop.evaluation import Evaluation
+from adascale_worker.trainer import ElasticTrainer
+
+_EPOCHS = "for epoch in accelerator.epochs(num_epochs)"
+
+
+class ElasticAccelerator(Accelerator):  # type: ignore[misc]
+    """Trains elastically, in place of Accelerate's `Accelerator`.
+
+        accelerator = ElasticAccelerator()
+        model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(...)
+        for epoch in accelerator.epochs(num_epochs):
+            model.train()
+            for batch in train_loader:
+                ...  # backward, optimizer.step(), scheduler.step(), optimizer.zero_grad()
+            model.eval()
+            for batch in eval_loader:
+                ...  # accelerator.gather_for_metrics(...)
+
+    `prepare` returns the program's own objects, which `epochs` makes elastic; data loaders become those of
+    the trainer. Before `epochs`, `num_processes` is 1, because the schedule and the learning rate are those
+    of `batch_size` at any number of replicas. The batch size of the training loader, times
+    `gradient_accumulation_steps`, has to be `batch_size`.
+
+    Args:
+        args, options: for `Accelerator`.
+        batch_size, max_batch_size, local_bsz_bounds, scale_invariant_steps, train_samples,
+            efficiency_target, checkpoint_dir, checkpoint_interval, max_nonfinite_steps,
+            single_replica_gain, seed: for `ElasticTrainer`. A job file overrides them.
+
+    Attributes:
+        trainer: the `ElasticTrainer`, for what Accelerate has no name for, such as `trainer.weighted` and
+            `trainer.log`.
+
+    Raises:
+        InvalidJobError, EnvironmentVariableError: see `ElasticTrainer`.
+        WorkerError: an option of Accelerate is not supported, or an Accelerator was made before.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        local_bsz_bounds: Sequence[int | Literal["auto"]] | None = None,
+        scale_invariant_steps: int | None = None,
+        train_samples: int | None = None,
+        efficiency_target: float | None = None,
+        checkpoint_dir: str | Path | None = None,
+        checkpoint_interval: float | None = None,
+        max_nonfinite_steps: int | None = None,
+        single_replica_gain: Literal["divided", "consecutive"] = "divided",
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        options = dict(inspect.signature(Accelerator).bind(*args, **options).arguments)
+        refuse_unsupported(options, os.environ)
+        require_first()
+        self.trainer = ElasticTrainer(
+            batch_size,
+            max_batch_size,
+            local_bsz_bounds,
+            scale_invariant_steps=scale_invariant_steps,
+            train_samples=train_samples,
+            efficiency_target=efficiency_target,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_interval=checkpoint_interval,
+            max_nonfinite_steps=max_nonfinite_steps,
+            single_replica_gain=single_replica_gain,
+            seed=seed,
+            device="cpu" if options.get("cpu") else None,
+        )
+        hidden = hide_launcher(os.environ)
+        try:
+            super().__init__(**{**options, "cpu": self.trainer.device.type == "cpu"})
+        finally:
+            os.environ.update(hidden)
+        private.require_parts(self)
+        self._replica_state = ReplicaState(self.trainer.device)
+        self._trained_models: list[torch.nn.Module] = []
+        self._trained_optimizers: list[torch.optim.Optimizer] = []
+        self._followed_schedulers: list[Any] = []
+        self._has_entered = False
+        self._is_in_epochs = False
+        self._trains = False
+        """Whether the program works on a batch of a training loader."""
+        self._has_stepped = False
+        """Whether `optimizer.step()` was called for that batch."""
+        self._evaluation: Evaluation | None = None
+        self._tracker_arguments: tuple[Any, ...] | None = None
+        self._follow_replicas()
+
+    # -- the replicas -----------------------------------------------------------------------------------
+
+    def _follow_replicas(self) -> None:
+        self._replica_state.set(self.trainer.rank, self.trainer.replicas if self._has_entered else 1)
+
+    @property
+    def num_processes(self) -> int:
+        """The number of replicas; 1 before `epochs`. It may change between two steps."""
+        self._follow_replicas()
+        return int(super().num_processes)
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this replica. It may change between two steps."""
+        self._follow_replicas()
+        return int(super().process_index)
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this replica, so that one replica of the job is the local main process."""
+        return self.process_index
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0. Another replica may become rank 0 between two steps."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is rank 0 of the job, on whichever machine."""
+        return self.is_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        self._follow_replicas()
+        return self.trainer.rank == self.trainer.replicas - 1
+
+    def wait_for_everyone(self) -> None:
+        """Wait for the other replicas, once training has begun. Before, the others may train already."""
+        self._follow_replicas()
+        if self._evaluation is None:
+            super().wait_for_everyone()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Let one replica of this machine at a time enter, so that the others find what it has downloaded."""
+        job = os.environ.get(ENV_JOB_ID, str(os.getppid()))
+        name = f"adascale-first-{os.getuid()}-{job.replace('/', '-')}"
+        with self.trainer.download_lock(Path(tempfile.gettempdir()) / name):
+            yield
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Let one replica of this machine at a time enter, as `main_process_first`."""
+        return self.main_process_first()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0."""
+        if self.is_main_process:
+            print(*args, **kwargs)
+
+    # -- preparation ------------------------------------------------------------------------------------
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Return a loader of the trainer's batches, see `ElasticDataLoader`.
+
+        Raises:
+            DatasetError: the loader chooses its batches in a way that the trainer has not.
+        """
+        del slice_fn_for_dispatch
+        if isinstance(data_loader, ElasticDataLoader):
+            return data_loader
+        if not isinstance(data_loader, DataLoader):
+            raise WorkerError(
+                f"accelerator.prepare_data_loader() got {type(data_loader).__name__}: pass a DataLoader"
+            )
+        place = self.device_placement if device_placement is None else device_placement
+        return ElasticDataLoader(data_loader, self._begin_loop, self.device if place else None)
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Place a model on the device, with mixed precision. `epochs` makes it data-parallel in place.
+
+        Raises:
+            WorkerError: training has begun.
+        """
+        if not evaluation_mode:
+            self._require_before_epochs("prepare() got a model")
+        with self._replica_state.alone():
+            model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if not evaluation_mode and not any(model is known for known in self._trained_models):
+            self._trained_models.append(model)
+        return model
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> torch.optim.Optimizer:
+        """Return the program's own optimizer, which `epochs` makes elastic in place.
+
+        Raises:
+            WorkerError: training has begun.
+        """
+        del device_placement
+        self._require_before_epochs("prepare() got an optimizer")
+        if not any(optimizer is known for known in self._trained_optimizers):
+            self._trained_optimizers.append(optimizer)
+            private.add_optimizer(self, optimizer)
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return the program's own scheduler, which follows progress in steps at `batch_size`.
+
+        Raises:
+            WorkerError: training has begun.
+        """
+        self._require_before_epochs("prepare() got a scheduler")
+        if not any(scheduler is known for known in self._followed_schedulers):
+            self._followed_schedulers.append(scheduler)
+            private.add_scheduler(self, scheduler)
+        return scheduler
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and restore the state of more objects, with that of the job.
+
+        Raises:
+            ValueError: an object has no `state_dict` or no `load_state_dict`.
+            WorkerError: training has begun.
+        """
+        self._require_before_epochs("register_for_checkpointing() was called")
+        super().register_for_checkpointing(*objects)
+
+    def _require_before_epochs(self, what: str) -> None:
+        if self._has_entered:
+            raise WorkerError(
+                f"accelerator.{what} after training has begun, with accelerator.epochs() or the first "
+                "evaluation: the state of a job has the same parts from its beginning. Do it before"
+            )
+
+    def _enter(self) -> None:
+        """Make the prepared objects elastic, and restore the state of training, once."""
+        if self._has_entered:
+            return
+        optimizers = self._trained_optimizers
+        trained = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        models = [
+            model for model in self._trained_models if any(id(p) in trained for p in model.parameters())
+        ]
+        if not optimizers or not models:
+            missing = "no optimizer" if not optimizers else "no model with parameters of the optimizer"
+            raise WorkerError(
+                f"accelerator.prepare() got {missing}: pass the model and its optimizer to it before the "
+                "loop over accelerator.epochs(), also to evaluate"
+            )
+        prepared = [*self._trained_models, *optimizers, *self._followed_schedulers]
+        registered: dict[str, Any] = {"accelerator": _SaveIteration(self)}
+        if self.scaler is not None:
+            registered["scaler"] = self.scaler
+        for number, custom in enumerate(private.checkpointed_objects(self)):
+            if not any(custom is each for each in prepared):
+                registered[f"registered_{number}"] = custom
+        unused = self.ddp_handler is not None and self.ddp_handler.find_unused_parameters
+        self.trainer.program_reentry(*self._parts(models), register=registered, find_unused_parameters=unused)
+        for optimizer in optimizers:
+            self._observe_step(optimizer)
+        self._has_entered = True
+        self._follow_replicas()
+
+    def _parts(self, models: list[torch.nn.Module]) -> tuple[Any, Any, Any]:
+        """Return models, optimizers and schedulers: each alone, or by name if there are several."""
+        optimizers, schedulers = self._trained_optimizers, self._followed_schedulers
+        if len(models) == len(optimizers) == 1 and len(schedulers) <= 1:
+            return models[0], optimizers[0], schedulers[0] if schedulers else None
+        names = {id(optimizer): f"optimizer_{number}" for number, optimizer in enumerate(optimizers)}
+        by_optimizer: dict[str, Any] = {}
+        for scheduler in schedulers:
+            name = names.get(id(getattr(scheduler, "optimizer", None)), "")
+            if not name or name in by_optimizer:
+                found = "a second scheduler of an optimizer" if name else "the scheduler of another optimizer"
+                raise WorkerError(
+                    f"accelerator.prepare() got {found} ({type(scheduler).__name__}): pass one scheduler for "
+                    "each optimizer that it gets; SequentialLR and ChainedScheduler combine several"
+                )
+            by_optimizer[name] = scheduler
+        return (
+            {f"model_{number}": model for number, model in enumerate(models)},
+            {names[id(optimizer)]: optimizer for optimizer in optimizers},
+            by_optimizer or None,
+        )
+
+    def _observe_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record calls of `optimizer.step()`, and let them go through the GradScaler if there is one."""
+        scaler, step = self.scaler, optimizer.step
+        is_in_scaler = False
+
+        @wraps(getattr(step, "__func__", step))
+        def observed(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_in_scaler
+            if scaler is None or is_in_scaler:
+                return step(*args, **kwargs)
+            is_in_scaler = True
+            try:
+                result = scaler.step(optimizer, *args, **kwargs)
+            finally:
+                is_in_scaler = False
+            scaler.update()
+            return result
+
+        def counted(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return observed(own, *args, **kwargs)
+            finally:
+                self._has_stepped = True
+
+        optimizer.step = MethodType(wraps(observed)(counted), optimizer)  # type: ignore[method-assign]
+
+    # -- loops ------------------------------------------------------------------------------------------
+
+    def epochs(self, epochs: int | None = None) -> Iterator[int]:
+        """Return an iterator over the epochs that are left, in place of `range(num_epochs)`.
+
+        Begins with the present epoch: a replica that joins, or a program that resumes, gets the state of
+        training here. Ends after `epochs` epochs, or at the `scale_invariant_steps` or `train_samples` of the
+        job.
+
+        Args:
+            epochs: see `ElasticTrainer.epochs`.
+
+        Raises:
+            WorkerError: no model or no optimizer was prepared. See also `ElasticTrainer.epochs`.
+            CheckpointError: see `ElasticTrainer.program_reentry`.
+        """
+        self._enter()
+        return self._each_epoch(self.trainer.epochs(epochs))
+
+    def _each_epoch(self, epochs: Iterator[int]) -> Iterator[int]:
+        try:
+            for epoch in epochs:
+                self._is_in_epochs = True
+                self._follow_replicas()
+                yield epoch
+        finally:
+            self._is_in_epochs = False
+            self._follow_replicas()
+
+    def _begin_loop(self, loader: ElasticDataLoader) -> Iterator[Any]:
+        if not self._trained_models:
+            raise WorkerError(
+                "a loop over a prepared data loader began before accelerator.prepare() got the model: "
+                "prepare the model and its optimizer before the loop"
+            )
+        if any(model.training for model in self._trained_models):
+            return self._training_batches(loader)
+        return self._evaluation_batches(loader)
+
+    def _training_batches(self, loader: ElasticDataLoader) -> Iterator[Any]:
+        if not self._is_in_epochs:
+            raise WorkerError(
+                "a loop over a prepared data loader began outside of accelerator.epochs(), with a model in "
+                f"training mode. To train, write `{_EPOCHS}:` in place of `for epoch in range(num_epochs):`, "
+                "so that a replica that joins, and a program that resumes, begin with the present epoch. To "
+                "evaluate, call model.eval() before"
+            )
+        size, accumulation = loader.batch_size, self.gradient_accumulation_steps
+        if size * accumulation != self.trainer.batch_size:
+            steps = f" and gradient_accumulation_steps={accumulation}" if accumulation > 1 else ""
+            raise WorkerError(
+                f"the training data loader has batch_size={size}{steps}, but the batch size of the job is "
+                f"{self.trainer.batch_size}: the schedule and the learning rate have to be for the same "
+                "batch size. Change the loader, or batchSize of the job file "
+                "(ElasticAccelerator(batch_size=...) without one)"
+            )
+        batches = self.trainer.dataloader(loader.dataset, **loader.order, **loader.options)  # type: ignore[arg-type]
+        try:
+            for batch in batches:
+                self._follow_replicas()
+                self._trains, self._has_stepped = True, False
+                self.gradient_state.sync_gradients = self.trainer.completes_step
+                yield self._placed(batch, loader)
+                self._trains = False
+        finally:
+            self._trains = False
+            self._follow_replicas()
+
+    def _evaluation_batches(self, loader: ElasticDataLoader) -> Iterator[Any]:
+        self._enter()
+        options = {name: value for name, value in loader.options.items() if name != "persistent_workers"}
+        if "order" in loader.order:
+            raise WorkerError(
+                "a prepared data loader with a WeightedRandomSampler cannot be used for evaluation, in which "
+                "each sample counts once: make the loader with shuffle=False"
+            )
+        outer = self._trains, self._has_stepped, self._evaluation
+        evaluation = self.trainer.evaluation(
+            loader.dataset,  # type: ignore[arg-type]
+            batch_size=loader.batch_size,
+            model=self._trained_models[0],
+            gathers=True,
+            **options,
+        )
+        try:
+            for batch in evaluation:
+                self._trains, self._evaluation = False, evaluation
+                yield self._placed(batch, loader)
+                self._trains, self._has_stepped, self._evaluation = outer
+        finally:
+            self._trains, self._has_stepped, self._evaluation = outer
+
+    def _placed(self, batch: Any, loader: ElasticDataLoader) -> Any:
+        if loader.device is None:
+            return batch
+        return send_to_device(batch, loader.device, non_blocking=self.non_blocking)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Refuse: a loop over a prepared loader continues where training is.
+
+        Raises:
+            WorkerError: always, unless there is nothing to skip.
+        """
+        if num_batches:
+            raise WorkerError(
+                "accelerator.skip_first_batches() is not needed: a loop over a prepared loader continues "
+                "where training is, by itself. Leave it out, with accelerator.load_state"
+            )
+        return dataloader
+
+    # -- steps ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
+        """Do nothing: the trainer divides a step into micro-batches and adds up their gradients."""
+        del models
+        yield
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the present batch completes a step; after `optimizer.step()`, whether it was made."""
+        if not self._trains:
+            return True
+        return self.trainer.made_step if self._has_stepped else self.trainer.completes_step
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the GradScaler, or the loss of a replica, has prevented the step that was complete."""
+        is_complete = bool(self.gradient_state.sync_gradients)
+        return self._trains and self._has_stepped and is_complete and not self.trainer.made_step
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients. The loss is that of a whole batch, and is not divided by anything.
+
+        Raises:
+            WorkerError: the program evaluates.
+        """
+        if self._evaluation is not None:
+            raise WorkerError(
+                "accelerator.backward() was called in a loop over evaluation batches: the model is in "
+                "evaluation mode, in which a prepared loader divides its data set for evaluation. Call "
+                "model.train() before the training loop"
+            )
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward(**kwargs)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Do nothing: all replicas have the same number of batches."""
+        del joinables, even_batches
+        yield
+
+    # -- communication ----------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate the tensors of all replicas, on all of them.
+
+        In a loop over evaluation batches, as `gather_for_metrics`; elsewhere a collective call.
+        """
+        if self._evaluation is not None:
+            return self._gather_of(self._evaluation, tensor)
+        self._follow_replicas()
+        return super().gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Concatenate the results of all replicas for their present evaluation batches.
+
+        After the loop, each replica has got the result of each sample once, also if replicas were lost
+        meanwhile. Elsewhere as `gather`.
+
+        Args:
+            input_data: tensors, or lists of objects that are numbers, strings, or lists and dicts of them.
+            use_gather_object: whether to return a list of the objects.
+        """
+        if self._evaluation is None:
+            self._follow_replicas()
+            return super().gather_for_metrics(input_data, use_gather_object)
+        if not use_gather_object and _has_only_tensors(input_data):
+            return self._gather_of(self._evaluation, input_data)
+        values = self._evaluation.gather(input_data)
+        return [each for value in values for each in value]
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce the tensors of all replicas; in a loop over evaluation batches without a collective call."""
+        if self._evaluation is None:
+            self._follow_replicas()
+            return super().reduce(tensor, reduction, scale)
+        values = self._evaluation.gather(send_to_device(tensor, "cpu"))
+        stacked = [recursively_apply(lambda each: each[None], value) for value in values]
+        if not stacked:
+            return recursively_apply(torch.zeros_like, tensor)
+        functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "sum": lambda each: each.sum(0),
+            "mean": lambda each: each.mean(0),
+            "max": lambda each: each.amax(0),
+        }
+        if reduction not in functions:
+            return tensor
+        return send_to_device(recursively_apply(functions[reduction], concatenate(stacked)), self.device)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Pad tensors to the largest size on any replica, see `Accelerator`."""
+        evaluation = self._evaluation
+        if evaluation is None:
+            self._follow_replicas()
+            return super().pad_across_processes(tensor, dim, pad_index, pad_first)
+
+        def pad(each: torch.Tensor) -> torch.Tensor:
+            if each.ndim <= dim:
+                return each
+            sizes = evaluation.gather(each.shape[dim])
+            missing = max([*sizes, each.shape[dim]]) - each.shape[dim]
+            shape = list(each.shape)
+            shape[dim] = missing
+            padding = each.new_full(shape, pad_index)
+            return torch.cat([padding, each] if pad_first else [each, padding], dim)
+
+        return recursively_apply(pad, tensor, error_on_other_type=True)
+
+    def _gather_of(self, evaluation: Evaluation, value: Any) -> Any:
+        value = recursively_apply(lambda each: each[None] if each.ndim == 0 else each, value)
+        values = evaluation.gather(send_to_device(value, "cpu"))
+        if not values:
+            return recursively_apply(lambda each: each[:0], value)
+        return send_to_device(concatenate(values), self.device)
+
+    # -- files ------------------------------------------------------------------------------------------
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Any:
+        """Write the state in Accelerate's format, on rank 0, for use outside of this job.
+
+        The job does not need it: the trainer saves and restores checkpoints of its own. A folder that is
+        named automatically is replaced if it is there, since after a restart some steps are made again.
+
+        Raises:
+            WorkerError: training has not begun.
+        """
+        if not self._has_entered:
+            raise WorkerError(
+                "accelerator.save_state() was called before training: call it inside or after the loop over "
+                "accelerator.epochs()"
+            )
+        configuration = self.project_configuration
+        if not self.is_main_process:
+            configuration.iteration += 1
+            return None
+        if configuration.automatic_checkpoint_naming:
+            folder = Path(self.project_dir) / "checkpoints" / f"checkpoint_{configuration.iteration}"
+            shutil.rmtree(folder, ignore_errors=True)
+        with self._replica_state.alone():
+            return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Do nothing in a job that resumes by itself; load the state after training is finished.
+
+        A replica that joins, and a program that starts again, have newer state than any folder, from the
+        other replicas or the checkpoints of the job.
+
+        Raises:
+            WorkerError: training is at its beginning, or goes on.
+        """
+        self._enter()
+        if self.trainer.finished:
+            with self._replica_state.alone():
+                super().load_state(input_dir, load_kwargs, **options)
+            return
+        if self.trainer.steps > 0 and not self._is_in_epochs:
+            self.print(
+                f"adascale: accelerator.load_state() has loaded nothing, because the job continues at step "
+                f"{self.trainer.steps} from its own state"
+            )
+            return
+        raise WorkerError(
+            "accelerator.load_state() was called "
+            + (
+                "inside the loop over accelerator.epochs()"
+                if self._is_in_epochs
+                else "by a job without state"
+            )
+            + ": an elastic job resumes from its own checkpoints. To begin with weights of another run, load "
+            "them into the model before accelerator.prepare(), as with accelerate.load_checkpoint_in_model("
+            "model, folder)"
+        )
+
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> Any:
+        """Return the model, which is the program's own.
+
+        Raises:
+            WorkerError: `keep_fp32_wrapper` is False during training.
+        """
+        if not keep_fp32_wrapper:
+            raise WorkerError(
+                "accelerator.unwrap_model(keep_fp32_wrapper=False) would remove the forward pass that "
+                "averages the gradients: leave the argument out. state_dict, save_pretrained and copies of "
+                "the model do not contain the wrapper"
+            )
+        return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    # -- trackers ---------------------------------------------------------------------------------------
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Begin the trackers' runs, when rank 0 first logs. Another replica that becomes rank 0 does too.
+
+        So that it continues the same run, pass its id, such as `{"wandb": {"id": name, "resume": "allow"}}`.
+        """
+        self._tracker_arguments = (project_name, config, init_kwargs)
+
+    def _start_trackers(self) -> None:
+        if self._tracker_arguments is not None and not self.trackers:
+            with self._replica_state.alone():
+                super().init_trackers(*self._tracker_arguments)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker by name on rank 0, and one without effect on the others."""
+        if self.is_main_process:
+            self._start_trackers()
+        return super().get_tracker(name, unwrap)
+
+    def log(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Log values on rank 0.
+
+        Args:
+            values: by name.
+            step: its number. None: the progress, in steps at `batch_size`, also on a replica that has joined.
+            log_kwargs: see `Accelerator.log`.
+        """
+        if not self.is_main_process:
+            return
+        self._start_trackers()
+        with self._replica_state.alone():
+            super().log(values, int(self.trainer.progress) if step is None else step, log_kwargs or {})
+
+    def end_training(self) -> None:
+        """End the trackers' runs. The trainer ends the process group with the process."""
+        with self._replica_state.alone():
+            for tracker in self.trackers:
+                tracker.finish()
+
+
+class _SaveIteration:
+    """The number of the next automatic name of `save_state`, which a replica that joins continues."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._configuration = accelerator.project_configuration
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the number."""
+        return {"iteration": self._configuration.iteration}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the number."""
+        self._configuration.iteration = state["iteration"]
+
+
+def _has_only_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda each: each, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,333 @@
+"""The subclass that makes a `Trainer` of the framework elastic."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from adascale_core.names import MAX_METRICS
+from adascale_frameworks.huggingface.evaluation import DividedData, RecordedResults, divided
+from adascale_frameworks.huggingface.refusals import require_supported, require_trainable
+from adascale_frameworks.huggingface.run import TrainingRun
+from adascale_frameworks.huggingface.training_data import Order, TrainingData
+from adascale_worker.errors import WorkerError
+from adascale_worker.reporting.logged_metrics import as_number
+from adascale_worker.trainer import ElasticTrainer
+
+_NOT_REPORTED = re.compile(r"epoch|total_flos|.*(_runtime|_per_second|_model_preparation_time)")
+"""Names of the framework's logs that are not sent to the metrics service."""
+
+
+class ElasticMixin:
+    """What an elastic `Trainer` does in another way than its own class. The first base of its new class.
+
+    Attributes:
+        elastic: the `ElasticTrainer`, for `elastic.replicas`, `elastic.progress` and the like.
+    """
+
+    elastic: ElasticTrainer
+    _elastic_run: TrainingRun
+    _elastic_order: Order | None
+    _elastic_batch_size: int
+    # Of `Trainer`:
+    args: Any
+    state: Any
+    control: Any
+    model: Any
+    accelerator: Any
+    optimizer: Any
+    callback_handler: Any
+    preprocess_logits_for_metrics: Any
+    train_dataset: Any
+
+    # -- training ---------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, or go on with training where the other replicas or the job's last checkpoint are.
+
+        The arguments and the result are those of `Trainer.train`.
+
+        Raises:
+            WorkerError: an argument is not supported, or training was begun before.
+        """
+        require_supported(self)
+        require_trainable(self._elastic_run, resume_from_checkpoint, trial)
+        with self._elastic_arguments():
+            output = super().train(None, None, *args, **kwargs)  # type: ignore[misc]
+        return output._replace(training_loss=self._elastic_run.losses.total_mean)
+
+    @contextmanager
+    def _elastic_arguments(self) -> Iterator[None]:
+        """Let the loop of the framework make a step of each micro-batch."""
+        names = ("gradient_accumulation_steps", "eval_on_start")
+        before = {name: getattr(self.args, name) for name in names}
+        self.args.gradient_accumulation_steps = 1
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self.args, name, value)
+
+    def get_train_dataloader(self) -> Any:
+        """Return the training data, which the replicas share out."""
+        run = self._elastic_run
+        run.data = TrainingData(
+            self.elastic,
+            super().get_train_dataloader(),  # type: ignore[misc]
+            self._elastic_order,
+            self._elastic_batch_size,
+            pin_memory=self.args.device.type == "cuda",
+            begin_batch=lambda: run.begin_batch(self),
+        )
+        if len(run.data.dataset) != len(self.train_dataset):
+            raise WorkerError(
+                f"the training data has {len(run.data.dataset)} samples, but train_dataset has "
+                f"{len(self.train_dataset)}, from which the number of steps follows: pass the data that is "
+                "trained as train_dataset"
+            )
+        return run.data
+
+    def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
+        """Return the initial batch size, in which steps are counted."""
+        del args, kwargs
+        return self._elastic_batch_size
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Return the framework's numbers of epochs and steps, with those of the elastic trainer."""
+        values = super().set_initial_training_values(*args, **kwargs)  # type: ignore[misc]
+        data, max_steps = self._elastic_run.data, self.elastic.scale_invariant_steps
+        assert data is not None
+        assert max_steps is not None
+        epochs = -int(-max_steps // data.steps_per_epoch)
+        return (epochs, *values[1:-1], max_steps)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make the scheduler of the optimizer itself, and not of accelerate's wrapper."""
+        wrapped = self.optimizer if optimizer is None else optimizer
+        return super().create_scheduler(  # type: ignore[misc]
+            num_training_steps, getattr(wrapped, "optimizer", wrapped)
+        )
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+        """Return all micro-batches of the rest of the epoch, each loaded when the loop requests it."""
+        del num_batches
+        return _MicroBatches(self._elastic_micro_batches(epoch_iterator, device)), None
+
+    def _elastic_micro_batches(self, epoch_iterator: Iterator[Any], device: Any) -> Iterator[Any]:
+        while True:
+            # Counted on the host, so that nothing waits for the device.
+            batches, items = super().get_batch_samples(  # type: ignore[misc]
+                epoch_iterator, 1, torch.device("cpu")
+            )
+            if not batches:
+                return
+            self._elastic_weight = None if items is None else float(items)
+            # A mean over no items has to be finite.
+            self._elastic_items = None if items is None else torch.as_tensor(items).clamp(min=1).to(device)
+            yield batches[0]
+
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Make the forward and the backward pass of a micro-batch."""
+        del num_items_in_batch
+        self._elastic_trains = True
+        try:
+            loss: Tensor = super().training_step(  # type: ignore[misc]
+                model, inputs, self._elastic_items, *args, **kwargs
+            )
+        finally:
+            self._elastic_trains = False
+        # A subclass may compute its loss in another way.
+        own = loss if self._elastic_loss is None else self._elastic_loss
+        self._elastic_loss, weight = None, self._elastic_weight
+        if weight is None:
+            # All micro-batches of a step have the same size.
+            weight = self.elastic.step_weight / (self.elastic.replicas * self.elastic.accumulation)
+        self._elastic_run.losses.add(own, weight)
+        self.elastic.log(loss=own)
+        return loss
+
+    _elastic_trains = False
+    _elastic_loss: Tensor | None = None
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss, weighted by its items in training, so that the mean over a step is right."""
+        result = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        if not self._elastic_trains:
+            return result
+        loss, *rest = result if isinstance(result, tuple) else (result,)
+        self._elastic_loss = loss.detach()
+        if self._elastic_weight is not None:
+            loss = self.elastic.weighted(loss, self._elastic_weight)
+        return (loss, *rest) if isinstance(result, tuple) else loss
+
+    # -- logs, evaluation and files ---------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log, evaluate and save after a complete step, if the callbacks have requested it."""
+        run = self._elastic_run
+        if run.is_inside_step:
+            return
+        if self.elastic.finished and run.data is not None and not run.data.has_delivered:
+            return  # Training was finished before this process began.
+        control = self.control
+        if control.should_log or control.should_evaluate or control.should_save:
+            run.synchronize(self)
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        run.stop_if_requested(self.control)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log, with the loss of all replicas."""
+        run = self._elastic_run
+        if run.is_entered:
+            if "train_loss" in logs:
+                run.synchronize(self)
+                logs["train_loss"] = run.losses.total_mean
+            elif "loss" in logs:
+                logs["loss"] = run.losses.take_interval()
+            self._elastic_report(logs)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _elastic_report(self, logs: dict[str, Any]) -> None:
+        """Send numbers of a log to the metrics service, as many as a job may have."""
+        reported = self.__dict__.setdefault("_elastic_reported", {"loss"})
+        for name, value in logs.items():
+            number = as_number(value)
+            if number is None or name == "loss" or _NOT_REPORTED.fullmatch(name):
+                continue
+            if name not in reported and (len(reported) >= MAX_METRICS or not name.isidentifier()):
+                continue
+            reported.add(name)
+            self.elastic.log(**{name: number})
+
+    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, each batch on one replica."""
+        if not self._elastic_run.is_entered:
+            return super().evaluation_loop(dataloader, description, *args, **kwargs)  # type: ignore[misc]
+        data = divided(dataloader) if self.elastic.replicas > 1 else None
+        self.model.eval()
+        if data is None:
+            return self._elastic_whole_evaluation(dataloader, description, *args, **kwargs)
+        return self._elastic_divided_evaluation(data, description, *args, **kwargs)
+
+    def _elastic_whole_evaluation(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate all batches on each replica: there is one, or they cannot be divided."""
+        output = None
+        # An evaluation with one batch for each replica, in which it evaluates, so that its time counts as
+        # that of an evaluation.
+        for _ in self.elastic.evaluation(range(self.elastic.replicas), batch_size=1, model=self.model):
+            output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        return output
+
+    def _elastic_divided_evaluation(
+        self,
+        data: DividedData,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        evaluation = self.elastic.evaluation(
+            data.dataset, batch_size=data.batch_size, model=self.model, **data.options
+        )
+        preprocess = self.preprocess_logits_for_metrics
+        for inputs in evaluation:
+            loss, logits, labels = self.prediction_step(
+                self.model, inputs, loss_only, ignore_keys=ignore_keys
+            )
+            if logits is not None and preprocess is not None:
+                logits = preprocess(logits, labels)
+            evaluation.collect([(loss, logits, labels), self._elastic_read_inputs(inputs)])
+        results, inputs = zip(*evaluation.outputs, strict=True)
+        self._elastic_recorded = RecordedResults(list(results), list(inputs), data.batch_size)
+        self.preprocess_logits_for_metrics = None
+        try:
+            loader = self.accelerator.prepare_data_loader(self._elastic_recorded.loader(data))
+            return super().evaluation_loop(  # type: ignore[misc]
+                loader, description, loss_only, ignore_keys, metric_key_prefix
+            )
+        finally:
+            self._elastic_recorded = None
+            self.preprocess_logits_for_metrics = preprocess
+
+    _elastic_recorded: RecordedResults | None = None
+
+    def _elastic_read_inputs(self, inputs: Any) -> dict[str, Any]:
+        """Return the inputs that the loop of the framework reads besides the results."""
+        if "inputs" not in self.args.include_for_metrics:
+            return {}
+        if self.args.batch_eval_metrics:
+            return dict(inputs)
+        name = getattr(self.model, "main_input_name", "input_ids")
+        return {name: inputs[name]}
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make the prediction step of a batch, or return its result that a replica has made."""
+        if self._elastic_recorded is not None:
+            return self._elastic_recorded.of(inputs, self.args.device)
+        return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save on rank 0, and wait for it on the others."""
+        super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        if not self._elastic_run.is_entered:
+            return
+        saved = self.elastic.sum_over_replicas(saved=float(self.elastic.is_main))["saved"]
+        state = self.state
+        if not saved and state.best_global_step == state.global_step:
+            # Rank 0 was lost while it has written the best model. The next evaluation finds another one.
+            state.best_metric = state.best_global_step = None
+        elif state.best_global_step:
+            best = os.path.join(  # noqa: PTH118
+                self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            )
+            if os.path.isdir(best):  # noqa: PTH112
+                state.best_model_checkpoint = best
+
+    def end(self) -> None:
+        """Finish the trackers. The process group of the replicas ends with the process."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the random state of rank 0."""
+        if self.elastic.is_main:
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        """Load the best model, from a folder that all replicas share.
+
+        Raises:
+            WorkerError: this replica does not find it.
+        """
+        folder = self.state.best_model_checkpoint
+        if not os.path.isdir(folder):  # noqa: PTH112
+            raise WorkerError(
+                f"load_best_model_at_end: replica {self.elastic.rank} does not find {folder}, which another "
+                "replica has written: set output_dir to a folder that all replicas share, or leave out "
+                "load_best_model_at_end"
+            )
+        super()._load_best_model()  # type: ignore[misc]
+
+
+class _MicroBatches:
+    """The micro-batches of an epoch, for a loop that asks for those of a step."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        """The micro-batches over which the framework would average their losses."""
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches

@@ -1,0 +1,159 @@
+"""One training of a framework's trainer: where it is, and what its loop has to know of the replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.trainer_callback import ProgressCallback, TrainerControl, TrainerState
+
+from adascale_frameworks.huggingface.losses import LossSums
+from adascale_frameworks.huggingface.state import FrameworkState
+from adascale_frameworks.huggingface.training_data import TrainingData
+from adascale_frameworks.milestones import crossed
+from adascale_worker.errors import WorkerError
+from adascale_worker.program.hyperparameters import Choice
+from adascale_worker.trainer import ElasticTrainer
+
+STATE_NAME = "huggingface"
+"""The name under which the state is registered with `program_reentry`."""
+
+
+class TrainingRun:
+    """The progress of a training, in the framework's terms.
+
+    Args:
+        elastic: the elastic trainer.
+        hyperparameters: as the argument of `program_reentry`.
+
+    Attributes:
+        losses: what is logged.
+        data: the training data. None before `train`.
+        is_entered: whether the replicas have exchanged the state of training.
+        is_inside_step: whether the last micro-batch has not completed its step.
+    """
+
+    def __init__(self, elastic: ElasticTrainer, hyperparameters: Choice) -> None:
+        self.elastic = elastic
+        self._hyperparameters = hyperparameters
+        self.losses = LossSums()
+        self.data: TrainingData | None = None
+        self.is_entered = False
+        self._only_finite = True
+        self.is_inside_step = False
+        self._progress = 0.0
+        self._was_main: bool | None = None
+        self._tokens = 0
+        """Input tokens of all replicas at the last log."""
+
+    # -- the beginning ----------------------------------------------------------------------------------
+
+    def enter(self, trainer: Any) -> None:
+        """Make model, optimizer and scheduler elastic, and restore the state of training.
+
+        Args:
+            trainer: the framework's trainer, whose model, optimizer and scheduler are made.
+
+        Raises:
+            WorkerError: something else than the model itself is trained, or training was begun before.
+        """
+        if trainer.model_wrapped is not trainer.model:
+            raise WorkerError(
+                f"the Trainer has wrapped its model in {type(trainer.model_wrapped).__name__}, but the "
+                "trainer makes the model data-parallel itself: leave out what wraps it"
+            )
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        state = self.elastic.program_reentry(
+            trainer.model,
+            optimizer,
+            trainer.lr_scheduler,
+            register={STATE_NAME: FrameworkState(trainer, self.losses)},
+            find_unused_parameters=bool(trainer.args.ddp_find_unused_parameters),
+            hyperparameters=self._hyperparameters,
+        )
+        self.is_entered = True
+        self._only_finite = trainer.args.logging_nan_inf_filter
+        if state.restored:
+            trainer.args.eval_on_start = False
+        self._progress = self.elastic.progress
+        self._tokens = trainer.state.num_input_tokens_seen
+        self.follow_rank(trainer)
+
+    # -- steps ------------------------------------------------------------------------------------------
+
+    def begin_batch(self, trainer: Any) -> None:
+        """Prepare for the next micro-batch."""
+        self.follow_rank(trainer)
+        if self.elastic.begins_step:
+            self.losses.begin_step()
+
+    def global_step(self, state: TrainerState) -> int:
+        """The whole steps at the initial batch size so far, at most as many as training has."""
+        return min(math.floor(self._progress), int(state.max_steps))
+
+    def advance(self, state: TrainerState) -> range:
+        """Count a complete step, and return the steps at the initial batch size that it has completed."""
+        self.losses.finish_step(self.elastic.step_weight, only_finite=self._only_finite)
+        before, self._progress = self._progress, self.elastic.progress
+        done = crossed(1, before, self._progress)
+        return range(done.start, min(done.stop, state.max_steps + 1))
+
+    def epoch(self) -> float:
+        """The epochs so far."""
+        assert self.data is not None
+        return self._progress / self.data.steps_per_epoch
+
+    def stop_if_requested(self, control: TrainerControl) -> None:
+        """End training on all replicas, if a callback has requested it.
+
+        Inside an epoch the loop goes on until the replicas have agreed, after the next step. Between two
+        epochs all replicas leave the loop at once.
+        """
+        elastic, data = self.elastic, self.data
+        if data is None or elastic.finished or not control.should_training_stop:
+            return
+        elastic.finish("a callback of the Trainer has set should_training_stop")
+        if data.is_open and not self.elastic.finished:
+            control.should_training_stop = False
+
+    def end(self) -> None:
+        """End the last epoch, which saves the end of training."""
+        if self.data is not None and self.elastic.finished:
+            self.data.begin_epoch()
+
+    # -- all replicas -----------------------------------------------------------------------------------
+
+    def follow_rank(self, trainer: Any) -> None:
+        """Let the framework know the present rank of this replica, which says who writes files and logs."""
+        rank, is_main = self.elastic.rank, self.elastic.is_main
+        for state in (trainer.args.distributed_state, trainer.accelerator.state):
+            state.process_index = state.local_process_index = rank
+        trainer.state.is_world_process_zero = trainer.state.is_local_process_zero = is_main
+        if is_main and self._was_main is False:
+            _begin_bars(trainer.callback_handler.callbacks, trainer.args, trainer.state, trainer.control)
+        self._was_main = is_main
+
+    def synchronize(self, trainer: Any) -> None:
+        """Add up over the replicas what each has counted since the last call, on all of them alike."""
+        state = trainer.state
+        sums = self.elastic.sum_over_replicas(
+            **self.losses.take(),
+            tokens=float(state.num_input_tokens_seen - self._tokens),
+            operations=float(trainer.current_flos),
+        )
+        self._tokens += round(sums["tokens"])
+        state.num_input_tokens_seen = self._tokens
+        trainer.current_flos = sums["operations"]
+        self.losses.add_sums(sums["loss"], sums["steps"])
+
+
+def _begin_bars(
+    callbacks: list[Any], args: TrainingArguments, state: TrainerState, control: TrainerControl
+) -> None:
+    """Let progress bars begin on a replica that has become the one which shows them."""
+    for callback in callbacks:
+        if isinstance(callback, ProgressCallback):
+            begin: Callable[..., Any] = callback.on_train_begin
+            begin(args, state, control)

@@ -1,0 +1,91 @@
+"""What Lightning does not document, and this adapter uses. Nothing else of this kind is used."""
+
+from __future__ import annotations
+
+import inspect
+from functools import reduce
+from importlib import import_module
+
+from adascale_worker.errors import WorkerError
+
+PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
+    "loops.training_epoch_loop._TrainingEpochLoop": (
+        "_num_ready_batches_reached",
+        "_should_accumulate",
+        "_should_check_val_fx",
+        "_broadcast_sigterm_tensor",
+        "_is_training_done",
+        "done",
+        "global_step",
+        "on_run_start",
+        "on_save_checkpoint",
+        "run",
+    ),
+    "loops.fit_loop._FitLoop": ("_can_stop_early", "setup_data", "max_steps"),
+    "loops.evaluation_loop._EvaluationLoop": ("reset",),
+    "loops.fetchers._DataFetcher": ("reset", "__iter__"),
+    "loops.progress._BatchProgress": ("increment_ready", "is_last_batch"),
+    "trainer.connectors.logger_connector.result._Metadata": ("is_mean_reduction", "is_sum_reduction"),
+    "trainer.connectors.logger_connector.result._ResultMetric": ("update", "compute"),
+    "strategies.Strategy": ("handles_gradient_accumulation", "process_dataloader", "optimizers", "setup"),
+    "core.optimizer.LightningOptimizer": ("_to_lightning_optimizer", "step"),
+}
+"""By class, what it has to have."""
+
+PRIVATE_SOURCES: dict[str, tuple[str, ...]] = {
+    "loops.training_epoch_loop._TrainingEpochLoop": (
+        "self._batches_that_stepped",
+        "self.batch_progress.is_last_batch",
+        "batch_idx = self.batch_idx + 1",
+        "self.manual_optimization",
+    ),
+    "loops.fetchers._DataFetcher": ("self.length is not None", "self.done"),
+    "trainer.connectors.logger_connector.result._ResultMetric": ("cumulated_batch_size", "self.value"),
+}
+"""By class, what its source has to have: attributes that are set in methods."""
+
+
+def require_private_parts(package: str) -> None:
+    """Check that the installed Lightning has what this adapter uses.
+
+    Args:
+        package: `lightning.pytorch` or `pytorch_lightning`.
+
+    Raises:
+        WorkerError: it has not.
+    """
+    missing = missing_parts(package)
+    if missing:
+        version = getattr(import_module(package), "__version__", "unknown")
+        raise WorkerError(
+            f"{package} {version} has no {missing[0]}, which adascale.lightning uses: install a version of "
+            "lightning that it was tested with, 2.6"
+        )
+
+
+def missing_parts(package: str) -> list[str]:
+    """Return the names of private parts that the installed Lightning does not have."""
+    missing = []
+    for path, names in PRIVATE_PARTS.items():
+        owner = _find(package, path)
+        missing += [f"{path}.{name}" for name in names if not hasattr(owner, name)]
+    return missing
+
+
+def missing_sources(package: str) -> list[str]:
+    """Return the attributes that the sources of the installed Lightning do not have any more."""
+    return [
+        f"{path}: {text}"
+        for path, texts in PRIVATE_SOURCES.items()
+        for text in texts
+        if text not in inspect.getsource(_find(package, path))  # type: ignore[arg-type]
+    ]
+
+
+def _find(package: str, path: str) -> object | None:
+    module, _, name = path.rpartition(".")
+    try:
+        owner: object = import_module(f"{package}.{module}")
+    except ImportError:
+        return None
+    return reduce(lambda each, part: getattr(each, part, None), [name], owner)

@@ -1,0 +1,102 @@
+"""The network interface that has an address, from the kernel's list (rtnetlink(7))."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_NETLINK_ROUTE: Final = 0
+_GET_ADDRESSES: Final = 22
+_NEW_ADDRESS: Final = 20
+_DONE: Final = 3
+_ERROR: Final = 2
+_REQUEST_DUMP: Final = 0x301
+_HEADER: Final = struct.Struct("=IHHII")
+_MESSAGE: Final = struct.Struct("=BBBBI")
+_ATTRIBUTE: Final = struct.Struct("=HH")
+_IFA_ADDRESS: Final = 1
+_IFA_LOCAL: Final = 2
+_TIMEOUT: Final = 5.0
+"""Seconds within which the kernel answers."""
+
+
+def interface_variables(address: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which gloo and NCCL use the interface of an address.
+
+    By themselves they choose one: gloo that of the host name, which is a loopback address on Debian, and NCCL
+    the first one. Variables that are set already are left out.
+
+    Args:
+        address: the host name or IP address at which other replicas reach this one.
+        environ: the environment of the agent.
+    """
+    name = interface_of(address)
+    if name is None:
+        return {}
+    # NCCL takes a name without '=' for a prefix.
+    variables = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {variable: value for variable, value in variables.items() if variable not in environ}
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an address. None if none has, or if that is unknown.
+
+    Args:
+        address: a host name or an IP address.
+    """
+    try:
+        wanted = {_parse(each[4][0]) for each in socket.getaddrinfo(address, None)}
+        for index, found in _addresses():
+            # The loopback interface has all of 127.0.0.0/8, and lists one address of it.
+            if found in wanted or (found.is_loopback and any(each.is_loopback for each in wanted)):
+                return socket.if_indextoname(index)
+    except (OSError, ValueError):
+        # No such host, or a sandbox without netlink: gloo and NCCL choose by themselves.
+        return None
+    return None
+
+
+def _parse(text: object) -> _Address:
+    return ipaddress.ip_address(str(text).partition("%")[0])
+
+
+def _addresses() -> Iterator[tuple[int, _Address]]:
+    """Yield each address of this machine with the index of its interface."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_ROUTE) as netlink:
+        netlink.settimeout(_TIMEOUT)
+        length = _HEADER.size + _MESSAGE.size
+        netlink.send(_HEADER.pack(length, _GET_ADDRESSES, _REQUEST_DUMP, 1, 0) + _MESSAGE.pack(0, 0, 0, 0, 0))
+        while True:
+            data = netlink.recv(1 << 16)
+            while len(data) >= _HEADER.size:
+                length, kind, *_ = _HEADER.unpack_from(data)
+                if kind in (_DONE, _ERROR) or length < _HEADER.size:
+                    return
+                if kind == _NEW_ADDRESS:
+                    yield from _read_address(data[_HEADER.size : length])
+                data = data[_aligned(length) :]
+
+
+def _read_address(message: bytes) -> Iterator[tuple[int, _Address]]:
+    index = _MESSAGE.unpack_from(message)[4]
+    offset = _MESSAGE.size
+    found: dict[int, bytes] = {}
+    while offset + _ATTRIBUTE.size <= len(message):
+        length, kind = _ATTRIBUTE.unpack_from(message, offset)
+        if length < _ATTRIBUTE.size:
+            break
+        found[kind] = message[offset + _ATTRIBUTE.size : offset + length]
+        offset += _aligned(length)
+    # Of a point-to-point link, IFA_ADDRESS is that of the peer.
+    packed = found.get(_IFA_LOCAL) or found.get(_IFA_ADDRESS)
+    if packed is not None and len(packed) in (4, 16):
+        yield index, ipaddress.ip_address(packed)
+
+
+def _aligned(length: int) -> int:
+    return (length + 3) & ~3

@@ -1,0 +1,120 @@
+"""How the processes of a replica write and read a checkpoint together, each its own file.
+
+All of them make the same calls. What one of them decides for all, or cannot do, all of them learn, so that
+they repeat it, or raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from adascale_storage.interface import (
+    MissingFileError,
+    NameTakenError,
+    StorageError,
+    StorageFullError,
+    UnusableStorageError,
+    WriteCancelledError,
+)
+from adascale_worker.errors import (
+    CheckpointError,
+    StorageUnavailableError,
+    UnusableCheckpointError,
+    WorkerError,
+)
+from adascale_worker.membership.replica_messages import ReplicaMessages
+
+T = TypeVar("T")
+
+
+class SupersededError(CheckpointError):
+    """A successor of this trainer has saved."""
+
+
+class DamagedError(Exception):
+    """A checkpoint differs from what was saved."""
+
+
+_KINDS: Final[tuple[type[Exception], ...]] = (
+    # One that gives up need not report what the others have failed at.
+    WriteCancelledError,
+    NameTakenError,
+    StorageFullError,
+    MissingFileError,
+    StorageError,
+    UnusableStorageError,
+    SupersededError,
+    UnusableCheckpointError,
+    StorageUnavailableError,
+    CheckpointError,
+    DamagedError,
+    # Such as a state that cannot be saved.
+    WorkerError,
+)
+"""The errors that all processes raise if one does, subclasses first. Others become a CheckpointError."""
+
+
+class CheckpointProcesses:
+    """The processes of a replica, of which each has a part of the state.
+
+    Args:
+        messages: between them; None for a single process.
+    """
+
+    def __init__(self, messages: ReplicaMessages | None = None) -> None:
+        self._messages = messages
+        self.process = 0 if messages is None else messages.process
+        self.count = 1 if messages is None else messages.count
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is process 0, which lists, commits and deletes the files of all of them."""
+        return self.process == 0
+
+    def lead(self, action: Callable[[], T]) -> T:
+        """Return on all processes what process 0 has done, or raise its error.
+
+        Args:
+            action: returns what JSON has.
+        """
+        if self._messages is None:
+            return action()
+        outcome, error = _outcome(action) if self.leads else (None, None)
+        outcome = self._messages.share(outcome)
+        if "error" in outcome:
+            raise _error(*outcome["error"]) from error
+        result: T = outcome["result"]
+        return result
+
+    def each(self, action: Callable[[], T]) -> list[T]:
+        """Return on all processes what each of them has done, in their order, or raise an error of one.
+
+        Args:
+            action: returns what JSON has.
+        """
+        if self._messages is None:
+            return [action()]
+        own, error = _outcome(action)
+        outcomes = self._messages.gather(own)
+        failures = [outcome["error"] for outcome in outcomes if "error" in outcome]
+        if failures:
+            raise _error(*min(failures, key=lambda each: _NAMES.index(each[0]))) from error
+        return [outcome["result"] for outcome in outcomes]
+
+
+_NAMES: Final = [kind.__name__ for kind in _KINDS]
+
+
+def _outcome(action: Callable[[], Any]) -> tuple[dict[str, Any], Exception | None]:
+    try:
+        return {"result": action()}, None
+    except Exception as error:  # noqa: BLE001 (the other processes wait for it)
+        kind = next((kind for kind in _KINDS if isinstance(error, kind)), None)
+        if kind is None:
+            return {"error": (CheckpointError.__name__, f"{type(error).__name__}: {error}")}, error
+        return {"error": (kind.__name__, str(error))}, error
+
+
+def _error(name: str, message: str) -> Exception:
+    return _KINDS[_NAMES.index(name)](message)

@@ -1,0 +1,355 @@
+"""Reads the state of a checkpoint, from one file or from those of the processes that have saved it.
+
+Every byte is verified before it is used. A process that needs a part of a state reads only the parts of the
+files that contain it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adascale_core.checkpoint_manifest import (
+    InvalidManifestError,
+    Manifest,
+    StateFile,
+    UnsupportedFormatError,
+    manifest_file_name,
+)
+from adascale_storage.interface import MissingFileError, Storage
+from adascale_worker.errors import UnusableCheckpointError
+from adascale_worker.state import tree
+from adascale_worker.state.checkpoints.processes import DamagedError
+from adascale_worker.state.file import StateFileLayout, read_layout
+from adascale_worker.state.shards import (
+    KEY,
+    PREVIOUS_GRADIENT,
+    Division,
+    Extent,
+    Shards,
+    without_previous_gradient,
+)
+from adascale_worker.state.tree import InvalidSpecError, TensorIndex, TensorLayout
+
+_PARALLEL_READS = 4
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Memory that bytes of a file are read into.
+
+    Args:
+        offset: position of the bytes behind the header.
+        memory: has their length.
+    """
+
+    offset: int
+    memory: memoryview
+
+    @property
+    def end(self) -> int:
+        """Position behind the bytes."""
+        return self.offset + len(self.memory)
+
+
+def read_manifest(storage: Storage, number: int) -> Manifest:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        DamagedError: it is missing or damaged.
+        UnusableCheckpointError: it was written by another version.
+        StorageError: the storage cannot be read.
+    """
+    name = manifest_file_name(number)
+    path = storage.path(name)
+    try:
+        return Manifest.from_json(json.loads(storage.read(name)))
+    except UnsupportedFormatError as error:
+        raise UnusableCheckpointError(f"{path}: {error}; use the version that wrote it") from error
+    except MissingFileError as error:
+        raise DamagedError(f"{path} is missing: {error}") from error
+    except InvalidManifestError as error:
+        raise DamagedError(f"{path} is damaged: {error}") from error
+    except ValueError as error:
+        raise DamagedError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def read_state(storage: Storage, manifest: Manifest, own: Shards | None = None) -> State:
+    """Return the state of a checkpoint.
+
+    Args:
+        storage: of the checkpoint.
+        manifest: of the checkpoint.
+        own: the part that this process needs. The tensors that are divided otherwise in this process's model
+            are returned whole. None returns the whole state.
+
+    Raises:
+        DamagedError: the checkpoint differs from what was saved.
+        StorageError: the storage cannot be read.
+    """
+    files = [_File(storage, manifest, file) for file in manifest.files]
+    first = files[0]
+    try:
+        process, count = (0, 1) if own is None else (own.process, own.count)
+        if count == len(files) and (count == 1 or files[process].shards(process, count) == own):
+            return _without_description(files[process].read(process, count))
+        return _Regrouping(files, own).read()
+    except InvalidSpecError as error:
+        raise DamagedError(f"{first.path} is damaged: {error}") from error
+
+
+class _Regrouping:
+    """Puts together the part of a state that one process needs, from the parts that others have saved.
+
+    What is not sharded is that of the first process.
+    """
+
+    def __init__(self, files: Sequence[_File], own: Shards | None) -> None:
+        self._files = files
+        self._own = own
+        self._index = files[0].index
+        self._saved = files[0].shards(0, len(files)) if len(files) > 1 else None
+        self._divided = self._find_divided()
+
+    def _find_divided(self) -> dict[int, tuple[tuple[str | int, ...], Division, Extent]]:
+        """Return, by number, the place of each tensor that is divided, how, and the part that is needed."""
+        count = len(self._files)
+        found: dict[int, tuple[tuple[str | int, ...], Division, Extent]] = {}
+        uses: dict[int, int] = {}
+        for path, number in self._index.numbers.items():
+            layout = self._index.layouts[number]
+            mine = self._own.division_of(path) if self._own is not None else None
+            division = self._saved.division_of(path) if self._saved is not None else mine
+            if division is None or layout.shape != division.part_shape(division.extent(0, count)):
+                continue
+            if self._own is not None and mine == division:
+                extent = division.extent(self._own.process, self._own.count)
+            else:
+                extent = division.whole
+            before = found.get(number)
+            if before is not None and before[1:] != (division, extent):
+                extent = division.whole
+            found[number] = path, division, extent
+            uses[number] = uses.get(number, 0) + 1
+        for number, (path, division, _) in found.items():
+            if uses[number] != self._index.uses(number):
+                # Another object of the program has it, too.
+                found[number] = path, division, division.whole
+        return found
+
+    def read(self) -> State:
+        index, divided = self._index, self._divided
+        layouts = list(index.layouts)
+        for number, (_, division, extent) in divided.items():
+            layouts[number] = TensorLayout(layouts[number].dtype, division.part_shape(extent))
+        tensors = [torch.empty(layout.shape, dtype=layout.dtype) for layout in layouts]
+        unused = index.numbers_below(PREVIOUS_GRADIENT)
+        whole = [number for number in range(len(layouts)) if number not in divided and number not in unused]
+        for process, file in enumerate(self._files):
+            targets = [target for number in whole for target in file.whole(number, tensors[number])]
+            whole = []
+            targets += self._shards_of(process, file, tensors)
+            file.read_into(targets)
+        state: State = tree.unflatten(index.with_layouts(layouts), tensors)
+        return _without_description(without_previous_gradient(state))
+
+    def _shards_of(self, process: int, file: _File, tensors: Sequence[Tensor]) -> Iterator[_Target]:
+        """Yield what is read from the file of a process. Without anything, not even its header is read."""
+        count = len(self._files)
+        for number, (path, division, extent) in self._divided.items():
+            source = division.extent(process, count)
+            ranges = list(division.ranges(source, extent, tensors[number].dtype.itemsize))
+            if not ranges:
+                continue
+            if process and file.shards(process, count) != self._saved_by(process):
+                raise DamagedError(f"{file.path} is damaged: its shards are not those of the first file")
+            place = file.index.numbers.get(path, -1)
+            found = file.index.layouts[place] if place >= 0 else None
+            if found != TensorLayout(tensors[number].dtype, division.part_shape(source)):
+                raise DamagedError(
+                    f"{file.path} is damaged: it has no shard of {'.'.join(map(str, path))}, or another one"
+                )
+            offset, memory = file.layout.offsets[place], _memory(tensors[number])
+            for position, target, length in ranges:
+                yield _Target(offset + position, memory[target : target + length])
+
+    def _saved_by(self, process: int) -> Shards:
+        assert self._saved is not None, "there are several files"
+        return Shards(process, self._saved.count, self._saved.model, self._saved.optimizer)
+
+
+class _File:
+    """A file with a state, or with the part of one process.
+
+    Args:
+        storage: of the file.
+        manifest: of the checkpoint.
+        file: its description.
+    """
+
+    def __init__(self, storage: Storage, manifest: Manifest, file: StateFile) -> None:
+        self._storage = storage
+        self._file = file
+        self._chunk_bytes = manifest.chunk_bytes
+        self.path = storage.path(file.state)
+        self._layout: StateFileLayout | None = None
+        self._index: TensorIndex | None = None
+        self._shards: Shards | None = None
+
+    @property
+    def layout(self) -> StateFileLayout:
+        """Where its tensors are. Read once."""
+        if self._layout is None:
+            header = self._read_verified(0, lambda: f"{self.path} is damaged in its header")
+            try:
+                layout = read_layout(header)
+            except InvalidSpecError as error:
+                raise DamagedError(f"{self.path} is damaged: {error}") from error
+            expected = len(layout.header) + layout.data_bytes
+            if self._file.bytes != expected or self._file.header_bytes != len(layout.header):
+                raise DamagedError(
+                    f"{self.path} is damaged: its tensors need {expected} bytes, not {self._file.bytes}"
+                )
+            self._layout = layout
+        return self._layout
+
+    @property
+    def index(self) -> TensorIndex:
+        """The places of its tensors in the state."""
+        if self._index is None:
+            self._index = TensorIndex(self.layout.spec)
+        return self._index
+
+    def shards(self, process: int, count: int) -> Shards:
+        """Return what it describes as its shards.
+
+        Args:
+            process: whose file it is.
+            count: number of processes.
+
+        Raises:
+            DamagedError: it is the file of another process.
+        """
+        if self._shards is None:
+            self._shards = Shards.from_state(self.index.value(KEY))
+        if (self._shards.process, self._shards.count) != (process, count):
+            raise DamagedError(
+                f"{self.path} is damaged: it is of process {self._shards.process} of {self._shards.count}, "
+                f"not {process} of {count}"
+            )
+        return self._shards
+
+    def read(self, process: int = 0, count: int = 1) -> State:
+        """Return the state, or the part of a process."""
+        if count > 1:
+            self.shards(process, count)
+        tensors = [torch.empty(each.shape, dtype=each.dtype) for each in self.layout.layouts]
+        self.read_into(
+            target for number, tensor in enumerate(tensors) for target in self.whole(number, tensor)
+        )
+        state: State = tree.unflatten(self.layout.spec, tensors)
+        return state
+
+    def whole(self, number: int, tensor: Tensor) -> Iterator[_Target]:
+        """Yield what is read into a tensor that has the type and the shape of tensor `number`."""
+        if tensor.numel():
+            yield _Target(self.layout.offsets[number], _memory(tensor))
+
+    def read_into(self, targets: Iterable[_Target]) -> None:
+        """Read bytes, in parts that are verified one by one."""
+        waiting = deque(sorted(targets, key=lambda target: target.offset))
+        if not waiting:
+            return
+        needed = sorted(
+            {
+                index
+                for target in waiting
+                for index in range(
+                    target.offset // self._chunk_bytes, (target.end - 1) // self._chunk_bytes + 1
+                )
+            }
+        )
+        for start, content in self._verified_chunks(needed):
+            end = start + len(content)
+            while waiting and waiting[0].end <= start:
+                waiting.popleft()
+            for target in waiting:
+                if target.offset >= end:
+                    break
+                begin, stop = max(target.offset, start), min(target.end, end)
+                target.memory[begin - target.offset : stop - target.offset] = content[
+                    begin - start : stop - start
+                ]
+
+    def _verified_chunks(self, indices: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Read and verify several parts at the same time; return their positions and contents in order."""
+        layout = self.layout
+
+        def read(index: int) -> tuple[int, bytes]:
+            start = index * self._chunk_bytes
+            end = min(start + self._chunk_bytes, layout.data_bytes)
+
+            def place() -> str:
+                names = layout.names_between(start, end)
+                tensors = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                return f"{self.path} is damaged in bytes {start:,} to {end:,} of {tensors}"
+
+            return start, self._read_verified(index + 1, place)
+
+        count = -(-layout.data_bytes // self._chunk_bytes)
+        if len(self._file.sha256) != count + 1:
+            raise DamagedError(f"{self.path} is damaged: its manifest has {len(self._file.sha256)} checksums")
+        pending: deque[Future[tuple[int, bytes]]] = deque()
+        with ThreadPoolExecutor(_PARALLEL_READS, thread_name_prefix="adascale-read") as pool:
+            try:
+                for index in indices:
+                    pending.append(pool.submit(read, index))
+                    if len(pending) > _PARALLEL_READS:
+                        yield pending.popleft().result()
+                while pending:
+                    yield pending.popleft().result()
+            finally:
+                for future in pending:
+                    future.cancel()
+
+    def _read_verified(self, index: int, place: Callable[[], str]) -> bytes:
+        """Return the header (index 0) or a part of the file; `place` describes it, for a message.
+
+        Raises:
+            DamagedError: its SHA-256 is not that of the manifest.
+        """
+        file = self._file
+        if index == 0:
+            start, end = 0, file.header_bytes
+        else:
+            start = file.header_bytes + (index - 1) * self._chunk_bytes
+            end = min(start + self._chunk_bytes, file.bytes)
+        try:
+            content = self._storage.read(file.state, start, end)
+        except MissingFileError as error:
+            raise DamagedError(f"{self.path} is missing: {error}") from error
+        if len(content) != end - start:
+            raise DamagedError(f"{place()}: it ends after {start + len(content):,} of {file.bytes:,} bytes")
+        found = hashlib.sha256(content).hexdigest()
+        if found != file.sha256[index]:
+            raise DamagedError(
+                f"{place()}: their SHA-256 is {found[:12]}..., expected {file.sha256[index][:12]}..."
+            )
+        return content
+
+
+def _without_description(state: State) -> State:
+    return {name: value for name, value in state.items() if name != KEY}
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data

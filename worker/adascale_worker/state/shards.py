@@ -1,0 +1,154 @@
+"""The parts of tensors that the processes of a replica have, if its model is sharded.
+
+A checkpoint of a sharded model has a file for each process, in which `KEY` of the state describes its parts.
+So any number of processes can put the tensors together, or divide them among themselves again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from adascale_worker.state.tree import InvalidSpecError
+
+KEY: Final = "shards"
+"""Of the description in a state."""
+_MODEL: Final = ("program", "model")
+_OPTIMIZER: Final = ("program", "optimizer", "state")
+PREVIOUS_GRADIENT: Final = ("program", "optimizer", "adascale", "statistics", "previous_gradient")
+"""Where a state has the shards of the last gradient. It is not kept for another number of processes."""
+
+Extent = tuple[int, int]
+"""The first index along a dimension, and the one after the last."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a tensor is divided: along one dimension, in pieces of equal size; the last may be smaller.
+
+    Args:
+        dimension: along which it is divided.
+        shape: of the whole tensor.
+    """
+
+    dimension: int
+    shape: tuple[int, ...]
+
+    def to_state(self) -> list[Any]:
+        """Return the description, for a state."""
+        return [self.dimension, list(self.shape)]
+
+    @property
+    def whole(self) -> Extent:
+        """The extent of the whole tensor."""
+        return 0, self.shape[self.dimension]
+
+    def extent(self, process: int, count: int) -> Extent:
+        """Return which part one of `count` processes has."""
+        length = self.shape[self.dimension]
+        piece = -(-length // count)
+        return min(process * piece, length), min((process + 1) * piece, length)
+
+    def part_shape(self, extent: Extent) -> tuple[int, ...]:
+        """Return the shape of a part."""
+        start, stop = extent
+        return (*self.shape[: self.dimension], stop - start, *self.shape[self.dimension + 1 :])
+
+    def ranges(self, source: Extent, target: Extent, itemsize: int) -> Iterator[tuple[int, int, int]]:
+        """Return what two contiguous parts have in common.
+
+        Args:
+            source, target: the parts.
+            itemsize: bytes of an element.
+
+        Returns:
+            for each range of bytes: its position in the source, that in the target, and its length; in order.
+        """
+        start, stop = max(source[0], target[0]), min(source[1], target[1])
+        inner = math.prod(self.shape[self.dimension + 1 :]) * itemsize
+        outer = math.prod(self.shape[: self.dimension])
+        if start >= stop or not inner * outer:
+            return
+        if source == target:
+            yield 0, 0, outer * (stop - start) * inner
+            return
+        lengths = source[1] - source[0], target[1] - target[0]
+        for index in range(outer):
+            yield (
+                (index * lengths[0] + start - source[0]) * inner,
+                (index * lengths[1] + start - target[0]) * inner,
+                (stop - start) * inner,
+            )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The parts of the sharded tensors that one process has.
+
+    Args:
+        process: its index in the replica, from 0.
+        count: number of processes of the replica.
+        model: of the tensors of the model, by name.
+        optimizer: of what the optimizer keeps for its parameters, by the number of the parameter.
+    """
+
+    process: int
+    count: int
+    model: Mapping[str, Division]
+    optimizer: Mapping[int, Division]
+
+    def division_of(self, path: Sequence[str | int]) -> Division | None:
+        """Return how the tensor at a place of a state is divided; None if it is not sharded."""
+        if len(path) == len(_MODEL) + 1 and tuple(path[:-1]) == _MODEL:
+            return self.model.get(str(path[-1]))
+        if len(path) == len(_OPTIMIZER) + 2 and tuple(path[:-2]) == _OPTIMIZER:
+            number = path[-2]
+            return self.optimizer.get(number) if isinstance(number, int) else None
+        return None
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the description, for a state."""
+        return {
+            "process": self.process,
+            "count": self.count,
+            "model": {name: each.to_state() for name, each in self.model.items()},
+            "optimizer": {number: each.to_state() for number, each in self.optimizer.items()},
+        }
+
+    @classmethod
+    def from_state(cls, value: Any) -> Shards:
+        """Return the shards that a state describes.
+
+        Raises:
+            InvalidSpecError: it is not what `to_state` returns.
+        """
+        try:
+            return cls(
+                int(value["process"]),
+                int(value["count"]),
+                {str(name): _division(*each) for name, each in value["model"].items()},
+                {int(number): _division(*each) for number, each in value["optimizer"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidSpecError(f"the description of its shards is invalid: {error!r}") from error
+
+
+def without_previous_gradient(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state without the shards of the last gradient."""
+    copied = result = dict(state)
+    for key in PREVIOUS_GRADIENT[:-1]:
+        if not isinstance(copied.get(key), dict):
+            return result
+        copied[key] = dict(copied[key])
+        copied = copied[key]
+    copied[PREVIOUS_GRADIENT[-1]] = None
+    return result
+
+
+def _division(dimension: Any, shape: Any) -> Division:
+    division = Division(int(dimension), tuple(int(length) for length in shape))
+    if not 0 <= division.dimension < len(division.shape) or min(division.shape) < 0:
+        raise ValueError(f"dimension {dimension} of shape {shape}")
+    return division
