@@ -6,15 +6,18 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from adascale_api.auth.authorization import Authorizer
 from adascale_api.data.database import Database
 from adascale_api.http.body_limit import BodyLimit
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.openapi import DescribedApp
-from adascale_api.routes import allocation, changes, decision, gain, jobs, page, probes
+from adascale_api.routes import allocation, changes, decision, gain, jobs, logs, page, probes, runs
 from adascale_api.routes.error_handlers import add_error_handlers
+from adascale_api.routes.runs import RunPaths
 from adascale_api.service.prometheus import RequestMetrics
+from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import Service, Settings
 
 _DESCRIPTION = """
@@ -65,6 +68,29 @@ def create_app(
     app.add_middleware(BodyLimit, connections=service.connections)
     app.add_middleware(RequestMetrics, metrics=service.metrics)
     add_error_handlers(app)
-    for routes in (gain, allocation, decision, jobs, changes, page, probes):
+    for routes in (gain, allocation, decision, jobs, logs, changes, page, probes):
         app.include_router(routes.router)
+    app.include_router(page.files_router)
     return app
+
+
+def create_runs_app(services: RunServices) -> ASGIApp:
+    """Return the application that shows the runs of state folders, and changes nothing.
+
+    Args:
+        services: the runs; closed when the application shuts down.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        async with services.running():
+            yield
+
+    app = FastAPI(
+        title="AdaScale runs", lifespan=lifespan, redirect_slashes=False, openapi_url=None, docs_url=None
+    )
+    app.state.runs = services
+    add_error_handlers(app)
+    for router in (runs.router, page.files_router, gain.router, decision.router, jobs.router, logs.router):
+        app.include_router(router)
+    return RunPaths(app, services)

@@ -15,7 +15,9 @@ from adascale_api.auth.shared_token import SharedToken, SharedTokenFile
 from adascale_api.bodies.field_types import MAX_INTEGER
 from adascale_api.data.store.reports import Retention
 from adascale_api.http.connection_limits import MAX_CONNECTIONS, REQUEST_TIMEOUT
-from adascale_api.server import UsageError, is_loopback, serve
+from adascale_api.http.tls import MAX_CONNECTIONS as MAX_TLS_CONNECTIONS
+from adascale_api.http.tls import ServerCertificate
+from adascale_api.server import UsageError, is_loopback, serve, serve_jobs, serve_runs
 from adascale_api.service.log_limit import LogLimit
 from adascale_api.service.retention import DAY, JobRetention
 from adascale_api.service.service import DEFAULT_JOBS, DEFAULT_REPORTS, Settings
@@ -54,20 +56,38 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         AdaScaleError: the options or the environment can't be used.
     """
     options = _parser().parse_args(arguments)
+    authorizer = _with_readers(_authorizer(options, environment), environment)
+    if options.runs is not None:
+        if options.database is not None:
+            raise UsageError("--runs and --database contradict each other: remove one of them")
+        app = serve_runs(options.runs, authorizer)
+    else:
+        settings = Settings(
+            protect_reads=options.protect_reads,
+            reports=Retention(options.keep_newest_reports, options.keep_earlier_reports),
+            jobs=JobRetention(options.keep_finished_days * DAY, options.keep_unfinished_days * DAY),
+            logs=options.logs,
+        )
+        url = options.database or environment.get(ENV_DATABASE) or DEFAULT_DATABASE
+        app = serve_jobs(url, authorizer, settings)
+    if options.require_tls and options.tls_cert is None:
+        raise UsageError("--require-tls needs a certificate: add --tls-cert and --tls-key")
+    if (options.tls_cert is None) != (options.tls_key is None):
+        given, missing = ("--tls-cert", "--tls-key") if options.tls_cert else ("--tls-key", "--tls-cert")
+        raise UsageError(f"{given} is given but {missing} is not: give both, or neither")
+    certificate = None
+    if options.tls_cert is not None:
+        certificate = ServerCertificate(options.tls_cert, options.tls_key)
     serve(
         host=options.host,
         port=options.port,
         descriptor=options.fd,
         port_file=options.port_file,
-        database_url=options.database or environment.get(ENV_DATABASE) or DEFAULT_DATABASE,
-        authorizer=_with_readers(_authorizer(options, environment), environment),
-        settings=Settings(
-            protect_reads=options.protect_reads,
-            reports=Retention(options.keep_newest_reports, options.keep_earlier_reports),
-            jobs=JobRetention(options.keep_finished_days * DAY, options.keep_unfinished_days * DAY),
-        ),
-        max_connections=options.max_connections,
+        serve_app=app,
+        max_connections=options.max_connections or (MAX_TLS_CONNECTIONS if certificate else MAX_CONNECTIONS),
         request_timeout=options.request_timeout,
+        certificate=certificate,
+        require_tls=options.require_tls,
     )
 
 
@@ -103,6 +123,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--port-file", metavar="PATH", type=Path, help="write the port to this file once the service listens"
     )
+    parser.add_argument(
+        "--logs",
+        metavar="DIR",
+        type=Path,
+        help="the folder with the output of replicas on this machine, `replica-N.log`, which readers with a "
+        "token may read; set by `adascale run`",
+    )
+    parser.add_argument(
+        "--runs",
+        metavar="FILE",
+        type=Path,
+        help="show the runs in this list and change nothing, instead of using a database; set by "
+        "`adascale ui`",
+    )
+    parser.add_argument(
+        "--tls-cert",
+        metavar="FILE",
+        type=Path,
+        help="serve with TLS and the certificate in this file, in PEM, followed by those of intermediate "
+        "authorities; read again when it changes. Requests without TLS are answered at the same port",
+    )
+    parser.add_argument("--tls-key", metavar="FILE", type=Path, help="the key of that certificate, in PEM")
+    parser.add_argument("--require-tls", action="store_true", help="refuse requests without TLS")
     parser.add_argument("--protect-reads", action="store_true", help="require a token for reading too")
     parser.add_argument(
         "--token-review",
@@ -121,9 +164,8 @@ def _parser() -> argparse.ArgumentParser:
         "--max-connections",
         metavar="NUMBER",
         type=_positive,
-        default=MAX_CONNECTIONS,
         help="open connections, where one whose request waits counts one and a half times; the limit of open "
-        "files must allow as many (default: %(default)s)",
+        f"files must allow as many (default: {MAX_CONNECTIONS}, with TLS {MAX_TLS_CONNECTIONS})",
     )
     parser.add_argument(
         "--request-timeout",

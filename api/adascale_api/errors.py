@@ -8,6 +8,7 @@ RequestError
 ├── RefusedReplicaError   409
 ├── UnauthorizedError     401
 ├── ForbiddenError        403
+├── TlsRequiredError      426
 └── UnavailableError      503
 """
 
@@ -119,6 +120,16 @@ class ForbiddenError(RequestError):
     """The token is valid, but does not have the role that the request needs."""
 
     status = 403
+
+
+class TlsRequiredError(RequestError):
+    """The request came without TLS, which the service requires."""
+
+    status = 426
+    headers: Mapping[str, str] = {"Upgrade": "TLS/1.2", "Connection": "Upgrade, close"}
+
+    def __init__(self) -> None:
+        super().__init__("this service requires TLS: use https:// in its address; nothing was stored")
 
 
 class UnavailableError(RequestError):

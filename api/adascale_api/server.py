@@ -1,22 +1,31 @@
 """The HTTP server: its socket, its port file, and its shutdown."""
 
+import errno
 import ipaddress
 import os
 import resource
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from adascale_api.app import create_app
+from adascale_api.app import create_app, create_runs_app
 from adascale_api.auth.authorization import Authorizer
 from adascale_api.data.database import Database, without_password
+from adascale_api.errors import TlsRequiredError
 from adascale_api.http.connection_limits import ConnectionLimits
-from adascale_api.http.protocol import limited_protocol
+from adascale_api.http.protocol import LimitedProtocol, limited_protocol
+from adascale_api.http.tls import RequireTls, ServerCertificate, TlsListener, keep_buffers_sparse
+from adascale_api.routes.error_handlers import response_to
 from adascale_api.routes.worker_endpoints import WorkerEndpoints
-from adascale_api.service.service import Settings
+from adascale_api.service.run_services import RunServices
+from adascale_api.service.service import Service, Settings
 from adascale_core.errors import AdaScaleError
 
 BACKLOG = 16384
@@ -41,17 +50,57 @@ class UsageError(AdaScaleError):
     exit_code = 2
 
 
+@dataclass(frozen=True)
+class ServedApp:
+    """An application, which the server serves.
+
+    Args:
+        app: the ASGI application.
+        stop: called when the server begins to stop.
+        data: where its data are, for the user.
+    """
+
+    app: ASGIApp
+    stop: Callable[[], None]
+    data: str
+
+
+AppFactory = Callable[[ConnectionLimits], ServedApp]
+
+
+def serve_jobs(database_url: str, authorizer: Authorizer | None, settings: Settings) -> AppFactory:
+    """Return what makes the metrics service of a database, once the server listens."""
+
+    def make(limits: ConnectionLimits) -> ServedApp:
+        app = create_app(Database(database_url), authorizer, settings, connections=limits)
+        service: Service = app.state.service
+        data = f"database {without_password(database_url)}"
+        return ServedApp(WorkerEndpoints(app, service), service.stop, data)
+
+    return make
+
+
+def serve_runs(path: Path, authorizer: Authorizer | None) -> AppFactory:
+    """Return what makes the application that shows the runs in a list, once the server listens."""
+
+    def make(limits: ConnectionLimits) -> ServedApp:
+        runs = RunServices(path, authorizer, limits)
+        return ServedApp(create_runs_app(runs), runs.stop, f"runs of {path}")
+
+    return make
+
+
 def serve(
     *,
     host: str,
     port: int,
     descriptor: int | None,
     port_file: Path | None,
-    database_url: str,
-    authorizer: Authorizer | None,
-    settings: Settings,
+    serve_app: AppFactory,
     max_connections: int,
     request_timeout: float,
+    certificate: ServerCertificate | None = None,
+    require_tls: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -61,12 +110,12 @@ def serve(
         descriptor: the file descriptor of a listening socket, which replaces `host` and `port`; None to open
             a socket.
         port_file: gets the port once the server listens.
-        database_url: the database.
-        authorizer: checks tokens; None allows every request.
-        settings: what the service keeps, and for whom.
+        serve_app: makes what is served, once the address is known to be free.
         max_connections: connections for which there is memory. Fewer are open if the process may have fewer
             files.
         request_timeout: seconds for a request to arrive.
+        certificate: of the server. None serves without TLS.
+        require_tls: whether requests without TLS are refused.
 
     Raises:
         AdaScaleError: the address, the port file or the database can't be used.
@@ -79,17 +128,19 @@ def serve(
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         limits = ConnectionLimits(max_connections, _allow_connections(max_connections), request_timeout)
-        app = create_app(Database(database_url), authorizer, settings, connections=limits)
+        served = serve_app(limits)
         address, port = listener.getsockname()[:2]
-        url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        scheme = "http" if certificate is None else "https"
+        url = f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
+        app = RequireTls(served.app, response_to(TlsRequiredError())) if require_tls else served.app
 
         def announce() -> None:
             if port_file is not None:
                 _write_port_file(port_file, port)
-            print(f"adascale-api: listening on {url}, database {without_password(database_url)}", flush=True)
+            print(f"adascale-api: listening on {url}, {served.data}", flush=True)
 
         config = uvicorn.Config(
-            WorkerEndpoints(app, app.state.service),
+            app,
             loop="uvloop",
             backlog=BACKLOG,
             proxy_headers=False,
@@ -102,10 +153,23 @@ def serve(
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=SHUTDOWN_GRACE,
         )
-        server = _Server(config, on_listening=announce, on_stopping=app.state.service.stop)
+        listen = None
+        if certificate is not None:
+            keep_buffers_sparse()
+            listen = partial(_listen_with_tls, certificate, limits)
+        server = _Server(config, on_listening=announce, on_stopping=served.stop, listen=listen)
         server.run([listener])
         if server.start_error is not None:
             raise server.start_error
+
+
+def _listen_with_tls(
+    certificate: ServerCertificate,
+    limits: ConnectionLimits,
+    create_protocol: Callable[[], LimitedProtocol],
+    listener: socket.socket,
+) -> TlsListener:
+    return TlsListener(listener, certificate, limits, create_protocol)
 
 
 def is_loopback(host: str) -> bool:
@@ -119,24 +183,43 @@ def is_loopback(host: str) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """Calls `on_listening` once it listens, and `on_stopping` when it begins to stop."""
+    """Calls `on_listening` once it listens, and `on_stopping` when it begins to stop.
+
+    Args:
+        listen: accepts the connections of a socket, with protocols that a function makes. None for uvicorn.
+    """
 
     def __init__(
-        self, config: uvicorn.Config, on_listening: Callable[[], None], on_stopping: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        on_listening: Callable[[], None],
+        on_stopping: Callable[[], None],
+        listen: Callable[[Callable[[], LimitedProtocol], socket.socket], TlsListener] | None,
     ) -> None:
         super().__init__(config)
+        self._listen = listen
         self._on_listening = on_listening
         self._on_stopping = on_stopping
         self.start_error: AdaScaleError | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self._listen is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            listen = partial(self._listen, self._create_protocol)
+            self.servers = [listen(each) for each in sockets or []]  # type: ignore[misc]
         try:
             self._on_listening()
         except AdaScaleError as error:
             # Raised after the server has shut down.
             self.start_error = error
             self.should_exit = True
+
+    def _create_protocol(self) -> LimitedProtocol:
+        """Return the protocol of a connection, as uvicorn makes it."""
+        make = cast("type[LimitedProtocol]", self.config.http_protocol_class)
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 (of the base class)
         # The base class raises the signal again after the shutdown; a requested stop exits with 0.
@@ -163,6 +246,9 @@ def _listen(host: str, port: int) -> socket.socket:
         dual_stack = address[0] == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=dual_stack)
     except OSError as error:
+        if host == "::" and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+            # A kernel without IPv6. All other addresses are meant too.
+            return _listen("0.0.0.0", port)
         raise UsageError(
             f"can't listen on {host} port {port}: {error}; use another --port (0 for any free port) or --host"
         ) from error

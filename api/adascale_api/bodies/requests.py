@@ -9,6 +9,7 @@ from adascale_api.bodies.field_types import (
     AcceleratorType,
     Count,
     Estimate,
+    EstimateError,
     ExitCode,
     Factor,
     Generation,
@@ -22,6 +23,7 @@ from adascale_api.bodies.field_types import (
     Samples,
     SamplesOrAuto,
     Seconds,
+    Share,
     Step,
     Steps,
     Timestamp,
@@ -52,6 +54,8 @@ class RequestBody(BaseModel):
     model_config = STRICT
 
 
+Amount = Annotated[float, Field(ge=0, le=1e300)]
+
 REPORT_FIELDS = described_fields(
     GainReport,
     {
@@ -68,13 +72,19 @@ REPORT_FIELDS = described_fields(
         "grad_var": Estimate,
         "step_time": Seconds,
         "time": Timestamp,
+        "goodput": Amount | None,
         "loss": Estimate | None,
         "target": Progress | None,
         "nodes": Replicas,
         "lr_factor": Factor | None,
+        "lr": Factor | None,
         "sync_time": Seconds | None,
+        "grad_sqr_error": EstimateError,
+        "gpu_use": Share | None,
+        "gpu_memory": Share | None,
         "metrics": Metrics,
         "accelerator": AcceleratorType,
+        "counts_samples": bool,
     },
 )
 
@@ -84,9 +94,10 @@ REPORT_FIELDS = described_fields(
     _example(
         generation=2, step=1200, progress=3110.5, epoch=8, replicas=4, local_bsz=8, accumulation=1,
         scale=8.0, gain=3.2, grad_sqr=0.021, grad_var=0.064, step_time=0.0031,
-        time=1760000000.0, loss=0.31, target=20000.0, nodes=2,
-        lr_factor=3.2, sync_time=0.0008, metrics={"accuracy": 0.91},
-        accelerator="NVIDIA-H200",
+        time=1760000000.0, goodput=1010.0, loss=0.31, target=20000.0, nodes=2,
+        lr_factor=3.2, lr=0.032, sync_time=0.0008, gpu_use=0.93, gpu_memory=0.41,
+        grad_sqr_error=0.004, metrics={"accuracy": 0.91},
+        accelerator="NVIDIA-H200", counts_samples=False,
     ),
 )  # fmt: skip
 class GainReportBody(GainReport):
@@ -124,8 +135,18 @@ class JobSpecBody(RequestBody):
         description="The minimum efficiency (gain / scale) of a batch while step times are unknown.",
     )
 
+    train_samples: Steps | None = Field(
+        default=None,
+        description="The samples after which training ends, in place of `scale_invariant_steps`; progress is "
+        "then the samples over `batch_size`.",
+    )
     elastic_single_replica: bool = Field(
         default=False, description="Whether the batch of a single replica may exceed `batch_size`."
+    )
+    processes_per_replica: Replicas | None = Field(
+        default=None,
+        description="The number of processes of a replica, which divide its batch; null for one with the "
+        "whole model.",
     )
 
     def to_spec(self) -> JobSpec:
@@ -225,7 +246,6 @@ class RegistrationBody(RequestBody):
 
 
 Explanation = Annotated[str, Field(max_length=500)]
-Amount = Annotated[float, Field(ge=0, le=1e300)]
 
 
 class GivenReplicasBody(RequestBody):
@@ -250,6 +270,14 @@ class CountBody(RequestBody):
     )
     verdict: Verdict = Field(description="Why it was chosen or not.")
     reason: Explanation = Field(description="The same for people.")
+
+    gain: Ratio | None = Field(default=None, description="The predicted gain; null if not predicted.")
+    gain_low: Ratio | None = Field(
+        default=None, description="The lower gain at one standard error of the estimate."
+    )
+    gain_high: Ratio | None = Field(
+        default=None, description="The higher gain at one standard error of the estimate."
+    )
 
     def to_count(self) -> CountView:
         """Return the count as a message of the core."""

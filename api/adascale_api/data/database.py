@@ -125,15 +125,15 @@ class Database:
     """Reads and writes the tables, from an event loop.
 
     Args:
-        url: the URL of the database.
+        url: the URL of the database, or what opens it.
         clock: returns the time, in seconds since 1970.
 
     Raises:
         UnusableDatabaseError: the URL is not valid, or the database can't be opened and written.
     """
 
-    def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
-        self.connector = open_database(url)
+    def __init__(self, url: str | Connector, clock: Callable[[], float] = time.time) -> None:
+        self.connector = open_database(url) if isinstance(url, str) else url
         self.cache = JobCache()
         self.condition = Condition()
         self._listener: DatabaseListener | None = None

@@ -4,14 +4,18 @@ Rows refer to a job by its `key`, which is never reused: rows of a deleted job c
 with the same id.
 """
 
-SCHEMA_VERSION = 13
-"""Raised with every change of a table, or of a document in one: a service refuses other versions."""
+SCHEMA_VERSION = 16
+"""Raised with every change of a table, or of a document in one; `MIGRATIONS` has the way to the next one."""
+
+READABLE_FROM = 15
+"""The oldest version whose service can use these tables too, as when only columns with a default were added.
+A service refuses tables that are readable from a later version than its own."""
 
 SCHEMA = "adascale_schema"
 """The table with the schema's version."""
 
 TABLES: dict[str, str] = {
-    SCHEMA: "version INTEGER PRIMARY KEY",
+    SCHEMA: "version INTEGER PRIMARY KEY, readable_from INTEGER NOT NULL",
     # A job without an id is deleted, and its rows are removed in the background.
     "jobs": """
         key {key},
@@ -53,13 +57,19 @@ TABLES: dict[str, str] = {
         grad_var {double} NOT NULL,
         step_time {double} NOT NULL,
         time {double} NOT NULL,
+        goodput {double},
         loss {double},
         target {double},
         nodes INTEGER NOT NULL,
         lr_factor {double},
+        lr {double},
         sync_time {double},
+        grad_sqr_error {double} NOT NULL,
+        gpu_use {double},
+        gpu_memory {double},
         metrics TEXT NOT NULL,
         accelerator TEXT NOT NULL,
+        counts_samples INTEGER NOT NULL DEFAULT 0,
         PRIMARY KEY (job_key, generation, step)
     """,
     # The latest step times of a batch plan on a number of nodes and a type of accelerator, and their latest
@@ -110,8 +120,40 @@ TABLES: dict[str, str] = {
     """,
 }
 
+MIGRATIONS: dict[int, tuple[str, ...]] = {
+    # From the version of release 0.1.0. Explained decisions are made again within seconds.
+    13: (
+        "ALTER TABLE reports ADD COLUMN goodput {double}",
+        "ALTER TABLE reports ADD COLUMN lr {double}",
+        "ALTER TABLE reports ADD COLUMN grad_sqr_error {double} NOT NULL DEFAULT 0",
+        "ALTER TABLE reports ADD COLUMN gpu_use {double}",
+        "ALTER TABLE reports ADD COLUMN gpu_memory {double}",
+        "DELETE FROM decisions",
+    ),
+    14: (f"ALTER TABLE {SCHEMA} ADD COLUMN readable_from INTEGER NOT NULL DEFAULT 14",),
+    15: ("ALTER TABLE reports ADD COLUMN counts_samples INTEGER NOT NULL DEFAULT 0",),
+}
+"""The statements that change the tables of a version to those of the next one."""
+
 OF_A_JOB = ("reports", "step_times", "generations", "logs", "heartbeats", "decisions", "measurements")
 """The tables whose rows belong to a job."""
+
+
+def migration_statements(version: int, *, double: str) -> list[str]:
+    """Return the statements that change the tables of an earlier version to those of `SCHEMA_VERSION`.
+
+    Args:
+        version: the earlier version, from which `MIGRATIONS` has a way.
+        double: the type of a floating-point number of 64 bits.
+    """
+    return [
+        *(
+            statement.format(double=double)
+            for earlier in range(version, SCHEMA_VERSION)
+            for statement in MIGRATIONS[earlier]
+        ),
+        f"UPDATE {SCHEMA} SET version = {SCHEMA_VERSION}, readable_from = {READABLE_FROM}",
+    ]
 
 
 def create_statements(*, key: str, double: str, binary: str, suffixes: dict[str, str]) -> list[str]:

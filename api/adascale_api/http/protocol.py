@@ -1,7 +1,8 @@
 """The HTTP connections of the service, with limits that uvicorn does not have.
 
-This module alone uses private parts of uvicorn, whose own limits count all connections together, so that one
-client could take the places of all others. `pyproject.toml` has an upper bound for uvicorn because of it.
+This module and `adascale_api.server` alone use private parts of uvicorn, whose own limits count all
+connections together, so that one client could take the places of all others. `pyproject.toml` has an upper
+bound for uvicorn because of it.
 
 A connection is closed if its request is incomplete for too long, if the request line and headers are too
 large, if a request follows before the answer to the one before, if its client does not read the answer, or if
@@ -15,7 +16,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from adascale_api.http.connection_limits import ConnectionLimits
+from adascale_api.http.connection_limits import Connection, ConnectionLimits
 
 MAX_HEAD = 32 * 1024
 """Bytes of a request line with its headers, with `HEADER_OVERHEAD` for each; a token may have 16 KiB."""
@@ -33,6 +34,10 @@ class LimitedProtocol(HttpToolsProtocol):
     """A connection with the limits of `limits`, which a subclass sets; see `limited_protocol`."""
 
     limits: ConnectionLimits
+    handshake: Connection | None = None
+    """What was counted for this connection before it was open."""
+    encrypted: asyncio.Transport | None = None
+    """With TLS, the transport below that of `transport`, with what is encrypted and not sent."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,6 +56,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._made = True
         self._closed: asyncio.Future[None] = self.loop.create_future()
         """Is done once the connection is closed, so that a request that waits for a change can end."""
+        if self.handshake is not None:
+            self.limits.lost(self.handshake)
         self.limits.opened(self)
 
     @property
@@ -61,7 +68,8 @@ class LimitedProtocol(HttpToolsProtocol):
     @property
     def unread_size(self) -> int:
         """Bytes of answers that the client has not read."""
-        return self.transport.get_write_buffer_size()
+        encrypted = self.encrypted.get_write_buffer_size() if self.encrypted is not None else 0
+        return self.transport.get_write_buffer_size() + encrypted
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -180,6 +188,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self.cycle.scope, self.cycle.body = self.scope, bytearray()
         super().on_response_complete()
         self.limits.response_complete(self)
+
+    def shutdown(self) -> None:
+        """Close the connection when the server stops: at once if there is nothing to send.
+
+        With TLS, an orderly end would wait for that of the client, which reads nothing between two requests.
+        """
+        if self._has_unanswered_request or self.unread_size:
+            super().shutdown()
+        else:
+            self.abort()
 
     def pause_writing(self) -> None:
         """Start the time in which the client must read."""

@@ -2,6 +2,7 @@
 
 import { element, setAttributes, setText, svgElement } from "./dom.js";
 import { isMissing } from "./format.js";
+import { pngOf } from "./png.js";
 
 const LEFT = 60, RIGHT = 10, TOP = 8, BOTTOM = 22, HEIGHT = 176;
 const MAX_MARKS = 200;
@@ -46,7 +47,7 @@ export class Chart {
     this.cursorLine = svgElement("line", { class: "cursor", visibility: "hidden", y1: TOP, y2: HEIGHT - BOTTOM });
     this.svg = svgElement("svg", { class: "chart", role: "slider", tabindex: 0, "aria-label": title, "aria-valuemin": 0, "aria-valuemax": 0, "aria-valuenow": 0, "aria-valuetext": "no data" }, this.drawing, this.cursorLine);
     this.legend = element("ul", { class: "legend" });
-    this.node = element("figure", {}, element("figcaption", {}, element(`h${headingLevel}`, {}, title), this.readout), this.svg, this.legend);
+    this.node = element("figure", {}, element("figcaption", {}, element(`h${headingLevel}`, {}, title), this.readout, element("button", { type: "button", class: "png", "aria-label": `Download ${title} as PNG`, onclick: () => this.download() }, "PNG")), this.svg, this.legend);
     this.width = 0;
     new ResizeObserver(([entry]) => {
       const width = Math.round(entry.contentRect.width);
@@ -98,10 +99,12 @@ export class Chart {
     const all = this.range ?? extent([xs]);
     const [x0, x1] = this.cursor.zoom ?? all;
     let [y0, y1] = extent([...curves, ...(this.faint ?? [])].map((curve) => visible(xs, curve, x0, x1)));
-    if (!this.isLog && (this.isStacked || this.least !== null)) y0 = Math.min(this.least ?? 0, y0);
-    const ticks = this.isLog ? logTicks(y0, y1) : niceTicks(y0, y1, 4, this.isWhole ? 1 : 0);
+    // Where nothing is shown, there are no values whose logarithm could be.
+    const isLog = this.isLog && y0 > 0 && curves.some((curve) => visible(xs, curve, x0, x1).some((y) => !isMissing(y)));
+    if (!isLog && (this.isStacked || this.least !== null)) y0 = Math.min(this.least ?? 0, y0);
+    const ticks = isLog ? logTicks(y0, y1) : niceTicks(y0, y1, 4, this.isWhole ? 1 : 0);
     [y0, y1] = [Math.min(y0, ticks[0]), Math.max(y1, ticks.at(-1))];
-    const place = this.isLog ? (y) => Math.log(y / y0) / Math.log(y1 / y0) : (y) => (y - y0) / (y1 - y0 || 1);
+    const place = isLog ? (y) => Math.log(y / y0) / Math.log(y1 / y0) : (y) => (y - y0) / (y1 - y0 || 1);
     const right = Math.max(this.width - RIGHT, LEFT + 1);
     this.toX = (x) => LEFT + ((x - x0) / (x1 - x0 || 1)) * (right - LEFT);
     this.toY = (y) => HEIGHT - BOTTOM - place(y) * (HEIGHT - BOTTOM - TOP);
@@ -239,6 +242,14 @@ export class Chart {
     setAttributes(this.svg, { "aria-valuemax": xs.length - 1, "aria-valuenow": at, "aria-valuetext": `${this.formatX(xs[at], 0)}: ${named.join(", ")}` });
     const x = this.toX(xs[at]).toFixed(1);
     setAttributes(this.cursorLine, { visibility: cursor.x === null ? "hidden" : "visible", x1: x, x2: x });
+  }
+
+  // The chart as it is drawn now, without the cursor, on the background of the page.
+  async download() {
+    const blob = await pngOf(this.svg, this.title, [...this.series], this.series.length > 1);
+    const link = element("a", { href: URL.createObjectURL(blob), download: `${this.title}.png` });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   }
 
   remove() {

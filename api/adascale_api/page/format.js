@@ -2,6 +2,16 @@
 
 export const NONE = "–";
 
+// The name of a job or of a run, whose id has a digest of its folder at the end.
+export function jobName(id) {
+  return id.replace(/^default\./, "").replace(/~[^~]*$/, "");
+}
+
+// A local batch: the samples of a micro-batch, and how many a step has if there are several.
+export function localBatch({ local_bsz: samples, accumulation }) {
+  return accumulation > 1 ? `${count(samples)} × ${accumulation}` : count(samples);
+}
+
 export function count(number) {
   return isMissing(number) ? NONE : Math.round(number).toLocaleString("en-US");
 }

@@ -2,7 +2,8 @@
 
 import { Chart, Cursor } from "./chart.js";
 import { element, howToStart, setText, table } from "./dom.js";
-import { NONE, clock, count, duration, percent, significant } from "./format.js";
+import { NONE, clock, count, duration, jobName, localBatch, percent, significant } from "./format.js";
+import { LogView } from "./log_view.js";
 import { ServiceError, get, getToken } from "./service.js";
 
 const POINTS = 1000;
@@ -10,19 +11,21 @@ const MAX_POINTS = 2000;
 const READ_INTERVAL = 5000;
 const MAX_SHOWN_GENERATIONS = 100;
 
-const SMOOTHINGS = [["none", 0], ["0.9", 0.9], ["0.99", 0.99]];
-const ENDED = ["Complete", "Failed", "Stopped"];
+export const SMOOTHINGS = [["none", 0], ["0.9", 0.9], ["0.99", 0.99]];
+export const ENDED = ["Complete", "Failed", "Stopped"];
 
-const CHARTS = [
+export const CHARTS = [
   { title: "Gain and scale", series: [["gain", (each) => each.gain], ["scale", (each) => each.scale]], formatY: significant, least: 0 },
   { title: "Efficiency", series: [["efficiency", (each) => each.gain / each.scale]], formatY: percent, least: 0 },
   { title: "Replicas", series: [["replicas", (each) => each.replicas]], formatY: significant, isStepped: true, isWhole: true, least: 0 },
   { title: "Loss", series: [["loss", (each) => each.loss]], formatY: significant, isSmoothed: true, canBeLog: true },
-  { title: "Learning-rate factor", series: [["factor", (each) => each.lr_factor]], formatY: significant, least: 0 },
-  { title: "Goodput (steps at the initial batch size per second)", series: [["goodput", (each) => (each.step_time > 0 ? each.gain / each.step_time : null)]], formatY: significant, least: 0 },
+  { title: "Learning rate", series: [["learning rate", (each) => each.lr]], formatY: significant, least: 0, canBeLog: true },
+  { title: "Goodput (progress per second)", series: [["goodput", (each) => each.goodput]], formatY: significant, least: 0 },
   { title: "Step time", series: [["step", (each) => each.step_time || null], ["of it, gradient exchange", (each) => each.sync_time]], formatY: seconds, least: 0 },
   { title: "Samples per second", series: [["samples", (each) => (each.step_time > 0 ? (each.replicas * each.local_bsz * each.accumulation) / each.step_time : null)]], formatY: significant, least: 0 },
-  { title: "Local batch size", series: [["samples", (each) => each.local_bsz * each.accumulation]], formatY: significant, isStepped: true, least: 0 },
+  { title: "Local batch (samples of a micro-batch)", series: [["local batch", (each) => each.local_bsz]], formatY: significant, isStepped: true, isWhole: true, least: 0 },
+  { title: "Accumulation (micro-batches of a step)", series: [["micro-batches", (each) => each.accumulation]], formatY: significant, isStepped: true, isWhole: true, least: 0 },
+  { title: "GPU of rank 0", series: [["use", (each) => each.gpu_use], ["memory", (each) => each.gpu_memory]], formatY: percent, least: 0, isOptional: true },
 ];
 
 const EXITS = {
@@ -32,6 +35,12 @@ const EXITS = {
 };
 
 const CAUSES = { start: "started", change: "replicas changed", disruption: "a replica was lost", failure: "the program failed" };
+
+// A predicted gain, and between which it is at one standard error.
+function between({ gain, gain_low: low, gain_high: high }) {
+  const [least, most] = [significant(low), significant(high)];
+  return least === most ? significant(gain) : `${significant(gain)} (${least} to ${most})`;
+}
 
 export class JobView {
   constructor(stream, id, options) {
@@ -51,6 +60,8 @@ export class JobView {
     this.download = element("button", { type: "button", onclick: () => this.downloadReports() }, "Download CSV");
     this.result = element("p", { class: "notice", hidden: true });
     this.declaration = element("div");
+    this.versions = element("div");
+    this.log = new LogView(id);
     this.definitions = [];
     this.charts = [];
     this.chartList = element("div", { class: "charts" });
@@ -75,19 +86,22 @@ export class JobView {
     this.node = element(
       "div", {},
       element("p", {}, element("a", { href: "#/" }, "All jobs")),
-      element("h1", {}, id),
+      element("h1", {}, jobName(id)),
       element("p", {}, this.state),
       this.notice,
       this.result,
-      this.unknown = element("p", { hidden: true }, "There is no job ", element("strong", {}, id), " here. ", element("a", { href: "#/" }, "All jobs"), " are in the list. ", ...howToStart()),
+      this.unknown = element("p", { hidden: true }, "There is no job ", element("strong", {}, jobName(id)), " here. ", element("a", { href: "#/" }, "All jobs"), " are in the list. ", ...howToStart()),
       this.content = element("div"),
     );
     this.content.append(
       element("dl", { class: "facts" }, ...this.facts.map(({ name, value }) => element("div", {}, element("dt", {}, name), value))),
-      element("h2", {}, "Measurements"),
-      element("div", { class: "controls" }, this.axis, element("span", { class: "control" }, element("label", { for: "smoothing" }, "Smoothing of the loss and of logged values"), this.smoothing), element("label", { class: "control" }, this.isLog, "Logarithmic"), this.whole, this.copy, this.download),
-      element("p", { class: "muted" }, "Dotted lines mark changes of the generation, solid lines with a triangle the loss of a replica or a failure. Drag to show a part, or use the keys + and -; Escape shows all. The arrow keys move the cursor of a chart."),
-      this.chartList,
+      this.measurements = element(
+        "div", {},
+        element("h2", {}, "Measurements"),
+        element("div", { class: "controls" }, this.axis, element("span", { class: "control" }, element("label", { for: "smoothing" }, "Smoothing of the loss and of logged values"), this.smoothing), element("label", { class: "control" }, this.isLog, "Logarithmic"), this.whole, this.copy, this.download),
+        element("p", { class: "muted" }, "Dotted lines mark changes of the generation, solid lines with a triangle the loss of a replica or a failure. Drag to show a part, or use the keys + and -; Escape shows all. The arrow keys move the cursor of a chart."),
+        this.chartList,
+      ),
       this.present = element(
         "div", {},
         element("h2", {}, "Why it has this replica count"), this.decision,
@@ -95,7 +109,8 @@ export class JobView {
       ),
       element("h2", {}, "Generations"), this.history,
       element("h2", {}, "Replicas"), this.replicas,
-      element("h2", {}, "Declaration"), this.declaration,
+      element("h2", {}, "Output"), this.log.node,
+      element("h2", {}, "Declaration and versions"), this.declaration, this.versions,
     );
     this.timer = setInterval(() => document.hidden || !this.exists || this.readDetails(), READ_INTERVAL);
     this.update(stream.jobs, null);
@@ -127,7 +142,7 @@ export class JobView {
   }
 
   title() {
-    return `${this.id} – AdaScale`;
+    return `${jobName(this.id)} – AdaScale`;
   }
 
   update(jobs, changed) {
@@ -150,7 +165,7 @@ export class JobView {
       job.desired === null || job.desired === job.replicas ? count(job.replicas) : `${count(job.replicas)} of ${count(job.desired)}`,
       latest ? `${significant(latest.gain)} at scale ${significant(latest.scale)}` : NONE,
       percent(latest ? latest.gain / latest.scale : null),
-      latest ? `${count(latest.local_bsz)}${latest.accumulation > 1 ? ` × ${latest.accumulation}` : ""}` : NONE,
+      latest ? localBatch(latest) : NONE,
       latest ? `${count(latest.progress)}${target}` : NONE,
       duration(job.seconds_left),
       count(job.generation), count(job.disruptions), count(job.failures),
@@ -216,14 +231,18 @@ export class JobView {
 
   // When the last generation of a job that has ended was over.
   endOf(job) {
-    return ENDED.includes(job.state) ? this.generations.at(-1)?.ended_at ?? job.latest?.time ?? null : null;
+    return ENDED.includes(job.state) ? job.run?.ended_at ?? this.generations.at(-1)?.ended_at ?? job.latest?.time ?? null : null;
   }
 
   showResult() {
     const { job, generations } = this;
     if (!job) return;
+    const { folder, versions } = job.run ?? {};
+    const rows = [...(folder ? [["State folder", folder]] : []), ...Object.entries(versions ?? {}).map(([name, version]) => [`Version of ${name}`, version])];
+    this.versions.replaceChildren(...(rows.length ? [table("Versions", [{ title: "Of the run", isText: true }, { title: "Value", isText: true }], rows)] : []));
     this.result.hidden = !ENDED.includes(job.state);
     this.present.hidden = !this.result.hidden;
+    this.measurements.hidden = !this.result.hidden && !job.latest;
     if (this.result.hidden) return;
     const end = this.endOf(job);
     const began = generations[0]?.started_at ?? job.created_at;
@@ -231,10 +250,12 @@ export class JobView {
     const least = Math.min(...sizes), most = Math.max(...sizes);
     const parts = [
       { Complete: "Training is complete", Failed: "The program has failed", Stopped: "It was stopped" }[job.state],
-      job.latest ? ` at progress ${count(job.latest.progress)}, in ${count(job.latest.step)} optimizer steps` : "",
+      job.latest ? ` at progress ${count(job.latest.progress)}, in ${count(job.latest.step)} steps` : "",
       end === null ? "" : `, after ${duration(end - began)}`,
       sizes.length ? `, on ${least === most ? count(most) : `${count(least)} to ${count(most)}`} ${most === 1 ? "replica" : "replicas"}` : "",
       job.latest && job.latest.loss !== null ? `; the last loss was ${significant(job.latest.loss)}` : "", ".",
+      job.run?.reason ? ` ${job.run.reason.replace(/\.?$/, ".")}` : "",
+      Object.keys(job.run?.result ?? {}).length ? ` The result is ${Object.entries(job.run.result).map(([name, value]) => `${name} ${typeof value === "number" ? significant(value, 4) : value}`).join(", ")}.` : "",
       job.state === "Failed" ? " The output of its last replica is below." : "",
     ];
     setText(this.result, parts.join(""));
@@ -248,11 +269,11 @@ export class JobView {
 
   downloadReports() {
     const metrics = [...this.metrics].sort();
-    const fields = ["time", "generation", "step", "progress", "epoch", "replicas", "local_bsz", "accumulation", "scale", "gain", "grad_sqr", "grad_var", "step_time", "sync_time", "lr_factor", "loss"];
+    const fields = ["time", "generation", "step", "progress", "epoch", "replicas", "local_bsz", "accumulation", "scale", "gain", "grad_sqr", "grad_sqr_error", "grad_var", "step_time", "sync_time", "goodput", "lr", "lr_factor", "gpu_use", "gpu_memory", "loss"];
     const quoted = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
     const lines = [[...fields, ...metrics], ...this.reports.map((each) => [...fields.map((field) => each[field] ?? ""), ...metrics.map((name) => each.metrics[name] ?? "")])];
     const text = lines.map((line) => line.map((value) => quoted(String(value))).join(",")).join("\n") + "\n";
-    const link = element("a", { href: URL.createObjectURL(new Blob([text], { type: "text/csv" })), download: `${this.id}.csv` });
+    const link = element("a", { href: URL.createObjectURL(new Blob([text], { type: "text/csv" })), download: `${jobName(this.id)}.csv` });
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   }
@@ -287,7 +308,9 @@ export class JobView {
       const weight = isSmoothed ? Number(this.smoothing.value) : 0;
       const ys = weight ? measured.map((curve) => smoothed(curve, weight)) : measured;
       const options = { marks, faint: weight ? measured : [], isLog: this.isLog.checked, isTime: !this.byProgress };
-      chart.setData(ys.every((curve) => curve.every((y) => y === null)) ? [] : xs, ys, options);
+      const isEmpty = ys.every((curve) => curve.every((y) => y === null || y === undefined));
+      chart.node.hidden = isEmpty && Boolean(this.definitions[at].isOptional);
+      chart.setData(isEmpty ? [] : xs, ys, options);
     });
   }
 
@@ -315,9 +338,9 @@ export class JobView {
     }
     const now = decision.counts.find((each) => each.replicas === decision.present);
     const outcome = decision.waiting ? "It waits for capacity" : decision.replicas ? `${count(decision.replicas)} ${decision.replicas === 1 ? "replica" : "replicas"}` : "It does not run";
-    const columns = ["Replicas", "Goodput", "Relative", "Time left", "Others would give", "Reason"].map((title, at) => ({ title, isText: at === 4, isLong: at === 5, isMinor: at === 2 }));
+    const columns = ["Replicas", "Gain", "Goodput", "Relative", "Time left", "Others would give", "Reason"].map((title, at) => ({ title, isText: at === 5, isLong: at === 6, isMinor: at === 3 }));
     const rows = decision.counts.map((each) => [
-      count(each.replicas), significant(each.goodput), now?.goodput && each.goodput !== null ? `${significant(each.goodput / now.goodput)}×` : NONE, duration(each.seconds_left),
+      count(each.replicas), between(each), significant(each.goodput), now?.goodput && each.goodput !== null ? `${significant(each.goodput / now.goodput)}×` : NONE, duration(each.seconds_left),
       each.given.length ? each.given.map(({ job, replicas }) => `${count(replicas)} of ${job}`).join(", ") : NONE,
       each.reason,
     ]);
@@ -336,7 +359,7 @@ export class JobView {
     const best = predictions.reduce((most, each) => Math.max(most, each.goodput), 0);
     const now = predictions.find((each) => each.replicas === gain.replicas);
     const rows = predictions.map((each) => [
-      count(each.replicas), `${count(each.local_bsz)}${each.accumulation > 1 ? ` × ${each.accumulation}` : ""}`, significant(each.scale), significant(each.gain),
+      count(each.replicas), localBatch(each), significant(each.scale), between(each),
       percent(each.efficiency), significant(each.goodput), now ? `${significant(each.goodput / now.goodput)}×` : NONE,
     ]);
     const columns = ["Replicas", "Local batch", "Scale", "Gain", "Efficiency", "Goodput", "Relative to now"].map((title, at) => ({ title, isMinor: at === 1 || at === 2 }));
@@ -348,15 +371,18 @@ export class JobView {
   showGenerations() {
     const shown = this.generations.slice(-MAX_SHOWN_GENERATIONS).reverse();
     if (!shown.length) return this.history.replaceChildren(element("p", { class: "muted" }, "No generation was active yet."));
-    const columns = ["Generation", "Replicas", "Began", "Lasted", "Because"].map((title, at) => ({ title, isText: at === 4 }));
+    const columns = ["Generation", "Replicas", "Began", "Lasted", "Downtime before", "Because"].map((title, at) => ({ title, isText: at === 5, isMinor: at === 4 }));
     const rows = shown.map((each) => [
       count(each.generation), count(each.replicas), clock(each.started_at, { withDate: true }),
-      each.ended_at === null ? "active" : duration(each.ended_at - each.started_at), this.cause(each),
+      each.ended_at === null ? "active" : duration(each.ended_at - each.started_at),
+      each.downtime === null ? NONE : `${each.downtime.toFixed(1)} s`, this.cause(each),
     ]);
     this.history.replaceChildren(table("Generations", columns, rows, (at) => shown[at].ended_at === null));
   }
 
   showReplicas(job) {
+    const most = Math.max(0, ...this.generations.map((each) => each.replicas), ...job.replicas.map((each) => each.replica + 1));
+    this.log.setReplicas(most);
     if (!job.replicas.length) return this.replicas.replaceChildren(element("p", { class: "muted" }, "No replica is registered."));
     const columns = ["Replica", "State", "Generation", "How it ended", "Heartbeat"].map((title, at) => ({ title, isText: at === 1 || at === 3 }));
     const rows = job.replicas.map((each) => [
@@ -380,12 +406,13 @@ export class JobView {
 
   close() {
     clearInterval(this.timer);
+    this.log.close();
     this.abort.abort();
     for (const chart of this.charts) chart.remove();
   }
 }
 
-function seconds(value) {
+export function seconds(value) {
   return value === null || value === undefined ? NONE : value < 1 ? `${significant(1000 * value)} ms` : `${significant(value)} s`;
 }
 
@@ -396,7 +423,7 @@ function ended(code) {
 }
 
 // The moving average of the values that were measured, without a pull towards 0 at the beginning.
-function smoothed(curve, weight) {
+export function smoothed(curve, weight) {
   let sum = 0, weights = 0;
   return curve.map((value) => {
     if (value === null || value === undefined) return null;

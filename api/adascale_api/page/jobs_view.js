@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { element, howToStart, setAttributes, setText } from "./dom.js";
-import { NONE, clock, count, duration, percent, significant } from "./format.js";
+import { NONE, clock, count, duration, jobName, localBatch, percent, significant } from "./format.js";
 import { get } from "./service.js";
 
 const STATES = ["Failed", "Recovering", "Rescaling", "Starting", "Running", "Pending", "Stopped", "Complete"];
@@ -18,16 +18,25 @@ const pending = (job) => (job.state === "Pending" ? Date.now() / 1000 - job.crea
 
 // `value` sorts; `show` is the text.
 const COLUMNS = [
-  { key: "name", title: "Job", value: (job) => job.id, show: (job) => job.id.replace(/^default\./, ""), isText: true },
+  { key: "name", title: "Job", value: (job) => job.id, show: (job) => jobName(job.id), isText: true },
   { key: "state", title: "State", value: (job) => STATES.indexOf(job.state), show: (job) => job.state, isText: true },
   { key: "replicas", title: "Replicas", value: (job) => job.replicas, show: (job) => (job.desired === null || job.desired === job.replicas ? `${job.replicas}` : `${job.replicas} of ${job.desired}`) },
-  { key: "batch", title: "Local batch", value: (job) => job.latest?.local_bsz, show: (job) => (job.latest ? `${job.latest.local_bsz}${job.latest.accumulation > 1 ? ` × ${job.latest.accumulation}` : ""}` : NONE), isMinor: true },
+  { key: "batch", title: "Local batch", value: (job) => job.latest?.local_bsz, show: (job) => (job.latest ? localBatch(job.latest) : NONE), isMinor: true },
   { key: "gain", title: "Gain", value: (job) => job.latest?.gain, show: (job) => significant(job.latest?.gain), isMinor: true },
   { key: "efficiency", title: "Efficiency", value: (job) => efficiency(job), show: (job) => percent(efficiency(job)), isMinor: true },
-  { key: "progress", title: "Progress", value: (job) => share(job) ?? job.latest?.progress, show: (job) => (share(job) === null ? (job.latest ? `${count(job.latest.progress)} steps` : NONE) : `${Math.floor(100 * share(job))}%`) },
+  { key: "progress", title: "Progress", value: (job) => share(job) ?? job.latest?.progress, show: (job) => (share(job) === null ? (job.latest ? count(job.latest.progress) : NONE) : `${Math.floor(100 * share(job))}%`) },
   { key: "left", title: "Time left", value: (job) => job.seconds_left, show: (job) => duration(job.seconds_left) },
-  { key: "pending", title: "Pending for", value: pending, show: (job) => duration(pending(job)), isMinor: true },
+  { key: "pending", title: "Pending for", value: pending, show: (job) => duration(pending(job)), isOfCluster: true, isMinor: true },
+  { key: "ended", title: "Ended", value: (job) => job.run?.ended_at, show: (job) => (job.run?.ended_at ? clock(job.run.ended_at, { withSeconds: false, withDate: true }) : NONE), isOfRuns: true, isMinor: true },
+  { key: "folder", title: "State folder", value: (job) => job.run?.folder, show: (job) => (job.run ? job.run.folder.split("/").slice(-3).join("/") : NONE), isText: true, isOfRuns: true, isMinor: true },
+  { key: "reason", title: "Reason of the failure", value: (job) => job.run?.reason, show: (job) => shortened(job.run?.reason ?? ""), isText: true, isOfRuns: true, isMinor: true },
 ];
+const MAX_REASON = 100;
+const MAX_COMPARED = 8;
+
+function shortened(text) {
+  return text.length > MAX_REASON ? `${text.slice(0, MAX_REASON - 1)}…` : text;
+}
 
 function efficiency(job) {
   return job.latest ? job.latest.gain / job.latest.scale : null;
@@ -46,6 +55,7 @@ export class JobsView {
     this.isGroupChosen = false;
     this.shown = element("span", { class: "muted", role: "status" });
     this.body = element("tbody");
+    this.compare = element("button", { type: "button", disabled: true, onclick: () => this.openComparison() }, "Compare");
     this.heads = COLUMNS.map((column) => element("th", { scope: "col", class: classes(column) }, element("button", { type: "button", onclick: () => this.sortBy(column) }, column.title)));
     this.usage = new Chart({
       title: "Replicas in use", headingLevel: 2, series: [], isStacked: true, isStepped: true, isWhole: true, least: 0,
@@ -61,8 +71,8 @@ export class JobsView {
       this.usage.node,
       element("h2", {}, "All jobs"),
       this.none,
-      element("div", { class: "controls" }, labelled("Name contains", this.filter), labelled("State", this.state), this.shown),
-      element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "All jobs" }, element("table", {}, element("thead", {}, element("tr", {}, ...this.heads)), this.body)),
+      element("div", { class: "controls" }, labelled("Name contains", this.filter), labelled("State", this.state), this.compare, this.shown),
+      element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "All jobs" }, this.table = element("table", { class: "no-runs" }, element("thead", {}, element("tr", {}, ...this.heads)), this.body)),
     );
     this.timer = setInterval(() => document.hidden || this.readUsage(), USAGE_INTERVAL);
     this.readUsage();
@@ -83,6 +93,8 @@ export class JobsView {
     const all = [...jobs.values()];
     const values = [total(all.map((job) => job.replicas)), ...Object.values(TALLIES).map((states) => all.filter((job) => states.includes(job.state)).length)];
     this.facts.forEach(({ value }, at) => setText(value, count(values[at])));
+    // State folders are those of runs on one machine.
+    this.table.classList.toggle("no-runs", !all.some((job) => job.run));
     this.none.hidden = !this.stream.isRead || all.length > 0;
     this.arrange();
   }
@@ -95,8 +107,9 @@ export class JobsView {
       const bar = element("progress", { max: 1, "aria-label": `Progress of ${job.id}` });
       texts[1].className = "state";
       link.append(texts[0]);
-      const cells = COLUMNS.map((column, at) => element(at ? "td" : "th", { scope: at ? null : "row", class: classes(column) }, ...(at === 0 ? [link] : column.key === "progress" ? [bar, texts[at]] : [texts[at]])));
-      row = { node: element("tr", { "data-job": job.id }, ...cells), texts, bar };
+      const chosen = element("input", { type: "checkbox", "aria-label": `Compare ${jobName(job.id)}`, onchange: () => this.showComparison() });
+      const cells = COLUMNS.map((column, at) => element(at ? "td" : "th", { scope: at ? null : "row", class: classes(column) }, ...(at === 0 ? [chosen, link] : column.key === "progress" ? [bar, texts[at]] : [texts[at]])));
+      row = { node: element("tr", { "data-job": job.id }, ...cells), texts, bar, chosen };
       this.rows.set(job.id, row);
     }
     row.job = job;
@@ -105,6 +118,20 @@ export class JobsView {
     const progress = share(job);
     row.bar.hidden = progress === null;
     if (progress !== null) row.bar.value = progress;
+  }
+
+  get compared() {
+    return [...this.rows.values()].filter(({ chosen }) => chosen.checked).map(({ job }) => job.id);
+  }
+
+  showComparison() {
+    const { length } = this.compared;
+    this.compare.disabled = length < 2 || length > MAX_COMPARED;
+    setText(this.compare, length < 2 ? "Compare" : length > MAX_COMPARED ? `Compare at most ${MAX_COMPARED}` : `Compare ${length} jobs`);
+  }
+
+  openComparison() {
+    location.hash = `#/compare?${new URLSearchParams({ jobs: this.compared.join(" "), x: "progress" })}`;
   }
 
   sortBy(column) {
@@ -151,7 +178,7 @@ export class JobsView {
       const seconds = Number(this.range.value);
       const usage = await this.usageOfGroups(seconds);
       const xs = usage.others.map((_, at) => usage.start + at * usage.interval);
-      const series = usage.largest.map(({ name }, at) => ({ name: name.replace(/^default\./, ""), style: at + 1 }));
+      const series = usage.largest.map(({ name }, at) => ({ name: jobName(name), style: at + 1 }));
       const ys = usage.largest.map(({ replicas }) => replicas);
       if (usage.other_count) {
         series.push({ name: `${count(usage.other_count)} other ${GROUPS[this.group.value][usage.other_count > 1 ? 1 : 0]}`, style: 9 });
@@ -195,7 +222,7 @@ function total(values) {
 }
 
 function classes(column) {
-  return [column.isText && "text", column.isMinor && "minor"].filter(Boolean).join(" ") || null;
+  return [column.isText && "text", column.isMinor && "minor", column.isOfRuns && "of-run", column.isOfCluster && "of-cluster"].filter(Boolean).join(" ") || null;
 }
 
 function compare(a, b) {

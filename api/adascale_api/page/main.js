@@ -2,6 +2,7 @@
 
 import { setText } from "./dom.js";
 import { clock, duration } from "./format.js";
+import { CompareView } from "./compare_view.js";
 import { JobView } from "./job_view.js";
 import { JobsView } from "./jobs_view.js";
 import { JobStream, getToken, setToken } from "./service.js";
@@ -38,10 +39,19 @@ function showAge() {
 
 function open() {
   const [path, query = ""] = location.hash.slice(1).split("?");
+  const options = new URLSearchParams(query);
+  // `adascale run` and `adascale ui` print an address with the token, which stays in this tab.
+  if (options.has("token")) {
+    setToken(options.get("token"));
+    options.delete("token");
+    history.replaceState(null, "", `#${path}${options.size ? `?${options}` : ""}`);
+    showToken();
+  }
   const job = /^\/jobs\/([^/]+)$/.exec(path);
   const isMoved = view !== null;
   view?.close();
-  view = job ? new JobView(stream, fullId(decode(job[1])), new URLSearchParams(query)) : new JobsView(stream);
+  if (path === "/compare") view = new CompareView(stream, options);
+  else view = job ? new JobView(stream, fullId(decode(job[1])), options) : new JobsView(stream);
   main.replaceChildren(view.node);
   document.title = view.title();
   if (isMoved) {
@@ -69,10 +79,14 @@ function askForToken(reason) {
 
 function useToken(token) {
   setToken(token);
-  setText(document.getElementById("token-button"), token ? "Read token: set" : "Read token");
+  showToken();
   stream.stop();
   stream.start();
   open();
+}
+
+function showToken() {
+  setText(document.getElementById("token-button"), getToken() ? "Read token: set" : "Read token");
 }
 
 function setTheme(name) {
@@ -110,6 +124,6 @@ setInterval(showAge, 1000);
 
 theme.value = localStorage.getItem(THEME) ?? "auto";
 setTheme(theme.value);
-if (getToken()) setText(document.getElementById("token-button"), "Read token: set");
+showToken();
 open();
 stream.start();

@@ -1,18 +1,18 @@
 """What the routes share: the service, the job in the path, the required role, and error responses."""
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import Depends, Path, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import TypeAdapter
 
-from adascale_api.auth.authorization import Role
+from adascale_api.auth.authorization import Authorizer, Role
 from adascale_api.errors import ErrorBody, ForbiddenError, UnauthorizedError
 from adascale_api.http.protocol import CLOSED
 from adascale_api.http.redaction import redact
 from adascale_api.service.change_notifier import Closed
-from adascale_api.service.service import Service
+from adascale_api.service.service import Service, Settings
 from adascale_core.job_id import parse_job_id
 
 T = TypeVar("T")
@@ -22,8 +22,13 @@ JOB_ID_PATTERN = rf"^({_LABEL}\.)?{_LABEL}$"
 """The job ids that `parse_job_id` accepts, for the OpenAPI document."""
 
 
+SERVICE = "service"
+"""The attribute of a request's state with the service of the run that the request is for."""
+
+
 async def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
+    # `adascale ui` has a service for each run.
+    service: Service = getattr(request.state, SERVICE, None) or request.app.state.service
     return service
 
 
@@ -117,7 +122,21 @@ async def may_read_all(request: Request, service: ServiceOf, credentials: Creden
     return await may_read(service, token, parse_job_id(job) if job else None, _address(request))
 
 
-async def may_read(service: Service, token: str | None, job_id: str | None, client: str) -> bool:
+class ReadRules(Protocol):
+    """What decides who may read."""
+
+    @property
+    def authorizer(self) -> Authorizer | None:
+        """Checks tokens; None allows every request."""
+        ...
+
+    @property
+    def settings(self) -> Settings:
+        """Whether reads are protected."""
+        ...
+
+
+async def may_read(service: ReadRules, token: str | None, job_id: str | None, client: str) -> bool:
     """Whether a token has the role reader for a job; None for all jobs. Errors as for `may_read_all`."""
     if service.authorizer is None:
         return True
@@ -167,7 +186,7 @@ def bearer_token(header: str) -> str | None:
 
 
 async def authorize(
-    service: Service, role: Role, token: str | None, job_id: str | None, client: str = ""
+    service: ReadRules, role: Role, token: str | None, job_id: str | None, client: str = ""
 ) -> None:
     """Refuse a request whose token does not have the role for a job, or for all jobs.
 
@@ -181,6 +200,12 @@ async def authorize(
     await service.authorizer.authorize(token, role, job_id, client)
 
 
+async def require_log_reader(request: Request, service: ServiceOf, credentials: Credentials) -> None:
+    """Refuse a request without the role reader for the job in the path."""
+    await _require(Role.READER, request, service, credentials)
+
+
+LOG_READER = [Depends(require_log_reader)]
 READER = [Depends(require_reader)]
 WORKER = [Depends(require_worker)]
 CONTROLLER = [Depends(require_controller)]

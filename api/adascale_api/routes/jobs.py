@@ -23,6 +23,7 @@ from adascale_api.routes.common import (
 )
 from adascale_api.routes.job_views import find_view, list_views
 from adascale_core.batch.plans import require_valid_replicas
+from adascale_core.errors import InvalidJobError
 from adascale_core.views.generations import GenerationsView
 from adascale_core.views.jobs import JobList, JobView
 
@@ -82,6 +83,11 @@ async def put_job(
 ) -> JobView:
     """Predictions need the declaration. Bounds that no replica count satisfies are refused."""
     spec = body.to_spec()
+    if None not in (steps := spec.scale_invariant_steps, samples := spec.train_samples):
+        raise InvalidJobError(
+            f"scale_invariant_steps ({steps}) and train_samples ({samples}) are both set; set at most one of "
+            "them"
+        )
     require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)
     now = service.clock()
     if await service.database.write(partial(jobs.declare, job_id=job, spec=spec, now=now), job_id=job):

@@ -20,16 +20,18 @@ LISTED = 8
 """Jobs or namespaces whose use is listed; the use of the others is summed."""
 
 router = APIRouter(tags=["page"])
+files_router = APIRouter()
+"""The files of the page, which hold no data."""
 _files = cache(load_page)
 
 
-@router.get("/", include_in_schema=False)
+@files_router.get("/", include_in_schema=False)
 async def get_page(request: Request) -> Response:
     """The page. It holds no data: it reads them as any other client does."""
     return _answer(request, _files()["index.html"])
 
 
-@router.get("/page/{name}", include_in_schema=False)
+@files_router.get("/page/{name}", include_in_schema=False)
 async def get_page_file(request: Request, name: str) -> Response:
     """A file of the page."""
     file = _files().get(name)
@@ -41,10 +43,10 @@ async def get_page_file(request: Request, name: str) -> Response:
 @router.get("/events", include_in_schema=False)
 async def get_events(service: ServiceOf, address: Address, may_read_all: MayReadAll) -> Response:
     """The summaries of all jobs and their changes, as server-sent events. Without logs and addresses."""
-    return _EventStream(service.feed.connect(address, is_reader=may_read_all))
+    return EventStream(service.feed.connect(address, is_reader=may_read_all))
 
 
-class _EventStream(StreamingResponse):
+class EventStream(StreamingResponse):
     """The events of a subscription, which ends with the answer."""
 
     media_type = "text/event-stream"

@@ -7,8 +7,9 @@ have changed since the last event that it has read, so what is kept for a slow c
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 
 from adascale_api.data.database import Database
 from adascale_api.data.job import UnreadableJobError
@@ -42,11 +43,11 @@ class JobFeed:
     """The summaries of all jobs, for any number of clients.
 
     Args:
-        database: stores the jobs.
+        read: returns the summary of each job, by its id.
     """
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, read: Callable[[], Awaitable[Mapping[str, JobSummary]]]) -> None:
+        self._read = read
         self._readers = Followers(MAX_CLIENTS)
         self._anonymous = Followers(MAX_CLIENTS)
         self._closed = False
@@ -135,7 +136,8 @@ class JobFeed:
     async def _read_repeatedly(self) -> None:
         while True:
             try:
-                self._publish(await self._read())
+                found = await self._read()
+                self._publish({job: _encode(summary) for job, summary in found.items()})
             except UnavailableError as error:
                 self._notify(str(error))
             except Exception:
@@ -143,14 +145,6 @@ class JobFeed:
                 self._notify("the jobs can't be read; the service's log says why")
             size = sum(map(len, self._summaries.values()))
             await asyncio.sleep(max(MIN_INTERVAL, size / BYTES_PER_SECOND))
-
-    async def _read(self) -> dict[str, bytes]:
-        found: dict[str, bytes] = {}
-        after: str | None = ""
-        while after is not None and len(found) < MAX_JOBS:
-            page, after = await self._database.read(_Page(after), is_long=True)
-            found |= page
-        return found
 
     def _publish(self, found: dict[str, bytes]) -> None:
         following = self._revision + 1
@@ -208,27 +202,35 @@ class Subscription:
         self._feed.disconnected()
 
 
-class _Page:
-    """Reads a page of summaries, and the `after` of the next page; None after the last."""
+async def read_summaries(database: Database) -> dict[str, JobSummary]:
+    """Return the summaries of the first `MAX_JOBS` jobs of a database, by id.
 
-    def __init__(self, after: str) -> None:
-        self._after = after
+    Raises:
+        UnavailableError: the database is unavailable.
+    """
+    found: dict[str, JobSummary] = {}
+    after: str | None = ""
+    while after is not None and len(found) < MAX_JOBS:
+        page, after = await database.read(partial(_read_page, after=after), is_long=True)
+        found |= page
+    return found
 
-    def __call__(self, transaction: Transaction) -> tuple[dict[str, bytes], str | None]:
-        page = jobs.list_jobs(transaction, self._after, PAGE_SIZE)
-        if not page.jobs:
-            return {}, page.next
-        latest = reports.latest_rows(transaction, self._after, page.jobs[-1].id)
-        summaries = {}
-        for job in page.jobs:
-            try:
-                report = reports.parse_report(job.id, latest.get(job.id))
-            except UnreadableJobError as error:
-                logger.error("%s", error)
-            else:
-                summary = summarize(job.id, job.spec, job.rendezvous, report, job.created_at)
-                summaries[job.id] = _encode(summary)
-        return summaries, page.next
+
+def _read_page(transaction: Transaction, after: str) -> tuple[dict[str, JobSummary], str | None]:
+    """Return a page of summaries, and the `after` of the next page; None after the last."""
+    page = jobs.list_jobs(transaction, after, PAGE_SIZE)
+    if not page.jobs:
+        return {}, page.next
+    latest = reports.latest_rows(transaction, after, page.jobs[-1].id)
+    summaries = {}
+    for job in page.jobs:
+        try:
+            report = reports.parse_report(job.id, latest.get(job.id))
+        except UnreadableJobError as error:
+            logger.error("%s", error)
+        else:
+            summaries[job.id] = summarize(job.id, job.spec, job.rendezvous, report, job.created_at)
+    return summaries, page.next
 
 
 def _encode(summary: JobSummary) -> bytes:

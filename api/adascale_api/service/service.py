@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from adascale_api.auth.authorization import Authorizer
 from adascale_api.data.database import Committed, Database
@@ -26,7 +27,7 @@ from adascale_api.service.change_notifier import (
 )
 from adascale_api.service.generation_limit import require_reachable
 from adascale_api.service.heartbeat_monitor import HeartbeatMonitor
-from adascale_api.service.job_feed import JobFeed
+from adascale_api.service.job_feed import JobFeed, read_summaries
 from adascale_api.service.prometheus import Metrics
 from adascale_api.service.retention import RETENTION_INTERVAL, JobRetention, Remover
 from adascale_core.messages.allocation import AllocationView
@@ -56,11 +57,13 @@ class Settings:
         protect_reads: whether reading needs a token.
         reports: how many reports of a job are kept.
         jobs: how long jobs are kept.
+        logs: the folder with the output of the replicas, as `replica-<index>.log`; None if it is elsewhere.
     """
 
     protect_reads: bool = False
     reports: Retention = DEFAULT_REPORTS
     jobs: JobRetention = DEFAULT_JOBS
+    logs: Path | None = None
 
 
 class Service:
@@ -94,7 +97,7 @@ class Service:
         self.anonymous_waits = WaitLimit(MAX_ANONYMOUS_WAITS)
         self.anonymous_followers = WaitLimit(MAX_ANONYMOUS_FOLLOWERS)
         self.log = ChangeLog()
-        self.feed = JobFeed(database)
+        self.feed = JobFeed(partial(read_summaries, database))
         self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
         self.metrics = Metrics(database.condition, self.connections)
         self.remover = Remover(database, settings.jobs, clock)

@@ -5,15 +5,23 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 from psycopg import sql as psycopg_sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from adascale_api.data.backends.base import LITTLE_ROOM, Failure, UnusableDatabaseError
-from adascale_api.data.backends.ownership import require_own_tables
+from adascale_api.data.backends.ownership import migrates_from, require_own_tables
 from adascale_api.data.sql import Sql
-from adascale_api.data.tables import SCHEMA, SCHEMA_VERSION, TABLES, create_statements
+from adascale_api.data.tables import (
+    READABLE_FROM,
+    SCHEMA,
+    SCHEMA_VERSION,
+    TABLES,
+    create_statements,
+    migration_statements,
+)
 
 MIN_VERSION = 150000
 """PostgreSQL 15."""
@@ -27,9 +35,16 @@ SETTINGS = {
     "keepalives_count": "3",
     "tcp_user_timeout": "4000",
     "application_name": "adascale-api",
-    # Below the deadline of a request.
-    "options": "-c statement_timeout=4000 -c lock_timeout=2000 -c idle_in_transaction_session_timeout=10000",
 }
+TIMEOUTS = {
+    # Below the deadline of a request.
+    "statement_timeout": 4000,
+    "lock_timeout": 2000,
+    "idle_in_transaction_session_timeout": 10000,
+}
+"""Timeouts of a session, in milliseconds."""
+NOTIFY_TIMEOUT = 3.0
+"""Seconds within which a notification arrives."""
 LISTEN_TIMEOUT = 2.0
 """Seconds for which the listener waits for a notification before it looks whether it shall end."""
 RECONNECT_INTERVAL = 0.5
@@ -58,6 +73,8 @@ _FAILURES: dict[str, Failure] = {
 _LOST_CLASSES = ("08", "57P", "53")
 """Connection exceptions, operator intervention, and insufficient resources such as too many connections."""
 
+_DOUBLE = "DOUBLE PRECISION"
+
 logger = logging.getLogger(__name__)
 
 
@@ -68,8 +85,8 @@ class PostgresqlConnector:
         url: `postgresql://USER:PASSWORD@HOST/NAME`, or what else libpq reads.
 
     Raises:
-        UnusableDatabaseError: the URL is not valid, the database does not answer, is too old, or has other
-            tables.
+        UnusableDatabaseError: the URL is not valid, the database does not answer, is too old, has other
+            tables, or is behind a pooler that passes no notifications on.
     """
 
     error: type[Exception] = psycopg.Error
@@ -82,14 +99,20 @@ class PostgresqlConnector:
             raise UnusableDatabaseError(
                 f"the database URL is not valid: {str(error).strip()}; use postgresql://USER:PASSWORD@HOST/NAME"
             ) from error
-        options = " ".join(filter(None, [SETTINGS["options"], str(given.get("options") or "")]))
+        timeouts = " ".join(f"-c {name}={value}" for name, value in TIMEOUTS.items())
+        options = " ".join(filter(None, [timeouts, str(given.get("options") or "")]))
         self._conninfo = make_conninfo("", **{**SETTINGS, **given, "options": options})
+        self._sets_timeouts = False
+        """Whether timeouts are set by statements, because a pooler does not take them at the start."""
         self.url = f"postgresql://{given.get('host', '')}/{given.get('dbname', '')}"
         self._closed = threading.Event()
         self._listener: threading.Thread | None = None
         try:
-            with psycopg.connect(self._conninfo) as connection:
+            if self._rejects_options():
+                self._conninfo = make_conninfo("", **{**SETTINGS, **given})
+            with self._open() as connection:
                 self._create_tables(connection)
+            self._require_notifications()
         except psycopg.Error as error:
             raise UnusableDatabaseError(
                 f"database {self.url} can't be opened and written: {str(error).strip()}"
@@ -99,11 +122,45 @@ class PostgresqlConnector:
 
     def connect(self, *, writes: bool) -> psycopg.Connection[Any]:
         """Open a connection."""
-        connection = psycopg.connect(self._conninfo)
+        connection = self._open()
         if not writes:
             connection.read_only = True
             connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         return connection
+
+    def _open(self, *, autocommit: bool = False) -> psycopg.Connection[Any]:
+        connection = psycopg.connect(self._conninfo, autocommit=True)
+        if self._sets_timeouts:
+            for name, value in TIMEOUTS.items():
+                connection.execute("SELECT set_config(%s, %s, false)", (name, str(value)))
+        connection.autocommit = autocommit
+        return connection
+
+    def _rejects_options(self) -> bool:
+        """Whether a pooler takes no options at the start of a connection, or drops them."""
+        try:
+            with psycopg.connect(self._conninfo, autocommit=True) as connection:
+                found = [connection.execute(f"SHOW {name}".encode()).fetchone() for name in TIMEOUTS]
+        except psycopg.OperationalError as error:
+            if "unsupported startup parameter" not in str(error):
+                raise
+            self._sets_timeouts = True
+            return True
+        self._sets_timeouts = ("0",) in found
+        return False
+
+    def _require_notifications(self) -> None:
+        """Refuse a pooler that gives each transaction another connection: no notification arrives then."""
+        channel = f"adascale_probe_{uuid4().hex}"
+        with self._open(autocommit=True) as listener, self._open(autocommit=True) as notifier:
+            listener.execute(f"LISTEN {channel}".encode())
+            notifier.execute("SELECT pg_notify(%s, '')", (channel,))
+            arrived = any(True for _ in listener.notifies(timeout=NOTIFY_TIMEOUT, stop_after=1))
+        if not arrived:
+            raise UnusableDatabaseError(
+                f"database {self.url} is behind a pooler in transaction mode, which passes no notifications "
+                "on: give the address of PostgreSQL itself, or of a pool with pool_mode = session"
+            )
 
     def begin(self, connection: psycopg.Connection[Any], *, writes: bool) -> None:
         """Do nothing: the first statement begins a transaction."""
@@ -161,7 +218,7 @@ class PostgresqlConnector:
         if not was_full:
             return True
         try:
-            with psycopg.connect(self._conninfo) as connection:
+            with self._open() as connection:
                 table = psycopg_sql.Identifier(f"adascale_room_{connection.info.backend_pid}")
                 connection.execute(_WRITE_ROWS.format(table), (LITTLE_ROOM // _ROW,))
                 connection.rollback()
@@ -186,7 +243,7 @@ class PostgresqlConnector:
     def _listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
         while not self._closed.is_set():
             try:
-                with psycopg.connect(self._conninfo, autocommit=True) as connection:
+                with self._open(autocommit=True) as connection:
                     connection.execute(psycopg_sql.SQL("LISTEN {}").format(psycopg_sql.Identifier(CHANNEL)))
                     on_listening(True)
                     while not self._closed.is_set():
@@ -209,21 +266,36 @@ class PostgresqlConnector:
             )
         # Services that start together create the tables one after another.
         connection.execute("SELECT pg_advisory_xact_lock(%s)", (LOCK_TABLES,))
+        version = migrates_from(_find_tables(connection), connection.execute)
+        if version is not None:
+            for statement in migration_statements(version, double=_DOUBLE):
+                connection.execute(statement)
+            logger.warning(
+                "changed the tables of %s from version %d to %d", self.url, version, SCHEMA_VERSION
+            )
         _require_own_tables(connection, self.url)
         for statement in create_statements(
             key="BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
-            double="DOUBLE PRECISION",
+            double=_DOUBLE,
             binary="BYTEA",
             suffixes={},
         ):
             connection.execute(statement)
-        connection.execute(f"INSERT INTO {SCHEMA} VALUES ({SCHEMA_VERSION}) ON CONFLICT DO NOTHING")
+        connection.execute(
+            f"INSERT INTO {SCHEMA} SELECT {SCHEMA_VERSION}, {READABLE_FROM} "
+            f"WHERE NOT EXISTS (SELECT * FROM {SCHEMA})"
+        )
 
 
-def _require_own_tables(connection: psycopg.Connection[Any], url: str) -> None:
-    """Refuse tables of another version or program. Tables of other names do not matter."""
+def _find_tables(connection: psycopg.Connection[Any]) -> set[str]:
+    """Return the names of the tables that the database has, of those of a service."""
     rows = connection.execute(
         "SELECT tablename FROM pg_tables WHERE schemaname = current_schema() AND tablename = ANY(%s)",
         (list(TABLES),),
     )
-    require_own_tables(url, {name for (name,) in rows}, connection.execute, remedy="use another database")
+    return {name for (name,) in rows}
+
+
+def _require_own_tables(connection: psycopg.Connection[Any], url: str) -> None:
+    """Refuse tables of another version or program. Tables of other names do not matter."""
+    require_own_tables(url, _find_tables(connection), connection.execute, remedy="use another database")

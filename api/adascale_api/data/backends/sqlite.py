@@ -1,6 +1,7 @@
 """A database in an SQLite file, used by one process."""
 
 import fcntl
+import logging
 import os
 import sqlite3
 import time
@@ -10,9 +11,15 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from adascale_api.data.backends.base import LITTLE_ROOM, Failure, UnusableDatabaseError
-from adascale_api.data.backends.ownership import require_own_tables
+from adascale_api.data.backends.ownership import migrates_from, require_own_tables
 from adascale_api.data.sql import Sql
-from adascale_api.data.tables import SCHEMA, SCHEMA_VERSION, create_statements
+from adascale_api.data.tables import (
+    READABLE_FROM,
+    SCHEMA,
+    SCHEMA_VERSION,
+    create_statements,
+    migration_statements,
+)
 
 PREFIX = "sqlite:///"
 BUSY_TIMEOUT = 2.0
@@ -25,6 +32,9 @@ have room: a commit needs some even if it deletes."""
 MAX_RESERVED_FRACTION = 0.1
 """Of the disk, for the reserve."""
 _INSTRUCTIONS_PER_CHECK = 50_000
+_DOUBLE = "DOUBLE"
+
+logger = logging.getLogger(__name__)
 
 _LOCK_ERRORS = frozenset(
     {f"SQLITE_IOERR_{name}" for name in ("LOCK", "RDLOCK", "UNLOCK", "CHECKRESERVEDLOCK")}
@@ -59,7 +69,7 @@ class SqliteConnector:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        path = unquote(url.removeprefix(PREFIX).partition("?")[0])
+        path = unquote(url.removeprefix(PREFIX).partition("?")[0], errors="surrogateescape")
         if not url.startswith(PREFIX) or path in ("", ":memory:"):
             raise UnusableDatabaseError(
                 f"database {url} is in memory and would lose all data at the end: use sqlite:///PATH"
@@ -100,7 +110,7 @@ class SqliteConnector:
     def connect(self, *, writes: bool) -> sqlite3.Connection:
         """Open a connection."""
         connection = sqlite3.connect(
-            self._path if self._vfs is None else f"file:{quote(str(self._path))}?vfs={self._vfs}",
+            self._path if self._vfs is None else f"file:{quote(os.fsencode(self._path))}?vfs={self._vfs}",
             uri=self._vfs is not None,
             timeout=BUSY_TIMEOUT,
             isolation_level=None,  # `begin` starts the transactions
@@ -118,10 +128,10 @@ class SqliteConnector:
 
     def begin(self, connection: sqlite3.Connection, *, writes: bool) -> None:
         """Begin a transaction. A query ends after `READ_TIMEOUT`."""
-        connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
-        if not writes:
-            deadline = time.monotonic() + READ_TIMEOUT
-            connection.set_progress_handler(lambda: time.monotonic() > deadline, _INSTRUCTIONS_PER_CHECK)
+        if writes:
+            connection.execute("BEGIN IMMEDIATE")
+        else:
+            begin_read(connection)
 
     def commit(self, connection: sqlite3.Connection, changed: Mapping[str, int]) -> None:  # noqa: ARG002
         """Commit a transaction.
@@ -151,11 +161,7 @@ class SqliteConnector:
 
     def failure(self, error: Exception) -> Failure:
         """Return what an error means."""
-        code = getattr(error, "sqlite_errorcode", None)
-        if code is None:
-            # Raised here, or by the driver for a closed connection.
-            return Failure.DAMAGED if isinstance(error, sqlite3.DatabaseError) else Failure.OTHER
-        return _FAILURES.get(code & 0xFF, Failure.OTHER)
+        return meaning_of(error)
 
     def check(self, connection: sqlite3.Connection, *, thorough: bool) -> str:
         """Return the problems of the file; empty if there are none."""
@@ -262,9 +268,45 @@ class SqliteConnector:
     def _open_tables(self) -> None:
         connection = self.connect(writes=True)
         try:
+            version = migrates_from(find_tables(connection), connection.execute)
+            if version is not None:
+                self._migrate(connection, version)
             self._create_tables(connection)
         finally:
             connection.close()
+
+    def _migrate(self, connection: sqlite3.Connection, version: int) -> None:
+        """Change the tables of an earlier version, after making a copy of the file for going back."""
+        copy = self._path.with_name(f"{self._path.name}.schema-{version}")
+        copy.unlink(missing_ok=True)
+        try:
+            connection.execute("VACUUM INTO ?", (str(copy),))
+        except sqlite3.Error as error:
+            # SQLite leaves what it has written, which would take the room of the data.
+            copy.unlink(missing_ok=True)
+            if self.failure(error) is not Failure.FULL:
+                raise
+            size = self._path.stat().st_size
+            raise UnusableDatabaseError(
+                f"database {self.url} has tables of version {version}, and no room for a copy of it, "
+                f"which is made before they are changed to version {SCHEMA_VERSION}: make room for "
+                f"{size >> 20} MiB more beside it, or use the version of the service that created it"
+            ) from error
+        self.begin(connection, writes=True)
+        try:
+            for statement in migration_statements(version, double=_DOUBLE):
+                connection.execute(statement)
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.rollback()
+            raise
+        logger.warning(
+            "changed the tables of %s from version %d to %d; the release before needs the copy %s",
+            self.url,
+            version,
+            SCHEMA_VERSION,
+            copy,
+        )
 
     def _create_tables(self, connection: sqlite3.Connection) -> None:
         self.begin(connection, writes=True)
@@ -272,20 +314,44 @@ class SqliteConnector:
             _require_own_tables(connection, self.url)
             for statement in create_statements(
                 key="INTEGER PRIMARY KEY AUTOINCREMENT",
-                double="DOUBLE",
+                double=_DOUBLE,
                 binary="BLOB",
                 suffixes={"reports": "WITHOUT ROWID", "step_times": "WITHOUT ROWID"},
             ):
                 connection.execute(statement)
-            connection.execute(f"INSERT OR IGNORE INTO {SCHEMA} VALUES ({SCHEMA_VERSION})")
+            connection.execute(
+                f"INSERT INTO {SCHEMA} SELECT {SCHEMA_VERSION}, {READABLE_FROM} "
+                f"WHERE NOT EXISTS (SELECT * FROM {SCHEMA})"
+            )
             connection.execute("COMMIT")
         except BaseException:
             connection.rollback()  # SQLite itself has undone it if the disk is full; then this does nothing
             raise
 
 
-def _require_own_tables(connection: sqlite3.Connection, url: str) -> None:
+def begin_read(connection: sqlite3.Connection) -> None:
+    """Begin a transaction that reads. A query ends after `READ_TIMEOUT`."""
+    connection.execute("BEGIN")
+    deadline = time.monotonic() + READ_TIMEOUT
+    connection.set_progress_handler(lambda: time.monotonic() > deadline, _INSTRUCTIONS_PER_CHECK)
+
+
+def meaning_of(error: Exception) -> Failure:
+    """Return what an error of the driver means."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None:
+        # Raised here, or by the driver for a closed connection.
+        return Failure.DAMAGED if isinstance(error, sqlite3.DatabaseError) else Failure.OTHER
+    return _FAILURES.get(code & 0xFF, Failure.OTHER)
+
+
+def find_tables(connection: sqlite3.Connection) -> set[str]:
+    """Return the names of the tables of a database."""
     rows = connection.execute(
         "SELECT name FROM sqlite_schema WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
     )
-    require_own_tables(url, {name for (name,) in rows}, connection.execute, remedy="use another file")
+    return {name for (name,) in rows}
+
+
+def _require_own_tables(connection: sqlite3.Connection, url: str) -> None:
+    require_own_tables(url, find_tables(connection), connection.execute, remedy="use another file")

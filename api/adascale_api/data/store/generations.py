@@ -3,7 +3,7 @@
 from adascale_api.data.job import Job
 from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store.jobs import MAX_SILENCE
-from adascale_core.views.generations import GenerationCause, GenerationView
+from adascale_core.views.generations import GenerationCause, GenerationView, downtime
 from adascale_core.views.usage import UsedReplicas
 
 MAX_USED = 50_000
@@ -13,6 +13,8 @@ MAX_USED = 50_000
 def generations(transaction: Transaction, job: Job) -> list[GenerationView]:
     """Return the generations of a job that are kept, the latest last."""
     views: list[GenerationView] = []
+    steps = {generation: times for generation, *times in transaction.all(_STEPS, key=job.key)}
+    last_step: float | None = None
     disruptions = failures = 0
     for generation, replicas, started_at, ended_at, *counts in transaction.all(_GENERATIONS, key=job.key):
         if not views and generation > 1:
@@ -25,7 +27,13 @@ def generations(transaction: Transaction, job: Job) -> list[GenerationView]:
         elif views and views[-1].ended_at == started_at:
             cause = GenerationCause.CHANGE
         disruptions, failures = counts
-        views.append(GenerationView(generation, replicas, cause, started_at, ended_at))
+        without_step: float | None = None
+        if generation in steps:
+            first, last = steps[generation]
+            if last_step is not None and cause is not GenerationCause.START:
+                without_step = downtime(last_step, first)
+            last_step = last
+        views.append(GenerationView(generation, replicas, cause, started_at, ended_at, without_step))
     return views
 
 
@@ -41,6 +49,7 @@ _GENERATIONS = Sql(
     FROM generations WHERE job_key = :key ORDER BY generation
     """
 )
+_STEPS = Sql("SELECT generation, min(time), max(time) FROM reports WHERE job_key = :key GROUP BY generation")
 _USED = Sql(
     """
     SELECT jobs.id, replicas, started_at, coalesce(ended_at, CASE

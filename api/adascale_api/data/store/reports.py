@@ -201,14 +201,16 @@ def parse_step_times(job_id: str, rows: Sequence[Row]) -> list[StepTime]:
 
 
 def _parse_report(job_id: str, row: Row) -> GainReport:
+    *numbers, text, _, counts_samples = row
     try:
-        metrics = json.loads(row[-2]) if row[-2] else {}
-        numbers = [number for number in row[:-2] if number is not None]
+        metrics = json.loads(text) if text else {}
+        numbers = [number for number in numbers if number is not None]
         if not all(map(isfinite, [*numbers, *metrics.values()])):
             raise ValueError("a report has a number that is not finite")
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise UnreadableJobError(job_id, error) from error
-    return GainReport(**{**dict(zip(_REPORT, row, strict=True)), "metrics": metrics})
+    members = dict(zip(_REPORT, row, strict=True))
+    return GainReport(**{**members, "metrics": metrics, "counts_samples": bool(counts_samples)})
 
 
 def _step_time(
@@ -264,8 +266,8 @@ def _unstored(
 
 
 def _row(key: int, report: GainReport) -> Row:
-    *numbers, metrics, accelerator = _values(report)
-    return (key, *numbers, json.dumps(metrics) if metrics else "", accelerator)
+    *numbers, metrics, accelerator, counts_samples = _values(report)
+    return (key, *numbers, json.dumps(metrics) if metrics else "", accelerator, int(counts_samples))
 
 
 def _times(transaction: Transaction, job: Job, new: Sequence[GainReport]) -> dict[_Plan, _Times]:

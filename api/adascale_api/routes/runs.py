@@ -1,0 +1,78 @@
+"""What `adascale ui` shows: the runs of state folders. It has what the page reads, and changes nothing."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from adascale_api.errors import ErrorBody, UnavailableError
+from adascale_api.routes.common import SERVICE, Address, Credentials, may_read
+from adascale_api.routes.error_handlers import error_response, response_to
+from adascale_api.routes.page import LISTED, MAX_POINTS, MAX_USAGE_SECONDS, EventStream
+from adascale_api.service.run_services import RunNotFoundError, RunServices
+from adascale_core.views.usage import UsageGroup, UsageView
+
+router = APIRouter(tags=["page"])
+
+
+async def _runs(request: Request) -> RunServices:
+    runs: RunServices = request.app.state.runs
+    return runs
+
+
+Runs = Annotated[RunServices, Depends(_runs)]
+
+
+@router.get("/events", include_in_schema=False)
+async def get_events(runs: Runs, address: Address, credentials: Credentials) -> Response:
+    """The summaries of all runs and their changes, as server-sent events."""
+    token = None if credentials is None else credentials.credentials
+    is_reader = await may_read(runs, token, None, address)
+    return EventStream(runs.feed.connect(address, is_reader=is_reader))
+
+
+@router.get("/usage", include_in_schema=False)
+async def get_usage(
+    runs: Runs,
+    seconds: Annotated[int, Query(ge=60, le=MAX_USAGE_SECONDS)] = 3600,
+    points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = 240,
+    by: Annotated[UsageGroup, Query()] = UsageGroup.JOB,
+) -> UsageView:
+    """Returns the mean number of replicas in each interval, as the metrics service does."""
+    return await runs.usage(seconds, points, LISTED, by)
+
+
+class RunPaths:
+    """Sends a request for a run to the routes of a job, with the service that reads the run.
+
+    Args:
+        app: the application.
+        runs: the runs.
+    """
+
+    def __init__(self, app: ASGIApp, runs: RunServices) -> None:
+        self._app = app
+        self._runs = runs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        if scope["method"] not in ("GET", "HEAD"):
+            body = ErrorBody(error=f"method {scope['method']} is not allowed: runs are only shown here")
+            return await error_response(405, body, {"Allow": "GET"})(scope, receive, send)
+        path: str = scope["path"]
+        if path.startswith("/jobs/"):
+            run, slash, rest = path.removeprefix("/jobs/").partition("/")
+            try:
+                opened = await self._runs.open(run)
+            except (RunNotFoundError, UnavailableError) as error:
+                return await response_to(error)(scope, receive, send)
+            path = f"/jobs/{opened.job}{slash}{rest}"
+            state = {**scope.get("state", {}), SERVICE: opened.service}
+            try:
+                scope = {**scope, "path": path, "raw_path": path.encode(), "state": state}
+                return await self._app(scope, receive, send)
+            finally:
+                await self._runs.release(opened)
+        return await self._app(scope, receive, send)

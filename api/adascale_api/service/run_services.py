@@ -1,0 +1,336 @@
+"""The runs on this machine, which live and ended runs of state folders have: what `adascale ui` shows.
+
+Each state folder has the database of a metrics service. It is only read here, also while the run's own
+service writes it, so a run may begin and end at any time.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from adascale_api.auth.authorization import Authorizer
+from adascale_api.data.backends.base import UnusableDatabaseError
+from adascale_api.data.backends.sqlite_reader import SqliteReader
+from adascale_api.data.database import Database, Operation
+from adascale_api.data.job import UnreadableJobError
+from adascale_api.data.job_cache import JobCache
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import generations, jobs, reports
+from adascale_api.data.store.jobs import JobNotFoundError
+from adascale_api.errors import UnavailableError
+from adascale_api.http.connection_limits import ConnectionLimits
+from adascale_api.service.job_feed import JobFeed
+from adascale_api.service.service import Service, Settings
+from adascale_core.errors import AdaScaleError
+from adascale_core.names import DEFAULT_NAMESPACE
+from adascale_core.views.job_state_name import JobStateName
+from adascale_core.views.job_summary import JobSummary, summarize
+from adascale_core.views.runs import RunEntry
+from adascale_core.views.usage import UsageGroup, UsageView, UsedReplicas, usage
+
+T = TypeVar("T")
+
+MAX_OPEN = 32
+"""Databases that stay open, those of the runs that were shown last."""
+
+logger = logging.getLogger(__name__)
+
+
+class RunListError(AdaScaleError):
+    """The list of runs cannot be read."""
+
+    exit_code = 2
+
+
+class RunNotFoundError(JobNotFoundError):
+    """There is no such run."""
+
+    def __init__(self, run: str) -> None:
+        super(JobNotFoundError, self).__init__(
+            f"there is no run {run} here: `adascale list` lists the runs on this machine"
+        )
+
+
+def read_entries(path: Path) -> list[RunEntry]:
+    """Return the entries of a list of runs.
+
+    Raises:
+        RunListError: it cannot be read.
+    """
+    try:
+        return [RunEntry.from_json(members) for members in json.loads(path.read_text())]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunListError(f"the list of runs {path} can't be read: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What was read from the database of a run, and the state of its files then."""
+
+    files: tuple[object, ...]
+    summary: JobSummary | None
+    problem: str = ""
+
+
+@dataclass(eq=False)
+class OpenRun:
+    """A run whose database is open.
+
+    Args:
+        job: the id of its job.
+        service: reads the run.
+        files: identifies the file that is open.
+        users: requests that use it.
+    """
+
+    job: str
+    service: Service
+    files: tuple[object, ...]
+    users: int = 0
+
+
+class RunServices:
+    """The runs of a list, each with a service that only reads.
+
+    Args:
+        path: the file with the list, which may change.
+        authorizer: checks the tokens of those who read logs; None allows every request.
+        connections: the server's connections.
+        clock: returns the time, in seconds since 1970.
+
+    Raises:
+        RunListError: the list cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        authorizer: Authorizer | None,
+        connections: ConnectionLimits,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.authorizer = authorizer
+        self.settings = Settings()
+        self.connections = connections
+        self.feed = JobFeed(self.summaries)
+        self.clock = clock
+        self._path = path
+        self._entries = {entry.id: entry for entry in read_entries(path)}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stored: dict[str, _Stored] = {}
+        self._open: OrderedDict[str, OpenRun] = OrderedDict()
+        self._replaced: list[OpenRun] = []
+        self._opening = asyncio.Lock()
+
+    async def summaries(self) -> Mapping[str, JobSummary]:
+        """Return the summary of each run, by its id.
+
+        Raises:
+            UnavailableError: the list of runs cannot be read.
+        """
+        await self._read_list()
+        entries = self._entries
+        self._stored = {run: self._stored[run] for run in entries if run in self._stored}
+        stored = await asyncio.gather(*map(self._read_stored, entries.values()))
+        return {entry.id: _of_run(entry, each) for entry, each in zip(entries.values(), stored, strict=True)}
+
+    async def open(self, run: str) -> OpenRun:
+        """Return a run with a service that reads it, which stays open until `release`.
+
+        Args:
+            run: the id of the run; or that of a job, for its newest run.
+
+        Raises:
+            RunNotFoundError: there is no such run.
+            UnavailableError: its database cannot be read now.
+        """
+        await self._read_list()
+        entry = self._find(run)
+        async with self._opening:
+            files = _identity(entry.database)
+            found = self._open.get(entry.id)
+            if found is None or found.files != files:
+                try:
+                    reader = await asyncio.to_thread(SqliteReader, Path(entry.database))
+                except UnusableDatabaseError as error:
+                    raise UnavailableError(str(error)) from None
+                if found is not None:
+                    # `--fresh` replaces the file.
+                    self._replaced.append(found)
+                settings = Settings(logs=Path(entry.logs))
+                database = Database(reader)
+                service = Service(
+                    database, self.authorizer, settings, connections=self.connections, clock=self.clock
+                )
+                found = self._open[entry.id] = OpenRun(entry.job, service, files)
+            self._open.move_to_end(entry.id)
+            found.users += 1
+            return found
+
+    async def release(self, run: OpenRun) -> None:
+        """End the use of a run, and close those that have not been used for the longest time."""
+        run.users -= 1
+        unused = [each for each in self._replaced if not each.users]
+        self._replaced = [each for each in self._replaced if each.users]
+        excess = len(self._open) - MAX_OPEN
+        closed = [key for key, each in self._open.items() if not each.users][: max(excess, 0)]
+        unused += [self._open.pop(key) for key in closed]
+        for each in unused:
+            await each.service.database.close()
+
+    async def usage(self, seconds: float, points: int, largest: int, by: UsageGroup) -> UsageView:
+        """Return the replicas that the runs have used in the last `seconds`; see `usage` of the core."""
+        now = self.clock()
+
+        async def used(entry: RunEntry) -> list[UsedReplicas]:
+            if entry.run.ended_at is not None and entry.run.ended_at < now - seconds:
+                return []
+            query = partial(generations.used_replicas, since=now - seconds, now=now)
+            try:
+                found = await asyncio.to_thread(_read, entry, query)
+            except (UnusableDatabaseError, UnavailableError):
+                return []
+            end = now if entry.state is None else entry.run.ended_at or now
+            name = entry.id if by is UsageGroup.JOB else entry.job
+            return [
+                replace(each, job=name, end=min(each.end, end)) for each in found if each.job == entry.job
+            ]
+
+        parts = await asyncio.gather(*map(used, self._entries.values()))
+        return usage([each for part in parts for each in part], now - seconds, now, points, largest, by)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Answer requests; on exit, close all databases."""
+        self._loop = asyncio.get_running_loop()
+        yield
+        self.feed.close()
+        for run in (*self._open.values(), *self._replaced):
+            await run.service.database.close()
+
+    def stop(self) -> None:
+        """End all streams. May be called from a signal handler."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.feed.close)
+
+    async def _read_list(self) -> None:
+        try:
+            entries = await asyncio.to_thread(read_entries, self._path)
+        except RunListError as error:
+            raise UnavailableError(str(error)) from None
+        self._entries = {entry.id: entry for entry in entries}
+
+    def _find(self, run: str) -> RunEntry:
+        if run in self._entries:
+            return self._entries[run]
+        job = run if "." in run else f"{DEFAULT_NAMESPACE}.{run}"
+        of_job = [entry for entry in self._entries.values() if entry.job == job]
+        if not of_job:
+            raise RunNotFoundError(run)
+        # When a run ended that was killed is not known.
+        return max(of_job, key=lambda entry: (entry.state is None, entry.began_at))
+
+    async def _read_stored(self, entry: RunEntry) -> _Stored:
+        """Read the summary of a run, unless its files are as they were at the last read."""
+        files = await asyncio.to_thread(_state_of_files, entry.database)
+        known = self._stored.get(entry.id)
+        if known is not None and known.files == files:
+            return known
+        try:
+            summary = await asyncio.to_thread(_read, entry, partial(_summary, job_id=entry.job))
+        except (UnusableDatabaseError, UnavailableError, UnreadableJobError) as error:
+            # It is tried again: what prevents it may end without a change of the files.
+            return _Stored(files, None, str(error))
+        except Exception as error:
+            # Values that no service has written must not hide the other runs.
+            logger.warning("%s can't be read", entry.database, exc_info=True)
+            return _Stored(files, None, f"{entry.database} can't be read ({type(error).__name__}: {error})")
+        self._stored[entry.id] = _Stored(files, summary)
+        return self._stored[entry.id]
+
+
+def _read(entry: RunEntry, query: Operation[T]) -> T:
+    """Return the result of a query on the database of a run.
+
+    Raises:
+        UnusableDatabaseError: it cannot be opened.
+        UnavailableError: it cannot be read now.
+    """
+    reader = SqliteReader(Path(entry.database))
+    try:
+        connection = reader.connect(writes=False)
+        try:
+            reader.begin(connection, writes=False)
+            return query(Transaction(reader, connection, JobCache()))
+        finally:
+            connection.close()
+    except reader.error as error:
+        raise UnavailableError(f"{entry.database} can't be read: {error}") from error
+
+
+def _summary(transaction: Transaction, job_id: str) -> JobSummary | None:
+    """Return the summary of a job; None if the service has not stored it."""
+    try:
+        job = jobs.find_job(transaction, job_id)
+    except JobNotFoundError:
+        return None
+    report = reports.latest_report(transaction, job)
+    return summarize(job.id, job.spec, job.rendezvous, report, job.created_at)
+
+
+def _of_run(entry: RunEntry, stored: _Stored) -> JobSummary:
+    """Return the summary of a run: what its service has stored, and what is known besides that."""
+    run = replace(entry.run, reason=entry.run.reason or stored.problem)
+    found = stored.summary
+    if found is None:
+        return JobSummary(
+            id=entry.id,
+            state=entry.state or JobStateName.STARTING,
+            replicas=0,
+            desired=None,
+            max_replicas=None,
+            created_at=run.began_at,
+            generation=0,
+            failures=0,
+            disruptions=0,
+            batch_size=None,
+            target=None,
+            latest=None,
+            seconds_left=None,
+            run=run,
+        )
+    if entry.state is None:
+        return replace(found, id=entry.id, run=run)
+    # A run that was killed has stored no end.
+    return replace(
+        found, id=entry.id, state=entry.state, replicas=0, desired=None, seconds_left=None, run=run
+    )
+
+
+def _identity(database: str) -> tuple[object, ...]:
+    try:
+        status = Path(database).stat()
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino
+
+
+def _state_of_files(database: str) -> tuple[object, ...]:
+    """Return what changes when a database does: it, and its write-ahead log."""
+    states: list[object] = []
+    for path in (database, f"{database}-wal"):
+        try:
+            status = Path(path).stat()
+        except OSError:
+            states.append(None)
+        else:
+            states.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(states)
