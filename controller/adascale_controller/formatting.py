@@ -36,13 +36,18 @@ def percent(fraction: float) -> str:
 
 
 def progress_text(progress: float, steps: float | None) -> str:
-    """Return progress as a share of the steps that are required, or else in steps.
+    """Return progress as a share of the progress that is required, or else the number.
 
     Args:
         progress: in steps at the initial batch size.
         steps: the progress at which training ends. None if it is not known.
     """
-    return f"{min(int(100 * progress / steps), 100)}%" if steps else plural(int(progress), "step")
+    return f"{min(int(100 * progress / steps), 100)}%" if steps else count(int(progress))
+
+
+def local_batch(local_bsz: int, accumulation: int) -> str:
+    """Return a local batch: the samples of a micro-batch, and how many a step has if there are several."""
+    return str(local_bsz) if accumulation == 1 else f"{local_bsz} x {accumulation}"
 
 
 def clock(seconds: float) -> str:

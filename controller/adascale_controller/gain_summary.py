@@ -9,7 +9,16 @@ from rich.table import Table
 from rich.text import Text
 
 from adascale_controller.fitting_table import Column, FittingTable
-from adascale_controller.formatting import clock, count, memory, percent, plural, significant, trimmed
+from adascale_controller.formatting import (
+    clock,
+    count,
+    local_batch,
+    memory,
+    percent,
+    plural,
+    significant,
+    trimmed,
+)
 from adascale_core.views.gain import GainView, PredictionView
 
 MAX_FRESH_SECONDS = 10.0
@@ -37,9 +46,7 @@ def render_gain(gain: GainView, now: float) -> RenderableType:
 def gain_line(gain: GainView) -> str:
     """Return the latest report of a job in one line."""
     report = gain.report
-    batch = f"{report.replicas} x {report.local_bsz}"
-    if report.accumulation > 1:
-        batch += f" x {report.accumulation}"
+    batch = f"{report.replicas} x {local_batch(report.local_bsz, report.accumulation)}"
     loss = "" if report.loss is None else f", loss {significant(report.loss)}"
     return (
         f"step {report.step}, progress {report.progress:.0f}: gain {significant(report.gain)} at scale "
@@ -49,14 +56,13 @@ def gain_line(gain: GainView) -> str:
 
 def _facts(gain: GainView, now: float) -> list[tuple[str, str]]:
     report = gain.report
-    batch = f"{plural(report.replicas, 'replica')} x batch {report.local_bsz}"
-    if report.accumulation > 1:
-        batch += f" x {report.accumulation} micro-batches"
+    batch = local_batch(report.local_bsz, report.accumulation)
+    batch = f"{plural(report.replicas, 'replica')} x local batch {batch}"
     facts = [
         ("gain", f"{significant(report.gain)} at scale {trimmed(report.scale)}"),
         ("efficiency", percent(gain.efficiency)),
         ("trains on", f"{batch}, generation {report.generation}"),
-        ("progress", f"{count(report.progress)} steps, in {plural(report.step, 'optimizer step')}"),
+        ("progress", f"{count(report.progress)}, in {plural(report.step, 'step')}"),
     ]
     if gain.local_bsz_limit is not None:
         facts.append(("memory", memory(gain.local_bsz_limit)))
@@ -72,9 +78,9 @@ def _facts(gain: GainView, now: float) -> list[tuple[str, str]]:
 def _predictions_table(predictions: Sequence[PredictionView], replicas: int) -> FittingTable:
     columns = [
         Column("replicas", [str(each.replicas) for each in predictions]),
-        Column("local batch", [_batch(each) for each in predictions], 3),
+        Column("local batch", [local_batch(each.local_bsz, each.accumulation) for each in predictions], 3),
         Column("scale", [trimmed(each.scale) for each in predictions], 2),
-        Column("gain", [significant(each.gain) for each in predictions], 1),
+        Column("gain", [_gain(each) for each in predictions], 1),
         Column("efficiency", [percent(each.efficiency) for each in predictions], 4),
         Column("progress per second", [significant(each.goodput) for each in predictions]),
     ]
@@ -82,6 +88,8 @@ def _predictions_table(predictions: Sequence[PredictionView], replicas: int) -> 
     return FittingTable(columns, padding=(0, 1), row_styles=styles)
 
 
-def _batch(prediction: PredictionView) -> str:
-    batch = str(prediction.local_bsz)
-    return batch if prediction.accumulation == 1 else f"{batch} x {prediction.accumulation}"
+def _gain(prediction: PredictionView) -> str:
+    """Return a gain, and between which it is at one standard error."""
+    low, high = significant(prediction.gain_low), significant(prediction.gain_high)
+    gain = significant(prediction.gain)
+    return gain if low == high else f"{gain} ({low} to {high})"

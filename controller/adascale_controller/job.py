@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -11,8 +11,11 @@ from adascale_controller.schema import (
     DEFAULT_STORAGE,
     AdaScaleJobDocument,
     Container,
+    PodTemplateSpec,
 )
+from adascale_controller.worker_container import worker_name
 from adascale_core import names
+from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.checkpoint_manifest import normalized_url
 from adascale_core.job_id import job_id
 from adascale_core.messages.job_spec import JobSpec
@@ -45,6 +48,19 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True)
+class OpportunisticSettings:
+    """How replicas beyond the smallest count run.
+
+    Args:
+        priority_class_name: the PriorityClass of their pods.
+        queue_name: the LocalQueue of Kueue that admits them. None for none.
+    """
+
+    priority_class_name: str
+    queue_name: str | None = None
+
+
+@dataclass(frozen=True)
 class Job:
     """A job.
 
@@ -59,11 +75,16 @@ class Job:
         backoff_limit: how many failures of the program are retried.
         max_restarts_without_progress: how many restarts after losses, without a step in between, are made.
         active_deadline_seconds: seconds that the job may run for; None if unbounded.
+        completion_deadline_seconds: seconds after its creation within which it should be complete; None for
+            no such target.
         step_timeout_seconds: seconds without a step until the replica behind restarts; None for never.
         ttl_seconds_after_finished: seconds until a cluster deletes a finished job; None for never.
         checkpoint: where its state is saved.
         cluster_only_env: descriptions of the environment variables that only a cluster can resolve.
         gpus: how many GPUs a replica requests.
+        request_nodes: whether replicas that do not fit are requested, so that an autoscaler adds nodes; None
+            for the setting of the operator.
+        opportunistic: how replicas beyond the smallest count run; None if like the others.
     """
 
     id: str
@@ -76,11 +97,19 @@ class Job:
     backoff_limit: int = names.DEFAULT_BACKOFF_LIMIT
     max_restarts_without_progress: int = names.DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS
     active_deadline_seconds: int | None = None
+    completion_deadline_seconds: int | None = None
     step_timeout_seconds: int | None = None
     ttl_seconds_after_finished: int | None = None
     checkpoint: CheckpointSettings = CheckpointSettings()
     cluster_only_env: tuple[str, ...] = ()
     gpus: int = 0
+    request_nodes: bool | None = None
+    opportunistic: OpportunisticSettings | None = None
+
+    @property
+    def core_replicas(self) -> int:
+        """The smallest count that the spec allows. With `opportunistic`, further replicas are extra pods."""
+        return require_valid_replicas(self.spec.bounds, self.spec.min_replicas, self.spec.max_replicas)[0]
 
     @property
     def checkpoint_url(self) -> str | None:
@@ -96,7 +125,7 @@ class Job:
 def to_job(document: AdaScaleJobDocument) -> Job:
     """Return the job that a valid document specifies."""
     spec, checkpoint = document.spec, document.spec.checkpoint
-    container = worker_container(spec.template.spec.containers)
+    container = worker_container(spec.template)
     bounds = spec.local_bsz_bounds
     return Job(
         id=job_id(document.metadata.name, document.metadata.namespace),
@@ -107,8 +136,10 @@ def to_job(document: AdaScaleJobDocument) -> Job:
             min_replicas=spec.min_replicas,
             max_replicas=spec.max_replicas,
             scale_invariant_steps=spec.scale_invariant_steps,
+            train_samples=spec.train_samples,
             efficiency_target=spec.efficiency_target,
             elastic_single_replica=spec.elastic_single_replica,
+            processes_per_replica=spec.processes_per_replica,
         ),
         command=(*container.command, *container.args) if container.command else (),
         env=MappingProxyType(
@@ -120,6 +151,7 @@ def to_job(document: AdaScaleJobDocument) -> Job:
         backoff_limit=spec.backoff_limit,
         max_restarts_without_progress=spec.max_restarts_without_progress,
         active_deadline_seconds=spec.active_deadline_seconds,
+        completion_deadline_seconds=spec.completion_deadline_seconds,
         step_timeout_seconds=spec.step_timeout_seconds,
         ttl_seconds_after_finished=spec.ttl_seconds_after_finished,
         checkpoint=CheckpointSettings(
@@ -133,20 +165,28 @@ def to_job(document: AdaScaleJobDocument) -> Job:
             interval_seconds=checkpoint.interval_seconds,
         ),
         cluster_only_env=tuple(_cluster_only_env(container)),
+        request_nodes=spec.request_nodes,
+        opportunistic=OpportunisticSettings(
+            spec.opportunistic.priority_class_name, spec.opportunistic.queue_name
+        )
+        if spec.opportunistic is not None
+        else None,
         gpus=requested_gpus((container.model_extra or {}).get("resources")),
     )
 
 
-def worker_container(containers: Sequence[Container]) -> Container:
-    """Return the container that trains: `worker`, or the first if none has that name."""
-    return next(
-        (container for container in containers if container.name == names.WORKER_CONTAINER), containers[0]
-    )
+def worker_container(template: PodTemplateSpec) -> Container:
+    """Return the container that trains."""
+    containers = template.spec.containers
+    name = worker_name([container.name for container in containers], template.metadata.annotations)
+    return next(container for container in containers if container.name == name)
 
 
 def trainer_environment(job: Job) -> dict[str, str]:
     """Return the environment variables that configure a trainer of `job`, without its checkpoint folder."""
     variables = {name: value for name, value in job.spec.environment().items() if value is not None}
+    if job.spec.processes_per_replica is not None:
+        variables[names.ENV_PROCESSES_PER_REPLICA] = str(job.spec.processes_per_replica)
     if job.step_timeout_seconds is not None:
         variables[names.ENV_STEP_TIMEOUT] = str(job.step_timeout_seconds)
     return {**variables, names.ENV_CHECKPOINT_INTERVAL: repr(job.checkpoint.interval_seconds)}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from adascale_controller.field_error import FieldError
+from adascale_controller.field_error import FieldError, parse_path
 from adascale_controller.job import Job, to_job, worker_container
 from adascale_controller.schema import AdaScaleJobDocument
 from adascale_controller.validation import validate_document
-from adascale_controller.yaml_document import YamlDocumentError, parse_document
+from adascale_controller.yaml_document import YamlDocument, YamlDocumentError, parse_document
 from adascale_core.errors import InvalidJobError
 
 
@@ -31,11 +32,55 @@ class JobFileError(InvalidJobError):
         return f"{self.source}:{error.line}: {error}" if error.line else f"{self.source}: {error}"
 
 
+@dataclass(frozen=True)
+class JobSource:
+    """A job with the file that it was read from.
+
+    Args:
+        job: the job.
+        name: the file, as the user named it.
+        yaml: its document.
+    """
+
+    job: Job
+    name: str
+    yaml: YamlDocument
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The values of the document."""
+        return dict(self.yaml.content)
+
+    def error_at(self, field: str, message: str) -> FieldError:
+        """Return an error at a field, with its line.
+
+        Args:
+            field: as Kubernetes writes it, such as `spec.containers[0].name`; empty for the document.
+            message: the error.
+        """
+        path = parse_path(field)
+        return FieldError(path, message, self.yaml.line(path) if path else None)
+
+
 def load_job(path: Path) -> Job:
-    """Read the job in the YAML file at `path`.
+    """Read the job in the YAML file at `path`, for a run on this machine.
 
     Raises:
         JobFileError: the file cannot be read, is not YAML, or does not contain one valid AdaScaleJob.
+    """
+    return read_job(path).job
+
+
+def read_job(path: Path, *, command_required: bool = True) -> JobSource:
+    """Read the job in the YAML file at `path`, with its document.
+
+    Args:
+        path: the file.
+        command_required: whether the container that trains must have a command. On a cluster, the entry point
+            of its image runs without one.
+
+    Raises:
+        JobFileError: as `load_job`.
     """
     source = str(path)
     try:
@@ -46,7 +91,7 @@ def load_job(path: Path) -> Job:
         raise JobFileError(source, [FieldError((), f"is not valid UTF-8 (byte {error.start})")]) from None
     except OSError as error:
         raise JobFileError(source, [FieldError((), f"cannot be read: {error.strerror}")]) from None
-    return parse_job(text, source)
+    return _parse(text, source, command_required=command_required)
 
 
 def parse_job(text: str, source: str = "<text>") -> Job:
@@ -55,6 +100,10 @@ def parse_job(text: str, source: str = "<text>") -> Job:
     Raises:
         JobFileError: as `load_job`.
     """
+    return _parse(text, source, command_required=True).job
+
+
+def _parse(text: str, source: str, *, command_required: bool) -> JobSource:
     try:
         yaml = parse_document(text)
     except YamlDocumentError as error:
@@ -63,10 +112,10 @@ def parse_job(text: str, source: str = "<text>") -> Job:
     if isinstance(document, list):
         errors = [replace(error, line=yaml.line(error.path)) for error in document]
         raise JobFileError(source, sorted(errors, key=lambda error: error.line or 0))
-    command_error = _command_error(document)
+    command_error = _command_error(document) if command_required else None
     if command_error is not None:
         raise JobFileError(source, [replace(command_error, line=yaml.line(command_error.path))])
-    return to_job(document)
+    return JobSource(to_job(document), source, yaml)
 
 
 def _command_error(document: AdaScaleJobDocument) -> FieldError | None:
@@ -74,11 +123,11 @@ def _command_error(document: AdaScaleJobDocument) -> FieldError | None:
 
     On a cluster, the entry point of its image runs then, so only job files require a command.
     """
-    containers = document.spec.template.spec.containers
-    worker = worker_container(containers)
+    template = document.spec.template
+    worker = worker_container(template)
     if worker.command:
         return None
-    path = ("spec", "template", "spec", "containers", containers.index(worker), "command")
+    path = ("spec", "template", "spec", "containers", template.spec.containers.index(worker), "command")
     fix = "set the training program, such as [python, train.py]"
     if worker.args:
         fix = f"move args {list(worker.args)} to it, if they are the training program"

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, field_v
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
+from adascale_controller.worker_container import DEFAULT_CONTAINER, worker_name
 from adascale_core.batch.plans import AUTO, Auto
 from adascale_core.job_id import InvalidJobIdError, job_id
 from adascale_core.names import (
@@ -27,6 +28,7 @@ from adascale_core.names import (
     MAX_NAME_LENGTH,
     MAX_REPLICAS,
     MAX_STEPS,
+    WORKER_CONTAINER,
 )
 
 MAX_INT32 = 2**31 - 1
@@ -200,6 +202,24 @@ class Checkpoint(_ClosedModel):
         return self
 
 
+class Opportunistic(_ClosedModel):
+    """Where replicas beyond the smallest count run, which may be taken at any time."""
+
+    priority_class_name: str = Field(
+        max_length=253,
+        pattern=DNS_SUBDOMAIN,
+        description="The PriorityClass of the extra pods. Its priority must be lower than that of the other "
+        "pods, which is the priority of the pod template.",
+    )
+    queue_name: str | None = Field(
+        default=None,
+        max_length=253,
+        pattern=DNS_SUBDOMAIN,
+        description="The LocalQueue of Kueue that admits the extra pods. Without it, Kueue has no part in "
+        "them.",
+    )
+
+
 class EnvVar(_OpenModel):
     """An environment variable. All fields of a Kubernetes EnvVar are allowed."""
 
@@ -237,8 +257,8 @@ class PodSpec(_OpenModel):
 
     containers: list[Container] = Field(
         min_length=1,
-        description="The containers. The container named worker trains, or the first if no container has "
-        "this name.",
+        description="The containers. If there are several, the one named worker trains, or the one that the "
+        "annotation kubectl.kubernetes.io/default-container of the template names.",
     )
 
     @field_validator("containers")
@@ -276,6 +296,17 @@ class PodTemplateSpec(_ClosedModel):
         description="The specification of the pods. All fields of a Kubernetes PodSpec are allowed."
     )
 
+    @model_validator(mode="after")
+    def _known_worker(self) -> PodTemplateSpec:
+        names = [container.name for container in self.spec.containers]
+        if worker_name(names, self.metadata.annotations) is None:
+            raise _invalid(
+                f"of the {len(names)} containers ({', '.join(names)}) none is named {WORKER_CONTAINER}: give "
+                f"the container that trains this name, or name it in the annotation {DEFAULT_CONTAINER} of "
+                "spec.template.metadata"
+            )
+        return self
+
 
 class AdaScaleJobSpec(_ClosedModel):
     """The specification of the job."""
@@ -294,6 +325,15 @@ class AdaScaleJobSpec(_ClosedModel):
     )
     min_replicas: Replicas = Field(default=1, description="The fewest replicas that the job may run on.")
     max_replicas: Replicas = Field(description="The most replicas that the job may run on.")
+    processes_per_replica: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_REPLICAS,
+        description="The number of processes of a replica, for a model that the program shards over them "
+        "with fully_shard(model, mesh=trainer.mesh). Each uses one GPU, and they divide the batch of the "
+        "replica equally. If unset, a replica is one process with the whole model. A change replaces all "
+        "pods.",
+    )
     replica_limit: int | None = Field(
         default=None,
         ge=0,
@@ -303,12 +343,32 @@ class AdaScaleJobSpec(_ClosedModel):
         "is less than the smallest valid count, that count is the limit. Not limited if unset; an autoscaler "
         "that reads the current value needs it set.",
     )
+    request_nodes: bool | None = Field(
+        default=None,
+        description="Whether replicas that do not fit are requested, so that an autoscaler adds nodes for "
+        "their pending pods: the fewest that the job can run on, or one step of growth. On a cluster only. "
+        "Defaults to the operator's option --request-nodes.",
+    )
+    opportunistic: Opportunistic | None = Field(
+        default=None,
+        description="Runs the smallest count of replicas, the core, as the pod template says, and all "
+        "further replicas as extra pods of a lower priority, in a second Indexed Job. Extra pods may be "
+        "taken at any time, which costs no step. On a cluster only. A change, also of the smallest count, "
+        "replaces all pods.",
+    )
     scale_invariant_steps: int | None = Field(
         default=None,
         ge=1,
         le=MAX_STEPS,
         description="The progress at which training ends, in steps at batchSize. A step of a larger batch "
         "adds its gain to the progress. If unset, the program decides when training ends.",
+    )
+    train_samples: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_STEPS,
+        description="The samples after which training ends, within a batch, in place of scaleInvariantSteps. "
+        "Progress is then the samples over batchSize, and a larger batch saves steps and no samples.",
     )
     elastic_single_replica: bool = Field(
         default=False,
@@ -342,6 +402,15 @@ class AdaScaleJobSpec(_ClosedModel):
         le=MAX_INT32,
         description="Seconds after its start at which an unfinished job fails. Not limited if unset.",
     )
+    completion_deadline_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_INT32,
+        description="Seconds after its creation within which the job should be complete: a target. A job "
+        "that needs more replicas for that gets them before others, if any count meets it. The condition "
+        "DeadlineFeasible says whether it can be met. A job that misses it goes on. In a run on one machine "
+        "the seconds count from the start of the run.",
+    )
     step_timeout_seconds: int | None = Field(
         default=None,
         ge=1,
@@ -365,6 +434,12 @@ class AdaScaleJobSpec(_ClosedModel):
         description="A template of the pods that train, as in a Deployment. The operator adds what it "
         "needs and overwrites none of these fields."
     )
+
+    @model_validator(mode="after")
+    def _one_end(self) -> AdaScaleJobSpec:
+        if self.scale_invariant_steps is not None and self.train_samples is not None:
+            raise _invalid("scaleInvariantSteps and trainSamples are both set; set at most one of them")
+        return self
 
 
 class Metadata(_OpenModel):

@@ -33,7 +33,9 @@ from adascale_core.batch.plans import (
 )
 from adascale_core.errors import InvalidJobError
 
-_SIZE_FIELDS = frozenset({"batchSize", "maxBatchSize", "localBszBounds", "minReplicas", "maxReplicas"})
+_SIZE_FIELDS = frozenset(
+    {"batchSize", "maxBatchSize", "localBszBounds", "minReplicas", "maxReplicas", "processesPerReplica"}
+)
 """The fields of `spec` that the core checks against each other."""
 
 
@@ -47,7 +49,19 @@ def validate_document(content: Any) -> AdaScaleJobDocument | list[FieldError]:
     except ValidationError as invalid:
         shape_errors = [_shape_error(error) for error in invalid.errors(include_url=False)]
         return shape_errors + _size_errors(_Sizes.valid_in(content, shape_errors))
-    return _size_errors(_Sizes.of(document.spec)) or document
+    return [*_size_errors(_Sizes.of(document.spec)), *_name_errors(document)] or document
+
+
+def _name_errors(document: AdaScaleJobDocument) -> list[FieldError]:
+    """Return an error if the Job of extra pods would have a name that is too long."""
+    name, limit = document.metadata.name, names.MAX_NAME_LENGTH_WITH_EXTRA_PODS
+    if document.spec.opportunistic is None or len(name) <= limit:
+        return []
+    message = (
+        f"must have at most {limit} characters with spec.opportunistic, since the Job of the extra pods is "
+        f"named {name}{names.EXTRA_SUFFIX}, got {len(name)}"
+    )
+    return [FieldError(("metadata", "name"), message)]
 
 
 # -- shape ---------------------------------------------------------------------------------------------
@@ -170,7 +184,7 @@ def _most_similar(name: str, candidates: Sequence[str]) -> str | None:
 
 # -- sizes and counts ----------------------------------------------------------------------------------
 
-_CORE_NAME = re.compile(r"\b(max_batch_size|batch_size|local_bsz_bounds)\b")
+_CORE_NAME = re.compile(r"\b(max_batch_size|batch_size|local_bsz_bounds|processes_per_replica)\b")
 
 
 @dataclass(frozen=True)
@@ -182,6 +196,7 @@ class _Sizes:
     local_bsz_bounds: LocalBszBounds | None
     min_replicas: int | None
     max_replicas: int | None
+    processes_per_replica: int | None
 
     @classmethod
     def of(cls, spec: AdaScaleJobSpec) -> Self:
@@ -193,6 +208,7 @@ class _Sizes:
             (local.lower, local.upper) if local else None,
             spec.min_replicas,
             spec.max_replicas,
+            spec.processes_per_replica,
         )
 
     @classmethod
@@ -213,6 +229,7 @@ class _Sizes:
             (local["lower"], local.get("upper") or AUTO) if local else None,
             valid.get("minReplicas", None if "minReplicas" in invalid else 1),
             valid.get("maxReplicas"),
+            valid.get("processesPerReplica"),
         )
 
 
@@ -236,8 +253,15 @@ def _size_errors(sizes: _Sizes) -> list[FieldError]:
     if errors or sizes.batch_size is None or low is None or high is None:
         return errors
     try:
-        bounds = BatchBounds(sizes.batch_size, sizes.max_batch_size, sizes.local_bsz_bounds)
+        bounds = BatchBounds(
+            sizes.batch_size,
+            sizes.max_batch_size,
+            sizes.local_bsz_bounds,
+            processes=sizes.processes_per_replica or 1,
+        )
         require_valid_replicas(bounds, low, high)
+    except InvalidBoundsError as error:
+        return [_at_its_field(error)]
     except InvalidJobError as error:
         return [FieldError(("spec",), _spelled_as_in_yaml(str(error)))]
     return []

@@ -4,54 +4,81 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated, NoReturn
 
 import typer
 
+from adascale_controller.cli.cluster_options import PLUGIN, always_for_cluster
 from adascale_controller.cli.explain import explain
 from adascale_controller.cli.export import export
 from adascale_controller.cli.gain import gain
 from adascale_controller.cli.list import list_jobs
 from adascale_controller.cli.logs import logs
 from adascale_controller.cli.operator import operator
+from adascale_controller.cli.resume import resume
+from adascale_controller.cli.rm import rm
 from adascale_controller.cli.run import run
 from adascale_controller.cli.scale import scale
 from adascale_controller.cli.simulate import simulate_workload
 from adascale_controller.cli.status import status
 from adascale_controller.cli.stop import stop
+from adascale_controller.cli.submit import submit
+from adascale_controller.cli.ui import ui
 from adascale_controller.cli.validate import validate
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 
-app = typer.Typer(
-    name="adascale",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for name, command in (
-    ("run", run),
-    ("validate", validate),
-    ("list", list_jobs),
-    ("status", status),
-    ("logs", logs),
-    ("gain", gain),
-    ("explain", explain),
-    ("scale", scale),
-    ("stop", stop),
-    ("export", export),
-    ("simulate", simulate_workload),
-    ("operator", operator),
-):
-    app.command(name)(command)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "run": run,
+    "submit": submit,
+    "ui": ui,
+    "validate": validate,
+    "list": list_jobs,
+    "status": status,
+    "logs": logs,
+    "gain": gain,
+    "explain": explain,
+    "scale": scale,
+    "stop": stop,
+    "resume": resume,
+    "rm": rm,
+    "export": export,
+    "simulate": simulate_workload,
+    "operator": operator,
+}
+_ON_ONE_MACHINE = {"run", "ui", "simulate", "operator"}
+"""The commands that are not about jobs of a cluster."""
 
 
-def main() -> NoReturn:
-    """Run the command line; show errors that the user can correct without a traceback."""
+def _application(name: str, commands: dict[str, Callable[..., None]], summary: str) -> typer.Typer:
+    application = typer.Typer(
+        name=name,
+        help=summary,
+        no_args_is_help=True,
+        add_completion=name == "adascale",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    application.callback()(adascale)
+    for command, function in commands.items():
+        application.command(command)(function)
+    return application
+
+
+def main(*, plugin: bool = False) -> NoReturn:
+    """Run the command line; show errors that the user can correct without a traceback.
+
+    Args:
+        plugin: whether it is a plugin of kubectl, so that all commands are for a cluster.
+    """
     try:
-        app()
+        if plugin:
+            plugin_app(prog_name=PLUGIN)
+        else:
+            # Otherwise Click makes the name from how Python was started, and completes for that one.
+            app(prog_name="adascale")
     except AdaScaleError as error:
         # Indented, so that the lines of a message stand below each other.
         print("adascale:", str(error).replace("\n", "\n          "), file=sys.stderr)
@@ -69,7 +96,6 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def adascale(
     _version: Annotated[
         bool,
@@ -78,4 +104,14 @@ def adascale(
         ),
     ] = False,
 ) -> None:
-    """Elastic training of PyTorch models, at the accuracy of the small batch."""
+    """The options before the command."""
+
+
+app = _application(
+    "adascale", _COMMANDS, "Elastic training of PyTorch models, at the accuracy of the small batch."
+)
+plugin_app = _application(
+    PLUGIN,
+    {name: always_for_cluster(command) for name, command in _COMMANDS.items() if name not in _ON_ONE_MACHINE},
+    "Elastic training of PyTorch models, at the accuracy of the small batch: the jobs of a cluster.",
+)

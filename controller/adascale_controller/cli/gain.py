@@ -13,18 +13,27 @@ from rich.console import Console
 
 from adascale_client import MetricsServiceClient
 from adascale_controller.cli.arguments import JobName, Output, OutputFormat, ServiceUrl, StateRoot
-from adascale_controller.cli.service_client import connect
+from adascale_controller.cli.cluster_options import (
+    Cluster,
+    Context,
+    Kubeconfig,
+    Namespace,
+    SystemNamespace,
+    open_cluster,
+    select_cluster,
+)
+from adascale_controller.cli.service_client import connect, find_urls
 from adascale_controller.gain_summary import render_gain
 from adascale_controller.gain_watch import GainLines, LiveGain, watch_gain
-from adascale_controller.local import service_file
-from adascale_controller.local.state_dir import DEFAULT_ROOT
+from adascale_controller.local.local_jobs import NotRunningError, find_folders_of
+from adascale_core import names
 from adascale_core.job_id import parse_job_id
 
 
 def gain(
     job: JobName,
     url: ServiceUrl = None,
-    state_dir: StateRoot = DEFAULT_ROOT,
+    state_dir: StateRoot = None,
     output: OutputFormat = Output.TEXT,
     watch: Annotated[
         bool,
@@ -36,13 +45,32 @@ def gain(
             show_default=False,
         ),
     ] = False,
+    cluster: Cluster = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    system_namespace: SystemNamespace = names.SYSTEM_NAMESPACE,
 ) -> None:
-    """Show the gain of a running job, and predictions for other replica counts."""
+    """Show the gain of a job, and predictions for other replica counts."""
+    target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
+    if target is not None:
+        with open_cluster(target) as connection:
+            found = connection.jobs.find(job)
+            _show(found.id, connection.metrics(system_namespace, url), output, watch, lambda: False)
+        return
     job_id = parse_job_id(job)
-    client = connect(job, url, state_dir)
+    if watch and not url and find_folders_of(state_dir, job_id) and not find_urls(state_dir, job_id):
+        raise NotRunningError(f"job {job} is not running: omit --watch to show its last gain")
+    with connect(job, url, state_dir) as client:
+        _show(job_id, client, output, watch, lambda: not url and not find_urls(state_dir, job_id))
+
+
+def _show(
+    job_id: str, client: MetricsServiceClient, output: Output, watch: bool, has_ended: Callable[[], bool]
+) -> None:
     as_json = output is Output.JSON
     if watch:
-        _watch(job_id, client, as_json, lambda: not url and not service_file.find_urls(state_dir, job_id))
+        _watch(job_id, client, as_json, has_ended)
         return
     view = client.get_gain(job_id)
     if as_json:

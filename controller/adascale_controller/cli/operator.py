@@ -24,6 +24,15 @@ def _require_label(label: str) -> str:
     return label
 
 
+def _parse_secret(text: str | None) -> tuple[str, str] | None:
+    if text is None:
+        return None
+    namespace, _, name = text.partition("/")
+    if not namespace or not name or "/" in name:
+        raise typer.BadParameter(f"got {text!r}, expected NAMESPACE/NAME", param_hint="--tls-secret")
+    return namespace, name
+
+
 def operator(
     identity: Annotated[
         str,
@@ -82,7 +91,8 @@ def operator(
         typer.Option(
             "--liveness",
             metavar="HOST:PORT",
-            help="The address that serves GET /healthz and /metrics. Default: not served.",
+            help="The address that serves GET /healthz and /metrics, :PORT for all addresses. Default: not "
+            "served.",
             show_default=False,
         ),
     ] = None,
@@ -96,10 +106,62 @@ def operator(
             callback=_require_label,
         ),
     ] = names.DEFAULT_ACCELERATOR_LABEL,
+    request_nodes: Annotated[
+        bool,
+        typer.Option(
+            "--request-nodes",
+            help="Request replicas that do not fit, so that an autoscaler adds nodes for their pending pods: "
+            "the fewest of a job, or one step of growth. spec.requestNodes of a job takes precedence.",
+        ),
+    ] = False,
+    no_fs_group: Annotated[
+        bool,
+        typer.Option(
+            "--no-fs-group",
+            help="Set no fsGroup, by which programs that are not root may write to volumes. OpenShift sets "
+            "one by itself, and rejects others.",
+        ),
+    ] = False,
+    tls_secret: Annotated[
+        str | None,
+        typer.Option(
+            "--tls-secret",
+            metavar="NAMESPACE/NAME",
+            help="The Secret with the certificate of the metrics service (tls.crt, tls.key) and that of its "
+            "authority (ca.crt), which pods get. The operator makes it, and renews it.",
+            show_default=False,
+        ),
+    ] = None,
+    tls_external: Annotated[
+        bool,
+        typer.Option(
+            "--tls-external",
+            help="Another program, such as cert-manager, makes the Secret of --tls-secret, and renews it.",
+        ),
+    ] = False,
+    require_tls: Annotated[
+        bool,
+        typer.Option(
+            "--require-tls",
+            help="Replace the pods of jobs that were started before TLS was turned on. For a metrics service "
+            "with the option of this name, which refuses them.",
+        ),
+    ] = False,
 ) -> None:
     """Run the Kubernetes operator, on the cluster that it runs in or that KUBECONFIG names."""
+    secret = _parse_secret(tls_secret)
+    if secret is None and (tls_external or require_tls):
+        option = "--tls-external" if tls_external else "--require-tls"
+        raise typer.BadParameter("it needs --tls-secret", param_hint=option)
+    if secret is not None and not all(
+        url.startswith("https://") for url in (api_url, pod_api_url or api_url)
+    ):
+        raise typer.BadParameter(
+            "with --tls-secret, the addresses of the metrics service must begin with https://",
+            param_hint="--api-url and --pod-api-url",
+        )
     # Imported here because importing kopf and the Kubernetes client takes a second.
-    with requires_extra("adascale operator", "kubernetes"):
+    with requires_extra("adascale operator", "operator"):
         from adascale_controller.operator.runtime.main import run_operator
     from adascale_controller.operator.runtime.settings import OperatorSettings
 
@@ -113,5 +175,10 @@ def operator(
             identity=identity,
             liveness=liveness,
             accelerator_label=accelerator_label,
+            request_nodes=request_nodes,
+            fs_group=not no_fs_group,
+            tls_secret=secret,
+            tls_external=tls_external,
+            require_tls=require_tls,
         )
     )

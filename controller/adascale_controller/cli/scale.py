@@ -7,11 +7,19 @@ from typing import Annotated
 import typer
 
 from adascale_controller.cli.arguments import JobName, StateRoot
-from adascale_controller.cli.stop import STOP_TIMEOUT, stop_and_report
+from adascale_controller.cli.cluster_options import (
+    Cluster,
+    Context,
+    Kubeconfig,
+    Namespace,
+    open_cluster,
+    select_cluster,
+)
+from adascale_controller.cli.stop import STOP_TIMEOUT, report_stopped, stop_and_report
+from adascale_controller.cluster.api import ClusterTarget
 from adascale_controller.formatting import plural
 from adascale_controller.local.local_jobs import find_job
 from adascale_controller.local.scale_requests import request_limit
-from adascale_controller.local.state_dir import DEFAULT_ROOT
 
 ANSWER_TIMEOUT = 30.0
 """Seconds to wait for the answer of the run."""
@@ -30,13 +38,21 @@ def scale(
             show_default=False,
         ),
     ],
-    state_dir: StateRoot = DEFAULT_ROOT,
+    state_dir: StateRoot = None,
+    cluster: Cluster = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Set the most replicas of a job that runs on this machine, until the run ends.
+    """Set the most replicas of a job: on this machine until the run ends, on a cluster until it is set again.
 
     As with `kubectl scale`, this replaces spec.replicaLimit; 0 saves and stops the job.
     The job uses fewer replicas if more are not worthwhile.
     """
+    target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
+    if target is not None:
+        _scale_cluster(target, job, replicas)
+        return
     found = find_job(state_dir, job)
     if replicas == 0:
         stop_and_report(found, STOP_TIMEOUT)
@@ -49,5 +65,19 @@ def scale(
             f"{plural(replicas, 'replica')} is kept, and carried out as soon as the run reads it"
         )
         return
+    typer.echo(_scaled(found.short_id, replicas, limit))
+
+
+def _scale_cluster(target: ClusterTarget, job: str, replicas: int) -> None:
+    with open_cluster(target) as connection:
+        found = connection.jobs.find(job)
+        limit = connection.jobs.scale(found, replicas)
+        if replicas == 0:
+            report_stopped(connection.jobs.wait_until_stopped(found, STOP_TIMEOUT))
+            return
+    typer.echo(_scaled(found.name, replicas, limit))
+
+
+def _scaled(name: str, replicas: int, limit: int) -> str:
     lowered = f" (spec.maxReplicas is {limit})" if limit < replicas else ""
-    typer.echo(f"{found.short_id} scaled to at most {plural(limit, 'replica')}{lowered}")
+    return f"{name} scaled to at most {plural(limit, 'replica')}{lowered}"

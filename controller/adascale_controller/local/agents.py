@@ -38,7 +38,7 @@ class Agents:
     Args:
         command: the program that their trainers run.
         environ: the environment variables for the metrics service and the job.
-        devices: one GPU for each replica; empty to train on the CPU.
+        devices: one GPU for each process of each replica; empty to train on the CPU.
         folder: the state folder.
         lock: the descriptor of the folder's lock, which the agents inherit.
     """
@@ -68,7 +68,9 @@ class Agents:
         """Start the agent of `rank`."""
         environ = {**self._environ, names.ENV_REPLICA: str(rank)}
         if self._devices:
-            environ |= gpu_environment(environ, self._devices[rank])
+            count = int(self._environ.get(names.ENV_PROCESSES_PER_REPLICA, "1"))
+            own = self._devices[rank * count : (rank + 1) * count]
+            environ |= gpu_environment(environ, ",".join(own))
         # -P: a file in the user's folder must not shadow a library.
         command = [sys.executable, "-P", "-m", "adascale_worker.agent", "--", *self._command.command]
         log = self._folder.replica_log(rank).absolute()

@@ -22,6 +22,7 @@ from adascale_controller.local.stop_signals import StopSignals
 from adascale_controller.measurements import JobMeasurements, training_target
 from adascale_core.decision.decide import Decision, DecisionProblem, decide
 from adascale_core.decision.explanation import explain
+from adascale_core.decision.job_state import JobState
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.jobs import JobView
 
@@ -33,6 +34,8 @@ MAX_ATTEMPTS = 5
 """How often the first allocation is requested if others request allocations at the same time."""
 FINISH_TIMEOUT = 60.0
 """Seconds that the other replicas have to finish after rank 0."""
+DEADLINE_SETTLED = 30.0
+"""Seconds for which a deadline cannot be met, or can be again, before that is shown. Predictions vary."""
 
 
 class ControlLoop:
@@ -80,6 +83,9 @@ class ControlLoop:
         self._decided_at = self._started_at
         self._explanations = ExplanationSchedule()
         self._finished_at: float | None = None
+        self._deadline_shown = ""
+        self._deadline_outcome = "", self._started_at
+        """Whether the deadline is predicted to be met, and since when that is predicted."""
 
     def start(self) -> None:
         """Declare the job to the metrics service and request its first allocation.
@@ -112,10 +118,9 @@ class ControlLoop:
         Raises:
             ServiceError: as of `start`; status 409 if another was requested since `view` was read.
         """
-        total = self._total(view)
+        total, now = self._total(view), time.monotonic()
         self._measurements.add_reported(view)
-        state = self._measurements.job_state(self._job, view, total)
-        decision = decide([state], self._replica_limit, time.monotonic())[self._job.id]
+        decision = decide([self._state(view, now)], self._replica_limit, now)[self._job.id]
         # Trainers of an earlier generation than that of the checkpoint cannot replace it. The metrics service
         # may not know it, if its data were lost, or if the checkpoint is that of another state directory.
         first = Allocation(max(view.last_generation, self._saved_generation) + 1, decision.replicas)
@@ -173,15 +178,22 @@ class ControlLoop:
         self._events.report_limit(view)
         first_report = self._measurements.update(view, now)
         if first_report is not None:
-            self._events.report_generation(first_report, self._measurements.last_downtime)
+            self._events.report_generation(first_report, self._downtime(first_report.generation))
         self._events.report_stall(view, now)
+
+    def _downtime(self, generation: int) -> float | None:
+        """Return the downtime before a generation, as the table of generations has it; None if unknown."""
+        with contextlib.suppress(ServiceError):
+            found = {each.generation: each for each in self._client.get_generations(self._job.id).generations}
+            return found[generation].downtime if generation in found else None
+        return None
 
     def _reallocate(self, view: JobView, now: float) -> None:
         """Request another replica count if the decision is for one."""
         if view.complete or view.desired is None or now - self._decided_at < DECISION_INTERVAL:
             return
         limit = self._replicas.failing_counts.limit
-        state = replace(self._measurements.job_state(self._job, view, self._total(view)), limit=limit)
+        state = replace(self._state(view, now), limit=limit)
         most = self._replica_limit if limit is None else min(self._replica_limit, limit)
         exceeds = view.desired.replicas > most
         problem = DecisionProblem.of([state], self._replica_limit)
@@ -193,6 +205,7 @@ class ControlLoop:
                 limited = plural(self._replica_limit, "replica")
                 decision = replace(decision, reason=f"limited to {limited} by `adascale scale`")
         self._explain(problem, decision, now)
+        self.report_deadline(decision, now)
         if state.stable_since is None and not exceeds:
             return
         self._decided_at = now
@@ -204,6 +217,45 @@ class ControlLoop:
             return  # The next iteration decides again, from a new view.
         change = f"{view.desired.replicas} -> {decision.replicas}"
         self._display.message(f"Rescaling {change}: {decision.reason}", "cyan")
+
+    def _state(self, view: JobView, now: float) -> JobState:
+        """Return the job as the decision sees it."""
+        seconds = self._job.completion_deadline_seconds
+        deadline = None if seconds is None else self._started_at + seconds
+        return replace(
+            self._measurements.job_state(self._job, view, self._total(view)),
+            deadline=deadline if deadline is not None and deadline > now else None,
+        )
+
+    def report_deadline(self, decision: Decision, now: float) -> None:
+        """Show whether the replicas of this run can meet the deadline, if that is known and has changed."""
+        seconds, found = self._job.completion_deadline_seconds, decision.feasibility
+        if seconds is None:
+            return
+        target = f"completionDeadlineSeconds ({seconds})"
+        limit = self._replica_limit
+        if now >= self._started_at + seconds:
+            outcome, text = "passed", f"Not complete within {target}; the run goes on"
+        elif found is None:
+            return
+        elif found.count is None:
+            outcome, text = "missed", f"No replica count meets {target}, as predicted from {found.source}"
+        elif found.count > limit:
+            needed = plural(found.count, "replica")
+            text = (
+                f"{target} needs {needed}, and this run has at most {limit}, as predicted from {found.source}"
+            )
+            outcome = "missed"
+        else:
+            enough = plural(found.count, "replica")
+            outcome, text = "met", f"{target} can be met on {enough}, as predicted from {found.source}"
+        if outcome != self._deadline_outcome[0]:
+            self._deadline_outcome = outcome, now
+        is_settled = now >= self._deadline_outcome[1] + DEADLINE_SETTLED
+        is_first = outcome == "met" and not self._deadline_shown
+        if outcome != self._deadline_shown and (is_settled or is_first or outcome == "passed"):
+            self._deadline_shown = outcome
+            self._display.message(text)
 
     def _explain(self, problem: DecisionProblem, decision: Decision, now: float) -> None:
         """Store the explained decision with the metrics service, if it is time to."""
@@ -251,10 +303,7 @@ class ControlLoop:
         report, total = self._measurements.latest(view), self._total(view)
         if report is None:
             return RunStatus(activity or "starting", total=total)
-        seconds_left = None
-        if total is not None and report.step_time > 0:
-            seconds_left = max(total - report.progress, 0.0) * report.step_time / report.gain
         if not activity and view.desired and report.generation < view.desired.generation:
             before, after = report.replicas, view.desired.replicas
             activity = f"{before} -> {after} replicas" if before != after else "restarting"
-        return RunStatus(activity, report.progress, total, report, seconds_left)
+        return RunStatus(activity, report.progress, total, report, report.seconds_left(total))

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from adascale_controller.formatting import clock, count, percent, plural, significant, trimmed
+from adascale_controller.formatting import clock, count, local_batch, percent, significant, trimmed
 from adascale_core.messages.reports import GainReport
 
 PLAIN_INTERVAL = 10.0
@@ -170,10 +170,10 @@ def _status_lines(status: RunStatus) -> list[RenderableType]:
 
 def _progress_text(status: RunStatus) -> str:
     if status.total is None:
-        return plural(round(status.progress), "step")
+        return f"progress {count(status.progress)}"
     # Rounded down: unfinished jobs do not show 100%.
     done = percent(int(100 * status.progress / status.total) / 100)
-    return f"{count(status.progress)} / {count(status.total)} steps  {done}"
+    return f"progress {count(status.progress)} of {count(status.total)}  {done}"
 
 
 def _training_facts(status: RunStatus) -> list[str]:
@@ -183,6 +183,6 @@ def _training_facts(status: RunStatus) -> list[str]:
     facts = [] if report.loss is None else [f"loss {significant(report.loss)}"]
     scale = trimmed(report.scale)
     facts.append(f"gain {significant(report.gain, 2)} of {scale} ({percent(report.efficiency)})")
-    batch = f"{plural(report.replicas, 'replica')} x batch {report.local_bsz}"
-    facts.append(batch if report.accumulation == 1 else f"{batch} x {report.accumulation}")
+    batch = local_batch(report.local_bsz, report.accumulation)
+    facts.append(f"{report.replicas} x local batch {batch}")
     return facts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adascale_controller.formatting import describe_limit, duration, plural, trimmed
+from adascale_controller.formatting import describe_limit, duration, local_batch, plural, trimmed
 from adascale_controller.local.display import Display
 from adascale_controller.local.replicas import Replicas
 from adascale_core.failures.exit_codes import EXIT_PEER_LOST, describe_exit
@@ -73,9 +73,7 @@ class EventMessages:
             first: its first report.
             downtime: seconds from the last step before it to its first step; None if not measured.
         """
-        batch = f"local batch {first.local_bsz}"
-        if first.accumulation > 1:
-            batch += f" x {first.accumulation}"
+        batch = f"local batch {local_batch(first.local_bsz, first.accumulation)}"
         after = "" if downtime is None else f", downtime {duration(downtime)}"
         self._display.message(
             f"Generation {first.generation} trains on {plural(first.replicas, 'replica')}: {batch}, "

@@ -8,6 +8,7 @@ from itertools import groupby
 from statistics import fmean
 
 from adascale_core.messages.reports import GainReport
+from adascale_core.views.generations import downtime
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class GenerationSummary:
         generation: its number.
         replicas: its replica count.
         local_bsz: samples in a micro-batch of one replica.
+        accumulation: micro-batches of one replica in a step.
         scale: batch size divided by `batch_size`.
         gain: mean gain of a step.
         efficiency: mean of gain divided by scale.
@@ -44,6 +46,7 @@ class GenerationSummary:
     generation: int
     replicas: int
     local_bsz: Range
+    accumulation: Range
     scale: Range
     gain: float
     efficiency: float
@@ -73,22 +76,23 @@ def _summarize(
     reports: Sequence[GainReport], previous: Sequence[GainReport] | None, run_starts: Sequence[float]
 ) -> GenerationSummary:
     first, last = reports[0], reports[-1]
-    downtime, repeated = None, 0
+    since, repeated = None, 0
     if previous is not None:
         repeated = max(previous[-1].step + 1 - first.step, 0)
         if not any(previous[-1].time < start <= first.time for start in run_starts):
-            downtime = max(first.time - previous[-1].time, 0.0)
+            since = downtime(previous[-1].time, first.time)
     return GenerationSummary(
         generation=first.generation,
         replicas=first.replicas,
         local_bsz=Range.of([report.local_bsz for report in reports]),
+        accumulation=Range.of([report.accumulation for report in reports]),
         scale=Range.of([report.scale for report in reports]),
         gain=_mean_gain(reports),
         efficiency=fmean(report.efficiency for report in reports),
         steps=last.step - first.step + 1,
         repeated=repeated,
         seconds=last.time - first.time + first.step_time,
-        downtime=downtime,
+        downtime=since,
     )
 
 

@@ -18,7 +18,7 @@ def generations_table(generations: Sequence[GenerationSummary]) -> FittingTable:
     columns = [
         column("\ngen.", 0, lambda each: str(each.generation)),
         column("\nreplicas", 0, lambda each: str(each.replicas)),
-        column("local\nbatch", 6, lambda each: _format_range(each.local_bsz)),
+        column("local\nbatch", 6, _local_batch),
         column("\nscale", 2, lambda each: _format_range(each.scale)),
         column("\ngain", 0, lambda each: significant(each.gain, 2)),
         column("effi-\nciency", 4, lambda each: percent(each.efficiency)),
@@ -35,6 +35,13 @@ def repeated_steps(generations: Sequence[GenerationSummary]) -> str | None:
     if not steps:
         return None
     return f"{plural(steps, 'step')} {'was' if steps == 1 else 'were'} lost with a replica and repeated"
+
+
+def _local_batch(generation: GenerationSummary) -> str:
+    """Return the samples of a micro-batch, and the number of micro-batches if there is more than one."""
+    batch = _format_range(generation.local_bsz)
+    accumulation = _format_range(generation.accumulation)
+    return batch if accumulation == "1" else f"{batch} x {accumulation}"
 
 
 def _format_range(values: Range) -> str:

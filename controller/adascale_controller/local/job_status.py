@@ -1,23 +1,18 @@
-"""The status of a local job, with the columns of `kubectl get asj`."""
+"""The status of a local job."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from adascale_client import MetricsServiceClient, ServiceError
-from adascale_controller.formatting import age, columns, count, memory, progress_text
+from adascale_controller import job_summary
+from adascale_controller.formatting import count, progress_text
+from adascale_controller.job_summary import JobDetails, JobSummary
 from adascale_controller.local.checkpoints import CheckpointStorageError
 from adascale_controller.local.local_jobs import LocalJob
-from adascale_controller.local.run_report import format_result
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.views.job_state_name import JobStateName, registered_state, training_replicas
 from adascale_core.views.jobs import JobView
-
-_HEADER = (
-    "NAME", "STATE", "REPLICAS", "DESIRED", "BATCH", "GAIN", "EFFICIENCY", "PROGRESS", "RESTARTS", "AGE",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,6 +53,14 @@ class JobStatus:
         return self.view.disruptions + self.view.failures if self.view else None
 
     @property
+    def reason(self) -> str:
+        """Why its last run has failed; empty if it has not."""
+        run = self.job.runs[-1]
+        if self.process is not None or self.state is not JobStateName.FAILED:
+            return ""
+        return run.reason or f"the run ended with exit code {run.exit_code}"
+
+    @property
     def progress(self) -> float | None:
         """Progress, in steps at `batchSize`; None if unknown."""
         if self.view and self.view.latest:
@@ -66,36 +69,40 @@ class JobStatus:
 
     @property
     def progress_text(self) -> str:
-        """Progress as a share of scaleInvariantSteps, or else in steps; empty if unknown."""
+        """Progress as a share of the whole, or else the number; empty if unknown."""
         total = self.job.runs[-1].steps
         return "" if self.progress is None else progress_text(self.progress, total)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the status as members of a JSON object, named as in the status of an AdaScaleJob."""
+    @property
+    def summary(self) -> JobSummary:
+        """What a list shows of it."""
         report = self.view.latest if self.view else None
         namespace, _, name = self.job.id.partition(".")
-        return {
-            "name": name,
-            "namespace": namespace,
-            "state": self.state.value,
-            "replicas": self.replicas,
-            "desiredReplicas": self.desired,
-            "batchSize": report.replicas * report.local_bsz * report.accumulation if report else None,
-            "localBatchLimit": self.view.local_bsz_limit if self.view else None,
-            "gain": report.gain if report else None,
-            "efficiency": report.efficiency if report else None,
-            "progress": self.progress,
-            "progressText": self.progress_text,
-            "restarts": self.restarts,
-            "startTime": self.job.runs[0].began,
-            "exitCode": None if self.process else self.job.runs[-1].exit_code,
-            "process": self.process,
-            "url": self.url,
-            "stateDir": str(self.job.folder.path),
-            "checkpointStep": self.checkpoint.step if self.checkpoint else None,
-            "checkpointError": self.checkpoint_error,
-            "result": dict(self.checkpoint.result) if self.checkpoint else {},
-        }
+        return JobSummary(
+            name=name,
+            namespace=namespace,
+            shown_name=self.job.short_id,
+            state=self.state,
+            replicas=self.replicas,
+            desired=self.desired,
+            began=self.job.runs[0].began,
+            batch_size=report.replicas * report.local_bsz * report.accumulation if report else None,
+            local_batch_limit=self.view.local_bsz_limit if self.view else None,
+            gain=report.gain if report else None,
+            efficiency=report.efficiency if report else None,
+            progress=self.progress,
+            total=self.job.runs[-1].steps,
+            progress_text=self.progress_text,
+            restarts=self.restarts,
+            reason=self.reason,
+            exit_code=None if self.process else self.job.runs[-1].exit_code,
+            process=self.process,
+            url=self.url,
+            state_dir=str(self.job.folder.path),
+            checkpoint_step=self.checkpoint.step if self.checkpoint else None,
+            checkpoint_error=self.checkpoint_error,
+            result=dict(self.checkpoint.result) if self.checkpoint else {},
+        )
 
 
 def read_status(job: LocalJob) -> JobStatus:
@@ -117,7 +124,7 @@ def read_status(job: LocalJob) -> JobStatus:
     except CheckpointStorageError as raised:
         error = str(raised)
     if process is None:
-        state = _state_after_run(job, checkpoint, error)
+        state = state_after_run(job, checkpoint, error)
     elif service is not None and service.stopping:
         state = JobStateName.STOPPING
     else:
@@ -125,40 +132,21 @@ def read_status(job: LocalJob) -> JobStatus:
     return JobStatus(job, process, service.url if service else None, state, view, checkpoint, error)
 
 
-def render_list(statuses: Sequence[JobStatus], now: float) -> str:
-    """Return a line for each status, below a header; `now` is in seconds since 1970."""
-    return columns([_HEADER, *(_row(status, now) for status in statuses)])
-
-
 def render_status(status: JobStatus, now: float) -> str:
     """Return the status with its replicas and files; `now` is in seconds since 1970."""
-    job, members = status.job, status.to_json()
+    summary, folder, view = status.summary, status.job.folder, status.view
     state = status.state if status.process is None else f"{status.state} (process {status.process})"
-    if members["exitCode"]:
-        state += f", exit code {members['exitCode']}"
-    facts = [
-        ("name", job.id),
-        ("state", state),
-        ("age", age(now - job.runs[0].began)),
-        ("replicas", f"{status.replicas} of {status.desired} desired" if status.process else "0"),
-        ("batch size", "" if members["batchSize"] is None else count(members["batchSize"])),
-        ("memory", "" if members["localBatchLimit"] is None else memory(members["localBatchLimit"])),
-        ("gain", _number(members["gain"])),
-        ("efficiency", _number(members["efficiency"])),
-        ("progress", _progress(status)),
-        ("restarts", "" if status.restarts is None else str(status.restarts)),
-        ("stall", (status.view.stall if status.view else None) or ""),
-        ("checkpoint", _checkpoint(status)),
-        ("result", format_result(members["result"])),
-        ("metrics", status.url or ""),
-        ("state dir", str(job.folder.path)),
-        ("logs", str(job.folder.logs)),
-    ]
-    text = columns([(name, value) for name, value in facts if value])
-    if status.view is None or not status.view.replicas:
-        return text
-    replicas = [(str(item.replica), item.state.value, str(item.generation)) for item in status.view.replicas]
-    return f"{text}\n\n{columns([('REPLICA', 'STATE', 'GENERATION'), *replicas])}"
+    if summary.exit_code:
+        state += f", exit code {summary.exit_code}"
+    details = JobDetails(
+        state=state,
+        runs=status.process is not None,
+        stall=(view.stall if view else None) or "",
+        checkpoint=_checkpoint(status),
+        places=[("metrics", status.url or ""), ("state dir", str(folder.path)), ("logs", str(folder.logs))],
+        replicas=view.replicas if view else (),
+    )
+    return job_summary.render_status(summary, details, now)
 
 
 def _checkpoint(status: JobStatus) -> str:
@@ -167,7 +155,14 @@ def _checkpoint(status: JobStatus) -> str:
     return f"step {count(status.checkpoint.step)}" if status.checkpoint else "none"
 
 
-def _state_after_run(job: LocalJob, checkpoint: Manifest | None, error: str | None) -> JobStateName:
+def state_after_run(job: LocalJob, checkpoint: Manifest | None, error: str | None) -> JobStateName:
+    """Return the state of a job that does not run.
+
+    Args:
+        job: the job.
+        checkpoint: its newest checkpoint; None if it has none.
+        error: why its checkpoints cannot be read; None if they can.
+    """
     exit_code = job.runs[-1].exit_code
     if error is not None and exit_code == 0:
         # It has finished, or has reached --until.
@@ -190,32 +185,3 @@ def _state_in_run(view: JobView | None) -> JobStateName:
     )
     # Before its first allocation the run itself starts.
     return JobStateName.STARTING if state is JobStateName.PENDING else state
-
-
-def _row(status: JobStatus, now: float) -> tuple[str, ...]:
-    members = status.to_json()
-    return (
-        status.job.short_id,
-        status.state,
-        str(status.replicas),
-        str(status.desired),
-        "" if members["batchSize"] is None else str(members["batchSize"]),
-        _number(members["gain"]),
-        _number(members["efficiency"]),
-        status.progress_text,
-        "" if status.restarts is None else str(status.restarts),
-        age(now - status.job.runs[0].began),
-    )
-
-
-def _progress(status: JobStatus) -> str:
-    if status.progress is None:
-        return ""
-    total = status.job.runs[-1].steps
-    if total is None:
-        return status.progress_text
-    return f"{count(status.progress)} of {count(total)} steps ({status.progress_text})"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"

@@ -59,6 +59,8 @@ def resolve_command(
         LocalCommandError: the program does not exist.
     """
     cwd, ignored = _working_dir(job)
+    if job.opportunistic is not None:
+        ignored.append("spec.opportunistic, since there are extra pods on a cluster only")
     folder = checkpoints if isinstance(checkpoints, str) else str(checkpoints.absolute())
     env = {**trainer_environment(job), names.ENV_JOB_ID: job.id, names.ENV_CHECKPOINT_DIR: folder}
     for name, value in job.env.items():

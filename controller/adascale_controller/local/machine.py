@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
+
+from adascale_core import names
 
 ADDRESS = "127.0.0.1"
 """The address at which the processes of a run reach each other."""
@@ -26,6 +31,15 @@ PROBE_TIMEOUT: Final = 120.0
 """Seconds for the import of torch, from a slow disk too."""
 MIN_CPU_REPLICAS = 4
 """The default limit of replicas without a GPU is not lower than this, even with fewer cores."""
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed packages that matter for a run, by name."""
+    versions = {"python": platform.python_version()}
+    for package in (names.DISTRIBUTION, "torch", "numpy"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
 def cpu_cores() -> int:
@@ -67,11 +81,11 @@ def visible_gpus(
 
 
 def gpu_environment(environ: Mapping[str, str], device: str) -> dict[str, str]:
-    """Return the variables that show one GPU to a process.
+    """Return the variables that show GPUs to a process.
 
     Args:
         environ: its other variables. One that ROCm reads first must not keep another value.
-        device: a result of `visible_gpus`.
+        device: a result of `visible_gpus`, or several with commas between them.
     """
     names = [name for name in VISIBLE_DEVICES if name in environ] or ["CUDA_VISIBLE_DEVICES"]
     return dict.fromkeys(names, device)

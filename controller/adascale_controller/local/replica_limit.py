@@ -28,11 +28,13 @@ def replica_limit(job: Job, requested: int | None, devices: Sequence[str]) -> in
     Raises:
         ReplicaLimitError: the job needs more replicas, or there are fewer GPUs.
     """
-    limit = requested or default_replica_limit(devices)
-    if devices and limit > len(devices):
+    processes = job.spec.processes_per_replica or 1
+    limit = requested or max(default_replica_limit(devices) // processes, 1)
+    if devices and limit * processes > len(devices):
         raise ReplicaLimitError(
             f"--replicas {limit} exceeds the {plural(len(devices), 'GPU')} of this machine, and each replica "
-            "needs one; to train on the CPU, set CUDA_VISIBLE_DEVICES to the empty string"
+            f"needs {'one' if processes == 1 else processes}; to train on the CPU, set CUDA_VISIBLE_DEVICES "
+            "to the empty string"
         )
     spec = job.spec
     fewest = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)[0]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from adascale_controller.local.state_dir import StateDir, StateDirError
+from adascale_core.job_id import InvalidJobIdError, parse_job_id
+
+MAX_NUMBER = 1e12
+"""The largest time and the largest number of steps that are valid."""
 
 
 @dataclass(frozen=True)
@@ -17,16 +22,22 @@ class RunRecord:
     Args:
         job: the id of its job.
         began: when it started, in seconds since 1970.
-        steps: the job's scaleInvariantSteps; None if unset.
+        steps: the progress at which the job ends by its spec; None if unset.
         checkpoints: the folder or URL of the job's checkpoints; None for the folder in the state folder.
+        versions: of the packages that matter for it, by name.
         exit_code: its exit code; None if it runs or was killed.
+        ended: when it ended, in seconds since 1970; None if it runs or was killed.
+        reason: why it has failed; empty if it has not.
     """
 
     job: str
     began: float
     steps: int | None = None
     checkpoints: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
     exit_code: int | None = None
+    ended: float | None = None
+    reason: str = ""
 
 
 def require_folder_of(folder: StateDir, job: str) -> None:
@@ -46,14 +57,14 @@ def require_folder_of(folder: StateDir, job: str) -> None:
 def record_start(folder: StateDir, run: RunRecord) -> list[float]:
     """Record the start of a run, and return the starts of all runs in the folder, this one last."""
     runs = read_runs(folder)
-    start = {"job": run.job, "began": run.began, "steps": run.steps, "checkpoints": run.checkpoints}
-    _append(folder.history_file, start)
+    members = ("job", "began", "steps", "checkpoints", "versions")
+    _append(folder.history_file, {name: getattr(run, name) for name in members})
     return [*(earlier.began for earlier in runs), run.began]
 
 
-def record_end(folder: StateDir, exit_code: int) -> None:
-    """Record the end of the last run."""
-    _append(folder.history_file, {"exit_code": exit_code})
+def record_end(folder: StateDir, exit_code: int, ended: float, reason: str = "") -> None:
+    """Record the end of the last run: when it was, in seconds since 1970, and why it has failed."""
+    _append(folder.history_file, {"exit_code": exit_code, "ended": ended, "reason": reason})
 
 
 def read_runs(folder: StateDir) -> list[RunRecord]:
@@ -61,9 +72,9 @@ def read_runs(folder: StateDir) -> list[RunRecord]:
     runs: list[RunRecord] = []
     for line in _read_lines(folder.history_file):
         if "began" in line:
-            runs.append(RunRecord(line["job"], line["began"], line.get("steps"), line.get("checkpoints")))
+            runs.append(RunRecord(**line))
         elif runs:
-            runs[-1] = replace(runs[-1], exit_code=line.get("exit_code"))
+            runs[-1] = replace(runs[-1], **line)
     return runs
 
 
@@ -74,15 +85,64 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a file of JSON lines, without lines that a crash cut off."""
+    """Return the starts and ends in a file, without lines that a crash cut off or another program wrote."""
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return []
     lines = []
     for line in text.splitlines():
         try:
-            lines.append(json.loads(line))
-        except ValueError:
+            members = _members(json.loads(line))
+        except (ValueError, RecursionError):
             continue
+        if members is not None:
+            lines.append(members)
     return lines
+
+
+def _members(line: object) -> dict[str, Any] | None:
+    """Return the valid members of a start or an end; None if it is neither."""
+    if not isinstance(line, dict):
+        return None
+    valid = {
+        name: line[name] for name, is_valid in _IS_VALID.items() if name in line and is_valid(line[name])
+    }
+    is_start = "began" in line
+    return valid if not is_start or {"job", "began"} <= valid.keys() else None
+
+
+def _is_job_id(value: object) -> bool:
+    try:
+        return isinstance(value, str) and parse_job_id(value) == value
+    except InvalidJobIdError:
+        return False
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and _is_number(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_versions(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
+_IS_VALID: Final[Mapping[str, Callable[[object], bool]]] = {
+    "job": _is_job_id,
+    "began": _is_number,
+    "steps": _is_whole,
+    "checkpoints": _is_text,
+    "versions": _is_versions,
+    "exit_code": _is_whole,
+    "ended": _is_number,
+    "reason": _is_text,
+}
+"""The members of the lines, and whether a value is one of theirs. A folder may be that of another program."""

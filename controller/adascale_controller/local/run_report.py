@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.text import Text
 
-from adascale_controller.formatting import count, duration, plural
+from adascale_controller.formatting import count, duration
 from adascale_controller.job import Job
+from adascale_controller.job_summary import describe_size, format_result
 from adascale_controller.local.display import Display
 from adascale_controller.local.generations import GenerationSummary
 from adascale_controller.local.generations_table import generations_table, repeated_steps
@@ -28,14 +29,15 @@ def completed_message(job: Job, until: int | None, checkpoint: Manifest | None) 
     """
     if checkpoint is None:
         return None
-    steps = job.spec.scale_invariant_steps
+    steps = job.spec.steps
     result = f": {format_result(checkpoint.result)}" if checkpoint.result else ""
     finished = f"{job.short_id} has already finished, at progress {_progress(checkpoint)}{result}"
     if checkpoint.finished and checkpoint.finish_reason:
         return f"{finished}. To start over, use --fresh"
     # A job without steps has as many epochs as its program now requires.
     if checkpoint.finished and steps is not None and checkpoint.progress >= steps:
-        return f"{finished}. To continue, raise spec.scaleInvariantSteps; to start over, use --fresh"
+        field = "scaleInvariantSteps" if job.spec.train_samples is None else "trainSamples"
+        return f"{finished}. To continue, raise spec.{field}; to start over, use --fresh"
     if until is not None and checkpoint.progress >= until:
         progress = count(checkpoint.progress)
         return f"{job.short_id} has already reached --until {until}: its progress is {progress}"
@@ -46,24 +48,21 @@ def print_start(
     display: Display,
     job: Job,
     url: str,
+    page: str,
     folder: StateDir,
     replica_limit: int,
     command: LocalCommand,
     checkpoint: Manifest | None,
 ) -> None:
     """Print the job's settings, where its page, state and output are, and the step that it resumes at."""
-    spec = job.spec
-    batch = f"batch size {spec.batch_size}" + (f" to {spec.max_batch_size}" if spec.max_batch_size else "")
-    fewest = f"{spec.min_replicas} to " if spec.min_replicas < replica_limit else ""
-    steps = f", {plural(spec.scale_invariant_steps, 'step')}" if spec.scale_invariant_steps else ""
-    display.message(f"{job.short_id}: {batch}, {fewest}{plural(replica_limit, 'replica')}{steps}", "bold")
-    display.message(f"page     {url}/#/jobs/{job.id}")
+    display.message(f"{job.short_id}: {describe_size(job.spec, replica_limit)}", "bold")
+    display.message(f"page     {page}")
     display.message(f"metrics  curl {url}/jobs/{job.short_id}/gain")
     display.message(f"state    {folder.path}")
     display.message(f"output   {folder.replica_log(0)}")
     for setting in command.ignored:
         display.message(f"Ignored on this machine: {setting}", "yellow")
-    if checkpoint is not None and checkpoint.finished and spec.scale_invariant_steps is None:
+    if checkpoint is not None and checkpoint.finished and job.spec.steps is None:
         display.message(
             f"Finished before, at step {count(checkpoint.step)}, progress {_progress(checkpoint)}; "
             "continuing if more is required now"
@@ -128,12 +127,3 @@ def _progress(checkpoint: Manifest) -> str:
     """Return the progress of a checkpoint, and the reason for its end if the program has declared it."""
     reason = f" ({checkpoint.finish_reason})" if checkpoint.finish_reason else ""
     return f"{count(checkpoint.progress)}{reason}"
-
-
-def format_result(result: Mapping[str, float | str]) -> str:
-    """Return the result that the program reported, as in `accuracy 0.9778, model large`."""
-    return ", ".join(f"{name} {_format_value(value)}" for name, value in result.items())
-
-
-def _format_value(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"

@@ -24,3 +24,8 @@ class RunResult:
     log: str = ""
     permanent: bool = False
     stopped_at: float = 0.0
+
+    @property
+    def reason(self) -> str:
+        """Why the run has failed; empty if it has not. An exit code above 128 is that of a signal."""
+        return self.message if 0 < self.exit_code <= 128 else ""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import quote
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.job import Job
-from adascale_controller.local import run_history, service_file
+from adascale_controller.local import run_history, run_registry, service_file
 from adascale_controller.local.agents import STOP_TIMEOUT, Agents
 from adascale_controller.local.checkpoints import CheckpointStorageError, location, newest_manifest
 from adascale_controller.local.control_loop import ControlLoop
 from adascale_controller.local.display import Display
 from adascale_controller.local.generations import summarize_generations
 from adascale_controller.local.local_command import LocalCommand, resolve_command
-from adascale_controller.local.machine import cpu_cores, visible_gpus
+from adascale_controller.local.machine import cpu_cores, package_versions, visible_gpus
 from adascale_controller.local.replica_limit import replica_limit
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.run_history import RunRecord
@@ -25,13 +28,14 @@ from adascale_controller.local.run_report import completed_message, print_start,
 from adascale_controller.local.run_result import RunResult
 from adascale_controller.local.scale_requests import ScaleRequests
 from adascale_controller.local.service_file import RunningService
-from adascale_controller.local.service_process import ServiceProcess, listen
+from adascale_controller.local.service_process import ServiceProcess, listen, page_url
 from adascale_controller.local.service_supervisor import ServiceSupervisor
 from adascale_controller.local.state_dir import DEFAULT_ROOT, StateDir
 from adascale_controller.local.state_lock import StateLock
 from adascale_controller.local.stop_signals import StopSignals
 from adascale_core import names
 from adascale_core.checkpoint_manifest import Manifest
+from adascale_core.errors import AdaScaleError
 
 MAX_HISTORY_POINTS = 5_000
 """The most reports that the table of generations is computed from."""
@@ -77,36 +81,66 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
     environ = _inherited_environ(os.environ)
     devices = visible_gpus(environ)
     limit = replica_limit(job, options.replicas, devices)
-    command = resolve_command(job, checkpoints, environ, max(1, cpu_cores() // limit))
-    with StopSignals() as signals:
-        folder.create()
-        if folder.local_folder is not None:
-            display.message(
-                f"The file system of {folder.path} has no file locks, so the database of the metrics service "
-                f"is in {folder.local_folder}. Do not run {job.short_id} on another machine at the same time"
-            )
-        lock = StateLock(folder, display.message, lambda: signals.stop_requested)
+    processes = limit * (job.spec.processes_per_replica or 1)
+    command = resolve_command(job, checkpoints, environ, max(1, cpu_cores() // processes))
+    preferred = names.DEFAULT_API_PORT if options.port is None else options.port
+    versions = package_versions()
+    # A run that cannot have its port has not begun, and keeps the state of the run before.
+    with (
+        StopSignals() as signals,
+        _locked(folder, job, display, signals) as lock,
+        listen(preferred, required=options.port is not None) as listener,
+    ):
+        if options.fresh:
+            folder.delete_saved_state(checkpoints)
+        completed = completed_message(job, options.until, newest_manifest(checkpoints))
+        if completed is not None:
+            display.message(completed)
+            return 0
+        record = RunRecord(job.id, time.time(), job.spec.steps, chosen, versions)
+        run_starts = run_history.record_start(folder, record)
+        _register(folder, display)
+        run = _Run(job, options, display, signals, folder, checkpoints, lock, listener, run_starts)
+        exit_code, reason = 1, ""
         try:
-            run_history.require_folder_of(folder, job.id)
-            if options.fresh:
-                folder.delete_saved_state(checkpoints)
-            completed = completed_message(job, options.until, newest_manifest(checkpoints))
-            if completed is not None:
-                display.message(completed)
-                return 0
-            record = RunRecord(
-                job.id, time.time(), job.spec.scale_invariant_steps, job.checkpoint_url or job.checkpoint.path
-            )
-            run_starts = run_history.record_start(folder, record)
-            run = _Run(job, options, display, signals, folder, checkpoints, lock.descriptor, run_starts)
-            exit_code = 1
-            try:
-                exit_code = run.execute(command, environ, devices, limit)
-            finally:
-                run_history.record_end(folder, exit_code)
-            return exit_code
+            result = run.execute(command, environ, devices, limit)
+            exit_code, reason = result.exit_code, result.reason
+        except Exception as error:
+            exit_code = error.exit_code if isinstance(error, AdaScaleError) else 1
+            reason = str(error) or type(error).__name__
+            raise
         finally:
-            lock.release()
+            run_history.record_end(folder, exit_code, time.time(), reason)
+        return exit_code
+
+
+@contextmanager
+def _locked(folder: StateDir, job: Job, display: Display, signals: StopSignals) -> Iterator[int]:
+    """Create and lock the state folder of a job, and yield the descriptor of its lock."""
+    folder.create()
+    if folder.local_folder is not None:
+        display.message(
+            f"The file system of {folder.path} has no file locks, so the database of the metrics service "
+            f"is in {folder.local_folder}. Do not run {job.short_id} on another machine at the same time"
+        )
+    lock = StateLock(folder, display.message, lambda: signals.stop_requested)
+    try:
+        # `adascale rm` may have deleted it meanwhile.
+        folder.create()
+        run_history.require_folder_of(folder, job.id)
+        yield lock.descriptor
+    finally:
+        lock.release()
+
+
+def _register(folder: StateDir, display: Display) -> None:
+    """Add the folder to those in which `adascale list` and `adascale ui` find runs."""
+    try:
+        run_registry.register(folder.path)
+    except (OSError, RuntimeError, ValueError) as error:
+        display.message(
+            f"`adascale list` will find this run only with --state-dir {folder.path}: {error}", "yellow"
+        )
 
 
 def _inherited_environ(environ: Mapping[str, str]) -> dict[str, str]:
@@ -126,6 +160,7 @@ class _Run:
         folder: StateDir,
         checkpoints: Path | str,
         lock: int,
+        listener: socket.socket,
         run_starts: Sequence[float],
     ) -> None:
         self._job = job
@@ -135,28 +170,31 @@ class _Run:
         self._folder = folder
         self._checkpoints = checkpoints
         self._lock = lock
+        self._listener = listener
         self._run_starts = run_starts
         self._started_at = time.monotonic()
 
     def execute(
         self, command: LocalCommand, environ: Mapping[str, str], devices: Sequence[str], limit: int
-    ) -> int:
-        """Start the metrics service, train, stop all processes; return the exit code."""
-        requested = self._options.port
-        preferred = names.DEFAULT_API_PORT if requested is None else requested
-        with listen(preferred, required=requested is not None) as listener:
-            service = ServiceProcess(self._folder, environ, listener, self._lock)
-            try:
-                if not service.start(lambda: self._signals.stop_requested):
-                    self._display.message("Stopped before training started")
-                    return self._signals.exit_code
-                service_file.write(self._folder, RunningService(service.url, os.getpid(), self._job.id))
-                checkpoint = newest_manifest(self._checkpoints)
-                print_start(self._display, self._job, service.url, self._folder, limit, command, checkpoint)
-                return self._train(command, devices, limit, service, checkpoint)
-            finally:
-                service.stop()
-                service_file.remove(self._folder)
+    ) -> RunResult:
+        """Start the metrics service, train, stop all processes; return the result."""
+        folder, job = self._folder, self._job
+        options = ["--database", f"sqlite:///{quote(os.fsencode(folder.database.absolute()))}"]
+        options += ["--logs", str(folder.logs.absolute())]
+        service = ServiceProcess(folder, options, environ, self._listener, [self._lock])
+        try:
+            if not service.start(lambda: self._signals.stop_requested):
+                self._display.message("Stopped before training started")
+                return RunResult("", self._signals.exit_code)
+            running = RunningService(service.url, os.getpid(), job.id, read_token=service.read_token)
+            service_file.write(folder, running)
+            checkpoint = newest_manifest(self._checkpoints)
+            page = page_url(service.url, service.read_token, job.id)
+            print_start(self._display, job, service.url, page, folder, limit, command, checkpoint)
+            return self._train(command, devices, limit, service, checkpoint)
+        finally:
+            service.stop()
+            service_file.remove(folder)
 
     def _train(
         self,
@@ -165,7 +203,7 @@ class _Run:
         limit: int,
         service: ServiceProcess,
         checkpoint: Manifest | None,
-    ) -> int:
+    ) -> RunResult:
         job, display, signals = self._job, self._display, self._signals
         client = MetricsServiceClient(service.url, service.token)
         environ = {
@@ -195,7 +233,7 @@ class _Run:
             result = replace(result, stopped_at=time.time())
             self._stop(result, loop, agents)
             self._summarize(result, client)
-            return result.exit_code
+            return result
         finally:
             display.close()
             if agents.ranks:

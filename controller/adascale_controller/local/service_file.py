@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from adascale_controller.local.state_dir import StateDir
 
@@ -18,17 +17,22 @@ class RunningService:
         pid: the process of the run.
         job: the job of the run.
         stopping: whether the run saves and stops.
+        read_token: the token with which the page shows the output of replicas.
     """
 
     url: str
     pid: int
     job: str
     stopping: bool = False
+    read_token: str = ""
 
 
 def write(folder: StateDir, service: RunningService) -> None:
     """Write the address of the metrics service of a job's run."""
     draft = folder.service_file.with_suffix(".draft")
+    # Only this user may read the token.
+    draft.unlink(missing_ok=True)
+    draft.touch(mode=0o600)
     draft.write_text(json.dumps(asdict(service)) + "\n")
     draft.replace(folder.service_file)
 
@@ -51,18 +55,11 @@ def read(folder: StateDir) -> RunningService | None:
     try:
         content = json.loads(folder.service_file.read_text())
         return RunningService(
-            str(content["url"]), int(content["pid"]), str(content["job"]), bool(content.get("stopping"))
+            str(content["url"]),
+            int(content["pid"]),
+            str(content["job"]),
+            bool(content.get("stopping")),
+            str(content.get("read_token", "")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def find_urls(root: Path, job_id: str) -> list[str]:
-    """Return the addresses of the metrics services of a job's runs.
-
-    Args:
-        root: a state folder, or a folder of state folders.
-        job_id: the job.
-    """
-    services = [read(StateDir(folder)) for folder in (root, *sorted(root.glob("*")))]
-    return [service.url for service in services if service is not None and service.job == job_id]

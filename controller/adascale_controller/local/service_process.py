@@ -8,7 +8,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from adascale_controller.local.machine import ADDRESS
@@ -16,7 +16,7 @@ from adascale_controller.local.processes import ChildProcess, tail
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit
-from adascale_core.names import ENV_TOKEN
+from adascale_core.names import ENV_READ_TOKEN, ENV_TOKEN
 
 START_TIMEOUT = 60.0
 """Seconds that the service has to start listening."""
@@ -44,20 +44,28 @@ class ServiceProcess:
     """Starts the metrics service, and restarts it at the same address.
 
     Args:
-        folder: the state folder.
+        folder: the state folder, with its log and its port file.
+        options: what the service shows, as its options.
         environ: its environment.
         listener: the socket that it listens on.
-        lock: the descriptor of the folder's lock, which the service inherits.
+        inherited: descriptors that it inherits, such as that of the folder's lock.
     """
 
     def __init__(
-        self, folder: StateDir, environ: Mapping[str, str], listener: socket.socket, lock: int
+        self,
+        folder: StateDir,
+        options: Sequence[str],
+        environ: Mapping[str, str],
+        listener: socket.socket,
+        inherited: Sequence[int] = (),
     ) -> None:
         self.token = secrets.token_urlsafe(24)
+        self.read_token = secrets.token_urlsafe(24)
         self._listener = listener
         self._folder = folder
-        self._environ = {**environ, ENV_TOKEN: self.token}
-        self._lock = lock
+        self._options = options
+        self._environ = {**environ, ENV_TOKEN: self.token, ENV_READ_TOKEN: self.read_token}
+        self._inherited = inherited
         self._process: ChildProcess | None = None
 
     @property
@@ -86,9 +94,9 @@ class ServiceProcess:
         self._folder.port_file.unlink(missing_ok=True)
         # -P: a file in the user's folder must not shadow a library.
         command = [sys.executable, "-P", "-m", "adascale_api", "--fd", str(self._listener.fileno())]
-        command += ["--database", f"sqlite:///{self._folder.database.absolute()}"]
+        command += self._options
         command += ["--port-file", str(self._folder.port_file.absolute())]
-        inherited = [self._lock, self._listener.fileno()]
+        inherited = [*self._inherited, self._listener.fileno()]
 
         def start() -> ChildProcess:
             return ChildProcess(command, self._environ, self.log, inherited)
@@ -121,6 +129,14 @@ class ServiceProcess:
         if not self._process.wait(STOP_TIMEOUT):
             self._process.kill()
             self._process.wait(STOP_TIMEOUT)
+
+
+def page_url(url: str, token: str, job: str = "") -> str:
+    """Return the address of the page at `url`, or of a job there, with the token for reading.
+
+    Browsers do not send what follows the #.
+    """
+    return f"{url}/#/{f'jobs/{job}' if job else ''}?token={token}"
 
 
 def listen(preferred: int, *, required: bool) -> socket.socket:

@@ -11,6 +11,8 @@ from adascale_controller.local.lock_folder import lock_folder
 from adascale_core.errors import AdaScaleError
 
 DEFAULT_ROOT = Path(".adascale")
+IGNORE_ALL = "*\n"
+"""The content of the .gitignore of a state folder."""
 
 
 class StateDirError(AdaScaleError):
@@ -90,6 +92,11 @@ class StateDir:
         folder = lock_folder(self.path)
         return None if folder == self.path else folder
 
+    @property
+    def ignore_file(self) -> Path:
+        """The file that keeps the folder out of a repository of Git."""
+        return self.path / ".gitignore"
+
     def replica_log(self, rank: int) -> Path:
         """The output of the replica of `rank`."""
         return self.logs / f"replica-{rank}.log"
@@ -109,9 +116,8 @@ class StateDir:
                         f"the folder {elsewhere.parent} for file locks belongs to another user: set TMPDIR "
                         "to another folder, or use a state folder on a local disk with --state-dir"
                     )
-            ignore = self.path / ".gitignore"
-            if not ignore.exists():
-                ignore.write_text("*\n")
+            if not self.ignore_file.exists():
+                self.ignore_file.write_text(IGNORE_ALL)
         except OSError as error:
             raise StateDirError(
                 f"cannot create the state folder {self.path}: {error.strerror}; use another with --state-dir"
@@ -123,9 +129,14 @@ class StateDir:
         Args:
             checkpoints: the folder or URL of the checkpoints.
         """
+        delete_checkpoints(checkpoints)
+        self.delete_records()
+
+    def delete_records(self) -> None:
+        """Delete what previous runs have recorded, and keep their checkpoints."""
         for database in self.database.parent.glob("api.sqlite*"):
             database.unlink()
-        for log in self.logs.glob("*.log"):
+        self.service_log.unlink(missing_ok=True)
+        for log in self.logs.glob("replica-*.log"):
             log.unlink()
-        delete_checkpoints(checkpoints)
         self.history_file.unlink(missing_ok=True)

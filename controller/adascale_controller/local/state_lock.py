@@ -39,6 +39,21 @@ class StateLock:
         show_message: Callable[[str], None],
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._open(folder, show_message, cancelled)
+        # `adascale rm` deletes the file that it has locked: another process locks the next one.
+        while not _is_at(self.descriptor, folder.lock_file):
+            os.close(self.descriptor)
+            self._open(folder, show_message, cancelled)
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, json.dumps(_process_identity(os.getpid())).encode(), 0)
+
+    def release(self) -> None:
+        """Close this process's descriptor; processes that inherited it keep the lock."""
+        os.close(self.descriptor)
+
+    def _open(
+        self, folder: StateDir, show_message: Callable[[str], None], cancelled: Callable[[], bool]
+    ) -> None:
         try:
             self.descriptor = os.open(folder.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -48,12 +63,6 @@ class StateLock:
         except BaseException:
             os.close(self.descriptor)
             raise
-        os.ftruncate(self.descriptor, 0)
-        os.pwrite(self.descriptor, json.dumps(_process_identity(os.getpid())).encode(), 0)
-
-    def release(self) -> None:
-        """Close this process's descriptor; processes that inherited it keep the lock."""
-        os.close(self.descriptor)
 
     def _acquire(
         self, folder: StateDir, show_message: Callable[[str], None], cancelled: Callable[[], bool]
@@ -92,6 +101,14 @@ def running_process(folder: StateDir) -> int | None:
         return None if holder is None or _try_lock(descriptor, fcntl.LOCK_SH) else holder
     finally:
         os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is still at its path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _try_lock(descriptor: int, operation: int) -> bool:

@@ -12,10 +12,12 @@ from adascale_controller.simulation.cluster import PlacementMode, place
 from adascale_controller.simulation.engine import Settings, SimulatedJob
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan, plan_batch
+from adascale_core.decision.accelerators import TypeOptions
 from adascale_core.decision.decide import DecisionProblem
 from adascale_core.decision.job_state import JobState
+from adascale_core.decision.type_choice import TypeChoice
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
-from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.reports import StepTime
 from adascale_core.performance.batched_fit import fit_all
 from adascale_core.performance.goodput_table import PlanGrid, goodputs
@@ -43,7 +45,12 @@ class AdaScalePolicy:
         self._capacity: NodeCapacity | None = None
         self._nodes: list[Node] = []
         self._demands: dict[str, tuple[tuple[int, ...], Demand]] = {}
-        self._trainer_models: dict[str, tuple[Sequence[StepTime], StepTimeModel]] = {}
+        self._choice: TypeChoice | None = None
+        self._typed_demands: dict[tuple[str, str], tuple[tuple[int, ...], Demand]] = {}
+        self._trainer_models: dict[str, tuple[Sequence[StepTime], str, StepTimeModel]] = {}
+        """Job name -> the step times and the type of accelerator that a model is fitted to, and the model."""
+        self._views: dict[str, tuple[object, JobView]] = {}
+        """Job name -> what its last view depends on, and the view."""
         self._plans: dict[str, tuple[object, BatchPlan]] = {}
         """Job name -> what its last plan depends on, and the plan."""
         self._grids: dict[tuple[BatchBounds, int], PlanGrid] = {}
@@ -57,6 +64,8 @@ class AdaScalePolicy:
                 Node(f"node-{i:06}", {GPU: units, "pods": 1_000_000})
                 for i, units in enumerate(settings.nodes)
             ]
+        if settings.types:
+            return self._allocate_on_types(jobs, settings, now)
         demands = {job.name: self._demand(job) for job in jobs}
         self._capacity = NodeCapacity(self._nodes, demands, self._capacity)
         states = [self._state(job, settings, now) for job in jobs]
@@ -66,6 +75,52 @@ class AdaScalePolicy:
         self._fit_trainer_models(jobs)
         present = {job.name: job.nodes for job in jobs}
         return place(present, counts, settings.nodes, self._placement)
+
+    def _allocate_on_types(
+        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return job name -> node of each replica, on a cluster with several types of accelerators."""
+        options = sorted((self._options(job, settings, now) for job in jobs), key=_admission_order)
+        self._choice = TypeChoice.of(options, self._nodes, now, self._choice)
+        types = self._choice.types
+        demands = {each.job: each.demands[types[each.job]] for each in options}
+        states = [each.states[types[each.job]] for each in options]
+        self._capacity = NodeCapacity(self._nodes, demands, self._capacity)
+        self._problems = DecisionProblem.independent(states, self._capacity, self._problems, self._choice)
+        counts = {
+            name: decision.replicas
+            for problem in self._problems
+            for name, decision in problem.decide(now).items()
+        }
+        self._fit_trainer_models(jobs)
+        placed: dict[str, tuple[int, ...]] = {}
+        for name, nodes in settings.nodes_by_type().items():
+            group = [job for job in jobs if types[job.name] == name]
+            sizes = [units if node in nodes else 0 for node, units in enumerate(settings.nodes)]
+            placed |= place(
+                {job.name: job.nodes for job in group if settings.type_of(job.nodes) == name},
+                {job.name: counts[job.name] for job in group},
+                sizes,
+                self._placement,
+            )
+        return placed
+
+    def _options(self, job: SimulatedJob, settings: Settings, now: float) -> TypeOptions:
+        """Return the types on which a job may run."""
+        present = settings.type_of(job.nodes) if job.nodes else None
+        states = {name: self._state(job, settings, now, name) for name in settings.nodes_by_type()}
+        demands = {}
+        for name, nodes in settings.nodes_by_type().items():
+            key = job.name, name
+            used = job.nodes if name == present else ()
+            known = self._typed_demands.get(key)
+            if known is None or known[0] != used:
+                placed = {rank: self._nodes[node].name for rank, node in enumerate(used)}
+                among = frozenset(self._nodes[node].name for node in nodes)
+                known = self._typed_demands[key] = used, Demand({GPU: 1}, among, placed)
+            demands[name] = known[1]
+        smallest = {name: state.min_replicas for name, state in states.items()}
+        return TypeOptions(job.name, smallest, demands, present, states)
 
     def _demand(self, job: SimulatedJob) -> Demand:
         """Return what the job requests, the same object as before if its nodes are the same."""
@@ -84,61 +139,94 @@ class AdaScalePolicy:
             return plan_batch(application.bounds, replicas)
         estimate = GradientEstimate(job.report.grad_sqr, job.report.grad_var)
         on_one_node = len(set(job.training_nodes)) < 2
-        question = replicas, on_one_node, estimate, job.step_times
+        question = job.accelerator, replicas, on_one_node, estimate, job.step_times
         known = self._plans.get(job.name)
         if known is None or known[0] != question:
             if self._needs_fit(job):
                 self._fit_trainer_models([job])
+            if job.name not in self._trainer_models:
+                # It has just moved to another type.
+                return plan_batch(application.bounds, replicas)
             # The same plans and rules as `plan_batch`, which is slower.
             key = application.bounds, replicas
             if key not in self._grids:
                 self._grids[key] = PlanGrid.of(application.bounds, (replicas,))
-            model = self._trainer_models[job.name][1]
+            model = self._trainer_models[job.name][2]
             table = goodputs(application.bounds, (replicas,), estimate, model, self._grids[key])
             known = self._plans[job.name] = question, table.plan(0, on_one_node=on_one_node)
         return known[1]
 
     def _needs_fit(self, job: SimulatedJob) -> bool:
         known = self._trainer_models.get(job.name)
-        return bool(job.step_times) and (known is None or known[0] is not job.step_times)
+        return bool(job.step_times) and (
+            known is None or known[0] is not job.step_times or known[1] != job.accelerator
+        )
 
     def _fit_trainer_models(self, jobs: Iterable[SimulatedJob]) -> None:
-        """Fit the models of trainers that have measured another step time."""
+        """Fit the models of trainers that have measured another step time, or are on another type."""
         outdated = [job for job in jobs if self._needs_fit(job)]
-        models = fit_all([(job.step_times, ()) for job in outdated])
+        models = fit_all(
+            [
+                (tuple(each for each in job.step_times if each.accelerator == job.accelerator), ())
+                for job in outdated
+            ]
+        )
         for job, model in zip(outdated, models, strict=True):
-            assert model is not None
-            self._trainer_models[job.name] = job.step_times, model
+            if model is None:
+                self._trainer_models.pop(job.name, None)
+            else:
+                self._trainer_models[job.name] = job.step_times, job.accelerator, model
 
-    def _state(self, job: SimulatedJob, settings: Settings, now: float) -> JobState:
+    def _state(
+        self, job: SimulatedJob, settings: Settings, now: float, accelerator: str | None = None
+    ) -> JobState:
+        """Return the state of a job, on a type of accelerator if types are distinguished."""
         if job.name not in self._jobs:
+            restart = settings.restart if job.submission.restart is None else job.submission.restart
             self._jobs[job.name] = _job(job, settings.total)
             self._measurements[job.name] = JobMeasurements(
-                self._templates.of(job.application.name), settings.restart, settings.prepare
+                self._templates.of(job.application.name), restart, settings.prepare, restart
             )
         spec, measurements = self._jobs[job.name], self._measurements[job.name]
-        view = _view(job, spec)
-        measurements.update(view, now)
-        state = measurements.job_state(spec, view, training_target(spec, view))
+        key = now, job.report, job.nodes
+        if job.name not in self._views or self._views[job.name][0] != key:
+            view = _view(job, spec)
+            measurements.update(view, now)
+            self._views[job.name] = key, view
+        view = self._views[job.name][1]
+        state = measurements.job_state(spec, view, training_target(spec, view), accelerator)
         is_training = job.replicas > 0 and now >= job.trains_from
+        deadline = job.submission.deadline
         return replace(
             state,
             arrival=job.submission.time,
             replicas=job.replicas,
             stable_since=state.stable_since if is_training else None,
+            accelerator=accelerator,
+            moves=accelerator is not None and bool(job.nodes) and settings.type_of(job.nodes) != accelerator,
+            deadline=deadline if deadline is not None and deadline > now else None,
         )
+
+
+def _admission_order(options: TypeOptions) -> tuple[bool, int, float, float, str]:
+    return next(iter(options.states.values())).admission_order
 
 
 def _job(job: SimulatedJob, total: int) -> Job:
     application = job.application
     bounds = application.bounds
     most = _most_replicas(application, total)
+    pair = bounds.local_bsz_bounds
+    if pair is not None:
+        # The memory of a type limits the local batch further, as `_view` says.
+        uppers = [each.bounds.upper for each in job.submission.by_type.values()]
+        pair = pair[0], max((upper for upper in uppers if upper is not None), default=pair[1])
     return Job(
         f"{job.name}",
         JobSpec(
             bounds.batch_size,
             bounds.max_batch_size,
-            bounds.local_bsz_bounds,
+            pair,
             application.min_replicas,
             most,
             round(application.epoch_ends[-1]),
@@ -165,4 +253,9 @@ def _view(job: SimulatedJob, spec: Job) -> JobView:
         active=ActiveAllocation(job.generation, job.replicas) if job.generation else None,
         latest=job.report,
         step_times=job.step_times,
+        local_bsz_limits=tuple(
+            LocalBszLimit(name, application.bounds.upper)
+            for name, application in job.submission.by_type.items()
+            if application.bounds.upper is not None
+        ),
     )

@@ -106,6 +106,7 @@ class ProfiledApplication:
         max_replicas: the most replicas that it can use; None if the bounds decide.
         pinned_batch_size: the only global batch size that it uses; None if it is elastic.
         min_replicas: the fewest replicas on which it runs.
+        slowdown: the factor of all step times.
     """
 
     name: str
@@ -117,6 +118,7 @@ class ProfiledApplication:
     max_replicas: int | None = None
     pinned_batch_size: int | None = None
     min_replicas: int = 1
+    slowdown: float = 1.0
     _step_times: dict[tuple[bool, Placement, int], tuple[float, float]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -140,6 +142,7 @@ class ProfiledApplication:
                 if table is None
                 else self._between_sizes(table, local_bsz)
             )
+            known = known[0] * self.slowdown, known[1] * self.slowdown
             self._step_times[table is None, key, local_bsz] = known
         return known
 

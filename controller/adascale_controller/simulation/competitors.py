@@ -1,4 +1,5 @@
-"""Policies to compare with: twins of Tiresias and Optimus, first come first served, and equal shares.
+"""Policies to compare with: twins of Tiresias and Optimus, first come first served, earliest deadline first,
+and equal shares.
 
 They use the number of replicas and the batch size of the workload; Optimus and equal shares only the latter.
 """
@@ -6,7 +7,7 @@ They use the number of replicas and the batch size of the workload; Optimus and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil
+from math import ceil, inf
 
 from adascale_controller.simulation.application import ROUNDING, fixed_plan
 from adascale_controller.simulation.engine import Settings, SimulatedJob
@@ -170,6 +171,30 @@ class FirstComeFirstServed(FixedBatch):
                 break
             counts[job.name] = job.submission.replicas
             free -= job.submission.replicas
+        return _place(jobs, counts, settings)
+
+
+class EarliestDeadlineFirst(FixedBatch):
+    """The jobs with the earliest deadlines run, at a fixed number of replicas; others are stopped for them.
+
+    A job whose deadline has passed, or that has none, comes after all others.
+    """
+
+    def allocate(
+        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return job name -> node of each replica."""
+
+        def urgency(job: SimulatedJob) -> tuple[bool, float, float]:
+            deadline = inf if job.submission.deadline is None else job.submission.deadline
+            return deadline <= now, deadline, job.submission.time
+
+        free = settings.total
+        counts: dict[str, int] = {}
+        for job in sorted(jobs, key=urgency):
+            if job.submission.replicas <= free:
+                counts[job.name] = job.submission.replicas
+                free -= job.submission.replicas
         return _place(jobs, counts, settings)
 
 

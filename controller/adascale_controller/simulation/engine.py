@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from adascale_controller.simulation.application import Application, Placement
@@ -33,6 +34,10 @@ class Submission:
         time: when it is submitted, in seconds.
         application: what it trains.
         replicas, batch_size: what policies of fixed size use.
+        by_type: type of accelerator -> the application there. Empty if types are not distinguished. It
+            differs between types in step times and in the largest local batch size only.
+        restart: seconds without training at each change; None for that of the settings.
+        deadline: when it should be complete, in seconds from the begin of the workload; None for never.
     """
 
     name: str
@@ -40,6 +45,9 @@ class Submission:
     application: Application
     replicas: int
     batch_size: int
+    by_type: Mapping[str, Application] = field(default_factory=lambda: MappingProxyType({}))
+    restart: float | None = None
+    deadline: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,9 @@ class Settings:
         interval: seconds between two decisions.
         prepare: seconds from a decision to the interruption, in which training continues as before.
         max_time: seconds after which the simulation is given up.
+        types: for each node, the type of its accelerators. Empty if types are not distinguished.
+        free_moves: whether a job moves to other nodes of its type without a restart if as many of its
+            replicas share each node as before, as in the published simulation of Sia.
     """
 
     nodes: Sequence[int]
@@ -59,6 +70,31 @@ class Settings:
     interval: float = 60.0
     prepare: float = 0.0
     max_time: float = MAX_TIME
+    types: Sequence[str] = ()
+    free_moves: bool = False
+
+    def type_of(self, nodes: Sequence[int]) -> str:
+        """Return the type of accelerators of the nodes of a job; empty if types are not distinguished.
+
+        Raises:
+            SimulationError: they have several types.
+        """
+        if not self.types or not nodes:
+            return ""
+        found = {self.types[node] for node in nodes}
+        if len(found) > 1:
+            raise SimulationError(
+                f"the policy placed a job on accelerators of the types {', '.join(sorted(found))}, "
+                "and a job runs on one type at a time"
+            )
+        return found.pop()
+
+    def nodes_by_type(self) -> dict[str, list[int]]:
+        """Return type of accelerator -> its nodes, in the order of the first node of each type."""
+        found: dict[str, list[int]] = {}
+        for node in range(len(self.nodes)):
+            found.setdefault(self.type_of([node]), []).append(node)
+        return found
 
     @property
     def total(self) -> int:
@@ -79,6 +115,8 @@ class SimulatedJob:
     """The node of each replica, by rank."""
     training_nodes: tuple[int, ...] = ()
     """The nodes that train; other than `nodes` while a change is prepared."""
+    accelerator: str = ""
+    """The type of accelerator on which it trains, or trained last."""
     plan: BatchPlan | None = None
     progress: float = 0.0
     epoch: int = 0
@@ -90,9 +128,10 @@ class SimulatedJob:
     """When the last change is over, in seconds."""
     started_at: float | None = None
     completed_at: float | None = None
-    replica_seconds: float = 0.0
-    measured: dict[tuple[int, BatchPlan], StepTime] = field(default_factory=dict)
-    """(nodes, plan) -> reported step time."""
+    replica_seconds_on: dict[str, float] = field(default_factory=dict)
+    """Type of accelerator -> replicas times seconds."""
+    measured: dict[tuple[str, int, BatchPlan], StepTime] = field(default_factory=dict)
+    """(type of accelerator, nodes, plan) -> reported step time."""
     step_times: tuple[StepTime, ...] = ()
     """The values of `measured`."""
     report: GainReport | None = None
@@ -108,13 +147,22 @@ class SimulatedJob:
 
     @property
     def application(self) -> Application:
-        """What it trains."""
-        return self.submission.application
+        """What it trains, on the type of accelerator on which it trains."""
+        return self.application_on(self.accelerator)
+
+    def application_on(self, accelerator: str) -> Application:
+        """Return what it trains, on a type of accelerator."""
+        return self.submission.by_type.get(accelerator, self.submission.application)
 
     @property
     def replicas(self) -> int:
         """How many replicas it has."""
         return len(self.nodes)
+
+    @property
+    def replica_seconds(self) -> float:
+        """Replicas times seconds, on all types."""
+        return sum(self.replica_seconds_on.values())
 
     @property
     def pace(self) -> Pace:
@@ -257,8 +305,18 @@ class _Room:
 def _reallocate(job: SimulatedJob, nodes: tuple[int, ...], now: float, settings: Settings) -> None:
     if nodes == job.nodes:
         return
+    is_free = (
+        settings.free_moves
+        and bool(nodes)
+        and job.training_nodes == job.nodes
+        and settings.type_of(nodes) == job.accelerator
+        and sorted(shape(nodes)) == sorted(shape(job.nodes))
+    )
     job.nodes = nodes
     job.history.append((now, nodes))
+    if is_free:
+        job.training_nodes = nodes
+        return
     if not nodes:
         job.training_nodes = ()
         return
@@ -273,7 +331,9 @@ def _reallocate(job: SimulatedJob, nodes: tuple[int, ...], now: float, settings:
         job.training_nodes = nodes
     if job.prepared_at <= now:
         job.training_nodes = nodes
-    job.trains_from = job.prepared_at + settings.restart
+    job.accelerator = settings.type_of(job.training_nodes)
+    restart = job.submission.restart
+    job.trains_from = job.prepared_at + (settings.restart if restart is None else restart)
 
 
 def _advance(
@@ -285,11 +345,15 @@ def _advance(
         clock = _train(job, clock, min(job.prepared_at, until), policy, noise)
         if job.completed_at is None and job.prepared_at <= until:
             job.training_nodes = job.nodes
+            job.accelerator = settings.type_of(job.nodes)
             job.plan = policy.plan(job)
     if job.nodes and job.completed_at is None and job.training_nodes == job.nodes:
         _train(job, max(clock, job.trains_from), until, policy, noise)
     end = until if job.completed_at is None else job.completed_at
-    job.replica_seconds += len(job.nodes) * (end - start)
+    if job.nodes:
+        used = settings.type_of(job.nodes)
+        before = job.replica_seconds_on.get(used, 0.0)
+        job.replica_seconds_on[used] = before + len(job.nodes) * (end - start)
 
 
 def _train(
@@ -340,12 +404,13 @@ def _report(job: SimulatedJob, pace: Pace, now: float) -> None:
         step_time=pace.step_time,
         time=now,
         nodes=pace.nodes,
+        accelerator=job.accelerator,
     )
 
 
 def _measure(job: SimulatedJob, pace: Pace, noise: Callable[[], float]) -> None:
     plan = pace.plan
-    key = pace.nodes, plan
+    key = job.accelerator, pace.nodes, plan
     if key not in job.measured:
         factor = noise()
         job.measured[key] = StepTime(
@@ -355,5 +420,6 @@ def _measure(job: SimulatedJob, pace: Pace, noise: Callable[[], float]) -> None:
             pace.step_time * factor,
             nodes=pace.nodes,
             sync_time=pace.sync_time * factor if plan.replicas > 1 else None,
+            accelerator=job.accelerator,
         )
         job.step_times = tuple(job.measured.values())

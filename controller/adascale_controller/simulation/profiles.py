@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from io import StringIO
 from itertools import pairwise
 from math import inf, isfinite
 from pathlib import Path
+from types import MappingProxyType
 
 from adascale_controller.simulation.application import (
     Placement,
@@ -26,19 +29,75 @@ PUBLISHED_LIMITS: Mapping[str, Mapping[str, int]] = {
     "ncf": {"max_replicas": 1, "pinned_batch_size": 32768},
 }
 """Limits of the published simulations that are not in the files of a profile."""
+MAX_LOCAL_BSZ_ON: Mapping[tuple[str, str], int] = {("deepspeech2", "rtx"): 57}
+"""(application, type of accelerator) -> the limit of the published simulation of Sia that is in no file."""
+MAX_COST = 86400.0
+"""The longest restart, in seconds, and the largest slowdown."""
 
 
-def read_workload(path: Path, profiles: Path) -> list[Submission]:
+@dataclass(frozen=True)
+class Costs:
+    """What is measured of applications beside their profiles.
+
+    Args:
+        restart: application -> seconds without training at each start and each change.
+        slowdown: application -> the factor of all step times.
+    """
+
+    restart: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    slowdown: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def read_costs(path: Path) -> Costs:
+    """Return the costs of a JSON file with `restart` and `slowdown`, each with a number by application.
+
+    Raises:
+        ProfileError: the file is missing, or has an invalid value.
+    """
+    try:
+        content = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ProfileError(f"{path} is not a JSON file: {error}") from error
+    if not isinstance(content, dict):
+        raise ProfileError(f"{path} must be an object with `restart` and `slowdown`, got {content!r:.80}")
+    return Costs(
+        _numbers_by_application(path, content, "restart", 0.0),
+        _numbers_by_application(path, content, "slowdown", 1.0),
+    )
+
+
+def _numbers_by_application(
+    path: Path, content: Mapping[str, object], member: str, least: float
+) -> Mapping[str, float]:
+    numbers = content.get(member, {})
+    if not isinstance(numbers, dict):
+        raise ProfileError(f"{path}: {member} must be an object of numbers, got {numbers!r:.80}")
+    for name, value in numbers.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= MAX_COST:
+            raise ProfileError(
+                f"{path}: {member} of {name} must be a number from {least:g} to {MAX_COST:g}, "
+                f"got {value!r:.80}"
+            )
+    return {name: float(value) for name, value in numbers.items()}
+
+
+def read_workload(
+    path: Path, profiles: Path, types: Sequence[str] = (), costs: Costs | None = None
+) -> list[Submission]:
     """Return the jobs of a CSV file with the columns `name,time,application,num_replicas,batch_size`.
 
     Args:
         path: the workload.
         profiles: a folder with a folder per application.
+        types: the types of accelerators of the cluster. Empty if they are not distinguished.
+        costs: of changes, and slowdowns.
 
     Raises:
         ProfileError: a file is missing, or has an invalid value.
     """
-    applications: dict[str, ProfiledApplication] = {}
+    costs = costs or Costs()
+    applications: dict[str, Mapping[str, ProfiledApplication]] = {}
     submissions: dict[str, Submission] = {}
     for row in _rows(path, ("name", "time", "application", "num_replicas", "batch_size")):
         if row["name"] in submissions:
@@ -52,27 +111,41 @@ def read_workload(path: Path, profiles: Path) -> list[Submission]:
                 f"got {name[:80]!r}"
             )
         if name not in applications:
-            applications[name] = read_application(profiles / name)
-        sizes = applications[name].runs
+            slowdown = costs.slowdown.get(name, 1.0)
+            applications[name] = {
+                each: read_application(profiles / name, each, slowdown) for each in types or [""]
+            }
+        by_type = applications[name]
+        first = next(iter(by_type.values()))
+        sizes = first.runs
         submissions[row["name"]] = Submission(
             row["name"],
             _number(path, row, "time", least=0, most=MAX_TIME),
-            applications[name],
+            first,
             _whole_number(path, row, "num_replicas"),
             _whole_number(path, row, "batch_size", min(sizes), max(sizes)),
+            by_type if types else MappingProxyType({}),
+            costs.restart.get(name),
         )
     if not submissions:
         raise ProfileError(f"{path} has no jobs: it needs a row for each job below the header")
     return list(submissions.values())
 
 
-def read_application(folder: Path) -> ProfiledApplication:
+def read_application(folder: Path, accelerator: str = "", slowdown: float = 1.0) -> ProfiledApplication:
     """Return the application of a folder with `placements.csv`, `scalability.csv` and `validation-*.csv`.
+
+    Args:
+        folder: the folder.
+        accelerator: the type of accelerator, whose profiles are `placements-<type>.csv` and
+            `scalability-<type>.csv`. Empty if types are not distinguished.
+        slowdown: the factor of all step times.
 
     Raises:
         ProfileError: a file is missing, or has an invalid value.
     """
-    limits = PUBLISHED_LIMITS.get(folder.name, {})
+    limits = {} if accelerator else PUBLISHED_LIMITS.get(folder.name, {})
+    suffix = f"-{accelerator}" if accelerator else ""
     runs = {_batch_size(path): _read_run(path) for path in sorted(folder.glob("validation-*.csv"))}
     if not runs:
         raise ProfileError(
@@ -80,7 +153,7 @@ def read_application(folder: Path) -> ProfiledApplication:
             f"check the name, and whether --profiles names the right folder{_known(folder.parent)}"
         )
     placements: dict[Placement, dict[int, tuple[float, float]]] = {}
-    path = folder / "placements.csv"
+    path = folder / f"placements{suffix}.csv"
     for row in _rows(path, ("placement", "local_bsz", "step_time", "sync_time")):
         if not re.fullmatch("[1-9]+", row["placement"]):
             raise ProfileError(
@@ -93,7 +166,7 @@ def read_application(folder: Path) -> ProfiledApplication:
         raise ProfileError(f"{path} has no rows: it needs a row for each placement and local batch size")
     _require_same_sizes(path, placements)
     scalability: dict[tuple[int, int], dict[int, tuple[float, float]]] = {}
-    path = folder / "scalability.csv"
+    path = folder / f"scalability{suffix}.csv"
     if path.exists():
         for row in _rows(path, ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")):
             nodes = _whole_number(path, row, "num_nodes")
@@ -101,6 +174,7 @@ def read_application(folder: Path) -> ProfiledApplication:
             size = _whole_number(path, row, "local_bsz")
             scalability.setdefault(key, {})[size] = _step_times(path, row)
     sizes = [size for table in placements.values() for size in table]
+    most = limits.get("max_local_bsz") or MAX_LOCAL_BSZ_ON.get((folder.name, accelerator)) or max(sizes)
     epochs = min(len(run.progress) for run in runs.values())
     return ProfiledApplication(
         name=folder.name,
@@ -110,12 +184,13 @@ def read_application(folder: Path) -> ProfiledApplication:
         bounds=BatchBounds(
             min(runs),
             max(runs),
-            (min(sizes), min(max(sizes), limits.get("max_local_bsz", max(sizes)))),
+            (min(sizes), min(max(sizes), most)),
             elastic_single_replica=True,
         ),
         epoch_ends=tuple(min(run.progress[i] for run in runs.values()) for i in range(epochs)),
         max_replicas=limits.get("max_replicas"),
         pinned_batch_size=limits.get("pinned_batch_size"),
+        slowdown=slowdown,
     )
 
 

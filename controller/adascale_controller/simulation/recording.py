@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,26 +72,38 @@ class _RecordingBody(BaseModel):
     jobs: Annotated[list[_JobBody], Field(min_length=1)]
 
 
-def record(client: MetricsServiceClient, path: Path | None) -> list[Submission]:
+def record(
+    client: MetricsServiceClient, path: Path | None, show: Callable[[str], object]
+) -> list[Submission]:
     """Return the jobs of a metrics service that can be replayed, and save them to a file.
 
     A job can be replayed if it is declared, has reported a step time, and its end is known: it declares
-    `scaleInvariantSteps`, or it is complete.
+    `scaleInvariantSteps`, or it is complete. Jobs whose progress counts samples are left out, because a
+    replay counts gains.
+
+    Args:
+        client: calls the metrics service.
+        path: of the file; None to save nothing.
+        show: shows a message about the jobs that are left out.
 
     Raises:
         ProfileError: there is no such job.
         ServiceError: the service does not answer.
     """
     views = sorted(client.list_jobs(), key=lambda view: (view.created_at, view.id))
+    of_samples = [view.id for view in views if _counts_samples(view)]
+    if of_samples:
+        show(f"Left out, because their progress counts samples (trainSamples): {', '.join(of_samples)}")
     jobs = [
         _recorded(view, client.get_history(view.id, HISTORY_POINTS).points)
         for view in views
         if view.spec is not None and view.step_times and view.latest is not None and _total(view) > 0
+        if not _counts_samples(view)
     ]
     if not jobs:
         raise ProfileError(
-            "the metrics service has no job to replay: a job must have reported step times, and must declare "
-            "scaleInvariantSteps or be complete"
+            "the metrics service has no job to replay: a job must have reported step times, must not count "
+            "samples, and must declare scaleInvariantSteps or be complete"
         )
     first = min(job["time"] for job in jobs)
     for job in jobs:
@@ -124,11 +136,17 @@ def read_recording(path: Path) -> list[Submission]:
     return _submissions(document, str(path))
 
 
+def _counts_samples(view: JobView) -> bool:
+    if view.latest is not None and view.latest.counts_samples:
+        return True
+    return view.spec is not None and view.spec.train_samples is not None
+
+
 def _total(view: JobView) -> float:
     assert view.spec is not None
     assert view.latest is not None
-    if view.spec.scale_invariant_steps is not None:
-        return float(view.spec.scale_invariant_steps)
+    if view.spec.steps is not None:
+        return float(view.spec.steps)
     if view.latest.target is not None:
         return view.latest.target
     return view.latest.progress if view.complete else 0.0

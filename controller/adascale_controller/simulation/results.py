@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from adascale_controller.simulation.application import Application, fixed_plan
 from adascale_controller.simulation.cluster import shape
-from adascale_controller.simulation.engine import Settings, SimulatedJob
+from adascale_controller.simulation.engine import Settings, SimulatedJob, Submission
 from adascale_core.batch.plans import candidate_plans
 
 
@@ -26,6 +28,13 @@ class JobResult:
         gpu_hours: replicas times hours, restarts included.
         finish_time_fairness: its completion time divided by that on an equal share of the cluster, among as
             many jobs as there were on average (Mahajan et al. 2020, Themis, section 3.1); at most 1 is fair.
+            On a cluster with several types of accelerators, the share is on one type, and its time is the
+            mean over the types, each as often as it has GPUs.
+        gpu_hours_by_type: type of accelerator -> replicas times hours there. Empty if types are not
+            distinguished.
+        moves: how often it moved to another type.
+        deadline: when it should have been complete, in seconds from the begin of the workload; None if it
+            had no deadline.
     """
 
     name: str
@@ -38,6 +47,26 @@ class JobResult:
     restarts: int
     gpu_hours: float
     finish_time_fairness: float
+    gpu_hours_by_type: Mapping[str, float]
+    moves: int
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class TypeResult:
+    """What jobs used of a type of accelerator.
+
+    Args:
+        gpus: how many the cluster has.
+        gpu_hours: replicas times hours, restarts included.
+        use: the share of the GPUs that had a replica, from the first submission to the last completion.
+        jobs: how many jobs ran there at any time.
+    """
+
+    gpus: int
+    gpu_hours: float
+    use: float
+    jobs: int
 
 
 @dataclass(frozen=True)
@@ -46,39 +75,69 @@ class Results:
 
     Args:
         jobs: in the order of submission.
+        gpus: type of accelerator -> how many the cluster has. Empty if types are not distinguished.
     """
 
     jobs: Sequence[JobResult]
+    gpus: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
     def of(cls, jobs: Sequence[SimulatedJob], settings: Settings) -> Results:
         """Return the results of the jobs of a simulation."""
         alone = _IsolatedTimes(settings)
         contention = _Contention(jobs)
-        return cls([_result(job, contention.of(job), alone) for job in jobs])
+        gpus = {
+            name: sum(settings.nodes[node] for node in nodes)
+            for name, nodes in settings.nodes_by_type().items()
+            if name
+        }
+        return cls([_result(job, contention.of(job), alone, settings) for job in jobs], gpus)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first submission to the last completion."""
+        return max(job.completed for job in self.jobs) - min(job.submitted for job in self.jobs)
+
+    @property
+    def types(self) -> dict[str, TypeResult]:
+        """Type of accelerator -> what jobs used of it."""
+        found = {}
+        for name, gpus in self.gpus.items():
+            hours = [job.gpu_hours_by_type.get(name, 0.0) for job in self.jobs]
+            used = sum(hours)
+            found[name] = TypeResult(gpus, used, used * 3600 / (gpus * self.makespan), sum(map(bool, hours)))
+        return found
 
     def summary(self) -> dict[str, float]:
         """Return the numbers over all jobs, in seconds unless the name says otherwise."""
         times = sorted(job.completion_time for job in self.jobs)
         queueing = [job.queueing_time for job in self.jobs]
         fairness = [job.finish_time_fairness for job in self.jobs]
+        met = [float(job.completed <= job.deadline) for job in self.jobs if job.deadline is not None]
         return {
             "mean_completion_time": _mean(times),
             "median_completion_time": quantile(times, 0.5),
             "p95_completion_time": quantile(times, 0.95),
             "p99_completion_time": quantile(times, 0.99),
-            "makespan": max(job.completed for job in self.jobs) - min(job.submitted for job in self.jobs),
+            "makespan": self.makespan,
             "gpu_hours": sum(job.gpu_hours for job in self.jobs),
             "restarts_per_job": _mean([float(job.restarts) for job in self.jobs]),
+            "moves_per_job": _mean([float(job.moves) for job in self.jobs]),
             "mean_queueing_time": _mean(queueing),
             "max_queueing_time": max(queueing),
             "worst_finish_time_fairness": max(fairness),
             "unfairly_treated_share": _mean([float(value > 1.0) for value in fairness]),
+            **({"deadlines_met_share": _mean(met)} if met else {}),
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary, and `jobs`."""
-        return {**self.summary(), "jobs": [asdict(job) for job in self.jobs]}
+        """Return the summary, `types` if types are distinguished, and `jobs`."""
+        types = {name: asdict(each) for name, each in self.types.items()}
+        return {
+            **self.summary(),
+            **({"types": types} if types else {}),
+            "jobs": [asdict(job) for job in self.jobs],
+        }
 
 
 def quantile(ascending: Sequence[float], share: float) -> float:
@@ -93,7 +152,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _result(job: SimulatedJob, contention: float, alone: _IsolatedTimes) -> JobResult:
+def _result(job: SimulatedJob, contention: float, alone: _IsolatedTimes, settings: Settings) -> JobResult:
     assert job.completed_at is not None
     assert job.started_at is not None
     time = job.completed_at - job.submission.time
@@ -107,8 +166,19 @@ def _result(job: SimulatedJob, contention: float, alone: _IsolatedTimes) -> JobR
         queueing_time=job.started_at - job.submission.time,
         restarts=job.restarts,
         gpu_hours=job.replica_seconds / 3600,
-        finish_time_fairness=time / alone.of(job.application, contention),
+        finish_time_fairness=time / alone.of(job.submission, contention),
+        gpu_hours_by_type={
+            name: seconds / 3600 for name, seconds in sorted(job.replica_seconds_on.items()) if name
+        },
+        moves=_moves(job, settings),
+        deadline=job.submission.deadline,
     )
+
+
+def _moves(job: SimulatedJob, settings: Settings) -> int:
+    """Return how often a job moved to another type of accelerator."""
+    types = [settings.type_of(nodes) for _, nodes in job.history if nodes]
+    return sum(before != after for before, after in pairwise(types))
 
 
 class _Contention:
@@ -145,25 +215,37 @@ class _IsolatedTimes:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._memory: dict[tuple[str, int], float] = {}
+        self._nodes = settings.nodes_by_type()
+        self._gpus = {
+            name: sum(settings.nodes[node] for node in nodes) for name, nodes in self._nodes.items()
+        }
+        self._memory: dict[tuple[str, str, int], float] = {}
 
-    def of(self, application: Application, contention: float) -> float:
+    def of(self, job: Submission, contention: float) -> float:
         """Return the seconds on `1 / contention` of the cluster, rounded down, at least one replica."""
-        replicas = max(int(self._settings.total / contention), 1)
+        return sum(gpus * self._on(name, job, contention) for name, gpus in self._gpus.items()) / sum(
+            self._gpus.values()
+        )
+
+    def _on(self, name: str, job: Submission, contention: float) -> float:
+        """Return the seconds on a type of accelerator."""
+        application = job.by_type.get(name, job.application)
+        replicas = min(max(int(self._settings.total / contention), 1), self._gpus[name])
         if application.max_replicas is not None:
             replicas = min(replicas, application.max_replicas)
         bounds = application.bounds
         if bounds.max_batch_size is not None:
             replicas = min(replicas, bounds.max_batch_size // bounds.lower)
-        key = application.name, replicas
+        key = name, application.name, replicas
         if key not in self._memory:
-            self._memory[key] = self._settings.restart + self._training_time(application, replicas)
-        return self._memory[key]
+            self._memory[key] = self._training_time(application, replicas, self._nodes[name])
+        return self._memory[key] + (self._settings.restart if job.restart is None else job.restart)
 
-    def _training_time(self, application: Application, replicas: int) -> float:
+    def _training_time(self, application: Application, replicas: int, among: Sequence[int]) -> float:
         nodes: list[int] = []
-        for node, units in sorted(enumerate(self._settings.nodes), key=lambda item: -item[1]):
-            nodes += [node] * min(units, replicas - len(nodes))
+        sizes = self._settings.nodes
+        for node in sorted(among, key=lambda node: -sizes[node]):
+            nodes += [node] * min(sizes[node], replicas - len(nodes))
         placement = shape(nodes)
         bounds = application.bounds
         plans = candidate_plans(bounds, replicas)

@@ -18,7 +18,7 @@ def render_results(results: Results, settings: Settings) -> RenderableType:
     table.add_column(justify="right")
     rows = [
         ("jobs", str(len(results.jobs))),
-        ("nodes x replicas", f"{len(settings.nodes)} x {max(settings.nodes)}"),
+        ("nodes x replicas", _cluster(settings)),
         ("completion time, mean", duration(summary["mean_completion_time"])),
         ("completion time, median", duration(summary["median_completion_time"])),
         ("completion time, p95", duration(summary["p95_completion_time"])),
@@ -31,6 +31,21 @@ def render_results(results: Results, settings: Settings) -> RenderableType:
         ("finish-time fairness, worst", significant(summary["worst_finish_time_fairness"])),
         ("jobs treated unfairly", percent(summary["unfairly_treated_share"])),
     ]
+    if "deadlines_met_share" in summary:
+        rows.append(("deadlines met", percent(summary["deadlines_met_share"])))
+    for name, each in results.types.items():
+        rows.append((f"GPU-hours on {name}", significant(each.gpu_hours)))
+        rows.append((f"use of {name}", percent(each.use)))
+    if results.types:
+        rows.append(("moves to another type per job", significant(summary["moves_per_job"])))
     for name, text in rows:
         table.add_row(name, text)
     return table
+
+
+def _cluster(settings: Settings) -> str:
+    """Return the nodes of each type, with how many replicas a node holds."""
+    return ", ".join(
+        f"{name} {len(nodes)} x {max(settings.nodes[node] for node in nodes)}".strip()
+        for name, nodes in settings.nodes_by_type().items()
+    )

@@ -9,17 +9,21 @@ from dataclasses import dataclass
 from heapq import nsmallest
 
 from adascale_client import ServiceError, ServiceRefusedError
-from adascale_controller.operator.apply.cluster import Cluster, ClusterError
+from adascale_controller.operator.apply.cluster import Cluster, ClusterError, JobRefusedError
 from adascale_controller.operator.apply.indexed_job import (
     claim_manifest,
     indexed_job_manifest,
+    owner_reference,
+    resize_extra_patch,
     resize_patch,
     template_warnings,
 )
 from adascale_controller.operator.apply.service import AllocationService
-from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.observe.observed_job import IndexedJob, ObservedJob
 from adascale_controller.operator.types.actions import Actions, Event
-from adascale_controller.operator.types.kubernetes import ApiObject, Resource
+from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp
+from adascale_controller.operator.types.workload import extra_name
+from adascale_core import names
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.placement.replica_gpus import describe_unused_gpus
@@ -47,10 +51,12 @@ class Applied:
     Args:
         claim_created: whether the checkpoint claim was created.
         template_rejection: the API server's message, if it rejects the Indexed Job as invalid.
+        refused: its answer, if it does not create an Indexed Job now.
     """
 
     claim_created: bool = False
     template_rejection: str | None = None
+    refused: JobRefusedError | None = None
 
 
 class Applier:
@@ -125,7 +131,7 @@ class Applier:
         """Carry out the actions for a job, the status first.
 
         Raises:
-            ClusterError: the API server does not answer, or rejects a write.
+            ClusterError: the API server does not answer, or rejects another write.
             ServiceError: the same for the metrics service.
         """
         job, applied = observed.resource, Applied()
@@ -136,11 +142,20 @@ class Applier:
         if actions.declare is not None:
             await self._declare(job.id, actions.declare)
         # If the metrics service already has a newer allocation, the next cycle adopts it.
-        if actions.allocate is None or await self._allocate(job.id, actions.allocate):
+        resizes = actions.allocate is None or await self._allocate(job.id, actions.allocate)
+        if resizes:
             await self._write_indexed_job(observed, actions, applied)
+            await self._write_extra_job(observed, actions, applied)
         for name in actions.delete_pods:
             logger.info("%s: deleting pod %s by force", job.id, name)
             await self._cluster.delete_pod(job.namespace, name)
+        for name, event in actions.end_pods:
+            await self._cluster.end_pod(job.namespace, name)
+            await self._record_event(observed, event)
+        for name in actions.retire_pods:
+            logger.info("%s: deleting pod %s of another template", job.id, name)
+            await self._cluster.retire_pod(job.namespace, name)
+        await self._check_gates(observed, actions.check_gates)
         for name in actions.release_pods:
             await self._cluster.release_pod(job.namespace, name)
         if actions.status_changed:
@@ -197,16 +212,71 @@ class Applier:
         job, indexed_job = observed.resource, observed.own_indexed_job
         if actions.create_indexed_job is not None:
             await self._create_indexed_job(observed, actions, applied)
+        elif actions.hand_over_pods and indexed_job is not None:
+            await self._hand_over(observed, actions, applied)
         elif actions.delete_indexed_job and indexed_job is not None:
             await self._cluster.delete_indexed_job(job.namespace, job.name, indexed_job.uid)
         elif actions.resize is not None and indexed_job is not None:
             # A suspended Job keeps its parallelism.
             patch = resize_patch(
                 actions.resize or indexed_job.parallelism,
-                suspend=actions.resize == 0,
+                suspend=_suspend(observed, indexed_job, actions.resize),
                 active_deadline_seconds=actions.active_deadline_seconds,
             )
             written = await self._cluster.patch_indexed_job(job.namespace, job.name, indexed_job.uid, patch)
+            self._on_written(Resource.JOBS, written, True)
+
+    async def _check_gates(self, observed: ObservedJob, uids: Collection[str]) -> None:
+        namespace, name = observed.resource.key
+        named = ((name, observed.own_indexed_job), (extra_name(name), observed.own_extra_job))
+        patch = {"metadata": {"annotations": {names.ANNOTATION_GATES: timestamp(observed.now)}}}
+        for each, indexed_job in named:
+            if indexed_job is not None and indexed_job.uid in uids:
+                logger.info("%s: pods of Job %s are admitted and gated", observed.resource.id, each)
+                written = await self._cluster.patch_indexed_job(namespace, each, indexed_job.uid, patch)
+                self._on_written(Resource.JOBS, written, True)
+
+    async def _hand_over(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
+        """Delete the Indexed Job without its pods, if one of the new template would be accepted."""
+        job, indexed_job, workload = observed.resource, observed.own_indexed_job, observed.workload
+        if indexed_job is None or workload is None:
+            return
+        manifest = indexed_job_manifest(
+            workload,
+            indexed_job.parallelism,
+            suspend=False,
+            single_node=observed.single_node,
+            accelerator=indexed_job.accelerator,
+            fs_group=not observed.admission.forbids_fs_group,
+            adopts=True,
+        )
+        try:
+            await self._cluster.try_indexed_job(manifest)
+        except ClusterError as error:
+            # A webhook may not support dry runs, and a quota of Jobs does not count the one that is replaced.
+            if error.status in {400, 422} and "dry run" not in error.reply:
+                applied.template_rejection = error.reply
+                return
+            if error.status not in {400, 403}:
+                raise
+        for name in actions.hand_over_pods:
+            # They are deleted with the AdaScaleJob also while they have no other owner.
+            await self._cluster.own_pod(job.namespace, name, owner_reference(workload))
+        await self._cluster.leave_pods(job.namespace, job.name, indexed_job.uid)
+
+    async def _write_extra_job(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
+        job, extra_job = observed.resource, observed.own_extra_job
+        if actions.create_extra_job is not None and observed.workload is not None:
+            # Without the others, extra pods would hold nodes and wait.
+            if applied.refused is None and applied.template_rejection is None:
+                await self._create(observed, actions, actions.create_extra_job, applied, extra=True)
+        elif actions.delete_extra_job and extra_job is not None:
+            await self._cluster.delete_indexed_job(job.namespace, extra_name(job.name), extra_job.uid)
+        elif actions.resize_extra_job is not None and extra_job is not None:
+            patch = resize_extra_patch(actions.resize_extra_job)
+            written = await self._cluster.patch_indexed_job(
+                job.namespace, extra_name(job.name), extra_job.uid, patch
+            )
             self._on_written(Resource.JOBS, written, True)
 
     async def _create_indexed_job(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
@@ -218,24 +288,52 @@ class Applier:
             if claim is not None:
                 await self._cluster.create_claim(claim)
                 applied.claim_created = True
+        if not await self._create(observed, actions, parallelism, applied, extra=False):
+            return
+        for warning in template_warnings(workload):
+            await self._record_event(observed, Event("TemplateOverridden", warning, warning=True))
+        unused = describe_unused_gpus(workload.job.gpus, workload.job.spec.processes_per_replica)
+        if unused is not None:
+            await self._record_event(observed, Event("UnusedGPUs", unused, warning=True))
+
+    async def _create(
+        self, observed: ObservedJob, actions: Actions, parallelism: int, applied: Applied, *, extra: bool
+    ) -> bool:
+        """Create an Indexed Job. Returns whether the API server has created it."""
+        assert observed.workload is not None
+        opportunistic = observed.workload.job.opportunistic
+        queue = None if actions.adopts_pods else observed.workload.queueing.queue
+        if extra:
+            queue = opportunistic.queue_name if opportunistic is not None else None
         manifest = indexed_job_manifest(
-            workload,
+            observed.workload,
             parallelism,
-            suspend=False,
+            # Kueue resumes it.
+            suspend=queue is not None,
             single_node=observed.single_node,
             accelerator=actions.accelerator,
+            fs_group=not observed.admission.forbids_fs_group,
+            adopts=actions.adopts_pods,
+            extra=extra,
         )
         try:
             created = await self._cluster.create_indexed_job(manifest)
         except ClusterError as error:
+            if error.reply and error.status not in {400, 409, 422, 429}:
+                # That keeps nothing else from being done.
+                applied.refused = JobRefusedError(error, extra=extra)
+                return False
             if error.status not in {400, 422}:
                 raise
             # The manifest changes with the spec only: no use in trying again before.
             applied.template_rejection = error.reply
-            return
+            return False
         self._on_written(Resource.JOBS, created, True)
-        for warning in template_warnings(workload):
-            await self._record_event(observed, Event("TemplateOverridden", warning, warning=True))
-        unused = describe_unused_gpus(workload.job.gpus)
-        if unused is not None:
-            await self._record_event(observed, Event("UnusedGPUs", unused, warning=True))
+        return True
+
+
+def _suspend(observed: ObservedJob, indexed_job: IndexedJob, resize: int) -> bool | None:
+    """Return `spec.suspend` of a resized Indexed Job. None leaves it: others may have suspended it."""
+    if resize == 0:
+        return None if indexed_job.suspended else True
+    return False if indexed_job.suspended and not observed.is_held else None

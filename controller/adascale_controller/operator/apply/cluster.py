@@ -24,20 +24,65 @@ class ClusterError(AdaScaleError):
         self.reply = reply
 
 
+class JobRefusedError(ClusterError):
+    """The API server does not create an Indexed Job now: for a quota, a policy, or a webhook that is down.
+
+    Args:
+        error: its answer.
+        extra: whether it is the Indexed Job of extra pods.
+    """
+
+    def __init__(self, error: ClusterError, *, extra: bool) -> None:
+        super().__init__(str(error), error.status, error.reply)
+        self.extra = extra
+
+
 class Cluster(Protocol):
     """The API server. Each call may raise `ClusterError`."""
 
     async def list(self, resource: Resource) -> tuple[list[ApiObject], int]:
         """Return all objects of a resource, with the parts that are cached, and the version of the list."""
 
+    async def version(self) -> tuple[int, int]:
+        """Return the version of Kubernetes, major and minor."""
+
     async def may_list(self, resource: Resource) -> bool:
         """Whether the operator may list and watch a resource."""
+
+    async def may_create_pods(self) -> bool:
+        """Whether the operator may create pods, which a dry run requires too."""
+
+    async def admit_pod(self, manifest: ApiObject) -> ApiObject:
+        """Return a pod as admission makes it, by a dry run: nothing is created.
+
+        `ClusterError.status` is 400 if a webhook does not support dry runs, 403 if a quota or a policy
+        rejects the pod.
+        """
+
+    async def create_pod(self, manifest: ApiObject) -> None:
+        """Create a pod if none of this name exists."""
+
+    async def get_pod(self, namespace: str, name: str) -> ApiObject | None:
+        """Return a pod. None if it does not exist."""
 
     async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
         """Return a PersistentVolumeClaim. None if it does not exist."""
 
+    async def get_secret(self, namespace: str, name: str) -> ApiObject | None:
+        """Return a Secret. None if it does not exist."""
+
     async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
         """Return the Events of a namespace that match a selector."""
+
+    async def list_kueue(self, plural: str, namespace: str | None = None) -> Sequence[ApiObject] | None:
+        """Return all objects of a resource of Kueue, in the version that the API server prefers.
+
+        None if the cluster has no Kueue, or if the operator may not list them.
+
+        Args:
+            plural: the resource.
+            namespace: only those of a namespace. None for cluster-scoped resources.
+        """
 
     async def apply_status(self, namespace: str, name: str, uid: str, status: ApiObject) -> ApiObject:
         """Write the status of an AdaScaleJob by server-side apply, and return the AdaScaleJob.
@@ -48,17 +93,44 @@ class Cluster(Protocol):
     async def create_indexed_job(self, manifest: ApiObject) -> ApiObject:
         """Create an Indexed Job. `ClusterError.status` is 409 if a Job of this name exists."""
 
+    async def try_indexed_job(self, manifest: ApiObject) -> None:
+        """Create an Indexed Job of another name by a dry run: nothing is created.
+
+        `ClusterError.status` is 400 or 422 if it is invalid.
+        """
+
     async def patch_indexed_job(self, namespace: str, name: str, uid: str, patch: ApiObject) -> ApiObject:
         """Change an Indexed Job by a merge patch. `ClusterError.status` is 409 if it has another uid."""
 
     async def delete_indexed_job(self, namespace: str, name: str, uid: str) -> None:
         """Delete an Indexed Job after its pods."""
 
+    async def leave_pods(self, namespace: str, name: str, uid: str) -> None:
+        """Delete an Indexed Job without its pods."""
+
+    async def own_pod(self, namespace: str, name: str, owner: ApiObject) -> None:
+        """Add an owner reference to a pod. `ClusterError.status` is 404 if the pod does not exist."""
+
     async def create_claim(self, manifest: ApiObject) -> None:
         """Create a PersistentVolumeClaim if none of this name exists."""
 
+    async def create_secret(self, manifest: ApiObject) -> None:
+        """Create a Secret. `ClusterError.status` is 409 if one of this name exists."""
+
+    async def replace_secret(self, manifest: ApiObject) -> None:
+        """Replace a Secret. `ClusterError.status` is 409 if it has another version than the manifest."""
+
+    async def apply_config_map(self, manifest: ApiObject) -> None:
+        """Create or change a ConfigMap by server-side apply."""
+
     async def delete_pod(self, namespace: str, name: str) -> None:
         """Delete a pod without a grace period, and remove the Job controller's finalizer."""
+
+    async def retire_pod(self, namespace: str, name: str) -> None:
+        """Delete a pod with its grace period."""
+
+    async def end_pod(self, namespace: str, name: str) -> None:
+        """End all containers of a pod, with its grace period. The pod stays, and has failed."""
 
     async def release_pod(self, namespace: str, name: str) -> None:
         """Remove the Job controller's finalizer from a pod."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
@@ -15,8 +15,10 @@ from kubernetes.aio.client import ApiClient
 from adascale_controller.operator.apply import kubernetes_client
 from adascale_controller.operator.apply.cluster import ClusterError
 from adascale_controller.operator.observe.cached_fields import cached_fields
+from adascale_controller.operator.observe.pods import END_DEADLINE
 from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.kubernetes import TRACKING_FINALIZER, ApiObject, Resource, timestamp
+from adascale_controller.operator.types.queueing import KUEUE_GROUP
 from adascale_core import names
 
 TIMEOUT = 10.0
@@ -31,6 +33,7 @@ PAGE_SIZE = 500
 
 _ADASCALEJOBS = f"/apis/{names.GROUP_VERSION}"
 _MERGE_PATCH = "application/merge-patch+json"
+_STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 _APPLY_PATCH = "application/apply-patch+yaml"
 
 
@@ -58,47 +61,74 @@ class KubernetesCluster:
     async def list(self, resource: Resource) -> tuple[list[ApiObject], int]:
         """As `Cluster.list`."""
         items: list[ApiObject] = []
-        query = {"limit": str(PAGE_SIZE)}
-        while True:
-            page = await self._call("GET", self._list_path(resource), query)
+        version = ""
+        async for page in self._pages(self._list_path(resource)):
             # Whole, all pods of a large cluster would take more memory than everything else.
             items += [cached_fields(resource, raw) for raw in page["items"]]
+            version = page["metadata"]["resourceVersion"]
+        return items, int(version)
+
+    async def _pages(self, path: str) -> AsyncIterator[ApiObject]:
+        query = {"limit": str(PAGE_SIZE)}
+        while True:
+            page = await self._call("GET", path, query)
+            yield page
             token = page["metadata"].get("continue")
             if not token:
-                return items, int(page["metadata"]["resourceVersion"])
+                return
             query["continue"] = token
+
+    async def version(self) -> tuple[int, int]:
+        """As `Cluster.version`."""
+        answer = await self._call("GET", "/version")
+        # Some providers write `31+`.
+        major, minor = (str(answer[part]).rstrip("+") for part in ("major", "minor"))
+        return int(major), int(minor)
 
     async def may_list(self, resource: Resource) -> bool:
         """As `Cluster.may_list`."""
-        for verb in ("list", "watch"):
-            attributes = {"verb": verb, "resource": str(resource), "group": ""}
-            review = {
-                "apiVersion": "authorization.k8s.io/v1",
-                "kind": "SelfSubjectAccessReview",
-                "spec": {"resourceAttributes": attributes},
-            }
-            path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-            answer = await self._call("POST", path, body=review)
-            if not answer["status"].get("allowed"):
-                return False
-        return True
+        return await self._may("list", resource) and await self._may("watch", resource)
+
+    async def may_create_pods(self) -> bool:
+        """As `Cluster.may_create_pods`."""
+        return await self._may("create", Resource.PODS)
+
+    async def admit_pod(self, manifest: ApiObject) -> ApiObject:
+        """As `Cluster.admit_pod`."""
+        path = f"{_core(manifest['metadata']['namespace'])}/pods"
+        admitted: ApiObject = await self._call("POST", path, {**_FIELD_MANAGER, "dryRun": "All"}, manifest)
+        return admitted
 
     async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
         """As `Cluster.get_claim`."""
-        try:
-            path = f"{_core(namespace)}/persistentvolumeclaims/{quote(name)}"
-            claim: ApiObject = await self._call("GET", path)
-        except ClusterError as error:
-            if error.status == 404:
-                return None
-            raise
-        return claim
+        return await self._get(f"{_core(namespace)}/persistentvolumeclaims/{quote(name)}")
+
+    async def get_pod(self, namespace: str, name: str) -> ApiObject | None:
+        """As `Cluster.get_pod`."""
+        return await self._get(f"{_core(namespace)}/pods/{quote(name)}")
+
+    async def get_secret(self, namespace: str, name: str) -> ApiObject | None:
+        """As `Cluster.get_secret`."""
+        return await self._get(f"{_core(namespace)}/secrets/{quote(name)}")
 
     async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
         """As `Cluster.list_events`."""
         page = await self._call("GET", f"{_core(namespace)}/events", {"fieldSelector": field_selector})
         events: Sequence[ApiObject] = page["items"]
         return events
+
+    async def list_kueue(self, plural: str, namespace: str | None = None) -> Sequence[ApiObject] | None:
+        """As `Cluster.list_kueue`."""
+        group = f"/apis/{KUEUE_GROUP}"
+        try:
+            version = (await self._call("GET", group))["preferredVersion"]["version"]
+            scope = f"/namespaces/{namespace}" if namespace is not None else ""
+            pages = [page async for page in self._pages(f"{group}/{version}{scope}/{plural}")]
+        except ClusterError as error:
+            if error.status in {403, 404}:
+                return None
+            raise
+        return [raw for page in pages for raw in page["items"]]
 
     # -- writing --------------------------------------------------------------------------------------------
 
@@ -121,6 +151,13 @@ class KubernetesCluster:
         created: ApiObject = await self._call("POST", path, _FIELD_MANAGER, manifest)
         return created
 
+    async def try_indexed_job(self, manifest: ApiObject) -> None:
+        """As `Cluster.try_indexed_job`."""
+        metadata = {name: value for name, value in manifest["metadata"].items() if name != "name"}
+        tried = {**manifest, "metadata": {**metadata, "generateName": f"{manifest['metadata']['name']}-"}}
+        path = f"{_jobs(metadata['namespace'])}/jobs"
+        await self._call("POST", path, {**_FIELD_MANAGER, "dryRun": "All"}, tried)
+
     async def patch_indexed_job(self, namespace: str, name: str, uid: str, patch: ApiObject) -> ApiObject:
         """As `Cluster.patch_indexed_job`."""
         body = {**patch, "metadata": {**patch.get("metadata", {}), "uid": uid}}
@@ -133,20 +170,58 @@ class KubernetesCluster:
         body = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
         await self._delete(f"{_jobs(namespace)}/jobs/{name}", body)
 
+    async def leave_pods(self, namespace: str, name: str, uid: str) -> None:
+        """As `Cluster.leave_pods`."""
+        body = {"propagationPolicy": "Orphan", "preconditions": {"uid": uid}}
+        await self._delete(f"{_jobs(namespace)}/jobs/{name}", body)
+
+    async def own_pod(self, namespace: str, name: str, owner: ApiObject) -> None:
+        """As `Cluster.own_pod`."""
+        patch = {"metadata": {"ownerReferences": [owner]}}
+        path = f"{_core(namespace)}/pods/{name}"
+        await self._call("PATCH", path, _FIELD_MANAGER, patch, _STRATEGIC_PATCH)
+
     async def create_claim(self, manifest: ApiObject) -> None:
         """As `Cluster.create_claim`."""
-        path = f"{_core(manifest['metadata']['namespace'])}/persistentvolumeclaims"
-        try:
-            await self._call("POST", path, _FIELD_MANAGER, manifest)
-        except ClusterError as error:
-            if error.status != 409:
-                raise
+        await self._create(f"{_core(manifest['metadata']['namespace'])}/persistentvolumeclaims", manifest)
+
+    async def create_pod(self, manifest: ApiObject) -> None:
+        """As `Cluster.create_pod`."""
+        await self._create(f"{_core(manifest['metadata']['namespace'])}/pods", manifest)
+
+    async def create_secret(self, manifest: ApiObject) -> None:
+        """As `Cluster.create_secret`."""
+        path = f"{_core(manifest['metadata']['namespace'])}/secrets"
+        await self._call("POST", path, _FIELD_MANAGER, manifest)
+
+    async def replace_secret(self, manifest: ApiObject) -> None:
+        """As `Cluster.replace_secret`."""
+        metadata = manifest["metadata"]
+        path = f"{_core(metadata['namespace'])}/secrets/{quote(metadata['name'])}"
+        await self._call("PUT", path, _FIELD_MANAGER, manifest)
+
+    async def apply_config_map(self, manifest: ApiObject) -> None:
+        """As `Cluster.apply_config_map`."""
+        metadata = manifest["metadata"]
+        path = f"{_core(metadata['namespace'])}/configmaps/{quote(metadata['name'])}"
+        await self._call("PATCH", path, {**_FIELD_MANAGER, "force": "true"}, manifest, _APPLY_PATCH)
 
     async def delete_pod(self, namespace: str, name: str) -> None:
         """As `Cluster.delete_pod`."""
         path = f"{_core(namespace)}/pods/{name}"
         with _ignore_missing():
             await self._release(path, await self._call("DELETE", path, body={"gracePeriodSeconds": 0}))
+
+    async def retire_pod(self, namespace: str, name: str) -> None:
+        """As `Cluster.retire_pod`."""
+        await self._delete(f"{_core(namespace)}/pods/{name}", {})
+
+    async def end_pod(self, namespace: str, name: str) -> None:
+        """As `Cluster.end_pod`."""
+        patch = {"spec": {"activeDeadlineSeconds": END_DEADLINE}}
+        with _ignore_missing():
+            path = f"{_core(namespace)}/pods/{name}"
+            await self._call("PATCH", path, _FIELD_MANAGER, patch, _MERGE_PATCH)
 
     async def release_pod(self, namespace: str, name: str) -> None:
         """As `Cluster.release_pod`."""
@@ -188,6 +263,19 @@ class KubernetesCluster:
 
     # -- calls ----------------------------------------------------------------------------------------------
 
+    async def _may(self, verb: str, resource: Resource) -> bool:
+        attributes = {"verb": verb, "resource": str(resource), "group": ""}
+        if self._namespace is not None and resource is not Resource.NODES:
+            attributes["namespace"] = self._namespace
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": attributes},
+        }
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        answer = await self._call("POST", path, body=review)
+        return bool(answer["status"].get("allowed"))
+
     def _list_path(self, resource: Resource) -> str:
         if resource is Resource.NODES:
             return "/api/v1/nodes"
@@ -198,6 +286,22 @@ class KubernetesCluster:
         }[resource]
         scope = f"/namespaces/{self._namespace}" if self._namespace else ""
         return f"{group}{scope}/{resource}"
+
+    async def _create(self, path: str, manifest: ApiObject) -> None:
+        try:
+            await self._call("POST", path, _FIELD_MANAGER, manifest)
+        except ClusterError as error:
+            if error.status != 409:
+                raise
+
+    async def _get(self, path: str) -> ApiObject | None:
+        try:
+            found: ApiObject = await self._call("GET", path)
+        except ClusterError as error:
+            if error.status == 404:
+                return None
+            raise
+        return found
 
     async def _release(self, path: str, pod: ApiObject) -> None:
         finalizers = pod["metadata"].get("finalizers") or []

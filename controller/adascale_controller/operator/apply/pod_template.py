@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from adascale_controller.job import trainer_environment
+from adascale_controller.job import OpportunisticSettings, trainer_environment
 from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, Manifest
 from adascale_controller.operator.types.workload import CHECKPOINT_FOLDER, Workload
+from adascale_controller.worker_container import DEFAULT_CONTAINER, find_worker
 from adascale_core import names
 
 TOKEN_FOLDER: Final = "/var/run/secrets/adascale"
@@ -24,10 +25,13 @@ AGENT: Final = "adascale-agent"
 
 _RANK_FIELD: Final = f"metadata.annotations['{COMPLETION_INDEX}']"
 _TERMINATION_LOG: Final = "/dev/termination-log"
+_SAFE_TO_EVICT: Final = "cluster-autoscaler.kubernetes.io/safe-to-evict"
 _GRACE_SECONDS: Final = 30
 """Kubernetes' default for `terminationGracePeriodSeconds`."""
 _AGENT_GRACE_SECONDS: Final = 5
 """Seconds of the grace period that the agent keeps for itself, after its trainer has ended."""
+_OWNED_VOLUMES: Final = frozenset({"persistentVolumeClaim", "ephemeral", "csi"})
+"""Volumes that belong to root if no group is set."""
 _FS_GROUP: Final = 65532
 """The group that owns volumes, so that a program that is not root can write to them."""
 _PLACEMENT_FIELDS: Final = ("podAffinity", "podAntiAffinity")
@@ -56,28 +60,43 @@ class BuiltPodTemplate:
 
 
 def build_pod_template(
-    workload: Workload, *, single_node: bool, accelerator: str | None = None
+    workload: Workload,
+    *,
+    single_node: bool,
+    accelerator: str | None = None,
+    fs_group: bool = True,
+    extra: OpportunisticSettings | None = None,
 ) -> BuiltPodTemplate:
-    """Return the pod template of a job's Indexed Job.
+    """Return the pod template of one of a job's Indexed Jobs.
 
     Args:
         workload: the job.
         single_node: whether all replicas must share a node, because only one node can mount the claim.
         accelerator: the type of accelerator that the pods require. None if they require none.
+        fs_group: whether volumes get a group that may write to them, where the template sets none.
+        extra: how extra pods run, if the template is theirs.
     """
     template: Manifest = copy.deepcopy(dict(workload.template))
     warnings: list[str] = []
     _set_labels(template, workload, warnings)
     spec = _section(template, "spec")
     _set_pod_policy(spec, warnings)
-    worker = _worker(spec)
+    _set_dns(spec)
+    # Its volumes would keep cluster-autoscaler from removing a node, but an eviction loses no step.
+    _fill(_section(_section(template, "metadata"), "annotations"), _SAFE_TO_EVICT, "true")
+    worker = _worker(template)
     _start_by_agent(worker)
-    _set_environment(worker, workload, spec, accelerator, warnings)
+    first = 0 if extra is None else workload.job.core_replicas
+    _set_environment(worker, workload, spec, accelerator, first, warnings)
+    if extra is not None:
+        _make_extra(template, first, extra)
     if accelerator is not None:
         _require_accelerator(spec, workload.settings.accelerator_label, accelerator)
     _mount_volumes(worker, spec, workload, warnings)
     _add_credentials(worker, workload)
     _restrict(spec)
+    if fs_group and workload.settings.fs_group:
+        _share_volumes(spec)
     _tolerate_lost_nodes(spec)
     if single_node:
         _share_a_node(spec, workload)
@@ -153,6 +172,23 @@ def _set_pod_policy(spec: Manifest, warnings: list[str]) -> None:
     _fill(spec, "enableServiceLinks", False)  # thousands of variables in a namespace with many Services
 
 
+def _make_extra(template: Manifest, first: int, extra: OpportunisticSettings) -> None:
+    """Give pods the priority of extra pods, and the index from which their replicas are counted."""
+    spec = template["spec"]
+    spec["priorityClassName"] = extra.priority_class_name
+    # Those of the PriorityClass: the API server rejects others.
+    for field in ("priority", "preemptionPolicy"):
+        spec.pop(field, None)
+    annotations = _section(_section(template, "metadata"), "annotations")
+    annotations[names.ANNOTATION_FIRST_REPLICA] = str(first)
+
+
+def _set_dns(spec: Manifest) -> None:
+    """Let pods in the network of their node find Services too, where the template sets nothing."""
+    if spec.get("hostNetwork"):
+        _fill(spec, "dnsPolicy", "ClusterFirstWithHostNet")
+
+
 def _tolerate_lost_nodes(spec: Manifest) -> None:
     tolerations = _items(spec, "tolerations")
     for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
@@ -226,11 +262,18 @@ def _same_topology(workload: Workload, topology: str) -> Manifest:
 # -- the container that trains -----------------------------------------------------------------------------
 
 
-def _worker(spec: Manifest) -> Manifest:
-    """Return the container named `worker`, or the first. A container without a name gets this name."""
-    containers: Sequence[Manifest] = spec["containers"]
-    worker = next((item for item in containers if item.get("name") == names.WORKER_CONTAINER), containers[0])
+def _worker(template: Manifest) -> Manifest:
+    """Return the container that trains, and annotate the pod with its name.
+
+    Admission may add containers, also before it, so its name is looked up in the pod, and not found again.
+    A container without a name is named `worker`.
+    """
+    containers: Sequence[Manifest] = template["spec"]["containers"]
+    worker = containers[find_worker(template)]
     _fill(worker, "name", names.WORKER_CONTAINER)
+    annotations = _section(_section(template, "metadata"), "annotations")
+    annotations[names.ANNOTATION_WORKER] = worker["name"]
+    _fill(annotations, DEFAULT_CONTAINER, worker["name"])
     return worker
 
 
@@ -245,13 +288,20 @@ def _start_by_agent(worker: Manifest) -> None:
 
 
 def _set_environment(
-    worker: Manifest, workload: Workload, spec: Manifest, accelerator: str | None, warnings: list[str]
+    worker: Manifest,
+    workload: Workload,
+    spec: Manifest,
+    accelerator: str | None,
+    first: int,
+    warnings: list[str],
 ) -> None:
     """Set our environment variables, before the user's own, so that these may refer to them."""
     log = worker.get("terminationMessagePath") or _TERMINATION_LOG
     values = _environment(workload)
     if accelerator is not None:
         values[names.ENV_ACCELERATOR] = accelerator
+    if workload.job.opportunistic is not None:
+        values[names.ENV_FIRST_REPLICA] = str(first)
     ours: list[Manifest] = [
         *({"name": name, "value": _literal(value)} for name, value in values.items()),
         {"name": names.ENV_TERMINATION_LOG, "value": log},
@@ -280,14 +330,19 @@ def _set_environment(
 
 
 def _environment(workload: Workload) -> dict[str, str]:
-    return trainer_environment(workload.job) | {
-        names.ENV_JOB_ID: workload.job.id,
-        names.ENV_INCARNATION: str(workload.created_at),
-        names.ENV_API_URL: workload.settings.api_url,
-        names.ENV_TOKEN_FILE: f"{TOKEN_FOLDER}/{TOKEN_FILE}",
-        names.ENV_CHECKPOINT_DIR: workload.checkpoint_dir,
-        names.ENV_CHECKPOINT_INTERVAL: repr(workload.job.checkpoint.interval_seconds),
-    }
+    authority = {names.ENV_CA_FILE: f"{TOKEN_FOLDER}/{names.AUTHORITY_FILE}"}
+    return (
+        trainer_environment(workload.job)
+        | (authority if workload.settings.has_authority else {})
+        | {
+            names.ENV_JOB_ID: workload.job.id,
+            names.ENV_INCARNATION: str(workload.created_at),
+            names.ENV_API_URL: workload.settings.api_url,
+            names.ENV_TOKEN_FILE: f"{TOKEN_FOLDER}/{TOKEN_FILE}",
+            names.ENV_CHECKPOINT_DIR: workload.checkpoint_dir,
+            names.ENV_CHECKPOINT_INTERVAL: repr(workload.job.checkpoint.interval_seconds),
+        }
+    )
 
 
 def _add_credentials(worker: Manifest, workload: Workload) -> None:
@@ -314,16 +369,20 @@ def _trainer_grace(spec: Manifest) -> int:
 
 
 def _mount_volumes(worker: Manifest, spec: Manifest, workload: Workload, warnings: list[str]) -> None:
-    """Mount the token, the checkpoints, and the folders that PyTorch writes to."""
+    """Mount the token, the authority of the metrics service, the checkpoints, and PyTorch's own folders."""
     mounts, volumes = _items(worker, "volumeMounts"), _items(spec, "volumes")
-    token = {
+    token: Manifest = {
         "serviceAccountToken": {
             "audience": names.job_audience(workload.job.id),
             "expirationSeconds": names.TOKEN_EXPIRATION_SECONDS,
             "path": TOKEN_FILE,
         }
     }
-    token_volume = _add_volume(volumes, "token", {"projected": {"sources": [token]}})
+    sources = [token]
+    if workload.settings.has_authority:
+        item = {"key": names.AUTHORITY_FILE, "path": names.AUTHORITY_FILE}
+        sources.append({"configMap": {"name": names.AUTHORITY, "items": [item]}})
+    token_volume = _add_volume(volumes, "token", {"projected": {"sources": sources}})
     required: list[Manifest] = [{"name": token_volume, "mountPath": TOKEN_FOLDER, "readOnly": True}]
     if workload.claim_name is not None:
         volume = _claim_volume(spec, volumes, workload.claim_name, warnings)
@@ -398,6 +457,21 @@ def _unused(name: str, used: set[str]) -> str:
     return candidate
 
 
+def _share_volumes(spec: Manifest) -> None:
+    """Let a program that is not root write to volumes that belong to root.
+
+    Other volumes can be written to, or not at all, by everyone.
+    """
+    volumes = spec.get("volumes")
+    pod = _section(spec, "securityContext")
+    needed = any(
+        _OWNED_VOLUMES & volume.keys() for volume in _objects(volumes if isinstance(volumes, list) else [])
+    )
+    if needed and pod.get("fsGroup") is None:
+        pod["fsGroup"] = _FS_GROUP
+        _fill(pod, "fsGroupChangePolicy", "OnRootMismatch")
+
+
 # -- the Pod Security Standard `restricted` ----------------------------------------------------------------
 
 
@@ -409,9 +483,6 @@ def _restrict(spec: Manifest) -> None:
     if not any(context.get("runAsUser") == 0 for context in contexts):
         _fill(pod, "runAsNonRoot", True)
     _fill(pod, "seccompProfile", {"type": "RuntimeDefault"})
-    if pod.get("fsGroup") is None:
-        pod["fsGroup"] = _FS_GROUP
-        _fill(pod, "fsGroupChangePolicy", "OnRootMismatch")
     for container in containers:
         _fill(container, "terminationMessagePolicy", "FallbackToLogsOnError")
         context = _section(container, "securityContext")

@@ -10,6 +10,7 @@ from typing import Any, Self
 from adascale_controller.job import Job, to_job
 from adascale_controller.operator.observe.shared_storage import why_not_shared
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, seconds
+from adascale_controller.operator.types.queueing import Queueing
 from adascale_controller.validation import validate_document
 from adascale_core import names
 from adascale_core.messages.allocation import Allocation
@@ -27,6 +28,7 @@ class AdaScaleJob:
         invalid: why the spec is invalid.
         template: `spec.template` as the user wrote it.
         status: `status` as it was last written.
+        queueing: the labels and annotations of Kueue.
     """
 
     namespace: str
@@ -38,6 +40,13 @@ class AdaScaleJob:
     invalid: str | None = None
     template: ApiObject = field(default_factory=lambda: MappingProxyType({}))
     status: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    queueing: Queueing = field(default_factory=Queueing)
+
+    @property
+    def deadline(self) -> float | None:
+        """When it should be complete, in seconds since 1970; None if it has no such target."""
+        seconds = self.job.completion_deadline_seconds if self.job is not None else None
+        return None if seconds is None else float(self.created_at + seconds)
 
     @classmethod
     def read(cls, raw: ApiObject, specs: SpecReader) -> Self:
@@ -55,6 +64,7 @@ class AdaScaleJob:
             invalid=invalid,
             template=spec.get("template") or {},
             status=raw.get("status") or {},
+            queueing=Queueing.read(meta),
         )
 
     @property

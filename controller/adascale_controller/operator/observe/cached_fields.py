@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, ApiObject, Manifest, Resource
+from adascale_controller.operator.types.kubernetes import (
+    COMPLETION_INDEX,
+    SCHEDULING_FIELDS,
+    ApiObject,
+    Manifest,
+    Resource,
+)
 from adascale_core import names
 
 MAX_STRINGS = 50_000
@@ -31,7 +37,15 @@ _POD_METADATA: Final = (
     "finalizers",
     "ownerReferences",
 )
-_POD_MARKS: Final = (names.LABEL_JOB, COMPLETION_INDEX)
+_POD_MARKS: Final = (
+    names.LABEL_JOB,
+    names.LABEL_JOB_UID,
+    names.ANNOTATION_WORKER,
+    names.ANNOTATION_FIRST_REPLICA,
+    names.ANNOTATION_TEMPLATE,
+    names.ANNOTATION_ACCELERATOR,
+    COMPLETION_INDEX,
+)
 """The labels and annotations that are read."""
 _POD_STATUS: Final = (
     "phase",
@@ -54,7 +68,18 @@ def cached_fields(resource: Resource, raw: ApiObject) -> ApiObject:
 
 def _of_pod(raw: ApiObject) -> Manifest:
     spec, status = raw.get("spec") or {}, raw.get("status") or {}
-    kept = _only(spec, ("nodeName", "overhead", "resources"))
+    kept = _only(
+        spec,
+        (
+            "nodeName",
+            "overhead",
+            "resources",
+            "activeDeadlineSeconds",
+            "priority",
+            "preemptionPolicy",
+            "schedulingGates",
+        ),
+    )
     for kind in ("containers", "initContainers"):
         if kind in spec:
             kept[kind] = [_only(each, _POD_CONTAINER) for each in spec[kind] or ()]
@@ -71,7 +96,10 @@ def _of_pod(raw: ApiObject) -> Manifest:
 
 def _of_job(raw: ApiObject) -> Manifest:
     spec = raw.get("spec") or {}
-    return {"spec": {name: value for name, value in spec.items() if name != "template"}}
+    kept = {name: value for name, value in spec.items() if name != "template"}
+    pod_spec = (spec.get("template") or {}).get("spec") or {}
+    kept["template"] = {"spec": _only(pod_spec, (*SCHEDULING_FIELDS, "schedulingGates"))}
+    return {"spec": kept}
 
 
 def _of_node(raw: ApiObject) -> Manifest:

@@ -1,7 +1,8 @@
 """Lookups: reads of the API server that the caches don't answer, as requests and as results.
 
-A job may need three: its checkpoint claim, the Events that say why the Job controller can't create pods, and
-the Events of a pod whose containers don't start. `runtime.lookup_fetcher` makes the calls.
+A job may need four: its checkpoint claim, what admission makes of its pods, the Events that say why the Job
+controller can't create pods, and the Events of a pod whose containers don't start. `runtime.lookup_fetcher`
+makes the calls.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
-from adascale_controller.operator.observe.observed_job import CachedJob, CheckpointClaim
+from adascale_controller.operator.observe.observed_job import (
+    Admission,
+    CachedJob,
+    CheckpointClaim,
+    JobRefusal,
+    TemplateCheck,
+)
 from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.types.conditions import Reason, has_ended
 from adascale_controller.operator.types.kubernetes import ApiObject, seconds
@@ -43,7 +50,7 @@ class Lookups:
     Args:
         claim: name of the checkpoint claim.
         claim_awaited: whether the job can't start before a claim of the user's exists.
-        short_of_pods: uid of the Indexed Job, if it has fewer pods than its parallelism.
+        short_of_pods: uid of an Indexed Job that has fewer pods than its parallelism.
         slow_pod: the first pod that was assigned to a node and has started no container in time.
     """
 
@@ -60,24 +67,30 @@ class LookupResults:
     Args:
         claim: the checkpoint claim.
         pod_creation_failure: why the Job controller can't create pods.
+        refusal: that the API server does not create an Indexed Job.
         slow_pod: uid of the pod whose Events `slow_pod_events` holds.
         slow_pod_events: the Events of that pod, of `START_EVENTS`.
+        admission: what admission makes of its pods.
+        template_check: of a changed template. None if it is not checked.
     """
 
     claim: CheckpointClaim | None = None
     pod_creation_failure: PodProblem | None = None
     slow_pod: str | None = None
     slow_pod_events: Sequence[ApiObject] = ()
+    admission: Admission | None = None
+    template_check: TemplateCheck | None = None
+    refusal: JobRefusal | None = None
 
 
 def needed_lookups(cached: CachedJob, now: float) -> Lookups:
     """Return the lookups that a job needs at `now`, in seconds since 1970."""
-    job, workload, indexed_job = cached.resource, cached.workload, cached.own_indexed_job
+    job, workload = cached.resource, cached.workload
     live = cached.live_pods
     short = (
-        indexed_job is not None
-        and not (indexed_job.suspended or indexed_job.finished)
-        and len(live) < indexed_job.parallelism
+        each.uid
+        for each in cached.own_indexed_jobs
+        if not each.finished and any(rank not in live for rank in each.ranks)
     )
     slow = [pod for pod in live.values() if _seconds_creating(pod, now) > CONTAINER_START_TIMEOUT]
     return Lookups(
@@ -85,7 +98,7 @@ def needed_lookups(cached: CachedJob, now: float) -> Lookups:
         claim_awaited=workload is not None
         and workload.job.checkpoint.claim_name is not None
         and not (workload.job.suspend or has_ended(job.status)),
-        short_of_pods=indexed_job.uid if indexed_job is not None and short else None,
+        short_of_pods=next(short, None),
         slow_pod=min(slow, key=lambda pod: pod.rank, default=None),
     )
 
@@ -121,7 +134,11 @@ def pod_creation_failure(events: Iterable[ApiObject], since: float) -> PodProble
     recent = [(moment, message) for moment, message in recent if moment >= since]
     if not recent:
         return None
-    message = max(recent)[1]
+    return creation_problem(max(recent)[1])
+
+
+def creation_problem(message: str) -> PodProblem:
+    """Return why there are no pods, from the API server's message about a pod or a Job that it rejects."""
     exceeded = "exceeded quota" in message
     return PodProblem(Reason.QUOTA_EXCEEDED if exceeded else Reason.POD_CREATION_FAILED, message)
 
@@ -136,7 +153,7 @@ def with_start_problems(pods: Sequence[Pod], results: LookupResults, now: float)
 
 
 def next_start_check(pods: Iterable[Pod], now: float) -> float:
-    """Return when a pod that has not started a container is next reported in another way, by time alone.
+    """Return when a pod that has not started its worker is next reported in another way, by time alone.
 
     In seconds since 1970; infinite if all have started.
     """
@@ -169,22 +186,26 @@ def _with_start_problem(pod: Pod, results: LookupResults, now: float) -> Pod:
     threshold = CONTAINER_CREATING_TIMEOUT
     while 2 * threshold < elapsed:
         threshold *= 2
-    message = (
-        f"pod {pod.name} has been in ContainerCreating for more than {threshold:.0f} s on node {pod.node}"
-    )
+    message = f"pod {pod.name} has {_waits(pod)} for more than {threshold:.0f} s on node {pod.node}"
     warnings = [event for event in events if event.get("type") == "Warning"]
     detail = _newest(warnings) or _newest(events)
     message = f"{message}: {detail}" if detail else message
     return replace(pod, problem=PodProblem(Reason.CONTAINER_CREATING, message, blocks=False))
 
 
+def _waits(pod: Pod) -> str:
+    waits_for = pod.init_container
+    return "been in ContainerCreating" if waits_for is None else f"waited for init container {waits_for}"
+
+
 def _seconds_creating(pod: Pod, now: float) -> float:
-    """Return how long a pod has been on a node without starting a container; 0 if it is not in that state."""
+    """Return how long a pod has been on a node without starting its worker; 0 if it is not in that state."""
     return now - (pod.scheduled_at or 0.0) if _is_creating(pod) else 0.0
 
 
 def _is_creating(pod: Pod) -> bool:
-    waits = pod.scheduled_at is not None and not pod.has_started and pod.problem is None
+    is_early = not pod.has_started or pod.init_container is not None
+    waits = pod.scheduled_at is not None and is_early and pod.problem is None
     return waits and pod.exit is None and pod.deletion_deadline is None
 
 

@@ -9,12 +9,13 @@ from typing import Final
 
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import (
-    COMPLETION_INDEX,
     TRACKING_FINALIZER,
     ApiObject,
     JobKey,
+    replica_index,
     seconds,
 )
+from adascale_controller.operator.types.queueing import ELASTIC_JOB
 from adascale_core import names
 from adascale_core.failures.termination_message import TerminationMessage
 
@@ -39,6 +40,18 @@ _START_FAILURES: Final = frozenset(
         "PostStartHookError",
         "CrashLoopBackOff",  # of a sidecar, which restarts even where restartPolicy is Never
     }
+)
+ENDED: Final = ("Succeeded", "Failed")
+"""The phases of a pod whose containers have all ended."""
+END_DEADLINE: Final = 1
+"""`activeDeadlineSeconds` by which the operator ends a pod."""
+_REJECTED: Final = re.compile(
+    "OutOf.*|UnexpectedAdmissionError|NodeAffinity|NodeName|NodePorts|TopologyAffinityError|SMTAlignmentError"
+)
+"""Matches the reasons of pods that the kubelet does not admit."""
+_NOT_ROOT: Final = (
+    ". Set spec.template.spec.securityContext.runAsUser to the number of a user of the image other than 0, "
+    "or, where the namespace allows root, spec.template.spec.securityContext.runAsNonRoot to false"
 )
 _VOLUME_MESSAGE: Final = re.compile(
     r"persistentvolumeclaim|persistent volumes? to bind|pvc\(s\)|binding volumes|VolumeBinding", re.IGNORECASE
@@ -72,6 +85,7 @@ class PodExit:
         termination: the termination message of the agent; None if it wrote none.
         disruption: whether the pod has the condition DisruptionTarget: eviction, preemption, a lost node.
         of_worker: whether the exit code is that of the worker.
+        others: names of the containers that run on.
     """
 
     exit_code: int | None
@@ -80,6 +94,12 @@ class PodExit:
     termination: TerminationMessage | None = None
     disruption: bool = False
     of_worker: bool = True
+    others: tuple[str, ...] = ()
+
+    @property
+    def is_rejection(self) -> bool:
+        """Whether the kubelet has not admitted the pod, so that no container ran."""
+        return self.exit_code is None and _REJECTED.fullmatch(self.reason) is not None
 
 
 @dataclass(frozen=True)
@@ -88,7 +108,8 @@ class Pod:
 
     Args:
         name, uid: its identity.
-        rank: its completion index. -1 if it has none, so it does not belong to an Indexed Job.
+        rank: the index of its replica: its completion index, after the core if it is an extra pod. -1 if it
+            has none, so it does not belong to an Indexed Job.
         node: the node that it is assigned to.
         phase: Pending, Running, Succeeded, Failed or Unknown.
         created_at: seconds since 1970.
@@ -97,8 +118,18 @@ class Pod:
         scheduled_at: when it was assigned to its node, in seconds since 1970. None if it is not.
         has_started: whether one of its containers has ever started.
         problem: why it does not start.
-        exit: how it has ended. None if it has not.
+        exit: how its worker has ended, whatever else runs on in it. None if it has not.
         tracked: whether it has the Job controller's finalizer.
+        priority: its priority. None if it has none.
+        init_container: the init container that runs now, which is no sidecar. None if none does.
+        is_ending: whether it has a deadline of its own, `spec.activeDeadlineSeconds`.
+        controller: uid of the Job that controls it. None if no object does.
+        outlives_controller: whether it has another owner too, so it stays when its controller is deleted.
+        job_uid: uid of the AdaScaleJob that it was made for. None if it is not known: the Indexed Job was
+            created by an earlier version.
+        template: digest of the template that it was made from. None if it is not known.
+        accelerator: the type of accelerator that it requires. None if it requires none.
+        is_extra: whether it is an extra pod, whose completion index is not its rank.
     """
 
     name: str
@@ -113,6 +144,20 @@ class Pod:
     problem: PodProblem | None = None
     exit: PodExit | None = None
     tracked: bool = False
+    priority: int | None = None
+    is_ending: bool = False
+    init_container: str | None = None
+    controller: str | None = None
+    outlives_controller: bool = False
+    job_uid: str | None = None
+    template: str | None = None
+    accelerator: str | None = None
+    is_extra: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all its containers have ended."""
+        return self.phase in ENDED
 
     @property
     def is_placed(self) -> bool:
@@ -124,22 +169,37 @@ def read_pod(raw: ApiObject) -> Pod:
     """Return the pod in an object of the API."""
     meta, spec, status = raw["metadata"], raw["spec"], raw.get("status") or {}
     phase = status.get("phase") or "Pending"
-    ended = phase in ("Succeeded", "Failed")
+    ended = phase in ENDED
+    worker = _worker_status(meta, spec, status)
+    others = () if ended else _running_beside(worker, status)
     node = spec.get("nodeName") or None
     created_at = seconds(meta.get("creationTimestamp")) or 0.0
+    annotations = meta.get("annotations") or {}
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
-        rank=_rank(meta),
+        rank=replica_index(meta),
         node=node,
         phase=phase,
         created_at=created_at,
         deletion_deadline=seconds(meta.get("deletionTimestamp")),
         scheduled_at=None if node is None else (_scheduled_at(status) or created_at),
         has_started=ended or _has_started(status),
-        problem=None if ended else _problem(spec, status, scheduled=node is not None),
-        exit=_exit(spec, status) if ended else None,
+        # What becomes of other containers then keeps no replica from training.
+        problem=None
+        if ended or "running" in _state(worker)
+        else _problem(spec, status, scheduled=node is not None),
+        exit=_exit(status, worker, others) if ended or others else None,
         tracked=TRACKING_FINALIZER in (meta.get("finalizers") or ()),
+        priority=spec.get("priority"),
+        is_ending=spec.get("activeDeadlineSeconds") == END_DEADLINE,
+        init_container=_running_init_container(spec, status),
+        controller=controller_uid(raw),
+        outlives_controller=len(meta.get("ownerReferences") or ()) > 1,
+        job_uid=(meta.get("labels") or {}).get(names.LABEL_JOB_UID),
+        template=annotations.get(names.ANNOTATION_TEMPLATE),
+        accelerator=annotations.get(names.ANNOTATION_ACCELERATOR),
+        is_extra=names.ANNOTATION_FIRST_REPLICA in annotations,
     )
 
 
@@ -150,11 +210,10 @@ def job_of_pod(raw: ApiObject) -> JobKey | None:
     return None if name is None else (meta["namespace"], name)
 
 
-def _rank(meta: ApiObject) -> int:
-    index = (meta.get("annotations") or {}).get(COMPLETION_INDEX)
-    if index is None:
-        index = (meta.get("labels") or {}).get(COMPLETION_INDEX)
-    return int(index) if index is not None and index.isdecimal() else -1
+def controller_uid(raw: ApiObject) -> str | None:
+    """Return the uid of the object that controls a pod. None if no object does."""
+    owners = raw["metadata"].get("ownerReferences") or ()
+    return next((owner["uid"] for owner in owners if owner.get("controller")), None)
 
 
 def _scheduled_at(status: ApiObject) -> float | None:
@@ -176,17 +235,41 @@ def _state(container: ApiObject | None) -> ApiObject:
     return (container or {}).get("state") or {}
 
 
-def _worker_status(spec: ApiObject, status: ApiObject) -> ApiObject | None:
-    """Return the status of the container named `worker`, or of the first. None before it has a status."""
+def _worker_status(meta: ApiObject, spec: ApiObject, status: ApiObject) -> ApiObject | None:
+    """Return the status of the container that trains. None before it has a status.
+
+    The pod names it. A pod that the operator has not made does not: it is the container named `worker`, or
+    the first.
+    """
     containers = [container["name"] for container in spec["containers"]]
-    worker = names.WORKER_CONTAINER if names.WORKER_CONTAINER in containers else containers[0]
+    default = names.WORKER_CONTAINER if names.WORKER_CONTAINER in containers else containers[0]
+    worker = (meta.get("annotations") or {}).get(names.ANNOTATION_WORKER, default)
     statuses = _statuses(status, "containerStatuses")
     return next((container for container in statuses if container["name"] == worker), None)
+
+
+def _running_beside(worker: ApiObject | None, status: ApiObject) -> tuple[str, ...]:
+    """Return the containers that have not ended though the worker has; none if the worker has not ended.
+
+    Init containers that run as sidecars are not among them: they end by themselves once all containers have.
+    """
+    if "terminated" not in _state(worker):
+        return ()
+    containers = _statuses(status, "containerStatuses")
+    return tuple(each["name"] for each in containers if "terminated" not in _state(each))
 
 
 def _has_started(status: ApiObject) -> bool:
     containers = [*_statuses(status, "initContainerStatuses"), *_statuses(status, "containerStatuses")]
     return any(_state(container).keys() & {"running", "terminated"} for container in containers)
+
+
+def _running_init_container(spec: ApiObject, status: ApiObject) -> str | None:
+    sidecars = [
+        each["name"] for each in spec.get("initContainers") or () if each.get("restartPolicy") == "Always"
+    ]
+    running = (each for each in _statuses(status, "initContainerStatuses") if "running" in _state(each))
+    return next((each["name"] for each in running if each["name"] not in sidecars), None)
 
 
 def _waiting(status: ApiObject) -> Iterator[tuple[str, ApiObject]]:
@@ -213,12 +296,22 @@ def _problem(spec: ApiObject, status: ApiObject, *, scheduled: bool) -> PodProbl
                 Reason.IMAGE_PULL_FAILED, f"{container_name}, image {container['image']}: {detail}"
             )
         if reason in _START_FAILURES:
-            return PodProblem(Reason.CONTAINER_START_FAILED, f"{container_name}: {detail}")
+            hint = _NOT_ROOT if "runAsNonRoot" in message else ""
+            return PodProblem(Reason.CONTAINER_START_FAILED, f"{container_name}: {detail}{hint}")
     return None
 
 
 def _scheduling_problem(spec: ApiObject, status: ApiObject) -> PodProblem | None:
+    gates = [gate["name"] for gate in spec.get("schedulingGates") or ()]
+    if ELASTIC_JOB in gates:
+        return PodProblem(Reason.SCHEDULING_GATED, "waiting for Kueue to reserve the quota of more replicas")
+    if gates:
+        listed = ", ".join(gates)
+        return PodProblem(Reason.SCHEDULING_GATED, f"waiting until scheduling gates are removed: {listed}")
     for condition in _statuses(status, "conditions"):
+        if condition.get("reason") == "SchedulingGated":
+            # The gates are gone, and the scheduler has not looked at the pod since.
+            return None
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             message = condition.get("message") or condition.get("reason") or "no node is available"
             if not _VOLUME_MESSAGE.search(message):
@@ -239,8 +332,7 @@ def _claim_names(spec: ApiObject) -> Iterator[str]:
 # -- how a pod has ended -----------------------------------------------------------------------------------
 
 
-def _exit(spec: ApiObject, status: ApiObject) -> PodExit:
-    worker = _worker_status(spec, status)
+def _exit(status: ApiObject, worker: ApiObject | None, others: tuple[str, ...]) -> PodExit:
     container = _decisive_container(status, worker)
     terminated: ApiObject = _state(container).get("terminated") or {}
     of_worker = container is None or container is worker
@@ -249,9 +341,13 @@ def _exit(spec: ApiObject, status: ApiObject) -> PodExit:
     if container is not None and not of_worker:
         message = f"container {container['name']}: {message}".rstrip(": ")
     code = terminated.get("exitCode")
+    reasons = [status.get("reason"), terminated.get("reason")]
+    if reasons[0] == "DeadlineExceeded":
+        # The operator has ended what ran on after the worker.
+        reasons.reverse()
     return PodExit(
         exit_code=code,
-        reason=status.get("reason") or terminated.get("reason") or "",
+        reason=next(filter(None, reasons), ""),
         message=message,
         termination=TerminationMessage.parse(text) if of_worker else None,
         disruption=any(
@@ -259,6 +355,7 @@ def _exit(spec: ApiObject, status: ApiObject) -> PodExit:
             for condition in _statuses(status, "conditions")
         ),
         of_worker=of_worker,
+        others=others,
     )
 
 

@@ -6,7 +6,7 @@ import posixpath
 from typing import Final
 
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_core import names
+from adascale_controller.worker_container import find_worker
 
 _POD_LOCAL: Final = frozenset({"emptyDir", "ephemeral"})
 """Volumes that are created and deleted with a pod."""
@@ -25,8 +25,7 @@ def why_not_shared(template: ApiObject, path: str) -> str | None:
         path: a folder in the worker's container.
     """
     spec = template["spec"]
-    containers = spec["containers"]
-    worker = next((item for item in containers if item.get("name") == names.WORKER_CONTAINER), containers[0])
+    worker = spec["containers"][find_worker(template)]
     mounts = {posixpath.normpath(mount["mountPath"]): mount for mount in worker.get("volumeMounts") or ()}
     mount_path = next((folder for folder in _with_parents(path) if folder in mounts), None)
     if mount_path is None:

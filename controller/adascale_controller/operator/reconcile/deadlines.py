@@ -9,6 +9,7 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.failures import LONG_LIFE, is_lost
 from adascale_controller.operator.reconcile.job_phase import Assessment
 from adascale_controller.operator.reconcile.reconciler import TERMINATION_OVERDUE
+from adascale_controller.operator.reconcile.stale_gates import stale_gates
 from adascale_controller.operator.types.kubernetes import seconds
 
 
@@ -21,14 +22,16 @@ def next_deadline(observed: ObservedJob, assessment: Assessment) -> float:
         *_overdue_pods(observed),
         *_lost_pods(observed),
         *_registrations(observed),
+        *(due for _, due in stale_gates(observed)),
         *_expiry(observed, assessment),
+        *_target(observed, assessment),
     )
     return min(times, default=inf)
 
 
 def _overdue_pods(observed: ObservedJob) -> Iterator[float]:
     for pod in observed.pods:
-        if pod.deletion_deadline is not None and pod.exit is None:
+        if pod.deletion_deadline is not None and not pod.has_ended:
             yield pod.deletion_deadline + TERMINATION_OVERDUE
 
 
@@ -48,3 +51,9 @@ def _expiry(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
     ttl = job.ttl_seconds_after_finished if job is not None else None
     if assessment.ended and ttl is not None and ended_at is not None:
         yield ended_at + ttl
+
+
+def _target(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
+    due = observed.resource.deadline
+    if due is not None and due > observed.now and not assessment.ended:
+        yield due

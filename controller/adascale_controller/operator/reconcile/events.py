@@ -7,6 +7,7 @@ from typing import Any
 
 from adascale_controller.formatting import describe_limit, plural, progress_text
 from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.job_phase import JobPhase, last_failure
 from adascale_controller.operator.reconcile.replica_limit import replica_limit_problem
 from adascale_controller.operator.reconcile.status import ScheduledJob
@@ -45,11 +46,14 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
         else:
             yield Event("Running", f"Training on {plural(training, 'replica')}")
     if status["disruptions"] > current.get("disruptions", 0):
-        message = (
-            "A replica was lost; training resumes with the state of the others, "
-            "or from the last checkpoint if all were lost"
-        )
-        yield Event("ReplicaLost", message, warning=True)
+        if observed.lacks_only_extra_pods:
+            yield Event("ExtraPodsTaken", "Extra pods were taken; training continues on the other replicas")
+        else:
+            message = (
+                "A replica was lost; training resumes with the state of the others, "
+                "or from the last checkpoint if all were lost"
+            )
+            yield Event("ReplicaLost", message, warning=True)
     limit = status.get("localBatchLimit")
     if limit is not None and limit < current.get("localBatchLimit", limit + 1):
         yield Event("LocalBatchLimited", describe_limit(limit), warning=True)
@@ -60,7 +64,22 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
         yield Event("ProgramFailed", message[:MAX_MESSAGE], warning=True)
     if status["observedGeneration"] != current.get("observedGeneration"):
         yield from _without_effect(observed, scheduled)
+    finished = observed.finished_beside_others
+    if finished is not None and not is_true(current, ConditionType.COMPLETE):
+        yield container_runs_on(finished)
     yield from _changed_conditions(current, status)
+
+
+def container_runs_on(pod: Pod) -> Event:
+    """Return the Event about a pod whose worker has ended while other containers run on."""
+    others = pod.exit.others if pod.exit is not None else ()
+    names = f"container {others[0]}" if len(others) == 1 else f"containers {', '.join(others)}"
+    return Event(
+        "SidecarRunsOn",
+        f"The worker of pod {pod.name} has ended and {names} runs on, so the pod is ended. Use a native "
+        "sidecar, an init container with restartPolicy Always, which ends with the worker",
+        warning=True,
+    )
 
 
 def has_new_bounds(observed: ObservedJob) -> bool:
@@ -97,9 +116,9 @@ def _without_effect(observed: ObservedJob, scheduled: ScheduledJob) -> Iterator[
 
 
 def _steps_after_end(observed: ObservedJob) -> int | None:
-    """Return `scaleInvariantSteps` if an edit of a complete job has set it above the progress, else None."""
+    """Return the progress at which a complete job would end if an edit has set it above the present one."""
     status, job = observed.resource.status, observed.resource.job
-    steps = job.spec.scale_invariant_steps if job is not None else None
+    steps = job.spec.steps if job is not None else None
     progress = status.get("progress")
     if steps is None or progress is None or not is_true(status, ConditionType.COMPLETE):
         return None
@@ -109,10 +128,10 @@ def _steps_after_end(observed: ObservedJob) -> int | None:
 
 
 def _not_continued(observed: ObservedJob, steps: int) -> str:
-    message = (
-        f"A complete AdaScaleJob is not continued: to train to scaleInvariantSteps {steps}, delete it and "
-        "apply it again"
-    )
+    job = observed.resource.job
+    samples = job.spec.train_samples if job is not None else None
+    end = f"scaleInvariantSteps {steps}" if samples is None else f"trainSamples {samples}"
+    message = f"A complete AdaScaleJob is not continued: to train to {end}, delete it and apply it again"
     if observed.claim is not None and observed.claim.own:
         return (
             f"{message}. Its checkpoints in PersistentVolumeClaim {observed.claim.name} are deleted with it, "
@@ -123,8 +142,14 @@ def _not_continued(observed: ObservedJob, steps: int) -> str:
 
 _NORMAL = frozenset(
     {
+        Reason.NODES_REQUESTED,
+        Reason.PREEMPTING,
         Reason.SUSPENDED,
         Reason.SCALED_TO_ZERO,
+        Reason.QUEUED,
+        Reason.QUEUE_CHANGED,
+        Reason.JOB_SUSPENDED,
+        Reason.SCHEDULING_GATED,
         Reason.FINISHED,
         Reason.TEMPLATE_CHANGED,
         Reason.ACCELERATOR_CHANGED,
@@ -133,6 +158,9 @@ _NORMAL = frozenset(
 """Reasons whose Events are not warnings."""
 _START_PROBLEMS = frozenset(
     {
+        Reason.SCHEDULING_GATED,
+        Reason.NODES_REQUESTED,
+        Reason.PREEMPTING,
         Reason.UNSCHEDULABLE,
         Reason.VOLUME_NOT_BOUND,
         Reason.IMAGE_PULL_FAILED,
@@ -140,7 +168,9 @@ _START_PROBLEMS = frozenset(
         Reason.CONTAINER_START_FAILED,
         Reason.QUOTA_EXCEEDED,
         Reason.POD_CREATION_FAILED,
+        Reason.EXTRA_PODS_SUSPENDED,
         Reason.REPLICA_REFUSED,
+        Reason.METRICS_SERVICE_UNREACHABLE,
     }
 )
 _RECORDED = {
@@ -150,13 +180,15 @@ _RECORDED = {
         Reason.INSUFFICIENT_CAPACITY,
         Reason.TEMPLATE_CHANGED,
         Reason.ACCELERATOR_CHANGED,
+        Reason.QUEUED,
+        Reason.QUEUE_CHANGED,
         Reason.METRICS_SERVICE_UNAVAILABLE,
         Reason.NAME_CONFLICT,
         Reason.VOLUME_NOT_FOUND,
         Reason.INVALID_SPEC,
     },
-    ConditionType.RESCALING: _START_PROBLEMS | {Reason.PROGRAM_FAILED},
-    ConditionType.SUSPENDED: frozenset({Reason.SUSPENDED, Reason.SCALED_TO_ZERO}),
+    ConditionType.RESCALING: _START_PROBLEMS | {Reason.PROGRAM_FAILED, Reason.EXTRA_PODS_REJECTED},
+    ConditionType.SUSPENDED: frozenset({Reason.SUSPENDED, Reason.SCALED_TO_ZERO, Reason.JOB_SUSPENDED}),
     ConditionType.COMPLETE: frozenset({Reason.FINISHED}),
     ConditionType.FAILED: frozenset(Reason),
 }

@@ -7,14 +7,23 @@ from dataclasses import replace
 
 from adascale_controller.failing_counts import FailingCount
 from adascale_controller.operator.observe.observed_job import ObservedJob
-from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.reconcile.events import events_of, has_new_bounds
+from adascale_controller.operator.observe.pods import END_DEADLINE, Pod
+from adascale_controller.operator.reconcile import template_rollout
+from adascale_controller.operator.reconcile.events import container_runs_on, events_of, has_new_bounds
 from adascale_controller.operator.reconcile.failures import is_lost
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
+from adascale_controller.operator.reconcile.stale_gates import stale_gates
 from adascale_controller.operator.reconcile.status import ScheduledJob, has_changed, own_fields, status_of
-from adascale_controller.operator.types.actions import Actions, FailedPlacement, Status
+from adascale_controller.operator.types.actions import (
+    Actions,
+    CapacityRequest,
+    Event,
+    FailedPlacement,
+    Status,
+)
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import seconds
+from adascale_core.batch.plans import valid_replicas
 from adascale_core.decision.decide import Decision
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
@@ -30,6 +39,7 @@ def reconcile(
     decision: Decision | None = None,
     failed_placement: FailedPlacement | None = None,
     failing_count: FailingCount | None = None,
+    capacity_request: CapacityRequest | None = None,
 ) -> Actions:
     """Return the actions for one job.
 
@@ -39,6 +49,7 @@ def reconcile(
         decision: its replica count. None if the job may not run.
         failed_placement: a larger count that could not be placed.
         failing_count: a larger count on which the program fails at once.
+        capacity_request: the count, if it is requested although it does not fit.
     """
     if belongs_to_predecessor(observed):
         return _deregister_predecessor(observed, assessment)
@@ -53,15 +64,31 @@ def reconcile(
         failed_placement=failed_placement,
         failing_count=failing_count,
         accelerator=accelerator,
+        capacity_request=capacity_request,
+        feasibility=decision.feasibility if decision is not None else None,
     )
     status = status_of(observed, scheduled)
-    parallelism = _parallelism(observed, assessment, allocation)
+    parallelism, extra = _sizes(observed, assessment, allocation)
     indexed_job, claim = observed.own_indexed_job, observed.claim
     runnable = assessment.phase is JobPhase.RUNNABLE
-    creates = observed.indexed_job is None and runnable and bool(parallelism)
-    replaces_template = assessment.reason in _REPLACING and parallelism == 0
-    deadline = _active_deadline(observed)
-    resizes = indexed_job is not None and not replaces_template and _differs(observed, parallelism, deadline)
+    queued = assessment.phase is JobPhase.QUEUED
+    adopts = template_rollout.is_between_jobs(observed) and allocation is not None
+    if adopts and allocation is not None:
+        parallelism = allocation.replicas
+    creates = observed.indexed_job is None and (runnable or queued or adopts) and bool(parallelism)
+    # The Job controller has to delete pods with another owner: the garbage collector does not with the Job.
+    deletes = (
+        parallelism == 0
+        and _is_deleted_to_stop(observed, assessment)
+        and not any(pod.outlives_controller and pod.exit is None for pod in observed.own_pods)
+    )
+    deletes |= _queues_again(observed, assessment)
+    deadline = _active_deadline(observed, assessment)
+    hands_over = assessment.phase is JobPhase.BLOCKED and template_rollout.begins(observed)
+    resizes = indexed_job is not None and not deletes and _differs(observed, parallelism, deadline)
+    required = accelerator.type if accelerator is not None and accelerator.required else None
+    if adopts:
+        required = next((pod.accelerator for pod in observed.pods if pod.exit is None), None)
     return Actions(
         status=status,
         status_changed=has_changed(observed.resource.status, status),
@@ -70,14 +97,22 @@ def reconcile(
         allocate=allocation if _is_due(observed, assessment, allocation) else None,
         create_claim=creates and claim is not None and claim.own and not claim.exists,
         create_indexed_job=parallelism if creates else None,
-        accelerator=accelerator.type if accelerator is not None and accelerator.required else None,
+        accelerator=required,
         resize=parallelism if resizes else None,
         active_deadline_seconds=deadline,
-        delete_indexed_job=indexed_job is not None and replaces_template,
+        delete_indexed_job=indexed_job is not None and deletes,
+        create_extra_job=extra if extra and runnable and _may_create_extra_job(observed) else None,
+        resize_extra_job=(extra or 0) if _resizes_extra_job(observed, assessment, extra) else None,
+        delete_extra_job=_deletes_extra_job(observed, assessment, extra),
         delete_pods=tuple(
             dict.fromkeys((*_overdue_pods(observed), *_deleted_ended_pods(observed), *_lost_pods(observed)))
         ),
+        end_pods=tuple(_pods_without_worker(observed)),
         release_pods=tuple(_ended_pods_of_suspended(observed)),
+        check_gates=tuple(job.uid for job, due in stale_gates(observed) if observed.now >= due),
+        hand_over_pods=tuple(pod.name for pod in observed.live_pods.values()) if hands_over else (),
+        adopts_pods=adopts,
+        retire_pods=tuple(_retired_pods(observed, scheduled)),
         delete_job=_is_expired(observed, assessment, status),
         events=tuple(events_of(observed, scheduled, status)),
     )
@@ -123,8 +158,34 @@ def _deregister_predecessor(observed: ObservedJob, assessment: Assessment) -> Ac
     )
 
 
-_REPLACING = frozenset({Reason.TEMPLATE_CHANGED, Reason.ACCELERATOR_CHANGED})
+_REPLACING = frozenset({Reason.TEMPLATE_CHANGED, Reason.ACCELERATOR_CHANGED, Reason.QUEUE_CHANGED})
 """Reasons for which the Indexed Job is deleted once its replicas have left, and created again."""
+
+
+def _is_deleted_to_stop(observed: ObservedJob, assessment: Assessment) -> bool:
+    """Whether the Indexed Job is deleted, and not suspended, once its replicas have left.
+
+    Kueue resumes a Job that it has admitted, whoever suspends it. One that is deleted gives its quota back.
+    """
+    may_continue = assessment.phase is JobPhase.STOPPING or _may_be_corrected(assessment)
+    return assessment.reason in _REPLACING or (may_continue and observed.is_queued)
+
+
+def _queues_again(observed: ObservedJob, assessment: Assessment) -> bool:
+    """Whether the Indexed Job is deleted to wait in its queue with the smallest count again.
+
+    Kueue admits one that was evicted and is resized then as two Workloads, and never resumes it.
+    """
+    indexed_job = observed.own_indexed_job
+    if assessment.phase is not JobPhase.QUEUED or indexed_job is None or not indexed_job.is_elastic:
+        return False
+    has_left = observed.required_pods == 0 and all(pod.exit is not None for pod in observed.own_pods)
+    return has_left and indexed_job.parallelism != _admission_count(observed)
+
+
+def _may_be_corrected(assessment: Assessment) -> bool:
+    """Whether a job has failed only until its spec is edited."""
+    return assessment.phase is JobPhase.FAILED and assessment.reason is Reason.INVALID_SPEC
 
 
 def _with_accelerator(observed: ObservedJob, assessment: Assessment, decision: Decision | None) -> Assessment:
@@ -132,7 +193,11 @@ def _with_accelerator(observed: ObservedJob, assessment: Assessment, decision: D
     indexed_job, current = observed.own_indexed_job, observed.current_allocation
     if assessment.phase is not JobPhase.RUNNABLE or decision is None or decision.accelerator is None:
         return assessment
-    if indexed_job is None or indexed_job.finished or indexed_job.suits(decision.accelerator):
+    jobs = [each for each in observed.own_indexed_jobs if not each.finished]
+    if indexed_job is None or all(each.suits(decision.accelerator) for each in jobs):
+        return assessment
+    if indexed_job.queue is not None:
+        # Kueue has chosen the flavor.
         return assessment
     if not decision.replicas and not (current is not None and current.replicas):
         return assessment
@@ -153,7 +218,10 @@ def _allocation(
         return _allocation_of_failed(observed, current)
     if assessment.phase in {JobPhase.COMPLETE, JobPhase.BLOCKED}:
         return current
-    count = decision.replicas if decision is not None and assessment.phase is JobPhase.RUNNABLE else 0
+    count = 0
+    if decision is not None and assessment.phase is JobPhase.RUNNABLE:
+        # Kueue has admitted it, so its pods wait for nodes as those of any other Job.
+        count = decision.replicas or (_admission_count(observed) if observed.is_queued else 0)
     if current is None:
         last = observed.service.last_generation if observed.service is not None else 0
         return Allocation(last + 1, count) if count else None
@@ -206,24 +274,106 @@ def _declaration(observed: ObservedJob, assessment: Assessment) -> JobSpec | Non
     return job.spec
 
 
-# -- the Indexed Job --------------------------------------------------------------------------------------
+# -- the Indexed Jobs -------------------------------------------------------------------------------------
 
 
-def _parallelism(observed: ObservedJob, assessment: Assessment, allocation: Allocation | None) -> int | None:
-    """Return the parallelism of the Indexed Job, 0 to suspend it. None leaves it unchanged."""
+def _sizes(
+    observed: ObservedJob, assessment: Assessment, allocation: Allocation | None
+) -> tuple[int | None, int | None]:
+    """Return the parallelism of the Indexed Job and that of extra pods. None leaves one unchanged.
+
+    A core stays as it is while there are extra pods: an edit of its size replaces all pods.
+    """
+    count = _pod_count(observed, assessment, allocation)
+    indexed_job, extra = observed.own_indexed_job, observed.own_extra_job
+    core = extra.first if extra is not None else observed.core
+    if count is None or core is None:
+        return count, None
+    if extra is None and indexed_job is not None and indexed_job.end > core:
+        # It was made when there were no extra pods, or a larger core, and has all pods until these have left.
+        return count, None
+    pods = count
+    if assessment.phase is JobPhase.QUEUED:
+        # Kueue has stopped the core. Extra pods save their state too before they leave.
+        pods = max(count, min(observed.required_pods, observed.pod_count))
+    return min(count, core), max(pods - core, 0)
+
+
+def _pod_count(observed: ObservedJob, assessment: Assessment, allocation: Allocation | None) -> int | None:
+    """Return the number of pods, 0 to suspend the Indexed Job. None leaves it unchanged."""
+    if _is_ended_by_deadline(observed, assessment):
+        indexed_job = observed.own_indexed_job
+        return indexed_job.parallelism if indexed_job is not None else None
     if assessment.phase is JobPhase.FAILED:
         return 0
-    if assessment.phase in {JobPhase.COMPLETE, JobPhase.BLOCKED}:
+    if assessment.phase is JobPhase.COMPLETE:
+        return 0 if _runs_on_after_end(observed) else None
+    if assessment.phase is JobPhase.BLOCKED:
         return None
-    count = allocation.replicas if allocation is not None else 0
-    indexed_job = observed.own_indexed_job
-    current = indexed_job.parallelism if indexed_job is not None and not indexed_job.suspended else 0
+    if assessment.phase is JobPhase.QUEUED:
+        indexed_job = observed.own_indexed_job
+        is_elastic = indexed_job is not None and indexed_job.is_elastic
+        return indexed_job.parallelism if indexed_job and is_elastic else _admission_count(observed)
+    count, current = allocation.replicas if allocation is not None else 0, observed.pod_count
     # No pod is removed before its trainer has saved its state.
     return count if count >= current else max(count, min(observed.required_pods, current))
 
 
-def _active_deadline(observed: ObservedJob) -> int | None:
+def _admission_count(observed: ObservedJob) -> int:
+    """Return the parallelism with which the Indexed Job waits in its queue.
+
+    The smallest count is admitted first, and Kueue admits growth later. Without elastic slices the count that
+    it has stays: Kueue would take another one for another job.
+    """
+    indexed_job, spec = observed.own_indexed_job, observed.resource.valid_job.spec
+    counts = valid_replicas(spec.bounds, spec.max_replicas)
+    fixed = indexed_job is not None and not indexed_job.is_elastic
+    if indexed_job is not None and fixed and indexed_job.parallelism in counts:
+        return indexed_job.parallelism
+    return next(count for count in counts if count >= spec.min_replicas)
+
+
+def _is_ended_by_deadline(observed: ObservedJob, assessment: Assessment) -> bool:
+    """Whether a queued Indexed Job is ended by a deadline: suspended, Kueue would resume it.
+
+    Its pods stay with their logs, and Kueue gives its quota to others.
+    """
+    indexed_job = observed.own_indexed_job
+    if _may_be_corrected(assessment):
+        return False
+    runs_on = assessment.phase is JobPhase.FAILED or _runs_on_after_end(observed)
+    return assessment.ended and runs_on and indexed_job is not None and indexed_job.queue is not None
+
+
+def _runs_on_after_end(observed: ObservedJob) -> bool:
+    """Whether the Indexed Job does not end by itself though the program has finished.
+
+    Other containers run on after the worker, or only an extra pod has finished it: the Job still waits for
+    the success of one of its own pods.
+    """
+    if observed.finished_beside_others is not None:
+        return True
+    extra = observed.own_extra_job
+    return extra is not None and extra.complete and not _is_ending(observed, extra=False)
+
+
+def _is_ending(observed: ObservedJob, *, extra: bool) -> bool:
+    """Whether a pod of an Indexed Job has finished the program, or runs and is about to end."""
+    return any(
+        pod.has_started and (pod.exit is None or pod.exit.exit_code == 0)
+        for pod in observed.own_pods
+        if _is_extra(observed, pod) is extra
+    )
+
+
+def _is_extra(observed: ObservedJob, pod: Pod) -> bool:
+    return observed.own_extra_job is not None and pod.rank >= observed.own_extra_job.first
+
+
+def _active_deadline(observed: ObservedJob, assessment: Assessment) -> int | None:
     """Return `activeDeadlineSeconds` of the spec, or the current deadline if the spec is invalid."""
+    if _is_ended_by_deadline(observed, assessment):
+        return END_DEADLINE
     if observed.resource.job is not None:
         return observed.resource.job.active_deadline_seconds
     indexed_job = observed.own_indexed_job
@@ -234,10 +384,58 @@ def _differs(observed: ObservedJob, parallelism: int | None, deadline: int | Non
     indexed_job = observed.own_indexed_job
     if indexed_job is None or parallelism is None or indexed_job.finished:
         return False
-    resized = indexed_job.suspended != (parallelism == 0) or (
-        parallelism > 0 and indexed_job.parallelism != parallelism
-    )
+    # What others have suspended stays suspended.
+    suspends = indexed_job.suspended != (parallelism == 0) and not observed.is_held
+    resized = suspends or (parallelism > 0 and indexed_job.parallelism != parallelism)
     return resized or indexed_job.active_deadline_seconds != deadline
+
+
+def _may_create_extra_job(observed: ObservedJob) -> bool:
+    """Whether there is no Indexed Job of extra pods, and no pod of one that was deleted."""
+    core = observed.core or 0
+    return observed.extra_job is None and all(pod.rank < core for pod in observed.leaving)
+
+
+def _resizes_extra_job(observed: ObservedJob, assessment: Assessment, size: int | None) -> bool:
+    """Whether the Indexed Job of extra pods has another size; that of an ended job is suspended."""
+    extra = observed.own_extra_job
+    if extra is None or extra.finished:
+        return False
+    if assessment.ended:
+        deletes = _deletes_extra_job(observed, assessment, size)
+        return _stops_extra_job(observed, assessment) and not extra.suspended and not deletes
+    return size is not None and size > 0 and size != extra.parallelism
+
+
+def _deletes_extra_job(observed: ObservedJob, assessment: Assessment, size: int | None) -> bool:
+    """Whether the Indexed Job of extra pods is deleted, because there are none or it has failed.
+
+    Unlike one without pods, a deleted Job makes the Job controller forget how often it has replaced pods,
+    after which it pauses, and Kueue the quota.
+    """
+    extra = observed.own_extra_job
+    if extra is None or assessment.phase is JobPhase.BLOCKED:
+        return False
+    if assessment.ended:
+        complete = assessment.phase is JobPhase.COMPLETE
+        pods = [pod for pod in observed.own_pods if _is_extra(observed, pod)]
+        has_no_output = complete and not any(pod.has_started for pod in pods)
+        # Suspended, Kueue would resume it.
+        is_useless = extra.queue is not None or has_no_output
+        return is_useless and not extra.finished and _stops_extra_job(observed, assessment)
+    # Whoever has suspended one that is in no queue finds it suspended.
+    is_kept = extra.suspended and extra.queue is None and assessment.phase is JobPhase.RUNNABLE
+    return (size == 0 and not is_kept) or extra.failed is not None
+
+
+def _stops_extra_job(observed: ObservedJob, assessment: Assessment) -> bool:
+    """Whether the Indexed Job of extra pods does not end by itself though the job has ended.
+
+    Its pods may be writing the program's last output. But those that have not started would wait forever.
+    """
+    if assessment.phase is JobPhase.FAILED or observed.finished_beside_others is not None:
+        return True
+    return not _is_ending(observed, extra=True)
 
 
 # -- pods -------------------------------------------------------------------------------------------------
@@ -246,7 +444,7 @@ def _differs(observed: ObservedJob, parallelism: int | None, deadline: int | Non
 def _overdue_pods(observed: ObservedJob) -> Iterator[str]:
     """Yield pods that are being deleted and whose kubelet does not end them."""
     for pod in observed.pods:
-        if pod.deletion_deadline is None or pod.exit is not None:
+        if pod.deletion_deadline is None or pod.has_ended:
             continue
         if observed.now > pod.deletion_deadline + TERMINATION_OVERDUE or pod.node in observed.lost_nodes:
             yield pod.name
@@ -259,9 +457,9 @@ def _deleted_ended_pods(observed: ObservedJob) -> Iterator[str]:
     where the Job is suspended, or where the namespace is being deleted and accepts no pods: neither the pod
     nor the namespace would ever be deleted.
     """
-    if observed.own_indexed_job is not None:
+    if observed.own_indexed_jobs:
         for pod in observed.own_pods:
-            if pod.exit is not None and pod.deletion_deadline is not None:
+            if pod.has_ended and pod.deletion_deadline is not None:
                 yield pod.name
 
 
@@ -270,11 +468,31 @@ def _ended_pods_of_suspended(observed: ObservedJob) -> Iterator[str]:
 
     They stay, with their logs, and can be deleted where no operator runs.
     """
-    indexed_job = observed.own_indexed_job
-    if indexed_job is not None and indexed_job.suspended:
-        for pod in observed.own_pods:
-            if pod.tracked and pod.exit is not None:
-                yield pod.name
+    for pod in observed.own_pods:
+        indexed_job = observed.own_extra_job if _is_extra(observed, pod) else observed.own_indexed_job
+        if indexed_job is not None and indexed_job.suspended and pod.tracked and pod.has_ended:
+            yield pod.name
+
+
+def _pods_without_worker(observed: ObservedJob) -> Iterator[tuple[str, Event]]:
+    """Yield pods whose worker has ended while other containers run on: they keep a replica from its next pod.
+
+    They are ended as by a deadline of their own, so that they stay with their logs, and the Job controller
+    replaces them as any pod that has failed.
+    """
+    for pod in observed.own_pods:
+        is_ending = pod.is_ending or pod.deletion_deadline is not None
+        has_failed = pod.exit is not None and pod.exit.others and pod.exit.exit_code != 0
+        if has_failed and not is_ending and observed.replaces(pod.rank):
+            yield pod.name, container_runs_on(pod)
+
+
+def _retired_pods(observed: ObservedJob, scheduled: ScheduledJob) -> Iterator[str]:
+    """Yield the pod that one of a changed template replaces next."""
+    if scheduled.phase is JobPhase.RUNNABLE and not scheduled.changed:
+        pod = template_rollout.next_pod(observed, scheduled.failed_placement)
+        if pod is not None:
+            yield pod.name
 
 
 def _lost_pods(observed: ObservedJob) -> Iterator[str]:
@@ -283,14 +501,11 @@ def _lost_pods(observed: ObservedJob) -> Iterator[str]:
     The pause doubles with each pod that has not succeeded, and the Job controller counts them by the pods
     that exist.
     """
-    indexed_job = observed.own_indexed_job
-    if indexed_job is None or indexed_job.suspended or indexed_job.finished:
-        return
     newest: dict[int, Pod] = {}
     for pod in sorted(observed.own_pods, key=lambda pod: pod.created_at):
         newest[pod.rank] = pod
     for rank, pod in newest.items():
-        if 0 <= rank < indexed_job.parallelism and is_lost(pod, observed.now):
+        if observed.replaces(rank) and is_lost(pod, observed.now):
             yield pod.name
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from adascale_controller.failing_counts import FailingCount
-from adascale_controller.formatting import duration, plural, progress_text
+from adascale_controller.formatting import duration, percent, plural, progress_text
 from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.observe.pods import PodProblem
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
 from adascale_controller.operator.reconcile.replica_limit import replica_limit_problem
-from adascale_controller.operator.types.actions import FailedPlacement, Status
+from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement, Status
 from adascale_controller.operator.types.conditions import (
     Condition,
     ConditionType,
@@ -20,9 +21,10 @@ from adascale_controller.operator.types.conditions import (
     has_ended,
     merged,
 )
-from adascale_controller.operator.types.kubernetes import timestamp
+from adascale_controller.operator.types.kubernetes import seconds, timestamp
 from adascale_core import names
 from adascale_core.decision.accelerators import Accelerator
+from adascale_core.decision.deadline import Feasibility
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.job_state_name import JobStateName
 
@@ -33,18 +35,21 @@ TELEMETRY = frozenset(
         "accumulation",
         "gain",
         "efficiency",
+        "efficiencyText",
         "progress",
         "progressText",
     }
 )
 """Fields that change with every step. They are written at intervals, all other fields at once."""
-
+PREDICTIONS = frozenset({Reason.COUNT_SUFFICES, Reason.NO_COUNT_SUFFICES})
+"""Reasons of conditions that may change with every decision. They are written with the telemetry."""
 
 STATUS_FIELDS = TELEMETRY | {
     "observedGeneration",
     "state",
     "replicas",
     "desiredReplicas",
+    "extraReplicas",
     "selector",
     "rescales",
     "disruptions",
@@ -73,6 +78,8 @@ class ScheduledJob:
         failed_placement: a larger count that could not be placed.
         failing_count: a larger count on which the program fails at once.
         accelerator: the type of accelerator that it gets. None if it is not known now.
+        capacity_request: the count, if it is requested although it does not fit.
+        feasibility: whether it can meet its deadline. None if it has none, or if that is not known.
     """
 
     assessment: Assessment
@@ -82,6 +89,18 @@ class ScheduledJob:
     failed_placement: FailedPlacement | None = None
     failing_count: FailingCount | None = None
     accelerator: Accelerator | None = None
+    capacity_request: CapacityRequest | None = None
+    feasibility: Feasibility | None = None
+
+    def start_problem(self, observed: ObservedJob, ranks: range) -> PodProblem | None:
+        """Return why one of these ranks does not start, and what is done about it."""
+        problem, request = observed.start_problem(ranks), self.capacity_request
+        if problem is None and request is not None and any(rank not in observed.live_pods for rank in ranks):
+            # The pods are not made yet, and may be placed at once.
+            return PodProblem(request.reason, request.message)
+        if problem is None or request is None or problem.reason is not Reason.UNSCHEDULABLE:
+            return problem
+        return replace(problem, reason=request.reason, message=f"{request.message}: {problem.message}")
 
     @property
     def phase(self) -> JobPhase:
@@ -111,11 +130,16 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
             current.get("conditions") or (), conditions, observed.resource.generation, observed.now
         ),
     }
+    if observed.core is not None:
+        extra = (
+            observed.training_extra_pods if observed.service is not None else current.get("extraReplicas", 0)
+        )
+        status["extraReplicas"] = extra if training else 0
     if allocation is not None:
         status["allocation"] = {"generation": allocation.generation, "replicas": allocation.replicas}
         status["startTime"] = current.get("startTime") or timestamp(observed.now)
     if ended:
-        status["completionTime"] = current.get("completionTime") or timestamp(observed.now)
+        status["completionTime"] = timestamp(_ended_at(observed, scheduled))
     limit = current.get("localBatchLimit")
     if observed.service is not None:
         indexed_job = observed.own_indexed_job
@@ -133,6 +157,16 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
     return status
 
 
+def _ended_at(observed: ObservedJob, scheduled: ScheduledJob) -> float:
+    """Return when a job has ended, in seconds since 1970. The operator may look at it later."""
+    recorded = seconds(observed.resource.status.get("completionTime"))
+    if recorded is not None:
+        return recorded
+    completed = [each.completed_at for each in observed.own_indexed_jobs if each.completed_at is not None]
+    is_complete = scheduled.phase is JobPhase.COMPLETE
+    return min(completed) if completed and is_complete else float(int(observed.now))
+
+
 def has_changed(current: Mapping[str, Any], new: Status) -> bool:
     """Whether two statuses differ in more than telemetry and in what others have added."""
     return _without_telemetry(current) != _without_telemetry(new)
@@ -148,7 +182,10 @@ def own_fields(status: Mapping[str, Any]) -> Status:
 
 
 def _without_telemetry(status: Mapping[str, Any]) -> Status:
-    return {name: value for name, value in own_fields(status).items() if name not in TELEMETRY}
+    kept = {name: value for name, value in own_fields(status).items() if name not in TELEMETRY}
+    if "conditions" in kept:
+        kept["conditions"] = [each for each in kept["conditions"] if each["reason"] not in PREDICTIONS]
+    return kept
 
 
 def _counts(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
@@ -204,13 +241,14 @@ def _telemetry(observed: ObservedJob) -> Status:
     if report is None or (has_ended(current) and current.get("progress") == int(report.progress)):
         return {name: value for name, value in current.items() if name in TELEMETRY}
     job = observed.resource.job
-    steps = (job.spec.scale_invariant_steps if job is not None else None) or report.target
+    steps = (job.spec.steps if job is not None else None) or report.target
     return {
         "batchSize": report.replicas * report.local_bsz * report.accumulation,
         "localBatchSize": report.local_bsz,
         "accumulation": report.accumulation,
         "gain": _rounded(report.gain),
         "efficiency": _rounded(report.efficiency),
+        "efficiencyText": percent(report.efficiency),
         "progress": int(report.progress),
         "progressText": progress_text(report.progress, steps),
     }
@@ -236,6 +274,9 @@ def _conditions(
         conditions.append(Condition(ConditionType.COMPLETE, True, assessment.reason, assessment.message))
     if assessment.phase is JobPhase.FAILED:
         conditions.append(Condition(ConditionType.FAILED, True, assessment.reason, assessment.message))
+    deadline = _deadline_feasible(observed, scheduled)
+    if deadline is not None:
+        conditions.append(deadline)
     return conditions
 
 
@@ -254,12 +295,16 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
         stall = observed.service.stall if observed.service is not None else None
         if stall is not None:
             return condition(True, Reason.STALLED, f"{message}, but no step ends: {stall}")
+        outdated = len(observed.outdated_pods)
+        if outdated:
+            left = f"{plural(outdated, 'pod')} of the template before {'is' if outdated == 1 else 'are'} left"
+            return condition(True, Reason.TEMPLATE_CHANGED, f"{message}; {left}, replaced one by one")
         return condition(True, Reason.TRAINING, message)
     if assessment.phase is not JobPhase.RUNNABLE:
         return condition(False, assessment.reason, assessment.message)
     if allocation is None or allocation.replicas == 0:
         return condition(False, Reason.INSUFFICIENT_CAPACITY, scheduled.reason)
-    problem = observed.start_problem(range(allocation.replicas))
+    problem = scheduled.start_problem(observed, range(allocation.replicas))
     if problem is not None:
         return condition(False, problem.reason, problem.message)
     failures = assessment.failures.count
@@ -279,7 +324,7 @@ def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) ->
     runnable = scheduled.phase is JobPhase.RUNNABLE
     if runnable and training and allocation is not None and allocation.replicas != training:
         change = f"{training} -> {allocation.replicas}"
-        problem = observed.start_problem(range(training, allocation.replicas))
+        problem = scheduled.start_problem(observed, range(training, allocation.replicas))
         if problem is not None:
             continues = f"training continues on {plural(training, 'replica')}"
             return Condition(kind, True, problem.reason, f"{change}: {problem.message}; {continues}")
@@ -288,6 +333,9 @@ def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) ->
             return Condition(kind, True, Reason.PREPARING_REPLICAS, current.message)
         message = f"{change}: {scheduled.reason or 'preparing replicas'}"
         return Condition(kind, True, Reason.PREPARING_REPLICAS, message)
+    if runnable and observed.extra_pods_problem is not None:
+        message = f"No extra pods are made: {observed.extra_pods_problem}"
+        return Condition(kind, False, Reason.EXTRA_PODS_REJECTED, message)
     failing = scheduled.failing_count
     if failing is not None and not scheduled.assessment.ended:
         message = f"T{str(failing)[1:]}; it gets {plural(failing.limit, 'replica')} at most"
@@ -302,11 +350,38 @@ def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) ->
     return Condition(kind, False, Reason.STABLE, message)
 
 
+def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> Condition | None:
+    """Return whether the deadline can be met; None without one, or as long as nothing is predicted."""
+    kind, due = ConditionType.DEADLINE_FEASIBLE, observed.resource.deadline
+    if due is None:
+        return None
+    target = f"completionDeadlineSeconds ({observed.resource.valid_job.completion_deadline_seconds})"
+    if scheduled.assessment.ended:
+        if scheduled.phase is JobPhase.COMPLETE and _ended_at(observed, scheduled) <= due:
+            return Condition(kind, True, Reason.DEADLINE_MET, f"Complete within {target}")
+        return Condition(kind, False, Reason.DEADLINE_MISSED, f"Not complete within {target}")
+    if observed.now >= due and not observed.program_finished:
+        return Condition(kind, False, Reason.DEADLINE_MISSED, f"Not complete within {target}; it goes on")
+    found = scheduled.feasibility
+    if found is None:
+        before = condition_of(observed.resource.status, kind)
+        # A prediction for another target, or before the job was stopped, does not hold.
+        holds = before is not None and f"{target}, as predicted" in before.message
+        return before if holds and scheduled.phase in {JobPhase.RUNNABLE, JobPhase.BLOCKED} else None
+    if found.count is None:
+        message = f"No replica count meets {target}, as predicted from {found.source}"
+        return Condition(kind, False, Reason.NO_COUNT_SUFFICES, message)
+    counts = plural(found.count, "replica")
+    message = f"{counts} or more, from now on, meet {target}, as predicted from {found.source}"
+    return Condition(kind, True, Reason.COUNT_SUFFICES, message)
+
+
 def _suspended(assessment: Assessment, training: int, observed: ObservedJob) -> Condition:
     kind = ConditionType.SUSPENDED
     requested = assessment.phase is JobPhase.STOPPING and assessment.reason in {
         Reason.SUSPENDED,
         Reason.SCALED_TO_ZERO,
+        Reason.JOB_SUSPENDED,
     }
     if requested and not training:
         return Condition(kind, True, assessment.reason, assessment.message)

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 from adascale_controller.operator.apply.applier import Applier
 from adascale_controller.operator.apply.cluster import Cluster, ClusterError
 from adascale_controller.operator.apply.service import AllocationService
-from adascale_controller.operator.observe.observed_job import CachedJob, ObservedJob
+from adascale_controller.operator.observe.observed_job import CachedJob, IndexedJob, ObservedJob
 from adascale_controller.operator.observe.observer import Observer, is_deleting, lost_nodes, observe
 from adascale_controller.operator.observe.pods import Pod
+from adascale_controller.operator.observe.queue import QueueView
 from adascale_controller.operator.reconcile.deadlines import next_deadline
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, assess
 from adascale_controller.operator.reconcile.reconciler import reconcile, reconcile_undecided
@@ -25,12 +26,13 @@ from adascale_controller.operator.runtime.job_follower import JobFollower
 from adascale_controller.operator.runtime.lookup_fetcher import LookupFetcher
 from adascale_controller.operator.runtime.metrics import OperatorMetrics
 from adascale_controller.operator.runtime.object_cache import ObjectCache
+from adascale_controller.operator.runtime.queue_reader import QueueReader
 from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.runtime.work_queue import WorkQueue
 from adascale_controller.operator.schedule.scheduler import DecisionResult, Scheduler
 from adascale_controller.operator.types.actions import Actions
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
-from adascale_controller.operator.types.workload import PodSettings
+from adascale_controller.operator.types.workload import extra_name
 from adascale_core.views.decision import DecisionView
 from adascale_core.views.jobs import JobView
 
@@ -101,6 +103,7 @@ class ControlLoop:
         settings: of the operator.
         resources: the watched resources.
         reader: the metrics service over connections of its own, to follow its jobs. None for `service`.
+        may_create_pods: whether the operator may ask what admission makes of pods.
         metrics: counts what is done. None for metrics that no one reads.
         on_progress: is called whenever the actions for a job are applied, and after each cycle.
         clock: returns seconds since 1970.
@@ -115,6 +118,7 @@ class ControlLoop:
         resources: Collection[Resource],
         *,
         reader: AllocationService | None = None,
+        may_create_pods: bool = True,
         metrics: OperatorMetrics | None = None,
         on_progress: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
@@ -127,11 +131,12 @@ class ControlLoop:
         self._metrics = metrics or OperatorMetrics()
         self._errors = ErrorIsolation(self._metrics.job_errors.inc, clock)
         self._deregistration = Deregistration(service, settings.namespace)
-        self._observer = Observer(
-            PodSettings(settings.pod_api_url or settings.api_url, settings.accelerator_label)
-        )
-        self._fetcher = LookupFetcher(cluster, self._look_at)
-        self._scheduler = Scheduler(settings.accelerator_label)
+        self._observer = Observer(settings.pod_settings)
+        self._queue_reader = QueueReader(cluster)
+        self._queue_views: Mapping[str, QueueView] = {}
+        """What Kueue says about Indexed Jobs, by their uid, as jobs were looked at last."""
+        self._fetcher = LookupFetcher(cluster, self._look_at, may_create_pods=may_create_pods)
+        self._scheduler = Scheduler(settings.accelerator_label, request_nodes=settings.request_nodes)
         self._follower = JobFollower(reader or service, cache.changed.set)
         self._applier = Applier(
             cluster, service, self._store_written, settings.identity, self._follower.expect
@@ -273,6 +278,7 @@ class ControlLoop:
         self._drop_applied()
         self._adopt_decision()
         self._collect_changes()
+        self._follow_queues()
         # A decision takes twice as long beside other work, and what it has changed comes first.
         max_background = 0 if is_deciding else MAX_BESIDE_CHANGES if self._has_changes else MAX_BACKGROUND
         keys = self._free_to_change(self._queue.take(self._clock(), max_background))
@@ -377,6 +383,29 @@ class ControlLoop:
                 key for key, job in self._jobs.items() if any(pod.node in nodes for pod in job.cached.pods)
             )
 
+    def _follow_queues(self) -> None:
+        """Look at the jobs about which Kueue says something new, and read it again if that is due."""
+        before, self._queue_views = self._queue_views, self._queue_reader.views
+        queued = {
+            key: uids
+            for key, job in self._jobs.items()
+            if not job.assessment.ended
+            and (uids := [each.uid for each in job.observed.own_indexed_jobs if each.queue is not None])
+        }
+        if before is not self._queue_views:
+            for key, uids in queued.items():
+                if any(before.get(uid) != self._queue_views.get(uid) for uid in uids):
+                    self._queue.add([key])
+        if queued and self._queue_reader.is_due():
+            namespaces = {namespace for namespace, _ in queued}
+            self._begin_beside("read the queues of Kueue", lambda: self._queue_reader.read(namespaces))
+
+    def _queue_of(self, indexed_job: IndexedJob | None) -> QueueView | None:
+        """Return what Kueue says about a Job. None if it is not queued, or that is not known yet."""
+        if indexed_job is None or indexed_job.queue is None:
+            return None
+        return self._queue_reader.view(indexed_job.uid)
+
     @property
     def _has_changes(self) -> bool:
         """Whether someone waits for a cycle, or for writes other than telemetry."""
@@ -411,7 +440,8 @@ class ControlLoop:
             with self._errors.isolate(job.resource.id):
                 lookups = self._fetcher.results(job)
                 if lookups is not None:
-                    observed = observe(job, lookups, self._views, self._clock())
+                    queues = self._queue_of(job.own_indexed_job), self._queue_of(job.own_extra_job)
+                    observed = observe(job, lookups, self._views, self._clock(), *queues)
                     self._track(key, _TrackedJob(job, observed, assess(observed)))
                     looked_at.add(key)
         return looked_at
@@ -427,7 +457,8 @@ class ControlLoop:
             self._known.add(key)
             with self._errors.isolate(".".join(key)):
                 pods, indexed_job = self._cache.pods_of(key), self._cache.get(Resource.JOBS, key)
-                cached[key] = self._observer.read(raw, indexed_job, pods, self._lost_nodes)
+                extra_job = self._cache.get(Resource.JOBS, (key[0], extra_name(key[1])))
+                cached[key] = self._observer.read(raw, indexed_job, pods, self._lost_nodes, extra_job)
         self._drop(gone)
         return cached
 
@@ -562,7 +593,8 @@ class ControlLoop:
             return reconcile_undecided(job, assessment)
         failed_placement = self._scheduler.failed_placement(job)
         failing_count = self._scheduler.failing_count(job)
-        return reconcile(job, assessment, decision, failed_placement, failing_count)
+        request = self._scheduler.capacity_request(job)
+        return reconcile(job, assessment, decision, failed_placement, failing_count, request)
 
     async def _store_decisions(self) -> None:
         """Store the explained decisions with the metrics service, or else explain them again later.
@@ -671,6 +703,9 @@ class ControlLoop:
             if applied.template_rejection is not None:
                 self._observer.reject(job.resource, f"spec.template: {applied.template_rejection}")
                 self._look_at(job.resource.key)
+            if applied.refused is not None:
+                self._fetcher.note_refusal(job.resource.uid, applied.refused)
+                raise applied.refused
             self._errors.clear(job.resource.id)
         self._note_progress()
 
@@ -705,7 +740,8 @@ def _fixed_pods(job: _TrackedJob) -> Sequence[Pod]:
 def is_waited_for(job: ObservedJob, actions: Actions) -> bool:
     """Whether someone waits for the actions: a new job, an edit, a lost pod, a deletion. They come first."""
     edited = actions.status.get("observedGeneration") != job.resource.status.get("observedGeneration")
-    return bool(actions.create_indexed_job or actions.delete_pods or actions.delete_job or edited)
+    creates = actions.create_indexed_job or actions.create_extra_job
+    return bool(creates or actions.delete_pods or actions.delete_job or edited)
 
 
 def _key(job_id: str) -> JobKey:

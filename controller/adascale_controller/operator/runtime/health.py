@@ -62,10 +62,12 @@ class Health:
         try:
             host, _, port = address.rpartition(":")
             try:
-                await web.TCPSite(runner, host.strip("[]") or None, int(port)).start()
+                # asyncio listens on IPv4 and IPv6 without a host, and with `::` on IPv6 only.
+                await web.TCPSite(runner, _host(host), int(port)).start()
             except (ValueError, OSError, OverflowError) as error:
                 raise ProbeAddressError(
-                    f"can't listen on {address}: {error}; give HOST:PORT, for example 0.0.0.0:8080"
+                    f"can't listen on {address}: {error}; give HOST:PORT, for example 127.0.0.1:8080, or "
+                    ":8080 for all addresses"
                 ) from None
             yield
         finally:
@@ -78,3 +80,9 @@ class Health:
         if self.silence > MAX_SILENCE:
             return web.Response(status=503, text=f"no progress for {self.silence:.0f} s\n")
         return web.Response(text="ok\n")
+
+
+def _host(text: str) -> str | None:
+    """Return the host to listen on. None for all addresses of IPv4 and IPv6, as far as there are any."""
+    host = text.strip("[]")
+    return None if host in ("", "::") else host

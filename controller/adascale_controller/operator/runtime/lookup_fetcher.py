@@ -1,4 +1,4 @@
-"""Fetches what the caches don't hold: claims and Events.
+"""Fetches what the caches don't hold: claims, Events, and what admission makes of pods.
 
 Claims are read concurrently, with a bound on the number of calls and a deadline for each; Events by
 `event_reader`, which lets reads wait for each other. A cycle waits for the claims that it reads, but not
@@ -15,27 +15,31 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from adascale_controller.operator.apply.cluster import Cluster, ClusterError
+from adascale_controller.operator.apply.cluster import Cluster, ClusterError, JobRefusedError
 from adascale_controller.operator.observe.lookups import (
     CREATION_EVENTS,
     START_EVENTS,
     LookupResults,
     Lookups,
     assume_claim,
+    creation_problem,
     needed_lookups,
     next_start_check,
     pod_creation_failure,
     read_claim,
 )
-from adascale_controller.operator.observe.observed_job import CachedJob, CheckpointClaim
+from adascale_controller.operator.observe.observed_job import CachedJob, CheckpointClaim, JobRefusal
+from adascale_controller.operator.runtime.admission_reader import AdmissionReader
 from adascale_controller.operator.runtime.event_reader import EventReader
+from adascale_controller.operator.runtime.template_checker import TemplateChecker
+from adascale_controller.operator.types.conditions import has_ended
 from adascale_controller.operator.types.kubernetes import JobKey
-from adascale_controller.operator.types.workload import Workload
+from adascale_controller.operator.types.workload import Workload, template_digest
 
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT = 16
-"""Reads of claims at the same time."""
+"""Reads of claims at the same time, and as many dry runs."""
 DEADLINE = 8.0
 """Seconds after which a call fails."""
 CYCLE_WAIT = 0.1
@@ -78,11 +82,16 @@ class LookupFetcher:
     Args:
         cluster: the API server.
         on_result: is called with a job when a call for it has returned too late for its cycle.
+        may_create_pods: whether the operator may ask what admission makes of pods.
     """
 
-    def __init__(self, cluster: Cluster, on_result: Callable[[JobKey], None]) -> None:
+    def __init__(
+        self, cluster: Cluster, on_result: Callable[[JobKey], None], *, may_create_pods: bool = True
+    ) -> None:
         self._cluster = cluster
+        self._admissions = AdmissionReader(cluster, on_result, may_create_pods=may_create_pods)
         self._on_result = on_result
+        self._checker = TemplateChecker(cluster) if may_create_pods else None
         self._events = EventReader(cluster, DEADLINE)
         self._jobs: dict[str, _JobLookups] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,6 +100,9 @@ class LookupFetcher:
     def retain(self, uids: Collection[str]) -> None:
         """Drop the results of all AdaScaleJobs with other uids."""
         self._jobs = {uid: lookups for uid, lookups in self._jobs.items() if uid in uids}
+        self._admissions.retain(uids)
+        if self._checker is not None:
+            self._checker.retain(uids)
 
     def expire_claim(self, uid: str) -> None:
         """Forget the claim of a job, so that the next cycle reads it."""
@@ -98,8 +110,19 @@ class LookupFetcher:
         if lookups is not None:
             lookups.results = replace(lookups.results, claim=None)
 
+    def note_refusal(self, uid: str, error: JobRefusedError) -> None:
+        """Record that the API server does not create an Indexed Job of a job, until the job has it.
+
+        The first message stays while the reason is the same: it may differ each time, and a status that
+        changes makes the operator try again at once.
+        """
+        lookups = self._jobs.setdefault(uid, _JobLookups())
+        refusal, before = JobRefusal(creation_problem(error.reply), error.extra), lookups.results.refusal
+        if before is None or (before.extra, before.problem.reason) != (error.extra, refusal.problem.reason):
+            lookups.results = replace(lookups.results, refusal=refusal)
+
     async def fetch(self, jobs: Iterable[CachedJob], now: float) -> None:
-        """Start the calls that are due, and wait for claims, but not longer than `CYCLE_WAIT`.
+        """Start the calls that are due, and wait for claims and admission, but not longer than `CYCLE_WAIT`.
 
         Args:
             jobs: the jobs that the cycle looks at.
@@ -107,31 +130,45 @@ class LookupFetcher:
         """
         # Reads of earlier cycles that hang take from the bound, but never all of it.
         limit = asyncio.Semaphore(max(MAX_CONCURRENT - self._claim_reads, 1))
-        claims: set[asyncio.Task[None]] = set()
+        ask_limit = asyncio.Semaphore(MAX_CONCURRENT)
+        awaited: set[asyncio.Task[None]] = set()
         started: dict[asyncio.Task[None], JobKey] = {}
         for job in jobs:
             lookups = self._jobs.setdefault(job.resource.uid, _JobLookups())
-            for name, call in self._due(job, lookups, now, limit):
+            for name, call in self._due(job, lookups, now, limit, ask_limit):
                 lookups.running.add(name)
                 task = asyncio.create_task(self._run(lookups, name, call))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 started[task] = job.resource.key
-                if name == "claim":
-                    claims.add(task)
-        if claims:
-            await asyncio.wait(claims, timeout=CYCLE_WAIT)
+                if name in ("claim", "admission"):
+                    awaited.add(task)
+        if awaited:
+            await asyncio.wait(awaited, timeout=CYCLE_WAIT)
         for task in started:
-            if not (task in claims and task.done()):
+            if not (task in awaited and task.done()):
                 task.add_done_callback(lambda done: self._on_result(started[done]))
 
     def results(self, job: CachedJob) -> LookupResults | None:
-        """Return the newest results for a job. None while its claim is unknown: its pods depend on it.
+        """Return the newest results for a job. None while its claim or its admission is unknown.
+
+        Its pods depend on its claim, and where they can run on admission.
 
         Raises:
             ClusterError: the claim is unknown because it could not be read.
         """
         lookups = self._jobs.get(job.resource.uid, _JobLookups())
+        if _asks_admission(job):
+            admission = self._admissions.admission(job.resource)
+            if admission is None:
+                return None
+            if lookups.results.admission is not admission:
+                lookups.results = replace(lookups.results, admission=admission)
+        digest = self._changed_digest(job, lookups)
+        check = self._checker.result(job.resource.uid, digest) if self._checker and digest else None
+        lookups.results = replace(lookups.results, template_check=check)
+        if lookups.results.refusal is not None and lookups.results.refusal.is_past(job):
+            lookups.results = replace(lookups.results, refusal=None)
         claim = job.workload.claim_name if job.workload is not None else None
         if claim is None:
             return replace(lookups.results, claim=None)
@@ -150,6 +187,13 @@ class LookupFetcher:
         """
         lookups = self._jobs.get(job.resource.uid, _JobLookups())
         needed, times = needed_lookups(job, now), [next_start_check(job.pods, now)]
+        if _asks_admission(job):
+            times.append(self._admissions.due_at(job.resource))
+        digest = self._changed_digest(job, lookups)
+        if self._checker is not None and "check" not in lookups.running:
+            uid = job.resource.uid
+            due = self._checker.left_due_at(uid) if digest is None else self._checker.due_at(uid, digest)
+            times.append(due)
         if needed.claim is not None and "claim" not in lookups.running:
             claim = lookups.results.claim
             if claim is None or claim.name != needed.claim:
@@ -167,9 +211,29 @@ class LookupFetcher:
     # -- calls ----------------------------------------------------------------------------------------------
 
     def _due(
-        self, job: CachedJob, lookups: _JobLookups, now: float, limit: asyncio.Semaphore
+        self,
+        job: CachedJob,
+        lookups: _JobLookups,
+        now: float,
+        limit: asyncio.Semaphore,
+        ask_limit: asyncio.Semaphore,
     ) -> Iterable[tuple[str, Callable[[], Awaitable[None]]]]:
         needed = needed_lookups(job, now)
+        if job.workload is not None and _asks_admission(job):
+            asked = job.workload
+            if self._admissions.due_at(job.resource) <= now:
+                self._admissions.begin(job.resource, now)
+                yield "admission", lambda: self._admissions.ask(job, asked, ask_limit)
+        checker, digest = self._checker, self._changed_digest(job, lookups)
+        if checker is not None and digest is not None and job.workload is not None:
+            changed = job.workload
+            if "check" not in lookups.running and checker.due_at(job.resource.uid, digest) <= now:
+                earlier = checker.begin(job, digest, now)
+                yield "check", lambda: checker.look(job, changed, earlier, now)
+        is_left = checker is not None and digest is None and "check" not in lookups.running
+        if checker is not None and is_left and checker.left_due_at(job.resource.uid) <= now:
+            checker.begin_drop(job.resource.uid, now)
+            yield "check", lambda: checker.drop(job)
         if job.workload is not None and needed.claim is not None and "claim" not in lookups.running:
             workload, name = job.workload, needed.claim
             if self._claim_is_due(lookups, needed, now):
@@ -194,6 +258,18 @@ class LookupFetcher:
             pod = needed.slow_pod.uid
             lookups.pod_events_read_at = now
             yield "pod", lambda: self._read_pod_events(job, pod, lookups)
+
+    def _changed_digest(self, job: CachedJob, lookups: _JobLookups) -> str | None:
+        """Return the digest of a template that the present pods do not have. None if they have it."""
+        workload, indexed_job, claim = job.workload, job.own_indexed_job, lookups.results.claim
+        if workload is None or indexed_job is None or indexed_job.suspended or indexed_job.finished:
+            return None
+        if workload.job.suspend or workload.job.replica_limit == 0 or not job.live_pods:
+            return None
+        if workload.claim_name is not None and claim is None:
+            return None
+        digest = template_digest(workload, single_node=claim is not None and claim.single_node)
+        return digest if digest != indexed_job.digest else None
 
     @staticmethod
     def _claim_is_due(lookups: _JobLookups, needed: Lookups, now: float) -> bool:
@@ -244,6 +320,11 @@ class LookupFetcher:
         if events is not None:
             found = tuple(events.get(pod_uid, ()))
             lookups.results = replace(lookups.results, slow_pod=pod_uid, slow_pod_events=found)
+
+
+def _asks_admission(job: CachedJob) -> bool:
+    """Whether it matters what admission makes of the pods of a job: it may get more of them."""
+    return job.workload is not None and not has_ended(job.resource.status)
 
 
 @asynccontextmanager

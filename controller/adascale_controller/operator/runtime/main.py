@@ -15,6 +15,7 @@ from kubernetes.aio import client, config
 from adascale_client import MetricsServiceClient
 from adascale_controller.operator.apply.cluster import Cluster, ClusterError
 from adascale_controller.operator.apply.kubernetes_cluster import KubernetesCluster
+from adascale_controller.operator.runtime.certificate_keeper import CertificateKeeper, server_hosts
 from adascale_controller.operator.runtime.control_loop import ControlLoop
 from adascale_controller.operator.runtime.health import Health
 from adascale_controller.operator.runtime.informers import run_informers, silence_event_logs
@@ -44,8 +45,18 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 T = TypeVar("T")
 
 
+MIN_VERSION = (1, 31)
+"""The oldest version of Kubernetes that has all fields of an Indexed Job which the operator sets."""
+
+
 class NoClusterError(AdaScaleError):
     """No configuration names a cluster."""
+
+    exit_code = 2
+
+
+class UnusableClusterError(AdaScaleError):
+    """The cluster lacks what the operator needs."""
 
     exit_code = 2
 
@@ -55,6 +66,7 @@ def run_operator(settings: OperatorSettings) -> None:
 
     Raises:
         NoClusterError: no configuration names a cluster.
+        UnusableClusterError: Kubernetes is too old, or the CustomResourceDefinition is not applied.
         LeaseLostError: another operator may be running.
     """
     logging.basicConfig(
@@ -98,27 +110,67 @@ async def _run_control_loop(
     """Run the informers and the control loop until one of them ends."""
     health.record_progress()
     cluster = KubernetesCluster(api, settings.namespace, metrics.count_api_request)
-    service, reader = (
-        MetricsServiceClient(settings.api_url, token_file=settings.token_file) for _ in range(2)
-    )
     cache = ObjectCache()
+    await _require_version(cluster, health)
+    certificates = await _certificates(settings, cluster, cache, health)
+    ca_file = certificates.ca_file if certificates is not None else None
+    service, reader = (
+        MetricsServiceClient(settings.api_url, token_file=settings.token_file, ca_file=ca_file)
+        for _ in range(2)
+    )
     resources = await _retry(lambda: _watched_resources(settings, cluster), health)
+    may_create_pods = await _retry(cluster.may_create_pods, health)
+    if not may_create_pods:
+        logger.info("Not allowed to create pods: tolerations and requests that admission adds are not known")
     loop = ControlLoop(
         *(cache, cluster, service, settings, resources),
         reader=reader,
+        may_create_pods=may_create_pods,
         metrics=metrics,
         on_progress=health.record_progress,
     )
-    await _retry(loop.list_all, health)
+    try:
+        await _retry(loop.list_all, health)
+    except ClusterError as error:
+        if error.status == 404:
+            raise UnusableClusterError(
+                f"the cluster has no resource {names.PLURAL}.{names.API_GROUP}: apply its "
+                "CustomResourceDefinition with kubectl apply -f deploy/base/crd.yaml, which is a part of "
+                "kubectl apply -k deploy"
+            ) from error
+        raise
     health.record_progress()
     metrics.leader.set(1)
     logger.info("Running in %s", settings.namespace or "all namespaces")
     try:
-        await _until_one_ends(run_informers(cache, resources, settings), loop.run())
+        await _until_one_ends(
+            run_informers(cache, resources, settings),
+            loop.run(),
+            *([certificates.run()] if certificates is not None else []),
+        )
     finally:
+        if certificates is not None:
+            certificates.close()
         service.close()
         reader.close()
     logger.info("Stopped")
+
+
+async def _certificates(
+    settings: OperatorSettings, cluster: Cluster, cache: ObjectCache, health: Health
+) -> CertificateKeeper | None:
+    """Return what keeps the certificates of the metrics service, once there are some. None without TLS."""
+    if settings.tls_secret is None:
+        return None
+    keeper = CertificateKeeper(
+        cluster,
+        settings.tls_secret,
+        server_hosts(settings.api_url, settings.pod_settings.api_url),
+        lambda: {namespace for namespace, _ in cache.keys(Resource.ADASCALEJOBS)},
+        is_external=settings.tls_external,
+    )
+    await _retry(keeper.refresh, health)
+    return keeper
 
 
 async def _until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
@@ -132,6 +184,22 @@ async def _until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _require_version(cluster: Cluster, health: Health) -> None:
+    """Refuse a version of Kubernetes that drops fields of an Indexed Job without an error."""
+    try:
+        major, minor = await _retry(cluster.version, health)
+    except ClusterError as error:
+        # Some clusters let few read it.
+        logger.info("The version of Kubernetes is not known: %s", error)
+        return
+    if (major, minor) < MIN_VERSION:
+        needed = ".".join(map(str, MIN_VERSION))
+        raise UnusableClusterError(
+            f"the cluster runs Kubernetes {major}.{minor}, and the operator needs {needed} or newer: upgrade "
+            "the cluster"
+        )
 
 
 async def _watched_resources(settings: OperatorSettings, cluster: Cluster) -> list[Resource]:

@@ -155,6 +155,11 @@ class ObjectCache:
             self._resources_changed = True
         elif resource is not Resource.PODS:
             self._changed_jobs[key] = None
+            for raw in versions:
+                # That of extra pods has another name than the AdaScaleJob.
+                owner = job_of_pod(raw) if raw is not None and resource is Resource.JOBS else None
+                if owner is not None:
+                    self._changed_jobs[owner] = None
         else:
             for pod in versions:
                 owner = job_of_pod(pod) if pod is not None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.accelerator_types import TypedDemands
 from adascale_controller.operator.schedule.job_memory import JobMemory
 from adascale_controller.operator.schedule.nodes import free_nodes
+from adascale_controller.operator.schedule.quota import describe_quota, fixed_count, quota_limit
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.decision.accelerators import TypeOptions
 from adascale_core.decision.decide import Decision, DecisionProblem
@@ -62,6 +63,19 @@ class Candidate:
         name = accelerator.type if accelerator is not None else None
         return name if name in self.types.by_type else None
 
+    @property
+    def growth_priority(self) -> int:
+        """The priority of the pods that it gets or loses next, beyond its smallest count."""
+        extra = self.observed.admission.extra_priority
+        core = self.observed.core
+        return self.state.priority if extra is None or core is None or self.state.replicas < core else extra
+
+    @property
+    def smallest(self) -> int | None:
+        """The smallest valid count. None if no count is valid."""
+        counts = candidate_counts(self.state.bounds, self.state.min_replicas, self.state.max_replicas)
+        return counts[0] if counts else None
+
     @cached_property
     def options(self) -> TypeOptions:
         """Return the types from which to choose: those on which a count is valid."""
@@ -71,7 +85,8 @@ class Candidate:
             if counts:
                 smallest[name] = counts[0]
         demands = {name: self.types.by_type[name].demand for name in smallest}
-        return TypeOptions(self.state.id, smallest, demands, self.types.present)
+        states = {name: self.states[name] for name in smallest}
+        return TypeOptions(self.state.id, smallest, demands, self.types.present, states)
 
     def has_same_demand(self, other: Candidate) -> bool:
         """Whether two candidates request the same, apart from the nodes and the type of their replicas."""
@@ -111,22 +126,35 @@ def make_candidate(
         for name, each in types.by_type.items()
     }
     failing = memory.failing_counts.given_up
-    limits = [job.replica_limit, memory.backoff.limit(fitting, observed.now), memory.failing_counts.limit]
+    extra = observed.extra_pods_problem
+    # Extra pods that run are not affected.
+    extra_limit = max(job.core_replicas, observed.training_replicas) if extra is not None else None
+    quota, current = quota_limit(observed), observed.current_allocation
+    backoff = memory.backoff.limit(fitting, observed.now)
+    limits = [extra_limit, job.replica_limit, backoff, memory.failing_counts.limit, quota]
     limit = min((limit for limit in limits if limit is not None), default=None)
     limit_reason = None
     if limit is not None and limit == job.replica_limit:
         limit_reason = f"spec.replicaLimit is {limit}"
+    elif extra is not None and limit == extra_limit:
+        limit_reason = f"no extra pods are made: {extra}"
     elif failing is not None and limit == failing.limit:
         limit_reason = str(failing)
-    current = observed.current_allocation
+    elif quota is not None and limit == quota and current is not None and quota < current.replicas:
+        limit_reason = describe_quota(observed, quota)
     trains_current = view.desired == current and observed.training_replicas > 0
     replicas = current.replicas if current is not None else 0
     state = replace(
         state,
         arrival=float(observed.resource.created_at),
+        priority=observed.priority,
+        preempts=observed.preempts,
+        deadline=memory.deadline,
         replicas=replicas if requested is None else requested,
         stable_since=state.stable_since if trains_current and requested is None else None,
         limit=limit,
+        limit_reason=describe_quota(observed, quota) if quota is not None and limit == quota else "",
+        min_replicas=fixed_count(observed) or state.min_replicas,
     )
     states = {
         name: replace(
@@ -136,6 +164,8 @@ def make_candidate(
             largest=on_type.largest,
             step_times=on_type.step_times,
             template_step_times=on_type.template_step_times,
+            assumption=on_type.assumption,
+            moves=types.present is not None and name != types.present,
         )
         for name, on_type in on_types.items()
     }
@@ -159,6 +189,17 @@ class Resources:
         """The nodes with their free resources."""
         return None if self.nodes is None else free_nodes(self.nodes, self._pods, ())
 
+    def free_below(self, priority: int) -> Sequence[Node]:
+        """Return the nodes as if no pod of a lower priority were on them that no decision changes."""
+        pods = [pod for pod in self._pods if _priority(pod) >= priority]
+        return free_nodes(self.nodes or (), pods, ())
+
+    @cached_property
+    def lowest_priority(self) -> int | None:
+        """The lowest priority of those pods that are on a node. None if there are none."""
+        placed = (pod for pod in self._pods if pod["spec"].get("nodeName"))
+        return min(map(_priority, placed), default=None)
+
     def capacity(
         self,
         candidates: Mapping[str, Candidate],
@@ -177,3 +218,72 @@ class Resources:
         bounds = (problem.bound for problem in known)
         before = next((bound for bound in bounds if isinstance(bound, NodeCapacity)), None)
         return NodeCapacity(self.free, demands, before)
+
+
+def _priority(pod: ApiObject) -> int:
+    return int(pod["spec"].get("priority") or 0)
+
+
+# -- counts that do not fit ----------------------------------------------------------------------------------
+
+
+def find_preempting(
+    candidates: Iterable[Candidate],
+    decisions: Mapping[str, Decision],
+    resources: Resources,
+    demands: Mapping[str, Demand],
+) -> frozenset[str]:
+    """Return the jobs without replicas whose smallest count fits if pods of lower priority are preempted.
+
+    Args:
+        candidates: all jobs, in the order of their admission.
+        decisions: of all jobs.
+        resources: the nodes.
+        demands: of all jobs.
+    """
+    lowest = resources.lowest_priority
+    counts = {job_id: decision.replicas for job_id, decision in decisions.items() if decision.replicas}
+    found: set[str] = set()
+    free: dict[int, Sequence[Node]] = {}
+    for candidate in candidates:
+        state, smallest = candidate.state, candidate.smallest
+        if not decisions[state.id].waiting or not state.preempts or smallest is None:
+            continue
+        if lowest is None or state.priority <= lowest:
+            continue
+        if state.priority not in free:
+            free[state.priority] = resources.free_below(state.priority)
+        if NodeCapacity(free[state.priority], demands).fits(counts | {state.id: smallest}):
+            counts[state.id] = smallest
+            found.add(state.id)
+    return frozenset(found)
+
+
+def find_growth(
+    problems: Iterable[DecisionProblem],
+    decisions: Mapping[str, Decision],
+    jobs: Collection[str],
+    now: float,
+) -> dict[str, int]:
+    """Return job id -> the next larger count of a job that has a higher utility than the decided one.
+
+    Args:
+        problems: those that were solved.
+        decisions: of all jobs.
+        jobs: the jobs in question.
+        now: the time of the decisions.
+    """
+    found = {}
+    for utility in (each for problem in problems for each in problem.queue if each.job.id in jobs):
+        count = decisions[utility.job.id].replicas
+        on_one_node, on_several = utility.utilities(now)
+        if count in on_several:
+            better = (
+                larger
+                for larger in on_several
+                if larger > count and max(on_one_node[larger], on_several[larger]) > on_several[count]
+            )
+            following = min(better, default=None)
+            if following is not None:
+                found[utility.job.id] = following
+    return found

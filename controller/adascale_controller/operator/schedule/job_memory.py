@@ -14,8 +14,11 @@ from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.failed_pods import failed_pods
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.accelerator_types import TypedDemands
+from adascale_controller.operator.schedule.capacity_requests import CapacityRequests
 from adascale_controller.operator.schedule.nodes import pod_request
 from adascale_controller.operator.schedule.placement_backoff import PlacementBackoff
+from adascale_controller.operator.types.conditions import Reason
+from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.batch.plans import valid_replicas
 from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit
 from adascale_core.views.jobs import JobView
@@ -31,19 +34,28 @@ class JobMemory:
     def __init__(self) -> None:
         self.measurements = JobMeasurements()
         self.backoff = PlacementBackoff()
+        self.requests = CapacityRequests()
         self.failing_counts = FailingCounts()
         self.digest: str | None = None
         """The digest of the template of `failing_counts`."""
         self.request: Mapping[str, int] = MappingProxyType({})
         """What a pod requests."""
+        self.deadline: float | None = None
+        """The deadline of the job on the monotonic clock; None if it has none, or if it has passed."""
+        self._due: float | None = None
+        """The deadline in seconds since 1970, of which `deadline` was computed."""
         self._generation = -1
-        """The generation of the AdaScaleJob of which `request` was computed."""
+        """The generation of the AdaScaleJob of whose template jobs are measured."""
+        self._spec: ApiObject | None = None
+        """The PodSpec of which `request` was computed."""
 
-    def observe_spec(self, job: AdaScaleJob, templates: TemplateMeasurements) -> None:
+    def observe_spec(self, job: ObservedJob, templates: TemplateMeasurements) -> None:
         """Record what a pod of a job requests, and the template that it belongs to."""
-        if self._generation != job.generation:
-            self._generation, self.request = job.generation, pod_request(job.template["spec"])
-            self.measurements.template = templates.of(_program(job))
+        if self._spec is not job.pod_spec:
+            self._spec, self.request = job.pod_spec, pod_request(job.pod_spec)
+        if self._generation != job.resource.generation:
+            self._generation = job.resource.generation
+            self.measurements.template = templates.of(_program(job.resource))
 
     def observe(self, observed: ObservedJob, types: TypedDemands, fitting: Callable[[], int]) -> None:
         """Record the state of a job.
@@ -59,8 +71,18 @@ class JobMemory:
             # The program is another, or the operator has been restarted.
             self.failing_counts = FailingCounts(observed.recorded_failing_count)
             self.digest = observed.digest
+        self._observe_deadline(observed)
         self._observe_failures(observed, view)
         self._observe_placement(observed, view, types, fitting)
+
+    def _observe_deadline(self, observed: ObservedJob) -> None:
+        due = observed.resource.deadline
+        if due is not None and due <= observed.now:
+            due = None
+        if due != self._due:
+            # Once, since the clocks differ a little at each reading.
+            self.deadline = None if due is None else time.monotonic() + due - observed.now
+            self._due = due
 
     def _observe_failures(self, observed: ObservedJob, view: JobView) -> None:
         self.failing_counts.update(view)
@@ -75,13 +97,30 @@ class JobMemory:
         self, observed: ObservedJob, view: JobView, types: TypedDemands, fitting: Callable[[], int]
     ) -> None:
         current, spec = observed.current_allocation, observed.resource.valid_job.spec
+        live, errors = observed.live_pods, observed.agent_errors
+        placed = 0
+        while placed in live and live[placed].is_placed and placed not in errors:
+            placed += 1
+        self.requests.update(placed, observed.now)
+        extra = observed.own_extra_job
+        if extra is not None and not extra.suspended:
+            self.backoff.allow(Reason.EXTRA_PODS_SUSPENDED, observed.now)
+        # A quota of Jobs does not limit the pod of the dry run.
+        if observed.admission.has_quota and observed.refusal is None:
+            self.backoff.allow(Reason.QUOTA_EXCEEDED, observed.admission.asked_at)
         if current is None or current.replicas == 0:
             return
         problem = observed.placement_problem(range(current.replicas))
-        live, refusals = observed.live_pods, observed.refusals
-        placed = 0
-        while placed in live and live[placed].is_placed and placed not in refusals:
-            placed += 1
+        if (
+            problem is not None
+            and problem.reason is Reason.UNSCHEDULABLE
+            and self.requests.active is not None
+        ):
+            # It does not fit yet, and that has a timeout of its own.
+            problem = None
+        if problem is not None and problem.reason is Reason.SCHEDULING_GATED and observed.core is None:
+            # It waits in a queue, as long as its quota allows it. Extra pods may not keep nodes so long.
+            problem = None
 
         def valid() -> list[int]:
             present = types.by_type[types.present].accelerator if types.present is not None else None

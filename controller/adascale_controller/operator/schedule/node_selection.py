@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from adascale_controller.operator.observe.observer import is_ready
-from adascale_controller.operator.schedule.nodes import eligible_nodes
+from adascale_controller.operator.schedule.nodes import describe_obstacles, eligible_nodes, is_kept_from_nodes
 from adascale_controller.operator.types.kubernetes import ApiObject
 
 _SELECTING_FIELDS = ("nodeName", "nodeSelector", "tolerations")
@@ -25,6 +25,7 @@ class NodeSelection:
         """Name of a node -> its resource version, and what selects it."""
         self._present: tuple[str, ...] = ()
         self._eligible: dict[str, frozenset[str]] = {}
+        self._obstacles: dict[str, str] = {}
 
     def update(self, nodes: Sequence[ApiObject]) -> bool:
         """Use these nodes from now on, which are all nodes of the cluster.
@@ -42,18 +43,35 @@ class NodeSelection:
         is_changed = present != self._present
         if is_changed:
             self._eligible.clear()
+            self._obstacles.clear()
         self._nodes, self._present = nodes, present
         return is_changed
 
     def eligible(self, spec: ApiObject) -> frozenset[str]:
         """As `eligible_nodes`."""
-        affinity = spec.get("affinity")
-        selecting = [spec.get(field) for field in _SELECTING_FIELDS]
-        key = json.dumps([*selecting, affinity], sort_keys=True, default=str)
+        key = _key(spec)
         found = self._eligible.get(key)
         if found is None:
             found = self._eligible[key] = eligible_nodes(spec, self._nodes)
         return found
+
+    def obstacles(self, spec: ApiObject, request: Mapping[str, int]) -> str:
+        """As `describe_obstacles`."""
+        key = f"{_key(spec)} {sorted(request.items())}"
+        found = self._obstacles.get(key)
+        if found is None:
+            found = self._obstacles[key] = describe_obstacles(spec, request, self._nodes)
+        return found
+
+    def is_kept_from_nodes(self, spec: ApiObject, request: Mapping[str, int]) -> bool:
+        """As the function `is_kept_from_nodes`."""
+        return is_kept_from_nodes(spec, request, self._nodes)
+
+
+def _key(spec: ApiObject) -> str:
+    """Return a key that is equal for PodSpecs with the same eligible nodes."""
+    selecting = [spec.get(field) for field in (*_SELECTING_FIELDS, "affinity")]
+    return json.dumps(selecting, sort_keys=True, default=str)
 
 
 def _attributes(node: ApiObject) -> str:

@@ -2,7 +2,7 @@
 
 Pods that do not belong to AdaScaleJobs take what they request; the decision shares out the rest. Not
 considered: affinity between pods, topology spread, host ports, volumes bound to a node, ResourceClaims,
-defaults of a LimitRange, requests resized in place. Where one of these keeps a replica from a node that seems
+requests resized in place. Where one of these keeps a replica from a node that seems
 to have room, the pod's own status shows it.
 """
 
@@ -17,6 +17,7 @@ from typing import Final
 
 from kubernetes.utils import parse_quantity
 
+from adascale_controller.formatting import plural
 from adascale_controller.operator.observe.observer import is_ready
 from adascale_controller.operator.observe.pods import job_of_pod
 from adascale_controller.operator.types.kubernetes import ApiObject
@@ -25,6 +26,8 @@ from adascale_core.placement.packing import PODS, Node
 _CPU: Final = "cpu"
 _CORDON: Final = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
 """The taint of a cordoned node, which the node controller adds a moment after the cordon."""
+_MAX_OBSTACLES: Final = 4
+"""Reasons why nodes can't run a pod that a message has at most."""
 _EXCLUDING_EFFECTS: Final = ("NoSchedule", "NoExecute")
 """The effects of taints that keep new pods away. PreferNoSchedule does not."""
 
@@ -142,6 +145,56 @@ def eligible_nodes(spec: ApiObject, nodes: Iterable[ApiObject]) -> frozenset[str
         nodes: all nodes.
     """
     return frozenset(_name(node) for node in nodes if _accepts(node, spec))
+
+
+def describe_obstacles(spec: ApiObject, request: Mapping[str, int], nodes: Iterable[ApiObject]) -> str:
+    """Return why nodes can't run a pod, even if they are empty; an empty text if all nodes can.
+
+    Args:
+        spec: the PodSpec, as in a template.
+        request: what the pod requests, as by `pod_request`.
+        nodes: all nodes.
+    """
+    found = Counter(filter(None, (_obstacle(node, spec, request) for node in nodes)))
+    most = sorted(found.items(), key=lambda each: (-each[1], each[0]))
+    parts = [f"{plural(count, 'node')}: {reason}" for reason, count in most[:_MAX_OBSTACLES]]
+    if len(most) > _MAX_OBSTACLES:
+        parts.append(f"{plural(sum(count for _, count in most[_MAX_OBSTACLES:]), 'node')}: other reasons")
+    return "; ".join(parts)
+
+
+def is_kept_from_nodes(spec: ApiObject, request: Mapping[str, int], nodes: Iterable[ApiObject]) -> bool:
+    """Whether all nodes that hold a pod when they are empty are closed to it by a taint or not selected."""
+    holding = [
+        node
+        for node in nodes
+        if is_ready(node)
+        and _CORDON not in _taints(node)
+        and all(allocatable(node).get(name, 0) >= wanted for name, wanted in request.items())
+    ]
+    return bool(holding) and not any(_accepts(node, spec) for node in holding)
+
+
+def _obstacle(node: ApiObject, spec: ApiObject, request: Mapping[str, int]) -> str | None:
+    """Return why a node can't run a pod, even if it is empty. None if it can."""
+    if not is_ready(node):
+        return "not ready"
+    if spec.get("nodeName") not in (None, "", _name(node)) or not _is_selected(node, spec):
+        return "not selected by nodeName, nodeSelector or node affinity"
+    for taint in _taints(node):
+        if not _is_tolerated(taint, spec):
+            return _describe_taint(taint)
+    units = allocatable(node)
+    small = sorted(name for name, wanted in request.items() if units.get(name, 0) < wanted)
+    return f"too small, even when empty ({', '.join(small)})" if small else None
+
+
+def _describe_taint(taint: ApiObject) -> str:
+    if taint is _CORDON:
+        return "cordoned"
+    value = f"={taint['value']}" if taint.get("value") else ""
+    text = f"{taint.get('key')}{value}:{taint['effect']}"
+    return f"taint {text}, and the pods have no toleration of it (spec.template.spec.tolerations)"
 
 
 def _accepts(node: ApiObject, spec: ApiObject) -> bool:

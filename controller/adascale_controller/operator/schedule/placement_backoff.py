@@ -45,6 +45,17 @@ class PlacementBackoff:
         """Return the failed placement whose pause is not over at `now`, in seconds since 1970."""
         return self._failed if self._failed is not None and now < self._failed.until else None
 
+    def allow(self, reason: str, since: float) -> None:
+        """Forget a placement that failed for a reason that no longer holds.
+
+        Args:
+            reason: the reason.
+            since: when it no longer held, in seconds since 1970.
+        """
+        failed = self._failed
+        if failed is not None and failed.reason == reason and failed.until - failed.pause < since:
+            self._failed = None
+
     def next_due(self, now: float) -> float:
         """Return when time alone changes something, in seconds since 1970; infinite if it does not."""
         until = self._failed.until if self._failed is not None else inf

@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
+from types import MappingProxyType
 
 from adascale_controller.explanation_schedule import ExplanationSchedule
 from adascale_controller.failing_counts import FailingCount
+from adascale_controller.formatting import plural
 from adascale_controller.measurements import TemplateMeasurements
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.accelerator_types import AcceleratorTypes, TypedDemands
-from adascale_controller.operator.schedule.candidate import Candidate, Resources, make_candidate
+from adascale_controller.operator.schedule.candidate import (
+    Candidate,
+    Resources,
+    find_growth,
+    find_preempting,
+    make_candidate,
+)
+from adascale_controller.operator.schedule.capacity_requests import (
+    MAX_JOBS,
+    NODES,
+    PREEMPTION,
+    TRIAL,
+    RequestKind,
+)
 from adascale_controller.operator.schedule.job_memory import JobMemory
 from adascale_controller.operator.schedule.node_selection import NodeSelection
 from adascale_controller.operator.schedule.standing_decisions import StandingDecisions, still_applies
-from adascale_controller.operator.types.actions import FailedPlacement
+from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_core.decision.accelerators import Accelerator, choose_types
+from adascale_core.decision.accelerators import Accelerator
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.explanation import explain
+from adascale_core.decision.type_choice import TypeChoice
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.placement.packing import Demand
-from adascale_core.views.decision import DecisionView
+from adascale_core.views.decision import DecisionView, LimitKind, LimitView
 
 MIN_INTERVAL = 1.0
 """Seconds between two decisions for which there are only new measurements."""
@@ -31,6 +47,12 @@ MAX_SHARE = 0.05
 """The share of the time that such decisions take."""
 MAX_CHANGE_SHARE = 0.5
 """The share of the time that decisions about changes take, beyond `BURST`."""
+POSTPONED_INTERVAL = 10.0
+"""Seconds until a job that waits for the requests of others is looked at again."""
+MAX_HOLD = 90.0
+"""Seconds for which a job waits for replicas of jobs of lower priority to leave. A grace period is 30 s."""
+HOLD_INTERVAL = 1.0
+"""Seconds until a job that waits for them is looked at again."""
 BURST = 1.0
 """Seconds of processor time that such decisions may take at any time, one after the other."""
 
@@ -63,6 +85,9 @@ class DecisionResult:
         problems: the problems that were solved.
         next_change: when the same problem may have another solution, on the monotonic clock.
         cost: the seconds of processor time that it took.
+        preempting: the jobs without replicas whose smallest count fits if pods of lower priority leave.
+        growth: job id -> the next larger count of a job that may request nodes, and would use them.
+        choice: of the types of accelerators. None if nodes are not known.
     """
 
     input: DecisionInput
@@ -71,6 +96,9 @@ class DecisionResult:
     problems: Sequence[DecisionProblem]
     next_change: float
     cost: float
+    preempting: frozenset[str] = frozenset()
+    growth: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    choice: TypeChoice | None = None
 
 
 class Scheduler:
@@ -83,10 +111,15 @@ class Scheduler:
     Args:
         accelerator_label: the label of nodes that names the type of their accelerators. Empty if types are
             not distinguished.
+        request_nodes: whether replicas that do not fit are requested for an autoscaler, where the spec of a
+            job does not say.
     """
 
-    def __init__(self, accelerator_label: str = DEFAULT_ACCELERATOR_LABEL) -> None:
+    def __init__(
+        self, accelerator_label: str = DEFAULT_ACCELERATOR_LABEL, *, request_nodes: bool = False
+    ) -> None:
         self._accelerator_label = accelerator_label
+        self._request_nodes = request_nodes
         self._accelerator_types = AcceleratorTypes(accelerator_label)
         self._memories: dict[str, JobMemory] = {}
         self._templates = TemplateMeasurements()
@@ -109,6 +142,12 @@ class Scheduler:
         self._explain_at = -inf
         """When more jobs may be explained, on the monotonic clock."""
         self._not_stored: set[str] = set()
+        self._postponed: set[str] = set()
+        """The jobs that may request more than fits once fewer others do."""
+        self._granted_after: dict[str, float] = {}
+        """The jobs whose requests have succeeded -> when, on the monotonic clock."""
+        self._held_since: dict[str, float] = {}
+        """The jobs that grow once replicas of jobs of lower priority have left, and since when they wait."""
         self._jobs_changed = self._resources_changed = self._measurements_changed = False
 
     # -- what has changed -----------------------------------------------------------------------------------
@@ -146,7 +185,7 @@ class Scheduler:
             self.remove(job_id)
             before = None
         memory = self._memories.setdefault(job.resource.uid, JobMemory())
-        memory.observe_spec(job.resource, self._templates)
+        memory.observe_spec(job, self._templates)
         demand, types = self._demands(job)
         memory.observe(job, types, lambda: self._fitting(job_id, demand, types))
         self._replace(before, self._candidate(job, demand, types))
@@ -185,6 +224,9 @@ class Scheduler:
     def remove(self, job_id: str) -> None:
         """Drop a job that may not run, or is gone."""
         self._requested.pop(job_id, None)
+        self._postponed.discard(job_id)
+        self._held_since.pop(job_id, None)
+        self._granted_after.pop(job_id, None)
         if self._candidates.pop(job_id, None) is not None:
             self._standing.discard(job_id)
             self._present_types.pop(job_id, None)
@@ -245,14 +287,16 @@ class Scheduler:
         if before is not None and same_jobs and before.input.resources.free == resources.free:
             cost = max(before.cost, time.thread_time() - begun)
             return replace(before, input=given, cost=cost)
-        ordered = sorted(candidates.values(), key=lambda each: (each.state.arrival, each.state.id))
-        types: dict[str, str] = {}
+        ordered = sorted(candidates.values(), key=lambda each: each.state.admission_order)
+        choice: TypeChoice | None = None
         if resources.free is not None:
-            types = choose_types([each.options for each in ordered], resources.free)
+            known = before.choice if before else None
+            choice = TypeChoice.of([each.options for each in ordered], resources.free, now, known)
+        types = choice.types if choice is not None else {}
         demands = {job_id: each.demand_on(types.get(job_id)) for job_id, each in candidates.items()}
         states = [each.state_on(types.get(job_id)) for job_id, each in candidates.items()]
         capacity = resources.capacity(candidates, demands, before.problems if before else ())
-        problems = DecisionProblem.independent(states, capacity, before.problems if before else ())
+        problems = DecisionProblem.independent(states, capacity, before.problems if before else (), choice)
         decisions: dict[str, Decision] = {}
         for problem in problems:
             decisions |= problem.decide(now)
@@ -266,8 +310,11 @@ class Scheduler:
             if candidate.limit_reason is not None and decision.replicas < candidate.state.replicas:
                 decisions[job_id] = replace(decision, reason=candidate.limit_reason)
         next_change = min((problem.next_change(now) for problem in problems), default=inf)
+        preempting = find_preempting(ordered, decisions, resources, demands)
+        growing = {job_id for job_id, each in candidates.items() if self._may_request_nodes(each)}
+        growth = find_growth(problems, decisions, growing, now)
         cost = time.thread_time() - begun
-        return DecisionResult(given, decisions, now, problems, next_change, cost)
+        return DecisionResult(given, decisions, now, problems, next_change, cost, preempting, growth, choice)
 
     def adopt(self, result: DecisionResult, now: float) -> set[str]:
         """Use a decision from now on, except what it says about jobs that have changed since.
@@ -277,7 +324,7 @@ class Scheduler:
             now: seconds since 1970.
 
         Returns:
-            the jobs that get another replica count, or have a decision again.
+            the jobs that get another replica count, may request more than fits, or have a decision again.
         """
         decisions, known = result.decisions, result.input.candidates
         decided_on = {job_id: known[job_id].decided_state(each) for job_id, each in decisions.items()}
@@ -308,7 +355,8 @@ class Scheduler:
         self._share_used_until = max(earlier, now - result.cost) + result.cost / MAX_CHANGE_SHARE
         self._outdated = outdated
         self._is_explained = False
-        return changed | (without_decision - still_without)
+        requesting = {*result.growth, *result.preempting} & self._candidates.keys()
+        return changed | requesting | (without_decision - still_without)
 
     def explain(self) -> Sequence[DecisionView]:
         """Return the explanations to store with the metrics service, of the last decision, each once.
@@ -330,12 +378,31 @@ class Scheduler:
         found: dict[str, DecisionView] = {}
         for problem in result.problems:
             found |= explain(
-                problem, result.decided_at, decisions=result.decisions, time=time.time(), only=due
+                problem,
+                result.decided_at,
+                decisions=result.decisions,
+                time=time.time(),
+                only=due,
+                choice=result.choice,
             )
         self._explain_cost = time.thread_time() - begun
         pause = 0.0 if self._is_explained else self._explain_cost / MAX_SHARE
         self._explain_at = time.monotonic() + pause
-        return list(found.values())
+        candidates = result.input.candidates
+        return [self._with_extra_pods(candidates[job], each) for job, each in found.items()]
+
+    @staticmethod
+    def _with_extra_pods(candidate: Candidate, explained: DecisionView) -> DecisionView:
+        """Return an explained decision that says which replicas may be taken at any time."""
+        job, core = candidate.observed.resource.job, candidate.observed.core
+        if core is None or job is None or job.opportunistic is None:
+            return explained
+        name = job.opportunistic.priority_class_name[:100]
+        reason = (
+            f"beyond {plural(core, 'replica')} it has extra pods, of PriorityClass {name}, which pods of "
+            "higher priority may take at any time"
+        )
+        return replace(explained, limits=(*explained.limits, LimitView(LimitKind.PRIORITY, reason)))
 
     def leave_unexplained(self) -> None:
         """Explain nothing more of the last decision."""
@@ -359,7 +426,123 @@ class Scheduler:
         if decided_type is not None:
             # The type is what was decided. Whether its pods have to require it depends on where they are now.
             decision = replace(decision, accelerator=candidate.types.by_type[decided_type].accelerator)
-        return decision
+        request = self._request(candidate, decision)
+        if request is not None:
+            return replace(decision, replicas=request.count, reason=request.message, waiting=False)
+        if decision.waiting:
+            return replace(decision, reason=self._waiting_reason(candidate, decision.reason))
+        return self._after_leaving(candidate, decision)
+
+    # -- jobs of lower priority -----------------------------------------------------------------------------
+
+    def _after_leaving(self, candidate: Candidate, decision: Decision) -> Decision:
+        """Return a decision, without growth while replicas of jobs of lower priority leave for it.
+
+        The Kubernetes scheduler would preempt pods of these jobs for a pending pod, and others than those
+        that leave.
+        """
+        job, state = candidate.observed, candidate.state
+        leaving = self._leaving_for(candidate) if decision.replicas > state.replicas else None
+        if leaving is None:
+            self._held_since.pop(state.id, None)
+            return decision
+        if job.now > self._held_since.setdefault(state.id, job.now) + MAX_HOLD:
+            return decision
+        reason = (
+            f"Waiting for replicas of {leaving}, which has a lower priority, to save their state and leave"
+        )
+        return replace(decision, replicas=state.replicas, reason=reason, waiting=state.replicas == 0)
+
+    def _leaving_for(self, candidate: Candidate) -> str | None:
+        """Return a job of lower priority whose replicas are about to leave nodes that a job may use."""
+        nodes, priority = candidate.demand.nodes, candidate.growth_priority
+        if priority == min(each.growth_priority for each in self._candidates.values()):
+            return None
+        for other in self._candidates.values():
+            if other is candidate or other.growth_priority >= priority:
+                continue
+            standing = self._standing.get(other.state.id)
+            kept = standing.replicas if standing is not None else other.state.replicas
+            for pod in other.observed.own_pods:
+                if pod.rank >= kept and not pod.has_ended and (nodes is None or pod.node in nodes):
+                    return other.state.id
+        return None
+
+    # -- requests beyond the capacity -----------------------------------------------------------------------
+
+    def capacity_request(self, job: ObservedJob) -> CapacityRequest | None:
+        """Return the count of a job that is requested although it does not fit. None if none is."""
+        memory = self._memories.get(job.resource.uid)
+        return memory.requests.active if memory is not None else None
+
+    def _request(self, candidate: Candidate, decision: Decision) -> CapacityRequest | None:
+        """Return the count that a job requests although it does not fit, which may be a new request."""
+        job, state = candidate.observed, candidate.state
+        requests = self._memories[job.resource.uid].requests
+        self._postponed.discard(state.id)
+        active = requests.active
+        if active is not None:
+            is_allowed = state.limit is None or active.count <= max(state.limit, candidate.smallest or 0)
+            if requests.granted and state.id not in self._granted_after:
+                # The decisions so far do not count its replicas.
+                self._granted_after[state.id] = time.monotonic()
+                self._jobs_changed = True
+            is_counted = self._decided_at > self._granted_after.get(state.id, inf)
+            if decision.replicas == active.fitting and is_allowed and not is_counted:
+                return active
+            # It fits, or is not wanted any more.
+            requests.cancel()
+            self._granted_after.pop(state.id, None)
+            return None
+        found = self._due_request(candidate, decision)
+        if found is None or not requests.may_begin(job.now):
+            return None
+        if sum(memory.requests.active is not None for memory in self._memories.values()) >= MAX_JOBS:
+            self._postponed.add(state.id)
+            return None
+        requests.begin(*found, decision.replicas, job.now)
+        return requests.active
+
+    @property
+    def _decided_at(self) -> float:
+        return self._result.decided_at if self._result is not None else -inf
+
+    def _due_request(self, candidate: Candidate, decision: Decision) -> tuple[RequestKind, int] | None:
+        """Return why to request which count of a job that does not fit. None if there is no reason to."""
+        job, job_id = candidate.observed, candidate.state.id
+        result, smallest = self._result, candidate.smallest
+        if result is None or smallest is None:
+            return None
+        if not decision.waiting:
+            count = result.growth.get(job_id)
+            is_settled = decision.replicas == candidate.state.replicas == job.training_replicas
+            may_grow = (
+                is_settled and self.failed_placement(job) is None and self._may_request_nodes(candidate)
+            )
+            return (NODES, count) if count is not None and count > decision.replicas and may_grow else None
+        if job_id in result.preempting:
+            return PREEMPTION, smallest
+        if self._may_request_nodes(candidate):
+            return NODES, smallest
+        request = self._memories[job.resource.uid].request
+        if job.admission.problem and self._node_selection.is_kept_from_nodes(job.pod_spec, request):
+            return TRIAL, smallest
+        return None
+
+    def _may_request_nodes(self, candidate: Candidate) -> bool:
+        """Whether a job may request replicas that do not fit, so that an autoscaler adds nodes."""
+        of_job = candidate.observed.resource.valid_job.request_nodes
+        return self._request_nodes if of_job is None else of_job
+
+    def _waiting_reason(self, candidate: Candidate, reason: str) -> str:
+        """Return the reason of a decision that a job waits for capacity, with what keeps it from nodes."""
+        observed = candidate.observed
+        request = self._memories[observed.resource.uid].request
+        obstacles = self._node_selection.obstacles(observed.pod_spec, request)
+        problem = observed.admission.problem
+        refusal = self._memories[observed.resource.uid].requests.describe_refusal(observed.now)
+        unknown = f"What admission makes of the pods is not known ({problem})" if problem else ""
+        return ". ".join(filter(None, (reason, obstacles, unknown, refusal)))
 
     def _is_about_another_type(self, candidate: Candidate) -> bool:
         """Whether a job has left the type of accelerator on which it was when it was decided about.
@@ -423,13 +606,17 @@ class Scheduler:
     def next_due(self, job: ObservedJob) -> float:
         """Return when time alone changes the state of a job, in seconds since 1970; infinite if never."""
         memory = self._memories.get(job.resource.uid)
-        return memory.backoff.next_due(job.now) if memory is not None else inf
+        if memory is None:
+            return inf
+        postponed = job.now + POSTPONED_INTERVAL if job.resource.id in self._postponed else inf
+        held = job.now + HOLD_INTERVAL if job.resource.id in self._held_since else inf
+        return min(memory.backoff.next_due(job.now), memory.requests.next_due(job.now), postponed, held)
 
     def _demands(self, observed: ObservedJob) -> tuple[Demand, TypedDemands]:
         """Return the requests of a job to nodes of any type of accelerator, and to nodes of each type."""
         demand = Demand(
             request=self._memories[observed.resource.uid].request,
-            nodes=self._node_selection.eligible(observed.resource.template["spec"]),
+            nodes=self._node_selection.eligible(observed.placement_spec),
             placed={rank: pod.node for rank, pod in observed.live_pods.items() if pod.node},
             one_node=observed.single_node,
         )

@@ -95,7 +95,16 @@ def still_applies(state: JobState, decided_on: JobState, decision: Decision) -> 
 
 def constraints(state: JobState) -> tuple[object, ...]:
     """Return what a decision must respect in a job."""
-    return state.bounds, state.min_replicas, state.max_replicas, state.limit, state.arrival
+    return (
+        state.bounds,
+        state.min_replicas,
+        state.max_replicas,
+        state.limit,
+        state.arrival,
+        state.priority,
+        state.preempts,
+        state.deadline,
+    )
 
 
 def _requested(decision: Decision) -> object:

@@ -21,6 +21,7 @@ class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
+    DEADLINE_FEASIBLE = "DeadlineFeasible"
 
 
 class Reason(StrEnum):
@@ -36,12 +37,19 @@ class Reason(StrEnum):
     SUSPENDED = "Suspended"
     SCALED_TO_ZERO = "ScaledToZero"
     RESUMED = "Resumed"
+    QUEUED = "Queued"
+    QUEUE_CHANGED = "QueueChanged"
+    JOB_SUSPENDED = "JobSuspended"
+    SCHEDULING_GATED = "SchedulingGated"
     TEMPLATE_CHANGED = "TemplateChanged"
     ACCELERATOR_CHANGED = "AcceleratorChanged"
     METRICS_SERVICE_UNAVAILABLE = "MetricsServiceUnavailable"
     NAME_CONFLICT = "NameConflict"
     CLEANING_UP = "CleaningUp"
+    NODES_REQUESTED = "NodesRequested"
+    PREEMPTING = "Preempting"
     UNSCHEDULABLE = "Unschedulable"
+    METRICS_SERVICE_UNREACHABLE = "MetricsServiceUnreachable"
     VOLUME_NOT_FOUND = "VolumeNotFound"
     VOLUME_NOT_BOUND = "VolumeNotBound"
     IMAGE_PULL_FAILED = "ImagePullFailed"
@@ -49,6 +57,8 @@ class Reason(StrEnum):
     CONTAINER_START_FAILED = "ContainerStartFailed"
     QUOTA_EXCEEDED = "QuotaExceeded"
     POD_CREATION_FAILED = "PodCreationFailed"
+    EXTRA_PODS_REJECTED = "ExtraPodsRejected"
+    EXTRA_PODS_SUSPENDED = "ExtraPodsSuspended"
     REPLICA_REFUSED = "ReplicaRefused"
     PROGRAM_FAILED = "ProgramFailed"
     FINISHED = "Finished"
@@ -57,6 +67,10 @@ class Reason(StrEnum):
     NO_PROGRESS = "NoProgress"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     INVALID_SPEC = "InvalidSpec"
+    COUNT_SUFFICES = "CountSuffices"
+    NO_COUNT_SUFFICES = "NoCountSuffices"
+    DEADLINE_MET = "DeadlineMet"
+    DEADLINE_MISSED = "DeadlineMissed"
 
 
 @dataclass(frozen=True)

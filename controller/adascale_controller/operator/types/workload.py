@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field, replace
 from typing import Final
 
 from adascale_controller.job import Job
 from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.operator.types.queueing import Queueing
 from adascale_core import names
 
 CHECKPOINT_FOLDER: Final = "/var/lib/adascale/checkpoints"
@@ -23,10 +24,23 @@ class PodSettings:
         api_url: base URL of the metrics service, as pods reach it.
         accelerator_label: the label of nodes that names the type of their accelerators; empty if types are
             not distinguished.
+        fs_group: whether volumes get a group that may write to them, where a template sets none.
+        has_authority: whether pods get the certificate of the authority of the metrics service.
+        plain_url: base URL of the metrics service without TLS, which the pods of a job may keep that were
+            made with it. None if they may not.
     """
 
     api_url: str
     accelerator_label: str = names.DEFAULT_ACCELERATOR_LABEL
+    fs_group: bool = True
+    has_authority: bool = False
+    plain_url: str | None = None
+
+    def without_tls(self) -> PodSettings | None:
+        """Return the settings of the pods that were made before TLS was turned on. None if there are none."""
+        if self.plain_url is None:
+            return None
+        return replace(self, api_url=self.plain_url, has_authority=False, plain_url=None)
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,8 @@ class Workload:
         template: `spec.template` as the user wrote it.
         created_at: creation time of the AdaScaleJob, in seconds since 1970.
         settings: the settings of its pods.
+        queueing: the labels and annotations of Kueue on the AdaScaleJob.
+        digests: the digests that `template_digest` has returned, by `single_node`.
     """
 
     name: str
@@ -50,6 +66,13 @@ class Workload:
     template: ApiObject
     created_at: int
     settings: PodSettings
+    queueing: Queueing = field(default_factory=Queueing)
+    digests: dict[bool, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def extra_name(self) -> str:
+        """The name of the Indexed Job of its extra pods."""
+        return extra_name(self.name)
 
     @property
     def labels(self) -> dict[str, str]:
@@ -79,16 +102,29 @@ class Workload:
         return self.job.checkpoint_url or folder
 
 
+def extra_name(name: str) -> str:
+    """Return the name of the Indexed Job of a job's extra pods."""
+    return f"{name}{names.EXTRA_SUFFIX}"
+
+
 def template_digest(workload: Workload, *, single_node: bool) -> str:
     """Return a digest of everything that takes new pods to change.
 
     That is: the user's template, where and how often checkpoints are saved, the timeout of a step, the URL of
-    the metrics service, and whether all replicas share a node. The bounds are not part of it: replicas read
-    new bounds from the metrics service. What the operator adds to the template is not part of it either, so
-    that an upgrade of the operator does not restart every job. For the same reason a part that was added
-    later is left out where the spec does not set it.
+    the metrics service, whether all replicas share a node, and which replicas are extra pods. The bounds are
+    not part of it: replicas read new bounds from the metrics service. What the operator adds to the template
+    is not part of it either, so that an upgrade of the operator does not restart every job. For the same
+    reason a part that was added later is left out where the spec does not set it. Each cycle needs it several
+    times, so the workload keeps it.
     """
+    if single_node not in workload.digests:
+        workload.digests[single_node] = _digest(workload, single_node=single_node)
+    return workload.digests[single_node]
+
+
+def _digest(workload: Workload, *, single_node: bool) -> str:
     checkpoint, step_timeout = workload.job.checkpoint, workload.job.step_timeout_seconds
+    opportunistic = workload.job.opportunistic
     parts = {
         "template": workload.template,
         "checkpoint": [workload.claim_name, checkpoint.path, checkpoint.interval_seconds]
@@ -96,6 +132,11 @@ def template_digest(workload: Workload, *, single_node: bool) -> str:
         "apiUrl": workload.settings.api_url,
         "oneNode": single_node,
         **({"stepTimeout": step_timeout} if step_timeout is not None else {}),
+        **(
+            {"opportunistic": [*astuple(opportunistic), workload.job.core_replicas]}
+            if opportunistic is not None
+            else {}
+        ),
     }
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=dict)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

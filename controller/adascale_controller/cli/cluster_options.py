@@ -1,0 +1,165 @@
+"""The options that select a cluster, and the place that a command is for: this machine, or a cluster.
+
+A command is for this machine unless an option names the cluster, because a run here and a job there may have
+the same name. `kubectl adascale` is for the cluster always.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from adascale_client import MetricsServiceClient
+from adascale_controller.cli.service_client import client_at
+from adascale_controller.cluster.api import Api, ClusterTarget
+from adascale_controller.cluster.cluster_jobs import ClusterJobs
+from adascale_controller.cluster.metrics_service import metrics_client
+from adascale_core.errors import AdaScaleError
+from adascale_core.extras import requires_extra
+
+PLUGIN = "kubectl adascale"
+"""The name of the command line as a plugin of kubectl."""
+CLUSTER_PANEL = "Options for a Kubernetes cluster"
+"""The heading of these options in the help."""
+ENV_SYSTEM_NAMESPACE = "ADASCALE_SYSTEM_NAMESPACE"
+"""The default of `--system-namespace`."""
+
+Cluster = Annotated[
+    bool,
+    typer.Option(
+        "--cluster",
+        metavar="",
+        help="The job is on the Kubernetes cluster of the kubeconfig, and not on this machine. Each of the "
+        "options below but --system-namespace means this too.",
+        show_default=False,
+        rich_help_panel=CLUSTER_PANEL,
+    ),
+]
+Namespace = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace",
+        "-n",
+        metavar="NAME",
+        help="The job's namespace. Default: that of the context.",
+        show_default=False,
+        rich_help_panel=CLUSTER_PANEL,
+    ),
+]
+Context = Annotated[
+    str | None,
+    typer.Option(
+        "--context",
+        metavar="NAME",
+        help="The context of the kubeconfig. Default: its current context.",
+        show_default=False,
+        rich_help_panel=CLUSTER_PANEL,
+    ),
+]
+Kubeconfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--kubeconfig",
+        metavar="FILE",
+        help="The kubeconfig. Default: $KUBECONFIG, or else ~/.kube/config.",
+        show_default=False,
+        rich_help_panel=CLUSTER_PANEL,
+    ),
+]
+SystemNamespace = Annotated[
+    str,
+    typer.Option(
+        "--system-namespace",
+        metavar="NAME",
+        envvar=ENV_SYSTEM_NAMESPACE,
+        help="The namespace of the metrics service.",
+        rich_help_panel=CLUSTER_PANEL,
+    ),
+]
+
+
+class PlaceError(AdaScaleError):
+    """Options of which one is for this machine and one for a cluster."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Connection:
+    """An open connection to a cluster.
+
+    Args:
+        api: the API server.
+        jobs: the jobs of the cluster.
+    """
+
+    api: Api
+    jobs: ClusterJobs
+
+    def metrics(self, system_namespace: str, url: str | None = None) -> MetricsServiceClient:
+        """Return the client of the metrics service: at `url`, or else through the API server."""
+        if url is not None:
+            return client_at(url)
+        return metrics_client(self.api, system_namespace)
+
+
+def always_for_cluster(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that is for the cluster, without the options for this machine."""
+    # Typer does not evaluate the annotations of a signature that it is given.
+    signature = inspect.signature(command, eval_str=True)
+    if "cluster" not in signature.parameters:
+        return command
+    chosen = {"cluster", "state_dir"}
+
+    @functools.wraps(command)
+    def run(**arguments: object) -> None:
+        command(cluster=True, **arguments)
+
+    kept = [each for name, each in signature.parameters.items() if name not in chosen]
+    run.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return run
+
+
+def select_cluster(
+    cluster: bool,
+    namespace: str | None,
+    context: str | None,
+    kubeconfig: Path | None,
+    state_dir: Path | None = None,
+) -> ClusterTarget | None:
+    """Return the cluster that a command is for; None for this machine.
+
+    Raises:
+        PlaceError: there are options for both.
+    """
+    named = cluster or any(each is not None for each in (namespace, context, kubeconfig))
+    if not named:
+        return None
+    if state_dir is not None:
+        raise PlaceError(
+            "--state-dir is for a run on this machine, and the other options are for a cluster: omit one of "
+            "them"
+        )
+    return ClusterTarget(context, namespace, kubeconfig)
+
+
+@contextmanager
+def open_cluster(target: ClusterTarget) -> Iterator[Connection]:
+    """Yield the connection to a cluster.
+
+    Raises:
+        MissingExtraError: the Python client of Kubernetes is not installed.
+        NoClusterError: no cluster is configured.
+    """
+    # Imported here because importing the Kubernetes client takes a second.
+    with requires_extra("a command for a cluster", "kubernetes"):
+        from adascale_controller.cluster.kubernetes_api import connect
+    with connect(target) as api:
+        yield Connection(api, ClusterJobs(api, target.namespace))

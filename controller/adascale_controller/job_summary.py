@@ -1,0 +1,214 @@
+"""The status of a job as `adascale list` and `adascale status` show it, on one machine and on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from adascale_controller.formatting import age, columns, count, memory, percent, plural
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.views.job_state_name import JobStateName
+from adascale_core.views.jobs import ReplicaView
+
+_HEADER = (
+    "NAME", "STATE", "REPLICAS", "DESIRED", "BATCH", "GAIN", "EFFICIENCY", "PROGRESS", "RESTARTS", "AGE",
+)  # fmt: skip
+
+MAX_REASON = 80
+"""Characters of a reason in a list; `adascale status` has all of it."""
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """The status of a job.
+
+    Args:
+        name, namespace: its identity.
+        shown_name: its name in a list, with which commands select it.
+        state: what it does.
+        replicas: the replicas that train.
+        desired: the desired replicas.
+        began: when its first run began, or when it was created, in seconds since 1970.
+        batch_size: the global batch size, in samples; None if unknown, as all that follow.
+        local_batch_limit: the largest local batch that fits into memory, in samples.
+        gain: the steps at `batchSize` that one step replaces.
+        efficiency: gain / scale.
+        progress: in steps at `batchSize`.
+        total: the progress at which it ends.
+        progress_text: progress as a share of `total`, or else the number; empty if unknown.
+        restarts: disruptions and failures.
+        reason: why it has failed, or does not train; empty if it does.
+        exit_code: of its last run on one machine.
+        process: the process of its run on one machine.
+        url: the address of its metrics service on one machine.
+        state_dir: its state folder on one machine.
+        checkpoint_step: the step of its newest checkpoint.
+        checkpoint_error: why its checkpoints cannot be read.
+        result: what its program has reported at its end.
+    """
+
+    name: str
+    namespace: str
+    shown_name: str
+    state: JobStateName
+    replicas: int
+    desired: int
+    began: float
+    batch_size: int | None = None
+    local_batch_limit: int | None = None
+    gain: float | None = None
+    efficiency: float | None = None
+    progress: float | None = None
+    total: float | None = None
+    progress_text: str = ""
+    restarts: int | None = None
+    reason: str = ""
+    exit_code: int | None = None
+    process: int | None = None
+    url: str | None = None
+    state_dir: str | None = None
+    checkpoint_step: int | None = None
+    checkpoint_error: str | None = None
+    result: Mapping[str, float | str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the status as members of a JSON object, named as in the status of an AdaScaleJob."""
+        return {
+            "name": self.name,
+            "namespace": self.namespace,
+            "state": self.state.value,
+            "replicas": self.replicas,
+            "desiredReplicas": self.desired,
+            "batchSize": self.batch_size,
+            "localBatchLimit": self.local_batch_limit,
+            "gain": self.gain,
+            "efficiency": self.efficiency,
+            "progress": self.progress,
+            "progressText": self.progress_text,
+            "restarts": self.restarts,
+            "startTime": self.began,
+            "reason": self.reason,
+            "exitCode": self.exit_code,
+            "process": self.process,
+            "url": self.url,
+            "stateDir": self.state_dir,
+            "checkpointStep": self.checkpoint_step,
+            "checkpointError": self.checkpoint_error,
+            "result": dict(self.result),
+        }
+
+
+@dataclass(frozen=True)
+class JobDetails:
+    """What `adascale status` shows beside the summary.
+
+    Args:
+        state: the state, with what explains it.
+        runs: whether it runs, or waits to run.
+        stall: where replicas are while no step ends; empty while steps end.
+        checkpoint: its newest checkpoint, or where its checkpoints are.
+        places: names and values of more facts, such as files; empty values are left out.
+        replicas: the last registrations of its replicas; empty if they are unknown.
+    """
+
+    state: str
+    runs: bool
+    stall: str = ""
+    checkpoint: str = ""
+    places: Sequence[tuple[str, str]] = ()
+    replicas: Sequence[ReplicaView] = ()
+
+
+def render_list(summaries: Sequence[JobSummary], now: float) -> str:
+    """Return a line for each job, below a header; `now` is in seconds since 1970.
+
+    The reasons are in a last column, if there are any.
+    """
+    rows = [_HEADER, *(_row(summary, now) for summary in summaries)]
+    reasons = ["REASON", *(_shortened(summary.reason) for summary in summaries)]
+    if any(reasons[1:]):
+        rows = [(*row, reason) for row, reason in zip(rows, reasons, strict=True)]
+    return columns(rows)
+
+
+def render_status(summary: JobSummary, details: JobDetails, now: float) -> str:
+    """Return the status with its replicas and files; `now` is in seconds since 1970."""
+    limit = summary.local_batch_limit
+    facts = [
+        ("name", f"{summary.namespace}.{summary.name}"),
+        ("state", details.state),
+        ("reason", summary.reason.replace("\n", " ")),
+        ("age", age(now - summary.began)),
+        ("replicas", f"{summary.replicas} of {summary.desired} desired" if details.runs else "0"),
+        ("batch size", "" if summary.batch_size is None else count(summary.batch_size)),
+        ("memory", "" if limit is None else memory(limit)),
+        ("gain", _number(summary.gain)),
+        ("efficiency", _percent(summary.efficiency)),
+        ("progress", _progress(summary)),
+        ("restarts", "" if summary.restarts is None else str(summary.restarts)),
+        ("stall", details.stall),
+        ("checkpoint", details.checkpoint),
+        ("result", format_result(summary.result)),
+        *details.places,
+    ]
+    text = columns([(name, value) for name, value in facts if value])
+    if not details.replicas:
+        return text
+    replicas = [(str(item.replica), item.state.value, str(item.generation)) for item in details.replicas]
+    return f"{text}\n\n{columns([('REPLICA', 'STATE', 'GENERATION'), *replicas])}"
+
+
+def describe_size(spec: JobSpec, most: int) -> str:
+    """Return the batch sizes, the replica counts up to `most`, and the end of a job, in a line."""
+    batch = f"batch size {spec.batch_size}" + (f" to {spec.max_batch_size}" if spec.max_batch_size else "")
+    fewest = f"{spec.min_replicas} to " if spec.min_replicas < most else ""
+    steps = f", to progress {count(spec.scale_invariant_steps)}" if spec.scale_invariant_steps else ""
+    if spec.train_samples is not None:
+        steps = f", for {plural(spec.train_samples, 'sample')}"
+    return f"{batch}, {fewest}{plural(most, 'replica')}{steps}"
+
+
+def format_result(result: Mapping[str, float | str]) -> str:
+    """Return the result that the program reported, as in `accuracy 0.9778, model large`."""
+    return ", ".join(f"{name} {_format_value(value)}" for name, value in result.items())
+
+
+def _format_value(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _row(summary: JobSummary, now: float) -> tuple[str, ...]:
+    return (
+        summary.shown_name,
+        summary.state,
+        str(summary.replicas),
+        str(summary.desired),
+        "" if summary.batch_size is None else str(summary.batch_size),
+        _number(summary.gain),
+        _percent(summary.efficiency),
+        summary.progress_text,
+        "" if summary.restarts is None else str(summary.restarts),
+        age(now - summary.began),
+    )
+
+
+def _progress(summary: JobSummary) -> str:
+    if summary.progress is None:
+        return ""
+    if summary.total is None:
+        return summary.progress_text
+    return f"{count(summary.progress)} of {count(summary.total)} ({summary.progress_text})"
+
+
+def _shortened(reason: str) -> str:
+    line = " ".join(reason.split())
+    return line if len(line) <= MAX_REASON else f"{line[: MAX_REASON - 1]}…"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else percent(value)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

@@ -1,0 +1,23 @@
+"""What Kueue says about a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class QueueView:
+    """What Kueue says about one job.
+
+    Args:
+        admitted: the number of replicas for which quota is reserved.
+        room: the number of further replicas that the unused quota of its flavor holds. None if that is not
+            known.
+        cluster_queue: the ClusterQueue that has reserved the quota. Empty if none has.
+        message: why Kueue has not admitted it, has evicted it, or does not admit more replicas.
+    """
+
+    admitted: int = 0
+    room: int | None = None
+    cluster_queue: str = ""
+    message: str = ""
