@@ -3,7 +3,7 @@
 #     docker build --target worker -t adascale-worker:dev .
 #
 # `worker` is what an image with a program of your own is built FROM: it holds torch, the agent, and the
-# examples with what they import. Programs go to /app; more packages come by
+# examples. Programs go to /app; more packages, such as the scikit-learn of most examples, come by
 #
 #     USER 0
 #     RUN pip install ...
@@ -14,12 +14,12 @@
 
 # For images that never change, give it with a digest: --build-arg BASE=python:3.11-slim@sha256:...
 ARG BASE=python:3.11-slim
+# The part of which the target `sbom` lists the packages.
+ARG PART=api
 
 # What all parts run on.
 FROM ${BASE} AS base
-# Bytecode is compiled here, once: a container could not write it, and would compile at each start.
-RUN python -m compileall -q -x 'lib2to3|idlelib|/test' "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
-    && echo 'adascale:x:65532:65532::/tmp:/usr/sbin/nologin' >> /etc/passwd \
+RUN echo 'adascale:x:65532:65532::/tmp:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'adascale:x:65532:' >> /etc/group
 # USER is for libraries that ask for the user's name where a cluster gives a number that nobody has.
 ENV PATH=/opt/adascale/bin:$PATH \
@@ -33,6 +33,9 @@ WORKDIR /app
 
 # What builds them, and stays out of them.
 FROM ${BASE} AS tools
+# Of a package index of your own.
+ARG UV_DEFAULT_INDEX
+ARG PIP_INDEX_URL
 # The same as in the Makefile.
 ARG UV=0.13.8
 RUN python -m venv /opt/uv && /opt/uv/bin/pip install --no-cache-dir --quiet --disable-pip-version-check uv==${UV}
@@ -42,6 +45,7 @@ ENV PATH=/opt/uv/bin:$PATH \
 
 # What each part needs, with the versions and hashes of requirements.lock, and none that is not there.
 FROM tools AS locks
+ARG UV_DEFAULT_INDEX
 WORKDIR /locks
 COPY pyproject.toml requirements.lock ./
 RUN --mount=type=cache,target=/root/.cache/uv \
@@ -55,6 +59,7 @@ RUN --mount=type=cache,target=/root/.cache/uv \
     done
 
 FROM tools AS wheel
+ARG UV_DEFAULT_INDEX
 WORKDIR /source
 COPY pyproject.toml DESCRIPTION.md LICENSE ./
 COPY core core
@@ -65,16 +70,29 @@ COPY controller controller
 RUN --mount=type=cache,target=/root/.cache/uv uv build --quiet --wheel --out-dir /wheel
 
 FROM base AS worker
+# Another index of torch, such as PyTorch's own for CPUs, whose torch is 200 MB and needs no libraries of NVIDIA. Its
+# packages are not those of the lock, so their hashes are not checked.
+ARG TORCH_INDEX=""
+ARG UV_DEFAULT_INDEX
 # In layers of their own, and before our code, so that a change of ours is a small thing to build and to pull.
 COPY --from=locks /locks/worker.lock /opt/requirements.lock
 RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
+    --mount=type=bind,source=deploy/images/finish.py,target=/usr/local/bin/finish.py \
     --mount=type=cache,target=/root/.cache/uv \
     python -m venv /opt/adascale \
-    && HOME=/root UV_NATIVE_TLS=true UV_LINK_MODE=copy uv pip install --quiet --compile-bytecode --require-hashes --requirement /opt/requirements.lock
+    && export HOME=/root UV_NATIVE_TLS=true UV_LINK_MODE=copy \
+    && awk -v skipped="${TORCH_INDEX:+torch|triton|nvidia-.*|cuda-.*}" \
+        '/^[^ ]/ { skip = skipped != "" && $0 ~ "^(" skipped ")==" } !skip' /opt/requirements.lock > /tmp/lock \
+    && uv pip install --quiet --require-hashes --requirement /tmp/lock \
+    && if [ -n "$TORCH_INDEX" ]; then \
+        uv pip install --quiet --no-deps --index-url "$TORCH_INDEX" "$(grep -o '^torch==[^ ]*' /opt/requirements.lock)"; fi \
+    && rm /tmp/lock \
+    && python /usr/local/bin/finish.py trim
 COPY --from=wheel /wheel /opt/wheel
 RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
+    --mount=type=bind,source=deploy/images/finish.py,target=/usr/local/bin/finish.py \
     uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /opt/wheel/*.whl \
-    && python -c 'import sys; from importlib.util import find_spec; sys.exit([name for name in ("kopf", "kubernetes", "fastapi") if find_spec(name)] or 0)' \
+    && PYTHONDONTWRITEBYTECODE= python /usr/local/bin/finish.py compile adascale_worker adascale_storage adascale torch._dynamo --without kopf kubernetes fastapi \
     && ! command -v cc gcc g++ clang
 COPY examples examples
 USER 65532:65532
@@ -84,15 +102,19 @@ LABEL org.opencontainers.image.title="adascale-worker" \
       org.opencontainers.image.licenses="Apache-2.0"
 
 FROM base AS api
+ARG UV_DEFAULT_INDEX
 COPY --from=locks /locks/api.lock /opt/requirements.lock
 RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
+    --mount=type=bind,source=deploy/images/finish.py,target=/usr/local/bin/finish.py \
     --mount=type=cache,target=/root/.cache/uv \
     python -m venv --without-pip /opt/adascale \
-    && HOME=/root UV_NATIVE_TLS=true UV_LINK_MODE=copy uv pip install --quiet --compile-bytecode --require-hashes --requirement /opt/requirements.lock
+    && HOME=/root UV_NATIVE_TLS=true UV_LINK_MODE=copy uv pip install --quiet --require-hashes --requirement /opt/requirements.lock \
+    && python /usr/local/bin/finish.py trim
 COPY --from=wheel /wheel /opt/wheel
 RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
+    --mount=type=bind,source=deploy/images/finish.py,target=/usr/local/bin/finish.py \
     uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /opt/wheel/*.whl \
-    && python -c 'import sys; from importlib.util import find_spec; sys.exit([name for name in ("torch", "kopf") if find_spec(name)] or 0)' \
+    && PYTHONDONTWRITEBYTECODE= python /usr/local/bin/finish.py compile adascale_api --without torch kopf \
     && ! command -v cc gcc g++ clang
 # With glibc's defaults, threads leave much memory unused in arenas of their own, and the memory of large
 # messages is kept after their end.
@@ -105,16 +127,21 @@ LABEL org.opencontainers.image.title="adascale-api" \
       org.opencontainers.image.description="The metrics service: gains of elastic jobs, and where their replicas meet" \
       org.opencontainers.image.licenses="Apache-2.0"
 
+# The operator makes its calls with the client's `ApiClient` alone, so the generated calls are left out.
 FROM base AS controller
+ARG UV_DEFAULT_INDEX
 COPY --from=locks /locks/controller.lock /opt/requirements.lock
 RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
+    --mount=type=bind,source=deploy/images/finish.py,target=/usr/local/bin/finish.py \
     --mount=type=cache,target=/root/.cache/uv \
     python -m venv --without-pip /opt/adascale \
-    && HOME=/root UV_NATIVE_TLS=true UV_LINK_MODE=copy uv pip install --quiet --compile-bytecode --require-hashes --requirement /opt/requirements.lock
+    && HOME=/root UV_NATIVE_TLS=true UV_LINK_MODE=copy uv pip install --quiet --require-hashes --requirement /opt/requirements.lock \
+    && python /usr/local/bin/finish.py trim kubernetes/aio/client/api
 COPY --from=wheel /wheel /opt/wheel
 RUN --mount=type=bind,from=tools,source=/opt/uv/bin/uv,target=/usr/local/bin/uv \
+    --mount=type=bind,source=deploy/images/finish.py,target=/usr/local/bin/finish.py \
     uv pip install --quiet --no-cache --compile-bytecode --no-index --no-deps /opt/wheel/*.whl \
-    && python -c 'import sys; from importlib.util import find_spec; sys.exit([name for name in ("torch", "fastapi") if find_spec(name)] or 0)' \
+    && PYTHONDONTWRITEBYTECODE= python /usr/local/bin/finish.py compile adascale_controller --without torch fastapi \
     && ! command -v cc gcc g++ clang
 # With glibc's default, threads leave much memory unused in arenas of their own.
 ENV MALLOC_ARENA_MAX=2
@@ -124,3 +151,22 @@ CMD ["operator"]
 LABEL org.opencontainers.image.title="adascale-controller" \
       org.opencontainers.image.description="The operator: moves elastic jobs between replica counts by their gain" \
       org.opencontainers.image.licenses="Apache-2.0"
+
+# The bill of materials of an image: the Python packages that it adds to its base. `.ci/release` builds it for each PART.
+FROM tools AS cyclonedx
+ARG UV_DEFAULT_INDEX
+ARG CYCLONEDX=7.5.0
+RUN python -m venv /opt/cyclonedx && uv pip install --quiet --no-cache --python /opt/cyclonedx cyclonedx-bom==${CYCLONEDX}
+
+FROM ${PART} AS described
+ARG VERSION PROGRAM
+# The image has the version of the release, and its own program runs.
+RUN test "$(python -c 'from importlib.metadata import version; print(version("adascale-operator"))')" = "$VERSION" \
+    && "$PROGRAM" --help > /dev/null
+USER 0
+RUN --mount=type=bind,from=cyclonedx,source=/opt/cyclonedx,target=/opt/cyclonedx \
+    /opt/cyclonedx/bin/cyclonedx-py environment --output-reproducible --output-format JSON --output-file /sbom.cdx.json \
+        /opt/adascale/bin/python
+
+FROM scratch AS sbom
+COPY --from=described /sbom.cdx.json /

@@ -17,11 +17,14 @@ UV := 0.13.8
 LOWEST_VENV := .venv-lowest
 LOWEST_READY := $(LOWEST_VENV)/.ready
 # Tests of what uses private parts of torch (worker/adascale_worker/torch_private/), of the Kubernetes client, and of
-# uvicorn (api/adascale_api/http/protocol.py).
+# uvicorn (api/adascale_api/http/protocol.py, api/adascale_api/server.py).
 LOWEST_TESTS := $(patsubst %,tests/worker/test_%.py,torch_private adascale adascale_adam adascale_ranks \
 	data_parallel hyperparameters patching previous_gradient program_gradients) \
-	$(patsubst %,tests/api/test_%.py,token_review attacks connection_limits) \
-	$(patsubst %,tests/controller/test_%.py,kubernetes_cluster lease node_capacity)
+	tests/frameworks/test_lightning.py \
+	tests/frameworks/test_huggingface_lowest.py \
+	$(patsubst %,tests/api/test_%.py,token_review attacks connection_limits tls) \
+	$(patsubst %,tests/controller/test_%.py,kubernetes_cluster lease node_capacity) \
+	tests/frameworks/test_accelerate.py
 
 .PHONY: help
 help: ## list the targets
@@ -101,6 +104,15 @@ format: $(READY) ## format the code
 crd: $(READY) ## generate deploy/base/crd.yaml
 	$(BIN)/python -m adascale_controller.crd > deploy/base/crd.yaml.new
 	mv deploy/base/crd.yaml.new deploy/base/crd.yaml
+
+.PHONY: chart
+chart: $(READY) ## write the Helm chart to build/chart/adascale-operator
+	$(BIN)/python deploy/chart.py build/chart/adascale-operator
+
+.PHONY: release
+release: $(READY) ## build and check the distributions, images and chart of VERSION in dist/; PUBLISH=yes publishes them
+	@test -n "$(VERSION)" || { echo "which version? run: make release VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" >&2; exit 2; }
+	ENGINE="$(ENGINE)" BUILD_FLAGS="$(BUILD_FLAGS)" .ci/release "$(VERSION)"
 
 .PHONY: reference
 reference: $(READY) ## generate docs/reference.md, and the table of messages in docs/design.md
