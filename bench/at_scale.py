@@ -51,6 +51,7 @@ from kubernetes import client, config, watch
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_client.transport import Transport
+from adascale_controller.operator.types.kubernetes import replica_index
 from adascale_core import names
 from adascale_core.messages.allocation import MemberView
 from adascale_core.messages.registration import Registration, ReplicaState
@@ -265,7 +266,12 @@ class Measurement:
             )
             agents.start()
             try:
-                wait_until(lambda: "Running in" in operator.log, "a running operator")
+                wait_until(
+                    lambda: "Running in" in operator.log or operator.process.poll() is not None,
+                    "a running operator",
+                )
+                if operator.process.poll() is not None:
+                    sys.exit(f"the operator has ended: {operator.log.splitlines()[-1]}")
                 with self._seen.watching():
                     self._measure(operator, url, service.process.pid)
             except BaseException:
@@ -653,7 +659,7 @@ class Agents:
                 self.changes += 1
         elif known is None and pod.status.phase == "Running":
             job = f"{pod.metadata.namespace}.{pod.metadata.labels[names.LABEL_JOB]}"
-            agent = Agent(job, int(pod.metadata.annotations[COMPLETION_INDEX]), uid)
+            agent = Agent(job, replica_index({"annotations": pod.metadata.annotations}), uid)
             self.agents[uid] = agent
             self.changes += 1
             self._schedule(agent, 0.0)

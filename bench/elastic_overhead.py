@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import device_option
+import launch
 import overhead
-import rescale
 import rescale_model
 import torch
 import torch.distributed as dist
@@ -178,13 +178,13 @@ def start(
     def begin(command: list[str], own: dict[str, str]) -> None:
         own_folder = folder / f"logs-{contender}"
         own_folder.mkdir(exist_ok=True)
-        process = rescale.start(command, own_folder, {**environ, **own})
+        process = launch.start(command, own_folder, {**environ, **own})
         stack.callback(process.wait)
         stack.callback(process.kill)
 
     if contender == "elastic":
         (folder / "service").mkdir()
-        service, allocate = stack.enter_context(rescale.service(folder / "service", spec_of))
+        service, allocate = stack.enter_context(launch.service(folder / "service", spec_of))
         allocate(1, replicas)
         for replica in range(replicas):
             command = [sys.executable, "-m", "adascale_worker.agent", "--", *program]
@@ -215,7 +215,7 @@ def lines_of(folder: Path, contender: str, number: int, replicas: int) -> list[s
         complete = [each[number] for each in lines if len(each) > number and each[number].endswith("\n")]
         return complete if len(complete) == replicas else []
 
-    return rescale.wait_until(written, f"{contender}, turn {number}")
+    return launch.wait_until(written, f"{contender}, turn {number}")
 
 
 def measure(network: str, blocks: int, steps: int, device: str, replicas: int) -> dict[str, list[float]]:

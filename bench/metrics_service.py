@@ -39,6 +39,12 @@ class RunningService:
         line = next(line for line in self._read("status").splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) / 1024
 
+    @property
+    def memory(self) -> float:
+        """The memory that it has, in MiB."""
+        line = next(line for line in self._read("status").splitlines() if line.startswith("VmRSS"))
+        return int(line.split()[1]) / 1024
+
     def _read(self, name: str) -> str:
         return Path(f"/proc/{self.process.pid}/{name}").read_text()
 

@@ -444,17 +444,52 @@ class InMemoryCluster:
         """Return all objects of a resource."""
         return list(self._world.objects[resource].values()), 0
 
+    async def version(self) -> tuple[int, int]:
+        """Return the version of Kubernetes."""
+        return (1, 34)
+
     async def may_list(self, resource: Resource) -> bool:
         """Whether the operator may list a resource."""
         return True
+
+    async def may_create_pods(self) -> bool:
+        """Whether the operator may create pods."""
+        return True
+
+    async def admit_pod(self, manifest: ApiObject) -> ApiObject:
+        """Return a pod, which admission leaves as it is."""
+        return manifest
+
+    async def create_pod(self, manifest: ApiObject) -> None:
+        """Create no pod: no template is changed."""
+
+    async def get_pod(self, namespace: str, name: str) -> ApiObject | None:
+        """Return a pod."""
+        return self._world.objects[Resource.PODS].get(name)
 
     async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
         """Return the claim, which exists."""
         return {"spec": {"accessModes": ["ReadWriteMany"]}}
 
+    async def get_secret(self, namespace: str, name: str) -> ApiObject | None:
+        """Return no Secret: the metrics service has no TLS."""
+
+    async def create_secret(self, manifest: ApiObject) -> None:
+        """Create no Secret."""
+
+    async def replace_secret(self, manifest: ApiObject) -> None:
+        """Replace no Secret."""
+
+    async def apply_config_map(self, manifest: ApiObject) -> None:
+        """Create no ConfigMap."""
+
     async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
         """Return no events."""
         return ()
+
+    async def list_kueue(self, plural: str, namespace: str | None = None) -> Sequence[ApiObject] | None:
+        """Return None: there is no Kueue."""
+        return None
 
     async def apply_status(self, namespace: str, name: str, uid: str, status: ApiObject) -> ApiObject:
         """Write the status of an AdaScaleJob."""
@@ -480,12 +515,27 @@ class InMemoryCluster:
         """Is not needed here."""
         raise ClusterError("not expected")
 
+    async def try_indexed_job(self, manifest: ApiObject) -> None:
+        """Is not needed here: no template changes."""
+
+    async def leave_pods(self, namespace: str, name: str, uid: str) -> None:
+        """Is not needed here."""
+
+    async def own_pod(self, namespace: str, name: str, owner: ApiObject) -> None:
+        """Is not needed here."""
+
+    async def retire_pod(self, namespace: str, name: str) -> None:
+        """Is not needed here."""
+
     async def create_claim(self, manifest: ApiObject) -> None:
         """Is not needed here."""
 
     async def delete_pod(self, namespace: str, name: str) -> None:
         """Delete a pod at once."""
         self._world.delete_pod(name)
+
+    async def end_pod(self, namespace: str, name: str) -> None:
+        """End no pod: none needs it."""
 
     async def release_pod(self, namespace: str, name: str) -> None:
         """Is not needed here."""

@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import secrets
 import socket
+import ssl
 import statistics
 import sys
 import tempfile
@@ -110,7 +111,8 @@ def measure_service(clients: int, seconds: float, size: int) -> Result:
         return result
 
 
-def load(port: int, token: str, clients: int, seconds: float, size: int) -> Result:
+def load(port: int, token: str, clients: int, seconds: float, size: int, ca: Path | None = None) -> Result:
+    """Post reports on one connection of each client, with TLS if the service's authority is given."""
     processes = min(PROCESSES, clients)
     context = multiprocessing.get_context("spawn")
     ready = context.Barrier(processes + 1)
@@ -118,7 +120,7 @@ def load(port: int, token: str, clients: int, seconds: float, size: int) -> Resu
     workers = [
         context.Process(
             target=run_clients,
-            args=(port, token, range(index, clients, processes), seconds, size, ready, answers),
+            args=(port, token, range(index, clients, processes), seconds, size, ca, ready, answers),
         )
         for index in range(processes)
     ]
@@ -137,11 +139,18 @@ def load(port: int, token: str, clients: int, seconds: float, size: int) -> Resu
 
 
 def run_clients(
-    port: int, token: str, clients: range, seconds: float, size: int, ready: Any, answers: Any
+    port: int,
+    token: str,
+    clients: range,
+    seconds: float,
+    size: int,
+    ca: Path | None,
+    ready: Any,
+    answers: Any,
 ) -> None:
     done: list[Result] = []
     threads = [
-        threading.Thread(target=lambda c=client: done.append(post(port, token, c, seconds, size)))
+        threading.Thread(target=lambda c=client: done.append(post(port, token, c, seconds, size, ca)))
         for client in clients
     ]
     ready.wait()
@@ -159,7 +168,7 @@ def run_clients(
     )
 
 
-def post(port: int, token: str, client: int, seconds: float, size: int) -> Result:
+def post(port: int, token: str, client: int, seconds: float, size: int, ca: Path | None) -> Result:
     """Post for `seconds`. Writes HTTP by hand, so that the clients use little processor time."""
     head = (
         f"POST /jobs/bench-{client}/gain HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {token}\r\n"
@@ -169,8 +178,7 @@ def post(port: int, token: str, client: int, seconds: float, size: int) -> Resul
     expected = f'"stored":{size},'.encode()
     latencies = []
     step = 0
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with connect(port, ca) as connection:
         started = time.perf_counter()
         while (now := time.perf_counter()) < started + seconds:
             body = ",".join(f'{before}"step": {step + index}{after}' for index in range(size))
@@ -184,6 +192,15 @@ def post(port: int, token: str, client: int, seconds: float, size: int) -> Resul
             latencies.append(time.perf_counter() - now)
             step += size
         return Result(len(latencies), step, time.perf_counter() - started, latencies)
+
+
+def connect(port: int, ca: Path | None) -> socket.socket:
+    """Return an open connection, with TLS if the service's authority is given."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if ca is None:
+        return connection
+    return ssl.create_default_context(cafile=ca).wrap_socket(connection, server_hostname="127.0.0.1")
 
 
 def is_complete(answer: bytes) -> bool:

@@ -8,8 +8,8 @@ A program runs through replica counts with agents and a metrics service, as `ada
 start them. When the largest count is reached for the first time, the trainer of a rank is killed (SIGKILL).
 Without --program it is a classifier with SGD and momentum: `tiny`, or two Linear(8192, 8192), whose weights
 and momentum are 1 GB. Its replicas have one batch of 8 samples in each step, at any count, as torchft's do:
-with a declaration that leaves a choice, some steps would have several, and take several times as long. For
-each change the output has, in seconds:
+with a declaration that leaves a choice, some steps would have several, and take several times as long. A
+change that the run has made before is named `again`. For each change the output has, in seconds:
 
 - still: the longest time between two steps, of any replicas, around the first at the new count, until all
   replicas have made steps at it, less the median time of a step at the count of the second of the two;
@@ -35,31 +35,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import device_option
 import overhead
 import rescale_model
 import torch
 import torch.distributed as dist
-import urllib3
+from launch import TIMEOUT, EndedError, Spec, service, settings, start, start_lighthouse, wait_until
 from torch.multiprocessing.spawn import spawn
 
-from adascale_core.messages.job_spec import JobSpec
-from adascale_worker.agent.trainer_process import DEFAULTS
 from adascale_worker.membership.process_group import backend_of
 from adascale_worker.process.device import select_device
 
@@ -67,14 +62,9 @@ FOLDER = Path(__file__).parent
 PROGRAM = FOLDER / "rescale_program.py"
 TORCHFT_PROGRAM = FOLDER / "rescale_torchft.py"
 STATE_TENSORS = [(8192, 8192)] * 4
-TIMEOUT = 300.0
 LINGER = {"tiny": 50, "1GB": 8}
 """Steps of each replica at a count before the next change. The first steps of a process map its memory."""
 
-T = TypeVar("T")
-
-Spec = Callable[[int], dict[str, Any]]
-"""The number of replicas -> the declaration of the job."""
 Measured = dict[str, list[float]]
 """What was measured -> its values."""
 
@@ -171,10 +161,6 @@ class Step:
         return self.generation, self.replicas
 
 
-class EndedError(Exception):
-    """A process has ended before the measurement."""
-
-
 class Steps:
     """The steps that all replicas have recorded in a folder."""
 
@@ -251,6 +237,15 @@ def changed(steps: Steps, name: str, decided: float, settled: Sequence[Step]) ->
     yield f"{name}: decision", settled[0].time - decided
 
 
+def next_name(names: set[str], before: int, count: int) -> str:
+    """Return the name of a change, which tells the first one of its kind, and add it to the names."""
+    name = f"{before} to {count}"
+    if name in names:
+        return f"{name}, again"
+    names.add(name)
+    return name
+
+
 def longest_wait(pairs: Sequence[tuple[Step, Step]], usual: dict[int, float]) -> float:
     """Return the longest time between two steps, less the usual time of a step at the count of the second."""
     return max(
@@ -291,11 +286,6 @@ def one_batch_each(replicas: int) -> dict[str, Any]:
     }
 
 
-def settings(spec: dict[str, Any]) -> dict[str, str]:
-    """Return the environment that a declaration gives to a program."""
-    return {name: value for name, value in JobSpec.from_json(spec).environment().items() if value}
-
-
 # -- contenders -------------------------------------------------------------------------------------------
 
 
@@ -320,7 +310,7 @@ def by_agents(
     recorded = [sys.executable, str(FOLDER / "step_times.py"), str(folder / "steps"), *command[1:]]
     with service(folder, spec) as (environ, allocate):
         try:
-            before = 0
+            before, names = 0, set[str]()
             for generation, count in enumerate(counts, start=1):
                 decided = time.time()
                 allocate(generation, count)
@@ -337,7 +327,7 @@ def by_agents(
                     )
                 settled = steps.wait_for(count, linger, decided)
                 if before:
-                    yield from changed(steps, f"{before} to {count}", decided, settled)
+                    yield from changed(steps, next_name(names, before, count), decided, settled)
                 if kill is not None and count == max(counts):
                     victim = next(step.pid for step in reversed(settled) if step.rank == kill)
                     kill_at = time.time()
@@ -370,21 +360,11 @@ def by_torchft(
 ) -> Iterator[tuple[str, float]]:
     """Change the replica groups of torchft; a group that leaves is terminated."""
     steps = Steps(folder / "steps")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    lighthouse = start(
-        [
-            *(str(python.parent / "torchft_lighthouse"), "--min_replicas", "1", "--join_timeout_ms", "100"),
-            *("--heartbeat_timeout_ms", str(heartbeat_ms), "--bind", f"127.0.0.1:{port}"),
-        ],
-        folder,
-        {},
-    )
+    lighthouse, address = start_lighthouse(folder, python, heartbeat_ms)
     groups: dict[int, subprocess.Popen[bytes]] = {}
     environ = {
         "BENCH_FOLDER": str(folder / "steps"),
-        "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}",
+        "TORCHFT_LIGHTHOUSE": address,
         "PYTHONPATH": str(FOLDER),
     }
 
@@ -396,7 +376,7 @@ def by_torchft(
         )
 
     try:
-        before = 0
+        before, names = 0, set[str]()
         for count in counts:
             decided = time.time()
             for replica in [replica for replica in groups if replica >= count]:
@@ -405,7 +385,7 @@ def by_torchft(
                 start_group(replica)
             settled = steps.wait_for(count, linger, decided)
             if before:
-                yield from changed(steps, f"{before} to {count}", decided, settled)
+                yield from changed(steps, next_name(names, before, count), decided, settled)
             if kill is not None and count == max(counts):
                 kill_at = time.time()
                 victim = groups.pop(kill)
@@ -431,7 +411,7 @@ def by_torchrun(
 ) -> Iterator[tuple[str, float]]:
     """Change the replicas by restarting torchrun, with SIGTERM, so that the program saves."""
     steps = Steps(folder / "steps")
-    before = 0
+    before, names = 0, set[str]()
     run: subprocess.Popen[bytes] | None = None
     try:
         for count in counts:
@@ -456,7 +436,7 @@ def by_torchrun(
             )
             settled = steps.wait_for(count, linger, decided)
             if before:
-                yield from changed(steps, f"{before} to {count}", decided, settled)
+                yield from changed(steps, next_name(names, before, count), decided, settled)
             before = count
     finally:
         if run is not None:
@@ -492,88 +472,6 @@ def _broadcast_rank(rank: int, store: str, count: int, device_type: str) -> None
     if rank == 0:
         Path(store).with_suffix(".seconds").write_text(str(median(rounds)))
     dist.destroy_process_group()
-
-
-# -- processes --------------------------------------------------------------------------------------------
-
-
-def start(command: list[str], folder: Path, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process that writes its output into the folder."""
-    with (folder / "log").open("ab") as log:
-        return subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=log,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                **DEFAULTS,
-                "ADASCALE_CHECKPOINT_DIR": str(folder / "checkpoints"),
-                "ADASCALE_CHECKPOINT_INTERVAL": "1000",
-                **environ,
-            },
-        )
-
-
-@contextmanager
-def service(folder: Path, spec: Spec) -> Iterator[tuple[dict[str, str], Callable[[int, int], None]]]:
-    """Run a metrics service; yield the environment for agents, and a function that writes allocations."""
-    token = secrets.token_hex(16)
-    port_file = folder / "port"
-    process = start(
-        [
-            *(sys.executable, "-m", "adascale_api", "--port", "0", "--port-file", str(port_file)),
-            *("--database", f"sqlite:///{folder / 'api.sqlite'}"),
-        ],
-        folder,
-        {"ADASCALE_TOKEN": token},
-    )
-    try:
-        wait_until(lambda: port_file.exists() or process.poll() is not None, "the service")
-        if process.poll() is not None:
-            raise EndedError(f"the metrics service has ended with exit code {process.returncode}")
-        url = f"http://127.0.0.1:{port_file.read_text().strip()}"
-        pool = urllib3.PoolManager()
-
-        def put(path: str, body: dict[str, Any]) -> dict[str, Any]:
-            answer = pool.request(
-                "PUT",
-                f"{url}/jobs/bench{path}",
-                body=json.dumps(body),
-                headers={"authorization": f"Bearer {token}", "content-type": "application/json"},
-            )
-            if answer.status >= 300:
-                sys.exit(f"the metrics service refused {body}: {answer.data.decode()}")
-            parsed: dict[str, Any] = answer.json()
-            return parsed
-
-        def allocate(generation: int, replicas: int) -> None:
-            # A loss has raised the generation.
-            present = put("", spec(replicas))["desired"]
-            put(
-                "/allocation",
-                {
-                    "generation": max(generation, (present or {}).get("generation", 0) + 1),
-                    "replicas": replicas,
-                },
-            )
-
-        yield {"ADASCALE_API_URL": url, "ADASCALE_TOKEN": token, "ADASCALE_JOB_ID": "bench"}, allocate
-    finally:
-        process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        process.kill()
-
-
-def wait_until(condition: Callable[[], T], what: str) -> T:
-    """Return the first true value of a condition, waiting at most `TIMEOUT` seconds for it."""
-    deadline = time.monotonic() + TIMEOUT
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not happen within {TIMEOUT:.0f} s")
-        time.sleep(0.05)
-    return value
 
 
 if __name__ == "__main__":

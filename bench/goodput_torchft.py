@@ -1,0 +1,52 @@
+"""The training program of `bench/goodput.py` with torchft: one process is one replica group.
+
+It runs in the environment that `rescale_torchft.py` describes. The samples of a group follow from torchft's
+number of the step, so that a discarded step is repeated with the same ones, and a group that joins continues
+where the others are. Environment: REPLICA; TORCHFT_LIGHTHOUSE; BENCH_TIMEOUT, seconds of torchft's timeouts.
+"""
+
+import os
+from datetime import timedelta
+
+import goodput_model
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torchft import (  # type: ignore[import-not-found]
+    DistributedDataParallel,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+)
+
+REPLICA, REPLICAS = int(os.environ["REPLICA"]), int(os.environ["BENCH_REPLICAS"])
+timeout = timedelta(seconds=float(os.environ["BENCH_TIMEOUT"]))
+model, sgd = goodput_model.make()
+records = goodput_model.Records(model)
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def load_state_dict(state):  # type: ignore[no-untyped-def]
+    model.load_state_dict(state["model"])
+    sgd.load_state_dict(state["optimizer"])
+
+
+manager = Manager(
+    pg=ProcessGroupGloo(timeout=timeout),
+    min_replica_size=1,
+    load_state_dict=load_state_dict,
+    state_dict=lambda: {"model": model.state_dict(), "optimizer": sgd.state_dict()},
+    replica_id=f"bench-{REPLICA}",
+    rank=0,
+    world_size=1,
+    store_addr="127.0.0.1",
+    store_port=store.port,
+    timeout=timeout,
+)
+ddp = DistributedDataParallel(manager, model)
+optimizer = Optimizer(manager, sgd)
+while True:
+    before = manager.current_step()
+    records.learn(ddp, optimizer, goodput_model.share(before, REPLICA, REPLICAS))
+    step = manager.current_step()
+    # A group that joins has no part in its first step.
+    made = step > before and manager.is_participating()
+    records.end(made=made, step=before + 1, replicas=manager.num_participants(), rank=REPLICA)
