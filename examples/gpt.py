@@ -1,6 +1,7 @@
 """Elastic training of a small GPT with AdamW and bfloat16.
 
     adascale run examples/gpt.yaml                  an elastic job, whose replica count changes
+    adascale run examples/gpt_sharded.yaml          the same, each replica of two processes with FSDP2
     python examples/gpt.py                          one process, without a metrics service
     torchrun --nproc-per-node 2 examples/gpt.py
 
@@ -9,11 +10,13 @@ block is held out for the test. The recipe was tuned for batches of 4 sequences 
 """
 
 import math
+import sys
 from pathlib import Path
 
 import sklearn.datasets
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import Dataset, Subset
 
 from adascale import ElasticTrainer
@@ -90,6 +93,12 @@ steps = trainer.scale_invariant_steps or 2_000
 
 torch.manual_seed(0)
 model = Gpt().to(trainer.device)
+if "--shard" in sys.argv:
+    # Over the processes of a replica; the trainer averages the gradients over the replicas.
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=trainer.mesh, mp_policy=policy)
+    fully_shard(model, mesh=trainer.mesh, mp_policy=policy)
 # The usual groups of a GPT: no weight decay for biases, norms and embeddings.
 decayed = [
     p for name, p in model.named_parameters() if p.dim() > 1 and "letter" not in name and "place" not in name

@@ -1,12 +1,15 @@
 """What all tests need."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 from hypothesis import settings
 
-from support.examples import examples
+from support.examples import FACTOR, examples
 
 # Each test computes little. Threads that wait for each other would take most of the processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,8 +28,21 @@ settings.register_profile(
 )
 settings.load_profile("without-deadline")
 
+# Runs of tests are not registered among those of the user.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="adascale-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let all tests but those of `make test-gpu` run on the CPU, also on a machine with a GPU."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests of the release check out, unless this is one or `-m` names them."""
+    if FACTOR > 1 or "release" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("release")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)

@@ -1,8 +1,9 @@
 """Runs the long forms of what CI runs in short: `make release-check`.
 
-It writes the date, the commit, and the result and duration of each part to docs/release-check.md. A part
-that needs a cluster is reported as not run without one: KUBECONFIG names it. RELEASE_KUBECONFIG names another
-one for the benchmark on simulated nodes, which KWOK manages (see bench/at_scale.py).
+Tests with the mark `release` run here only. It writes the date, the commit, and the result and duration of
+each part to docs/release-check.md. A part that needs a cluster is reported as not run without one: KUBECONFIG
+names it. RELEASE_KUBECONFIG names another one for the benchmark on simulated nodes, which KWOK manages (see
+bench/at_scale.py).
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ class Client:
     """Calls the service at a port."""
 
     def __init__(self, port: int, token: str | None = TOKEN) -> None:
+        self.port = port
         self._base = f"http://127.0.0.1:{port}"
         self._token = token
         self._pool = urllib3.PoolManager(retries=False, maxsize=4)
@@ -129,7 +130,12 @@ class ServiceProcess:
         port_file: Path | None = None,
         pass_fds: Sequence[int] = (),
         url: str | None = None,
+        runs: Path | None = None,
     ) -> None:
+        self.folder = folder
+        data = ("--database", url or f"sqlite:///{folder / 'service.db'}")
+        if runs is not None:
+            data = ("--runs", str(runs))
         self._port_file = port_file or folder / f"port-{uuid4().hex}"
         self._log = folder / "service.log"
         with self._log.open("ab") as log:
@@ -144,7 +150,8 @@ class ServiceProcess:
                         "--port-file",
                         str(self._port_file),
                     ),
-                    *("--database", url or f"sqlite:///{folder / 'service.db'}", *options),
+                    *data,
+                    *options,
                 ],
                 env=environment(**({"ADASCALE_TOKEN": TOKEN} if environ is None else environ)),
                 stdout=log,

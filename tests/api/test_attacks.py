@@ -8,6 +8,7 @@ import logging
 import re
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ from adascale_core.rendezvous.rendezvous import Rendezvous
 from adascale_core.views.jobs import JobView
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
 from api.events import Events
+from support.certificates import TlsFiles, tls_files
 
 MEMORY_LIMIT = 512 * 1024
 """KiB: the limit in deploy/base/api.yaml."""
@@ -587,25 +589,44 @@ def test_pages_of_large_jobs_take_bounded_memory(tmp_path: Path) -> None:
         assert "Traceback" not in service.log()
 
 
-def unread_answer(port: int, path: str, token: str | None = None) -> socket.socket:
+@pytest.fixture(params=["http", "https"])
+def tls(request: pytest.FixtureRequest, tmp_path: Path) -> TlsFiles | None:
+    """The certificate of a service with TLS, or None without TLS."""
+    return tls_files(tmp_path / "tls") if request.param == "https" else None
+
+
+def with_tls(connection: socket.socket, tls: TlsFiles | None) -> socket.socket:
+    """Return a connection with TLS, if the service has a certificate."""
+    if tls is None:
+        return connection
+    return ssl.create_default_context(cafile=str(tls.ca)).wrap_socket(connection, server_hostname="localhost")
+
+
+def unread_answer(
+    port: int, path: str, token: str | None = None, tls: TlsFiles | None = None
+) -> socket.socket:
     """Return a connection whose answer has begun, and which has room for little of it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(30)
     connection.connect(("127.0.0.1", port))
+    connection = with_tls(connection, tls)
     header = f"Authorization: Bearer {token}\r\n" if token else ""
     connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
-    assert connection.recv(1, socket.MSG_PEEK) == b"H"
+    assert connection.recv(1) == b"H"
     return connection
 
 
 @pytest.mark.slow
-def test_answers_that_nobody_reads_take_bounded_memory_and_are_closed(tmp_path: Path) -> None:
+def test_answers_that_nobody_reads_take_bounded_memory_and_are_closed(
+    tmp_path: Path, tls: TlsFiles | None
+) -> None:
     count, clients = 100, 80
     asyncio.run(store_large_jobs(tmp_path / "service.db", count))
-    with ServiceProcess(tmp_path) as service, ExitStack() as stack:
+    with ServiceProcess(tmp_path, *(tls.options if tls else ())) as service, ExitStack() as stack:
         for _ in range(clients):
-            stack.enter_context(unread_answer(service.port, "/jobs?limit=1000&after=default.large"))
+            path = "/jobs?limit=1000&after=default.large"
+            stack.enter_context(unread_answer(service.port, path, tls=tls))
         with Client(service.port) as client:
             assert client.get("/healthz") == {"status": "ok"}
             closed = re.compile(r"^adascale_connections_closed_total (\S+)$", re.MULTILINE)
@@ -699,12 +720,16 @@ def test_an_event_takes_bounded_memory_however_many_clients_follow(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_clients_that_do_not_read_their_events_are_disconnected(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path) as service, Client(service.port) as client, ExitStack() as stack:
+def test_clients_that_do_not_read_their_events_are_disconnected(tmp_path: Path, tls: TlsFiles | None) -> None:
+    with (
+        ServiceProcess(tmp_path, *(tls.options if tls else ())) as service,
+        Client(service.port) as client,
+        ExitStack() as stack,
+    ):
         for number in range(300):
             client.put(f"/jobs/job-{number}", JobSpec(8, max_replicas=2).to_json())
         for _ in range(MAX_CLIENTS):
-            stack.enter_context(unread_answer(service.port, "/events"))
+            stack.enter_context(unread_answer(service.port, "/events", tls=tls))
         before = peak_memory(service)
 
         def train() -> None:
@@ -727,6 +752,8 @@ def test_clients_that_do_not_read_their_events_are_disconnected(tmp_path: Path) 
                 while not is_free():
                     assert time.monotonic() < deadline
                     assert not training.done()
+                    # What closed connections leave until the next garbage collection is not measured here.
+                    time.sleep(0.1)
             finally:
                 stopped.set()
             training.result()

@@ -13,9 +13,12 @@ from api.client import TOKEN, Answer, Client, ServiceProcess, a_registration, a_
 NUMBERS = [
     "generation", "step", "progress", "epoch", "replicas", "local_bsz", "accumulation", "scale", "gain",
     "grad_sqr", "grad_var", "step_time", "time", "loss", "target", "nodes", "sync_time",
+    "grad_sqr_error",
+    "lr_factor", "lr", "gpu_use", "gpu_memory",
 ]  # fmt: skip
 INTEGERS = ["generation", "step", "epoch", "replicas", "local_bsz", "accumulation", "nodes"]
-NEVER_NEGATIVE = [name for name in NUMBERS if name not in {"grad_sqr", "grad_var", "loss"}]
+NEVER_NEGATIVE = [name for name in NUMBERS if name not in {"grad_sqr", "grad_var", "grad_sqr_error", "loss"}]
+OPTIONAL = {"loss", "target", "sync_time", "lr_factor", "lr", "gpu_use", "gpu_memory"}
 NEVER_ZERO = ["replicas", "local_bsz", "accumulation", "scale", "gain", "nodes"]
 
 REPORT_CASES = [
@@ -26,9 +29,9 @@ REPORT_CASES = [
     *[(name, '"1"') for name in NUMBERS],
     *[(name, "true") for name in NUMBERS],
     *[(name, "[1]") for name in NUMBERS],
-    *[(name, "null") for name in NUMBERS if name not in {"loss", "target", "sync_time"}],
+    *[(name, "null") for name in NUMBERS if name not in OPTIONAL],
     *[(name, "1.5") for name in INTEGERS],
-    *[(name, "-1") for name in NEVER_NEGATIVE],
+    *[(name, "-1") for name in [*NEVER_NEGATIVE, "grad_sqr_error"]],
     *[(name, "0") for name in NEVER_ZERO],
     *[(name, "1" + "0" * 25) for name in NEVER_NEGATIVE],
 ]
@@ -220,6 +223,10 @@ def test_a_job_without_a_report_has_no_gain(client: Client, job: str) -> None:
         ({"batch_size": 7, "min_replicas": 2, "max_replicas": 6}, ["no replica count from 2 to 6"]),
         ({"batch_size": 8, "min_replicas": 4, "max_replicas": 2}, ["4 is greater than", "2"]),
         ({"batch_size": 8, "efficiency_target": 0}, ["efficiency_target: got 0"]),
+        (
+            {"batch_size": 8, "scale_invariant_steps": 10, "train_samples": 80},
+            ["scale_invariant_steps (10) and train_samples (80) are both set; set at most one of them"],
+        ),
         ({"batch_size": 8, "max_replicas": 100_000}, ["max_replicas: got 100000"]),
         ({"batchSize": 8}, ["batch_size: got nothing"]),
     ],

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sqlite3
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from adascale_api.data.backends.base import UnusableDatabaseError
+from adascale_api.data.backends.sqlite import SqliteConnector
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.names import MAX_METRICS
 from api.client import (
@@ -25,6 +29,16 @@ from api.client import (
 from api.events import Events
 from api.test_decision import a_decision
 from support.small_disk import fill, small_disk
+
+TO_SCHEMA_13 = (
+    *(
+        f"ALTER TABLE reports DROP COLUMN {column}"
+        for column in ("goodput", "lr", "grad_sqr_error", "gpu_use", "gpu_memory", "counts_samples")
+    ),
+    "ALTER TABLE adascale_schema DROP COLUMN readable_from",
+    "UPDATE adascale_schema SET version = 13",
+)
+"""Make the tables of this version those of release 0.1.0."""
 
 
 @pytest.fixture
@@ -244,6 +258,68 @@ def test_a_call_that_reads_a_damaged_row_names_the_job(
             assert answer.body["error"].startswith("the stored state of job default.a can't be read")
         assert client.call("DELETE", "/jobs/a").status == 204
         assert "Traceback" not in service.log()
+
+
+def test_the_tables_of_the_release_before_are_migrated_after_a_copy_was_made(tmp_path: Path) -> None:
+    path = tmp_path / "service.db"
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+        client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
+        client.post_gain("a", a_report(1))
+        reported = client.get("/jobs/a/gain/history")["points"]
+    with closing(sqlite3.connect(path)) as database:
+        columns = database.execute("PRAGMA table_info(reports)").fetchall()
+        for statement in TO_SCHEMA_13:
+            database.execute(statement)
+        database.commit()
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+        assert client.get("/jobs/a/gain/history")["points"] == reported
+        client.post_gain("a", a_report(2))
+        assert "changed the tables of" in service.log()
+    with closing(sqlite3.connect(path)) as database:
+        migrated = database.execute("PRAGMA table_info(reports)").fetchall()
+        assert {column[1:4] for column in migrated} == {column[1:4] for column in columns}
+    with closing(sqlite3.connect(tmp_path / "service.db.schema-13")) as copy:
+        assert copy.execute("SELECT version FROM adascale_schema").fetchall() == [(13,)]
+        assert copy.execute("SELECT count(*) FROM reports").fetchall() == [(1,)]
+
+
+def test_tables_are_not_migrated_without_room_for_a_copy(disk: Path) -> None:
+    path = disk / "service.db"
+    url = f"sqlite:///{path}"
+    SqliteConnector(url).close()
+    with closing(sqlite3.connect(path)) as database:
+        for statement in TO_SCHEMA_13:
+            database.execute(statement)
+        database.execute("CREATE TABLE large (content BLOB)")
+        database.execute("INSERT INTO large VALUES (randomblob(?))", (os.statvfs(disk).f_bavail * 1365,))
+        database.commit()
+    filler = fill(disk)
+    with pytest.raises(UnusableDatabaseError, match="no room for a copy of it, which"):
+        SqliteConnector(url)
+    assert not path.with_name("service.db.schema-13").exists()
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT version FROM adascale_schema").fetchall() == [(13,)]
+    filler.unlink()
+    SqliteConnector(url).close()
+
+
+def test_the_tables_of_a_later_version_are_used_if_they_say_so(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path):
+        pass
+    with closing(sqlite3.connect(tmp_path / "service.db")) as database:
+        database.execute("UPDATE adascale_schema SET version = version + 1")
+        database.execute("ALTER TABLE reports ADD COLUMN added_later TEXT")
+        database.commit()
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+        client.post_gain("a", a_report(1))
+    with closing(sqlite3.connect(tmp_path / "service.db")) as database:
+        database.execute("UPDATE adascale_schema SET readable_from = version")
+        database.commit()
+    refused = run_service(
+        "--port", "0", "--database", f"sqlite:///{tmp_path}/service.db", ADASCALE_TOKEN=TOKEN
+    )
+    assert refused.returncode == 2
+    assert "use the version of the service that created it" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,14 @@ def test_the_loss_of_a_report_is_optional(client: Client, job: str) -> None:
     assert client.call("POST", f"/jobs/{job}/gain", members).status == 200
 
 
+def test_the_unit_of_the_progress_is_in_the_gain_the_job_and_the_history(client: Client, job: str) -> None:
+    client.post_gain(job, a_report(1), a_report(2, counts_samples=True))
+    assert client.get(f"/jobs/{job}/gain")["counts_samples"] is True
+    assert client.get(f"/jobs/{job}")["latest"]["counts_samples"] is True
+    points = client.get(f"/jobs/{job}/gain/history")["points"]
+    assert [point["counts_samples"] for point in points] == [False, True]
+
+
 def test_metrics_of_a_report_are_in_the_gain_the_job_and_the_history(client: Client, job: str) -> None:
     client.post_gain(job, a_report(1), a_report(2, metrics={"accuracy": 0.9, "_lr": -1.5e-9}))
     assert client.get(f"/jobs/{job}/gain")["metrics"] == {"accuracy": 0.9, "_lr": -1.5e-9}
@@ -102,14 +110,15 @@ def test_the_predictions_are_those_of_the_core(client: Client, job: str) -> None
     client.post_gain(
         job,
         *[a_report(step, step_time=0.01 * step) for step in (1, 2, 3)],
-        a_report(4, local_bsz=16, scale=8.0, step_time=0.04, grad_sqr=0.25, grad_var=3.0),
+        a_report(4, local_bsz=16, scale=8.0, step_time=0.04, grad_sqr=0.25, grad_var=3.0, grad_sqr_error=0.1),
     )
     measured = [StepTime(2, 8, 1, 0.02, 3), StepTime(2, 16, 1, 0.04, 1)]
     model = StepTimeModel.fit(measured)
     assert model is not None
     client.post_gain(job, a_report(3, generation=1, local_bsz=16, step_time=9.0, accelerator="another type"))
-    expected = predict(SPEC.bounds, valid_replicas(SPEC.bounds, 6), GradientEstimate(0.25, 3.0), model, 0.5)
-    assert expected
+    estimate = GradientEstimate(0.25, 3.0, grad_sqr_error=0.1)
+    expected = predict(SPEC.bounds, valid_replicas(SPEC.bounds, 6), estimate, model, 0.5)
+    assert all(each.gain_range[0] < each.gain_range[1] for each in expected.values() if each.scale > 1.0)
     assert client.get(f"/jobs/{job}/gain")["predictions"] == [
         {
             "replicas": prediction.plan.replicas,
@@ -120,6 +129,8 @@ def test_the_predictions_are_those_of_the_core(client: Client, job: str) -> None
             "efficiency": prediction.efficiency,
             "step_time": prediction.step_time,
             "goodput": prediction.goodput,
+            "gain_low": prediction.gain_range[0],
+            "gain_high": prediction.gain_range[1],
         }
         for prediction in expected.values()
     ]

@@ -103,7 +103,7 @@ def test_the_stream_has_all_jobs_and_then_those_that_change(client: Client, job:
     while summary["state"] != "Running":
         summary = events.of_job(job)
     assert (summary["replicas"], summary["desired"], summary["latest"]) == (2, 2, None)
-    client.post_gain(job, a_report(10, progress=400.0, gain=2.0, step_time=0.1))
+    client.post_gain(job, a_report(10, progress=400.0, goodput=20.0))
     summary = events.of_job(job)
     assert summary["latest"]["step"] == 10
     assert summary["seconds_left"] == pytest.approx(30.0)

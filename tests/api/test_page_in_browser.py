@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import re
 import shutil
@@ -15,9 +16,12 @@ import pytest
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
+from adascale_core.views.job_state_name import JobStateName
+from adascale_core.views.runs import RunEntry, RunView
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+matplotlib_image = pytest.importorskip("matplotlib.image", reason="Matplotlib is not installed")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed")
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect  # noqa: E402
 
@@ -63,8 +67,8 @@ def fill(client: Client) -> None:
     )
     client.post_gain("team.digits", *later)
     counts = (
-        CountView(1, 10.0, 50.0, (), Verdict.NOT_WORTH, "slower"),
-        CountView(2, 15.0, 40.0, (), Verdict.CHOSEN, "chosen"),
+        CountView(1, 10.0, 50.0, (), Verdict.NOT_WORTH, "slower", 1.0, 1.0, 1.0),
+        CountView(2, 15.0, 40.0, (), Verdict.CHOSEN, "chosen", 5.71, 4.7, 6.0),
         CountView(4, 25.0, 30.0, (GivenReplicas("team.queued", 2),), Verdict.OTHER_JOBS, HOSTILE),
     )
     limits = (LimitView(LimitKind.CAPACITY, "0 of 2 replicas are free"),)
@@ -221,9 +225,9 @@ def test_a_job_shows_the_stored_decision_and_follows_it(page: Page, shown: Servi
     expect(section.locator("ul")).to_have_text("0 of 2 replicas are free")
     counts = page.get_by_role("region", name="Counts in the decision")
     assert [row.locator("th, td").all_inner_texts() for row in counts.locator("tbody tr").all()] == [
-        ["1", "10", "1\u00d7", "50 s", "\u2013", "slower"],
-        ["2", "15", "1.5\u00d7", "40 s", "\u2013", "chosen"],
-        ["4", "25", "2.5\u00d7", "30 s", "2 of team.queued", HOSTILE],
+        ["1", "1", "10", "1\u00d7", "50 s", "\u2013", "slower"],
+        ["2", "5.71 (4.7 to 6)", "15", "1.5\u00d7", "40 s", "\u2013", "chosen"],
+        ["4", "\u2013", "25", "2.5\u00d7", "30 s", "2 of team.queued", HOSTILE],
     ]
     expect(counts.locator("tr.current th").first).to_have_text("2")
     assert page.evaluate("window.hacked") is None
@@ -262,7 +266,7 @@ def test_a_job_that_has_ended_shows_what_became_of_it(page: Page, shown: Service
         client.post_gain("team.done", a_report(90, progress=100.0, loss=0.25))
         client.register("team.done", a_registration(replica_state=ReplicaState.FINISHED, generation=1))
         show(page, shown, "#/jobs/team.done")
-        result = page.get_by_text("Training is complete at progress 100, in 90 optimizer steps")
+        result = page.get_by_text("Training is complete at progress 100, in 90 steps")
         expect(result).to_contain_text("on 1 replica; the last loss was 0.25.", timeout=30_000)
         expect(page.get_by_role("heading", name="Why it has this replica count")).to_be_hidden()
         client.call("DELETE", "/jobs/team.done")
@@ -347,10 +351,10 @@ def test_points_of_the_same_time_have_one_label(page: Page, shown: ServiceProces
 
 def test_values_that_were_not_measured_leave_no_gap(page: Page, shown: ServiceProcess) -> None:
     with Client(shown.port) as client:
-        times = [0.02, 0.0, 0.02, 0.0]
+        measured = [100.0, None, 100.0, None]
         client.post_gain(
             "team.gaps",
-            *(a_report(step, time=1.76e9 + step, step_time=time) for step, time in enumerate(times)),
+            *(a_report(step, time=1.76e9 + step, goodput=each) for step, each in enumerate(measured)),
         )
         show(page, shown, "#/jobs/team.gaps")
         chart = page.get_by_role("slider", name="Goodput")
@@ -373,9 +377,83 @@ def test_numbers_of_replicas_are_whole_and_every_job_is_counted(page: Page, show
     )
 
 
+def test_jobs_are_shown_over_each_other_by_progress_or_time(page: Page, shown: ServiceProcess) -> None:
+    with Client(shown.port) as client:
+        client.post_gain("team.first", *(a_report(n, progress=2.0 * n, time=1.76e9 + n) for n in range(50)))
+        client.post_gain("team.second", *(a_report(n, progress=3.0 * n, time=1.77e9 + n) for n in range(50)))
+        show(page, shown)
+        compare = page.get_by_role("button", name="Compare")
+        expect(compare).to_be_disabled()
+        for job in ("first", "second"):
+            page.get_by_role("checkbox", name=f"Compare team.{job}").check()
+        page.get_by_role("button", name="Compare 2 jobs").click()
+        chart = page.get_by_role("slider", name="Efficiency")
+        expect(chart.locator("path.curve")).to_have_count(2)
+        # 50 places of each job, of which those of progress 0, 6, 12 ... 96 are the same.
+        expect(chart).to_have_attribute("aria-valuemax", "82")
+        expect(page.get_by_role("region", name="Compared jobs")).to_contain_text("147")
+        page.get_by_role("radio", name="time since the start").check()
+        expect(chart).to_have_attribute("aria-valuemax", "49")
+        assert page.url.endswith("#/compare?jobs=team.first+team.second&x=time")
+        results = axe.Axe().run(page)
+        assert results.violations_count == 0, results.generate_report()
+        client.call("DELETE", "/jobs/team.first")
+        client.call("DELETE", "/jobs/team.second")
+    show(page, shown, "#/compare?jobs=team.digits")
+    expect(page.get_by_text("Mark two or more jobs")).to_be_visible()
+
+
+def test_a_chart_is_downloaded_as_a_picture(page: Page, shown: ServiceProcess) -> None:
+    show(page, shown, "#/jobs/team.digits")
+    expect(page.get_by_role("slider", name="Gain and scale").locator("path.curve")).to_have_count(2)
+    with page.expect_download() as downloaded:
+        page.get_by_role("button", name="Download Gain and scale as PNG").click()
+    picture = matplotlib_image.imread(downloaded.value.path())
+    assert picture.shape[0] > 300
+    # The curve has the color of its series, and most of the picture that of the page.
+    colors = {tuple(int(255 * part) for part in pixel) for pixel in picture[:, :, :3].reshape(-1, 3)}
+    assert {(5, 80, 174), (149, 56, 0), (255, 255, 255)} <= colors
+
+
+def test_the_output_of_a_run_on_this_machine_is_followed(page: Page, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    log = folder / "logs" / "replica-0.log"
+    log.write_text(f"{HOSTILE}\n")
+    with ServiceProcess(folder) as service, Client(service.port) as client:
+        client.put("/jobs/digits/allocation", {"generation": 1, "replicas": 1})
+        client.register("digits", a_registration())
+    known = RunView(
+        str(folder), None, 1.76e9, 1.76e9 + 60, "the disk was full", {"accuracy": 0.91}, {"torch": "2.9"}
+    )
+    entry = RunEntry(
+        "default.digits~1", "default.digits", str(folder / "service.db"), str(folder / "logs"),
+        JobStateName.FAILED, 1.76e9, known,
+    )  # fmt: skip
+    (tmp_path / "runs.json").write_text(json.dumps([entry.to_json()]))
+    environ = {"ADASCALE_TOKEN": TOKEN, "ADASCALE_READ_TOKEN": READ_TOKEN}
+    with (
+        ServiceProcess(tmp_path, runs=tmp_path / "runs.json", environ=environ) as service,
+        page.context.browser.new_context() as context,  # type: ignore[union-attr]
+    ):
+        opened = context.new_page()
+        show(opened, service, f"#/?token={READ_TOKEN}")
+        assert "token" not in opened.url
+        expect(opened.get_by_role("row", name=re.compile("digits"))).to_contain_text("the disk was full")
+        opened.get_by_role("link", name="digits").click()
+        expect(opened.get_by_text("The program has failed")).to_contain_text("The result is accuracy 0.91.")
+        expect(opened.get_by_role("region", name="Versions")).to_contain_text("2.9")
+        output = opened.get_by_label("Output of replica 0")
+        expect(output).to_have_text(f"{HOSTILE}\n")
+        with log.open("a") as file:
+            file.write("more\n")
+        expect(output).to_have_text(f"{HOSTILE}\nmore\n")
+        assert opened.evaluate("window.hacked") is None
+
+
 def test_logs_need_the_read_token_and_are_shown_as_text(page: Page, shown: ServiceProcess) -> None:
     show(page, shown, "#/jobs/team.failed")
-    expect(page.get_by_text("is shown with a read token")).to_be_visible()
+    expect(page.get_by_text("The output of failed replicas is shown with a read token")).to_be_visible()
     assert page.locator("pre").count() == 0
     page.get_by_role("button", name="Read token").click()
     page.get_by_label("Token", exact=True).fill(READ_TOKEN)

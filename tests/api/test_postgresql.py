@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +18,14 @@ import psycopg
 import pytest
 import urllib3
 
+from adascale_api.data.backends import postgresql as postgresql_backend
 from adascale_api.data.backends.base import UnusableDatabaseError
 from adascale_api.data.backends.postgresql import PostgresqlConnector
 from adascale_core.messages.registration import ReplicaState
 from api.client import Client, ServiceProcess, a_registration, a_report, wait_until
+from api.test_faults import TO_SCHEMA_13
 from support.cutting_proxy import cutting_proxy
+from support.launch import free_port
 from support.postgresql import PostgresqlServer, postgresql_server
 from support.small_disk import fill
 
@@ -346,6 +354,19 @@ def test_whether_the_disk_of_the_server_is_full_is_found_by_writing(
             assert left.fetchall() == []
 
 
+def test_the_tables_of_the_release_before_are_migrated(postgresql: PostgresqlServer, tmp_path: Path) -> None:
+    url = postgresql.new_database()
+    with ServiceProcess(tmp_path, url=url) as service, Client(service.port) as client:
+        client.post_gain("a", a_report(1))
+        reported = client.get("/jobs/a/gain/history")["points"]
+    with psycopg.connect(url) as connection:
+        for statement in TO_SCHEMA_13:
+            connection.execute(statement.encode())
+    with ServiceProcess(tmp_path, url=url) as service, Client(service.port) as client:
+        assert client.get("/jobs/a/gain/history")["points"] == reported
+        client.post_gain("a", a_report(2))
+
+
 def test_a_database_of_another_version_or_program_is_refused(postgresql: PostgresqlServer) -> None:
     url = postgresql.new_database()
     PostgresqlConnector(url)
@@ -358,3 +379,92 @@ def test_a_database_of_another_version_or_program_is_refused(postgresql: Postgre
         connection.execute("CREATE TABLE jobs (id TEXT)")
     with pytest.raises(UnusableDatabaseError, match="the tables of another program"):
         PostgresqlConnector(other)
+
+
+# -- PgBouncer ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def pgbouncer(postgresql: PostgresqlServer, database: str, mode: str, *settings: str) -> Iterator[str]:
+    """Run Debian's PgBouncer before a server. Yields the URL of the database through it."""
+    program = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin")
+    if program is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("needs pgbouncer")
+        pytest.skip("needs pgbouncer")
+    port = free_port()
+    # It refuses to run as root, and other users can't read in the folders of pytest.
+    user = "nobody" if os.geteuid() == 0 else None
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    (folder / "users.txt").write_text('"tests" ""\n')
+    file = folder / "pgbouncer.ini"
+    file.write_text(
+        "\n".join(
+            [
+                "[databases]",
+                f"* = host=127.0.0.1 port={postgresql.port}",
+                "[pgbouncer]",
+                "listen_addr = 127.0.0.1",
+                f"listen_port = {port}",
+                "unix_socket_dir =",
+                "auth_type = trust",
+                f"auth_file = {folder / 'users.txt'}",
+                f"pool_mode = {mode}",
+                *settings,
+            ]
+        )
+    )
+    with (folder / "pgbouncer.log").open("wb") as log:
+        process = subprocess.Popen([program, file], stdout=log, stderr=log, user=user)
+    try:
+        wait_until(lambda: is_listening(port) or process.poll() is not None, "PgBouncer")
+        assert process.poll() is None, (folder / "pgbouncer.log").read_text()
+        yield f"postgresql://tests@127.0.0.1:{port}/{database.rpartition('/')[2]}"
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder)
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("settings", [[], ["ignore_startup_parameters = options"]])
+def test_services_work_behind_pgbouncer_in_session_mode(
+    tmp_path: Path, postgresql: PostgresqlServer, settings: list[str]
+) -> None:
+    database = postgresql.new_database()
+    with pgbouncer(postgresql, database, "session", *settings) as url, ExitStack() as stack:
+        folders = [tmp_path / name for name in ("first", "second")]
+        for folder in folders:
+            folder.mkdir()
+        services = [stack.enter_context(ServiceProcess(folder, url=url)) for folder in folders]
+        first, second = (stack.enter_context(Client(service.port)) for service in services)
+        version = first.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})["version"]
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(second.get, f"/jobs/a/allocation?version={version}&wait=60")
+            changed = first.put("/jobs/a/allocation", {"generation": 2, "replicas": 1})
+            assert waiting.result(30) == changed
+        connection = PostgresqlConnector(url).connect(writes=True)
+        with connection:
+            assert connection.execute("SHOW lock_timeout").fetchone() == ("2s",)
+
+
+@pytest.mark.parametrize("settings", [[], ["ignore_startup_parameters = options"]])
+def test_a_pooler_in_transaction_mode_is_refused_with_what_to_do(
+    postgresql: PostgresqlServer, settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgresql_backend, "NOTIFY_TIMEOUT", 0.5)
+    database = postgresql.new_database()
+    with (
+        pgbouncer(postgresql, database, "transaction", *settings) as url,
+        pytest.raises(UnusableDatabaseError) as error,
+    ):
+        PostgresqlConnector(url)
+    assert str(error.value).endswith(
+        "is behind a pooler in transaction mode, which passes no notifications on: give the address of "
+        "PostgreSQL itself, or of a pool with pool_mode = session"
+    )

@@ -1,5 +1,6 @@
 """The service as a process: start, refused starts, crashes and shutdown."""
 
+import errno
 import os
 import random
 import resource
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import urllib3
 
-from adascale_api import cli
+from adascale_api import cli, server
 from adascale_api.cli import main
 from adascale_api.service.retention import DAY, JobRetention
 from adascale_core.names import DEFAULT_API_PORT
@@ -383,8 +384,9 @@ def test_options_set_how_many_reports_of_a_job_are_kept(tmp_path: Path, job: str
 def test_options_set_how_many_days_jobs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(cli, "serve", given.update)
+    monkeypatch.setattr(cli, "serve_jobs", lambda *arguments: arguments[-1])
     cli.run(["--keep-finished-days", "2", "--keep-unfinished-days", "30"], {"ADASCALE_TOKEN": "t"})
-    assert given["settings"].jobs == JobRetention(finished=2 * DAY, unfinished=30 * DAY)
+    assert given["serve_app"].jobs == JobRetention(finished=2 * DAY, unfinished=30 * DAY)
 
 
 def test_the_help_lists_options_and_variables() -> None:
@@ -466,7 +468,8 @@ def test_the_service_listens_on_ipv4_and_ipv6_as_the_host_says(
     except OSError:
         pytest.skip("no IPv6 here")
     with ServiceProcess(tmp_path, "--host", host) as service:
-        assert f"http://{f'[{host}]' if ':' in host else host}:{service.port}" in service.log()
+        url = f"http://{f'[{host}]' if ':' in host else host}:{service.port}"
+        wait_until(lambda: url in service.log(), "the line with its address")
         for address in reached:
             with socket.create_connection((address, service.port)) as connection:
                 connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -492,3 +495,18 @@ def test_metrics_cover_the_jobs_and_the_requests(service: ServiceProcess, client
         'adascale_request_duration_seconds_count{method="GET",route="none",status="404"}',
     ):
         assert line in answer.body, line
+
+
+def test_without_ipv6_in_the_kernel_all_addresses_are_those_of_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    create_server = socket.create_server
+
+    def without_ipv6(address: tuple[str, int], *, family: int, **options: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return create_server(address, family=family, **options)
+
+    monkeypatch.setattr(socket, "create_server", without_ipv6)
+    with server._listen("::", 0) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+    with pytest.raises(server.UsageError, match="can't listen on ::1 port 0"):
+        server._listen("::1", 0)

@@ -18,7 +18,7 @@ from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store import jobs, reports
 from adascale_api.service import job_feed, retention
 from adascale_api.service.change_notifier import ChangeNotifier
-from adascale_api.service.job_feed import JobFeed
+from adascale_api.service.job_feed import JobFeed, read_summaries
 from adascale_api.service.retention import JobRetention, Remover
 from adascale_api.service.service import Service, Settings, repeat
 from adascale_core.messages import pacing
@@ -505,7 +505,7 @@ def test_the_events_continue_after_any_error(
             raise ZeroDivisionError
 
         database.read = fail  # type: ignore[method-assign]
-        subscription = JobFeed(database).connect("127.0.0.1", is_reader=True)
+        subscription = JobFeed(partial(read_summaries, database)).connect("127.0.0.1", is_reader=True)
         events = subscription.events()
         received = b""
         async with asyncio.timeout(30):

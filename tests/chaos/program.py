@@ -8,7 +8,9 @@ of the state, and compares itself with the order of the samples after every step
 Environment: CHAOS_FOLDER, the folder of the journals and results; PACE, the seconds that a sample takes;
 CHAOS_BUG, an error that the harness must find: `lose` trains no gradient of one sample of a step, `repeat`
 counts one twice, `diverge` changes the weights when a process starts; CHAOS_FITS, how many samples fit into
-memory, in the model and in the loss function: `8 5`.
+memory, in the model and in the loss function: `8 5`; CHAOS_DATA, what the data set is: `items` by index, a
+`stream`, a `stream with states`, or `shards`; CHAOS_LOOP, who has the training loop: `plain`, or `accelerate`
+with a data set of items. In a replica of several processes the model is sharded over them.
 """
 
 import faulthandler
@@ -16,6 +18,7 @@ import hashlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,12 +26,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from adascale import ElasticTrainer
+from adascale_worker.batches import stream_reader
 from adascale_worker.batches.stream import SampleStream
 
 SAMPLES = 96
 BUGGY_STEP = 40
+
+
+kind = os.environ.get("CHAOS_DATA", "items")
+stream_reader.SAVE_INTERVAL = 10
+
+
+def streams() -> Any:
+    """Return the data sets that are no sequences. On a cluster, the program is alone in its folder."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from support import streams
+
+    return streams
 
 
 class Ledger:
@@ -83,7 +102,14 @@ class Ledger:
             self.generations.append([generation, replicas])
         total = int(self.counts.sum())
         passes, rest = divmod(total, SAMPLES)
-        begun = self._stream[passes * SAMPLES : passes * SAMPLES + rest]
+        if kind == "items":
+            begun = self._stream[passes * SAMPLES : passes * SAMPLES + rest]
+        elif kind == "shards":
+            # Their order depends on the replicas.
+            begun = (self.counts > passes).nonzero().flatten().tolist()
+        else:
+            order = list(range(SAMPLES)) if kind == "stream" else streams().WithState(SAMPLES).order(passes)
+            begun = order[:rest]
         expected = passes + torch.bincount(torch.tensor(begun, dtype=torch.int64), minlength=SAMPLES)
         if not torch.equal(self.counts, expected):
             wrong = (self.counts - expected).nonzero().flatten().tolist()
@@ -124,28 +150,58 @@ def require_memory(place: int, samples: int) -> None:
         raise torch.OutOfMemoryError(f"{samples} samples do not fit")
 
 
-trainer = ElasticTrainer()
+accelerator: Any = None
+if os.environ.get("CHAOS_LOOP") == "accelerate":
+    from adascale.accelerate import ElasticAccelerator
+
+    accelerator = ElasticAccelerator(cpu=True)
+trainer = ElasticTrainer() if accelerator is None else accelerator.trainer
 torch.manual_seed(1)
 features = torch.randn(SAMPLES, 6)
 # Noise in the labels makes larger batches worthwhile.
 targets = ((features.sum(1) + 3 * torch.randn(SAMPLES)) > 0).long()
 dataset = [(index, features[index], targets[index]) for index in range(SAMPLES)]
+data: Any = dataset
+match kind:
+    case "stream":
+        data = streams().Numbers(SAMPLES)
+    case "stream with states":
+        data = streams().WithState(SAMPLES)
+    case "shards":
+        data = streams().Sharded(SAMPLES, 7)
+reading: dict[str, Any] = {} if kind == "items" else {"map": dataset.__getitem__}
 network = Network()
+if "ADASCALE_PROCESSES_PER_REPLICA" in os.environ:
+    fully_shard(network.first, mesh=trainer.mesh)
+    fully_shard(network, mesh=trainer.mesh)
 rest = [parameter for parameter in network.parameters() if parameter is not network.seen]
 optimizer = torch.optim.SGD(
     [{"params": rest, "lr": 0.05, "momentum": 0.9}, {"params": [network.seen], "lr": 1.0, "momentum": 0.0}]
 )
 ledger = Ledger()
-state = trainer.program_reentry(network, optimizer, register={"ledger": ledger})
-if bug == "diverge" and state.restored:
-    with torch.no_grad():
-        network.first.weight.add_(1e-6)
+loader: Any = None
+if accelerator is None:
+    state = trainer.program_reentry(network, optimizer, register={"ledger": ledger})
+    epochs = trainer.epochs()
+    if bug == "diverge" and state.restored:
+        with torch.no_grad():
+            network.first.weight.add_(1e-6)
+else:
+    loader = DataLoader(data, batch_size=trainer.batch_size, shuffle=True)
+    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+    accelerator.register_for_checkpointing(ledger)
+    epochs = accelerator.epochs()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor without its gradient; a collective call of the replica if it is sharded."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def train() -> None:
     with (folder / f"journal-{time.time():.3f}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
-        for _ in trainer.epochs():
-            for index, x, y in trainer.dataloader(dataset):
+        for _ in epochs:
+            for index, x, y in trainer.dataloader(data, **reading) if loader is None else loader:
                 optimizer.zero_grad()
                 logits, seen = network(index, x)
                 require_memory(1, len(x))
@@ -156,7 +212,7 @@ def train() -> None:
                 (loss + (seen * weights).mean() / 64).backward()
                 optimizer.step()
                 trainer.log(loss=loss)
-                ledger.add(-network.seen.detach(), trainer.generation, trainer.replicas)
+                ledger.add(-whole(network.seen), trainer.generation, trainer.replicas)
                 with torch.no_grad():
                     network.seen.zero_()
                 entry = {
@@ -175,12 +231,13 @@ train()
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in tensors)).hexdigest()
+    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in tensors)).hexdigest()
 
 
+weights = [whole(parameter) for parameter in rest]
 result = {
-    "weights": digest(rest),
-    "finite": all(bool(each.isfinite().all()) for each in (*rest, *network.buffers())),
+    "weights": digest(weights),
+    "finite": all(bool(each.isfinite().all()) for each in (*weights, *network.buffers())),
     "samples": int(ledger.counts.sum()),
     "steps": ledger.steps,
     "progress": trainer.progress,
@@ -191,4 +248,4 @@ draft = folder / f"draft-{os.getpid()}"
 draft.write_text(json.dumps(result))
 draft.rename(folder / f"result-{os.getpid()}.json")
 print(f"chaos result: {json.dumps(result)}", flush=True)
-trainer.report_result(weights=digest(rest))
+trainer.report_result(weights=digest(weights))

@@ -30,6 +30,8 @@ PROGRAM = Path(__file__).parent / "program.py"
 PACE = 0.005
 """Seconds that the program takes for a sample."""
 POLL = 0.02
+MOST_REPLICAS = 4
+"""Replicas of all schedules."""
 PATIENCE = 4.0
 """Seconds to wait for a process that a fault needs."""
 STALL = 100.0
@@ -113,13 +115,22 @@ class ChaosRun:
     # -- the process of `adascale run` ----------------------------------------------------------------------
 
     def _write_job(self, spec: dict[str, Any]) -> None:
-        env = {"CHAOS_FOLDER": str(self._folder), "PACE": str(PACE), "CHAOS_BUG": self._bug}
+        env = {
+            "CHAOS_FOLDER": str(self._folder),
+            "PACE": str(PACE),
+            "CHAOS_BUG": self._bug,
+            "CHAOS_DATA": self._schedule.data,
+            "CHAOS_LOOP": self._schedule.loop,
+        }
         fields = {"backoffLimit": 0, "checkpoint": {"intervalSeconds": 2}, **spec}
         write_job(self._folder / "job.yaml", ["python", str(PROGRAM)], env, name="chaos", **fields)
 
     def _start(self) -> subprocess.Popen[bytes]:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "160"}
         command = [sys.executable, "-m", "adascale_controller", "run", str(self._folder / "job.yaml")]
+        if "processesPerReplica" in self._schedule.spec:
+            # By default, as many processes as without it, so fewer replicas.
+            command += ["--replicas", str(MOST_REPLICAS)]
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 [*command, "--state-dir", str(self._state.path), "--port", "0"],
@@ -132,7 +143,9 @@ class ChaosRun:
         """End `adascale run` by a signal, and start it again with the same state."""
         self._controller.send_signal(signal.SIGCONT)
         self._controller.send_signal(number)
-        self._controller.wait(60)
+        # A process that is frozen for a while continues meanwhile.
+        self._wait(lambda: self._controller.poll() is not None, 60)
+        self._controller.wait(0)
         if self._controller.returncode == 0:
             return  # It had finished.
         if spec is not None:

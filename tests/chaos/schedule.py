@@ -63,8 +63,14 @@ LIMITS = {
     Kind.INTERRUPT_HOLD: 1,
     Kind.EDIT: 1,
 }
+DATA = ("items", "stream", "stream with states", "shards")
+"""Data sets of the program."""
+LOOPS = ("plain", "accelerate")
+"""Who has the training loop of the program."""
 LONGEST_FREEZE = 8.0
 """Seconds; longer than members wait for a silent peer."""
+CHANCE_OF_SHARDS = 0.3
+"""Of a run to have replicas of two processes, over which the model is sharded."""
 CHANCE_OF_OVERLAP = 0.4
 """Of a fault to follow another at once or within seconds, instead of at a point of the training."""
 
@@ -110,6 +116,8 @@ class Schedule:
         spec: the fields of the job's spec.
         later_spec: the fields that `Kind.EDIT` changes.
         faults: in order.
+        data: what the data set is, one of `DATA`.
+        loop: who has the training loop, one of `LOOPS`.
     """
 
     seed: int
@@ -117,11 +125,17 @@ class Schedule:
     spec: dict[str, Any]
     later_spec: dict[str, Any] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
+    data: str = DATA[0]
+    loop: str = LOOPS[0]
 
     @property
     def name(self) -> str:
         """The kind of job, for messages."""
-        return f"{self.fixed} replicas" if self.fixed else "elastic"
+        processes = self.spec.get("processesPerReplica")
+        return (
+            f"{f'{self.fixed} replicas' if self.fixed else 'elastic'}, {self.data}, {self.loop} loop"
+            f"{f', {processes} processes per replica' if processes else ''}"
+        )
 
 
 def undisturbed(replicas: int, steps: int) -> Schedule:
@@ -151,7 +165,13 @@ def draw(seed: int, faults: int) -> Schedule:
             rng.choice([rng.uniform(0.1, 1), rng.uniform(1, LONGEST_FREEZE)]),
         )
         planned.append(Fault(kind, None if overlaps else moment, delay, target, seconds))
-    return Schedule(seed, fixed, spec, later, tuple(planned))
+    data = rng.choice(DATA)
+    # Accelerate's adapter loads data sets with items by index only.
+    loop = rng.choice(LOOPS) if data == "items" else LOOPS[0]
+    if rng.random() < CHANCE_OF_SHARDS:
+        # With a plain loop and items by index only.
+        spec, later, data, loop = _sharded(spec), _sharded(later) if later else {}, DATA[0], LOOPS[0]
+    return Schedule(seed, fixed, spec, later, tuple(planned), data, loop)
 
 
 def _fixed_spec(replicas: int) -> dict[str, Any]:
@@ -162,6 +182,12 @@ def _fixed_spec(replicas: int) -> dict[str, Any]:
         "maxReplicas": replicas,
         "scaleInvariantSteps": 500,
     }
+
+
+def _sharded(spec: dict[str, Any]) -> dict[str, Any]:
+    # The normalization of the model needs two samples in each process.
+    bounds = {**spec["localBszBounds"], "lower": 4}
+    return {**spec, "localBszBounds": bounds, "processesPerReplica": 2}
 
 
 def _elastic_spec(rng: random.Random) -> dict[str, Any]:

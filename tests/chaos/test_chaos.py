@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chaos.harness import Harness
-from chaos.schedule import Fault, Kind, draw, undisturbed
+from chaos.schedule import Fault, Kind, Schedule, draw, undisturbed
 
 STEPS = 100
 
@@ -16,6 +16,38 @@ STEPS = 100
 @pytest.mark.slow
 def test_what_must_hold_holds_after_faults() -> None:
     assert Harness().run(draw(4, faults=5)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "loop", "processes"),
+    [
+        ("stream", "plain", None),
+        ("stream with states", "plain", None),
+        ("shards", "plain", None),
+        ("items", "accelerate", None),
+        ("items", "plain", 2),
+    ],
+)
+def test_each_sample_is_trained_once_over_changes_of_size_and_a_kill(
+    data: str, loop: str, processes: int | None
+) -> None:
+    faults = [
+        (Kind.SCALE, 0.2, 1),
+        (Kind.KILL_TRAINER, 0.4, 0),
+        (Kind.SCALE, 0.6, 0),
+        (Kind.KILL_TRAINERS, 0.7, 0),
+    ]
+    spec = {
+        "batchSize": 8,
+        "maxBatchSize": 16,
+        "localBszBounds": {"lower": 2 if processes is None else 4, "upper": 8},
+        "maxReplicas": 2,
+        "scaleInvariantSteps": 400,
+        **({} if processes is None else {"processesPerReplica": processes}),
+    }
+    planned = tuple(Fault(kind, moment, 0.0, target, 0.0) for kind, moment, target in faults)
+    assert Harness().run(Schedule(1, None, spec, faults=planned, data=data, loop=loop)) == []
 
 
 @pytest.mark.slow

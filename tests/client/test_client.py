@@ -187,7 +187,7 @@ def test_an_answer_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPat
     "url", ["nonsense://x", "http://", "http://[::1", "", "http://127.0.0.1:99999", "http://a b"]
 )
 def test_an_address_that_is_not_one_is_an_error(url: str) -> None:
-    with pytest.raises(ServiceUnreachableError, match="must be http://HOST:PORT, got '"):
+    with pytest.raises(ServiceUnreachableError, match="must be http://HOST:PORT or https://HOST:PORT, got '"):
         MetricsServiceClient(url).get_gain(JOB)
 
 

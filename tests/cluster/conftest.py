@@ -20,6 +20,7 @@ import pytest
 import yaml
 from kubernetes import client, config
 
+from cluster.devices import Devices
 from cluster.system import System, Workspace, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -150,3 +151,12 @@ def workspace(api_client: client.ApiClient, system: System) -> Iterator[Workspac
     enforced = {"pod-security.kubernetes.io/enforce": "restricted"}
     with fresh_namespace(api_client, enforced) as name:
         yield Workspace(system, name)
+
+
+@pytest.fixture
+def devices(system: System) -> Iterator[Devices]:
+    """What replicas ask for."""
+    found = Devices(system)
+    found.plug_in()
+    yield found
+    found.pull_out()

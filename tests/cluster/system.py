@@ -20,8 +20,12 @@ from support import launch
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TESTS = Path(__file__).parents[1]
-PROGRAMS = (TESTS / "e2e" / "programs" / "paced.py", TESTS / "chaos" / "program.py")
-"""The programs that jobs can run, in the folder /programs."""
+PROGRAMS = {
+    "paced.py": TESTS / "e2e" / "programs" / "paced.py",
+    "chaos/program.py": TESTS / "chaos" / "program.py",
+    "support/streams.py": TESTS / "support" / "streams.py",
+}
+"""The programs that jobs can run, and what they import, by their paths in the folder /programs."""
 VOLUMES = "/var/tmp/adascale-test-volumes"
 """The folder for volumes on a node, on clusters without dynamic provisioning."""
 
@@ -188,7 +192,7 @@ class System:
 
     def get(self, path: str) -> Any:
         """Return the JSON of a GET of the metrics service, through the API server's proxy."""
-        service = f"{names.API_SERVICE}:{names.DEFAULT_API_PORT}"
+        service = f"https:{names.API_SERVICE}:{names.DEFAULT_API_PORT}"
         answer = self.kubectl(
             "get", "--raw", f"/api/v1/namespaces/{names.SYSTEM_NAMESPACE}/services/{service}/proxy{path}"
         )
@@ -366,13 +370,17 @@ class JobUnderTest:
         return self.condition(kind)
 
     def pods(self, *, ended: bool = False) -> dict[int, Any]:
-        """Return the newest pod of each rank; without pods that have ended, unless `ended`."""
+        """Return the newest pod of each replica; without pods that have ended, unless `ended`."""
         selector = f"{names.LABEL_JOB}={self.name}"
         found = self._system.core.list_namespaced_pod(self.namespace, label_selector=selector).items
         index = "batch.kubernetes.io/job-completion-index"
         pods = [pod for pod in found if ended or pod.status.phase in ("Pending", "Running")]
         pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
-        return {int(pod.metadata.annotations[index]): pod for pod in pods}
+        first = names.ANNOTATION_FIRST_REPLICA
+        return {
+            int(pod.metadata.annotations[index]) + int(pod.metadata.annotations.get(first, 0)): pod
+            for pod in pods
+        }
 
     def uids(self) -> dict[int, str]:
         """Return the uids of its pods, by rank."""
@@ -464,9 +472,10 @@ def job_manifest(name: str = "paced", *, pace: float = 0.05, **spec: Any) -> Man
         "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
     }
     container |= spec.pop("container", {})
+    items = [{"key": path.replace("/", "."), "path": path} for path in PROGRAMS]
     pod: Manifest = {
         "containers": [container],
-        "volumes": [{"name": "programs", "configMap": {"name": "programs"}}],
+        "volumes": [{"name": "programs", "configMap": {"name": "programs", "items": items}}],
     }
     pod |= spec.pop("pod", {})
     defaults: Manifest = {
@@ -501,7 +510,7 @@ class Workspace:
             namespace,
             {
                 "metadata": {"name": "programs"},
-                "data": {program.name: program.read_text() for program in PROGRAMS},
+                "data": {path.replace("/", "."): file.read_text() for path, file in PROGRAMS.items()},
             },
         )
         system.storage.claim(namespace)

@@ -63,6 +63,8 @@ for folder in pathlib.Path('/proc').glob('[0-9]*'):
             found.append(int(folder.name))
     except OSError:
         pass
+# One of the processes of a replica.
+found = sorted(found)[int({choice} * len(found)) :][:1]
 for pid in found:
     os.kill(pid, signal.{signal})
 time.sleep({seconds})
@@ -92,7 +94,8 @@ class Faults:
     def _signal(self, fault: Fault, name: str, seconds: float) -> None:
         rank = self._rank(fault)
         if rank is not None:
-            code = SIGNAL_TRAINERS.format(signal=name, seconds=seconds)
+            choice = fault.choice * 100 % 1  # Another one than that of the replica.
+            code = SIGNAL_TRAINERS.format(signal=name, seconds=seconds, choice=choice)
             pod = self._job.pods()[rank].metadata.name
             # The pod may end meanwhile.
             self._system.kubectl(
@@ -165,21 +168,23 @@ def progress_of(job: JobUnderTest) -> float:
     return float(view["latest"]["progress"]) / STEPS if view and view["latest"] else 0.0
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.release)])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_under_any_faults_each_sample_is_trained_once(
-    seed: int, system: System, workspace: Workspace
+    seed: int, processes: int, system: System, workspace: Workspace
 ) -> None:
     environ = {"CHAOS_FOLDER": "/tmp", "PACE": "0.005", "OMP_NUM_THREADS": "1"}
     manifest = job_manifest(
         name="chaos",
         batchSize=8,
         maxBatchSize=32,
-        localBszBounds={"lower": 2, "upper": 8},
+        localBszBounds={"lower": 2 * processes, "upper": 8},
         maxReplicas=4,
+        **({} if processes == 1 else {"processesPerReplica": processes}),
         scaleInvariantSteps=STEPS,
         backoffLimit=0,
         container={
-            "command": ["python", "/programs/program.py"],
+            "command": ["python", "/programs/chaos/program.py"],
             "env": [{"name": name, "value": value} for name, value in environ.items()],
         },
     )

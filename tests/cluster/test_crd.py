@@ -129,6 +129,10 @@ def sized(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         spec["minReplicas"] = fewest
     spec["maxReplicas"] = draw(counts | st.integers(0, 3).map(lambda more: fewest + more))
+    if draw(st.booleans()):
+        spec["processesPerReplica"] = draw(st.sampled_from([0, 1, 2, 2, 3, 4, 8, 1024, 1025]))
+        if draw(st.booleans()):
+            spec["batchSize"] *= spec["processesPerReplica"]
     return spec
 
 
@@ -189,10 +193,12 @@ fields: dict[str, st.SearchStrategy[Any]] = {
     "replicaLimit": st.sampled_from([0, 1, 1024, 1025]) | anything,
     "scaleInvariantSteps": st.sampled_from([1, 2**53 - 1]) | anything,
     "elasticSingleReplica": anything,
+    "processesPerReplica": st.sampled_from([0, 1, 1024, 1025]) | anything,
     "efficiencyTarget": st.sampled_from([0, 1e-9, 0.5, 1, 1.0001]) | anything,
     "suspend": anything,
     "backoffLimit": durations | anything,
     "activeDeadlineSeconds": durations | anything,
+    "completionDeadlineSeconds": durations | anything,
     "ttlSecondsAfterFinished": durations | anything,
     "checkpoint": checkpoints | anything,
     "template": templates | anything,
@@ -284,6 +290,17 @@ EDGES = [
     (False, {"batchSize": 1021, "minReplicas": 2, "maxReplicas": 1020}),
     (True, {"batchSize": 2**20, "minReplicas": 1024, "maxReplicas": 1024}),
     (False, {"batchSize": 2**20, "minReplicas": 1023, "maxReplicas": 1023}),
+    # The processes of a replica divide its batches.
+    (True, {"batchSize": 2042, "minReplicas": 2, "maxReplicas": 1021, "processesPerReplica": 2}),
+    (False, {"batchSize": 2042, "minReplicas": 2, "maxReplicas": 1020, "processesPerReplica": 2}),
+    (True, {"batchSize": 2042, "maxReplicas": 1, "processesPerReplica": 2,
+            "localBszBounds": {"lower": 3, "upper": 2042}}),
+    (False, {"batchSize": 2042, "maxReplicas": 1, "processesPerReplica": 2,
+             "localBszBounds": {"lower": 3, "upper": 2041}}),
+    (True, {"batchSize": 8, "maxBatchSize": 16, "minReplicas": 4, "maxReplicas": 4, "processesPerReplica": 4,
+            "localBszBounds": {"lower": 3, "upper": 4}}),
+    (False, {"batchSize": 8, "maxBatchSize": 16, "minReplicas": 4, "maxReplicas": 4, "processesPerReplica": 4,
+             "localBszBounds": {"lower": 5, "upper": 8}}),
 ]  # fmt: skip
 
 
@@ -380,6 +397,36 @@ OWN_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
         "spec",
         "no replica count from 1 to 1 is valid with batchSize 32, localBszBounds 33 to 64: "
         f"{COUNTS}; valid are 2 and more",
+    ),
+    (
+        {"processesPerReplica": 3},
+        "spec.batchSize",
+        "32 is not a multiple of processesPerReplica 3: the processes of a replica divide its batches "
+        "equally, so change one of them",
+    ),
+    (
+        {"processesPerReplica": 4, "localBszBounds": {"lower": 5, "upper": 7}},
+        "spec.localBszBounds",
+        "5 to 7 have no multiple of processesPerReplica 4: the processes of a replica divide its local batch "
+        "equally, so widen the bounds",
+    ),
+    (
+        {"processesPerReplica": 2, "minReplicas": 17, "maxReplicas": 32},
+        "spec",
+        f"no replica count from 17 to 32 is valid with batchSize 32, replicas of 2 processes: {COUNTS}; "
+        "valid are the divisors of batchSize / 2",
+    ),
+    (
+        {
+            "processesPerReplica": 2,
+            "minReplicas": 4,
+            "maxReplicas": 8,
+            "maxBatchSize": 35,
+            "localBszBounds": {"lower": 9, "upper": 12},
+        },
+        "spec",
+        "no replica count from 4 to 8 is valid with batchSize 32, maxBatchSize 35, localBszBounds 9 to 12, "
+        f"replicas of 2 processes: {COUNTS}; no count above 3 is valid",
     ),
     (
         {"checkpoint": {"claimName": "a", "path": "/b", "storage": "1Gi"}},
@@ -524,6 +571,7 @@ def test_all_other_fields_can_be_changed(jobs: Jobs) -> None:
         "replicaLimit": 3,
         "scaleInvariantSteps": 1000,
         "elasticSingleReplica": True,
+        "processesPerReplica": 2,
         "efficiencyTarget": 0.7,
         "suspend": False,
         "backoffLimit": 0,
@@ -561,7 +609,7 @@ def test_kubectl_get_shows_the_status(api_client: client.ApiClient, jobs: Jobs, 
     }  # fmt: skip
     status = {
         "state": "Running", "replicas": 2, "desiredReplicas": 4, "batchSize": 64, "gain": 1.84,
-        "efficiency": 0.92, "progressText": "45%", "restarts": 3,
+        "efficiency": 0.92, "efficiencyText": "92%", "progressText": "45%", "restarts": 3,
         "accelerator": "NVIDIA-H100-80GB-HBM3",
         "conditions": [{**condition, "type": "Suspended", "status": "False", "reason": "No"}, condition],
     }  # fmt: skip
@@ -575,9 +623,10 @@ def test_kubectl_get_shows_the_status(api_client: client.ApiClient, jobs: Jobs, 
     cells = dict(zip((column["name"] for column in table["columnDefinitions"]), row["cells"], strict=True))
     assert cells.pop("Age")
     assert list(cells.items()) == [
-        ("Name", "digits"), ("State", "Running"), ("Replicas", 2), ("Desired", 4), ("Batch", 64),
-        ("Gain", 1.84), ("Efficiency", 0.92), ("Progress", "45%"), ("Restarts", 3),
-        ("Accelerator", "NVIDIA-H100-80GB-HBM3"), ("Reason", "Training"), ("Message", "on 2 replicas"),
+        ("Name", "digits"), ("State", "Running"), ("Reason", "Training"), ("Replicas", 2), ("Desired", 4),
+        ("Batch", 64), ("Gain", 1.84), ("Efficiency", "92%"), ("Progress", "45%"), ("Restarts", 3),
+        ("Queue", None), ("Accelerator", "NVIDIA-H100-80GB-HBM3"), ("Extra", None),
+        ("Message", "on 2 replicas"),
     ]  # fmt: skip
 
 

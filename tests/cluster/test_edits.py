@@ -40,7 +40,7 @@ def exists(read: Any, *arguments: str) -> bool:
 
 def is_in_service(system: System, job: JobUnderTest) -> bool:
     """Whether the metrics service has the job."""
-    place = f"{names.API_SERVICE}:{names.DEFAULT_API_PORT}"
+    place = f"https:{names.API_SERVICE}:{names.DEFAULT_API_PORT}"
     path = f"/api/v1/namespaces/{names.SYSTEM_NAMESPACE}/services/{place}/proxy/jobs/{job.id}"
     answer = system.kubectl("get", "--raw", path)
     if answer.returncode:
@@ -118,9 +118,10 @@ def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, w
 
     # Inside the cluster, the metrics service answers at the address that pods get.
     code = (
-        "import os, urllib.request; "
+        "import os, ssl, urllib.request; "
+        "context = ssl.create_default_context(cafile=os.environ['ADASCALE_CA_FILE']); "
         f"url = os.environ['ADASCALE_API_URL'] + '/jobs/{job.id}/gain'; "
-        "print(urllib.request.urlopen(url, timeout=10).read().decode())"
+        "print(urllib.request.urlopen(url, timeout=10, context=context).read().decode())"
     )
     assert '"progress":' in job.run_in(0, code)
 

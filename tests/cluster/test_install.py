@@ -134,17 +134,19 @@ CONTROLLER_MAY: list[Attributes] = [
     ("batch", "jobs", "patch", ""),
     ("batch", "jobs", "delete", ""),
     ("", "pods", "watch", ""),
+    ("", "pods", "create", ""),
     ("", "pods", "patch", ""),
     ("", "pods", "delete", ""),
     ("", "persistentvolumeclaims", "create", ""),
     ("", "events", "create", ""),
+    ("", "configmaps", "create", ""),
+    ("", "configmaps", "patch", names.AUTHORITY),
 ]
 CONTROLLER_MAY_NOT: list[Attributes] = [
     ("adascale.dev", "adascalejobs", "create", ""),
     ("adascale.dev", "adascalejobs", "patch", ""),
     ("adascale.dev", "adascalejobs/scale", "patch", ""),
     ("batch", "jobs", "deletecollection", ""),
-    ("", "pods", "create", ""),
     ("", "pods", "update", ""),
     ("", "pods/exec", "create", ""),
     ("", "pods/log", "get", ""),
@@ -152,6 +154,7 @@ CONTROLLER_MAY_NOT: list[Attributes] = [
     ("", "secrets", "get", ""),
     ("", "secrets", "list", ""),
     ("", "configmaps", "get", ""),
+    ("", "configmaps", "patch", "another"),
     ("", "serviceaccounts/token", "create", ""),
     ("", "namespaces", "list", ""),
     ("", "nodes", "patch", ""),
@@ -166,7 +169,22 @@ LEASE: list[Attributes] = [
     ("coordination.k8s.io", "leases", "get", names.CONTROLLER),
     ("coordination.k8s.io", "leases", "patch", names.CONTROLLER),
 ]
-OTHERS_LEASE: Attributes = ("coordination.k8s.io", "leases", "update", "another")
+CERTIFICATES: list[Attributes] = [
+    ("", "secrets", "create", ""),
+    *[
+        ("", "secrets", verb, name)
+        for name in (names.AUTHORITY, names.CERTIFICATE_SECRET)
+        for verb in ("get", "update")
+    ],
+]
+OWN: list[Attributes] = [*LEASE, *CERTIFICATES]
+"""Permissions in the operator's namespace alone."""
+OTHERS: list[Attributes] = [
+    ("coordination.k8s.io", "leases", "update", "another"),
+    ("", "secrets", "get", "another"),
+    ("", "secrets", "update", "another"),
+    ("", "secrets", "delete", names.AUTHORITY),
+]
 NODES: list[Attributes] = [("", "nodes", verb, "") for verb in ("get", "list", "watch")]
 REVIEW: Attributes = ("authentication.k8s.io", "tokenreviews", "create", "")
 NOT_OF_SERVICE: list[Attributes] = [
@@ -232,10 +250,10 @@ def test_the_permissions_of_the_operator_of_all_namespaces(namespace: str) -> No
         [
             *[(where, attributes, True) for where in ("", "default") for attributes in CONTROLLER_MAY],
             *[("", attributes, True) for attributes in NODES],
-            *[(namespace, attributes, True) for attributes in LEASE],
-            *[("default", attributes, False) for attributes in [*CONTROLLER_MAY_NOT, *LEASE]],
+            *[(namespace, attributes, True) for attributes in OWN],
+            *[("default", attributes, False) for attributes in [*CONTROLLER_MAY_NOT, *OWN]],
             *[("", attributes, False) for attributes in CONTROLLER_MAY_NOT],
-            (namespace, OTHERS_LEASE, False),
+            *[(namespace, attributes, False) for attributes in OTHERS],
         ],
     )
 
@@ -246,12 +264,12 @@ def test_the_operator_of_one_namespace_has_no_permissions_outside_it(namespace: 
         namespace,
         names.CONTROLLER,
         [
-            *[(namespace, attributes, True) for attributes in [*CONTROLLER_MAY, *LEASE]],
-            *[(namespace, attributes, False) for attributes in [*CONTROLLER_MAY_NOT, OTHERS_LEASE]],
+            *[(namespace, attributes, True) for attributes in [*CONTROLLER_MAY, *OWN]],
+            *[(namespace, attributes, False) for attributes in [*CONTROLLER_MAY_NOT, *OTHERS]],
             *[
                 (where, attributes, False)
                 for where in ("", "default")
-                for attributes in [*CONTROLLER_MAY, *LEASE, *NODES]
+                for attributes in [*CONTROLLER_MAY, *OWN, *NODES]
             ],
         ],
     )
@@ -273,7 +291,7 @@ def test_the_metrics_service_may_only_create_token_reviews(overlay: str, namespa
 @pytest.mark.parametrize("overlay", [".", "one-namespace"])
 def test_the_service_account_of_worker_pods_has_no_permissions(overlay: str, namespace: str) -> None:
     install_rights(overlay, namespace)
-    everything = [*CONTROLLER_MAY, *CONTROLLER_MAY_NOT, *LEASE, *NODES, REVIEW, *NOT_OF_SERVICE]
+    everything = [*CONTROLLER_MAY, *CONTROLLER_MAY_NOT, *OWN, *NODES, REVIEW, *NOT_OF_SERVICE]
     compare(
         namespace, "default", [(namespace, attributes, False) for attributes in dict.fromkeys(everything)]
     )

@@ -164,23 +164,24 @@ def test_each_type_has_a_capacity_of_its_own() -> None:
     assert {each.accelerator for each in decisions[:2]} == {Accelerator(H200, True), Accelerator(L4, True)}
 
 
-def test_a_job_grows_only_on_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_grows_on_its_type_or_moves_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No ratio of the types is known, so they are taken to be equally fast."""
     step_times = [
         StepTime(replicas, size, 1, seconds, accelerator=H200)
         for replicas in (1, 2)
         for size, seconds in ((4, 1.0), (16, 3.5))
     ]
     present = running(["h200", "h200"], required=H200, step_times=step_times)
-    for free, replicas in ((4, 4), (3, 3), (2, 2)):
+    for free, replicas, kind in ((4, 4, H200), (3, 3, H200), (2, 4, L4)):
         # Each reading of the clock is after the stabilization window of what was measured before.
         monkeypatch.setattr("time.monotonic", count(0, 1000).__next__)
         (decision,) = decide(present, on=nodes(h200=free, l4=8))
         monkeypatch.undo()
-        assert (decision.replicas, decision.accelerator) == (replicas, Accelerator(H200, required=True))
+        assert (decision.replicas, decision.accelerator) == (replicas, Accelerator(kind, required=True))
 
 
-def test_the_step_times_of_another_type_are_not_used() -> None:
-    """It was measured on up to 4 replicas of another type, and so starts as a job that was never measured."""
+def test_the_step_times_of_another_type_are_used_until_a_job_was_on_a_type() -> None:
+    """It was measured on up to 4 replicas of one type, and no ratio of the types is known."""
     step_times = [
         StepTime(replicas, size, 1, seconds, accelerator=H200)
         for replicas in (1, 4)
@@ -192,9 +193,9 @@ def test_the_step_times_of_another_type_are_not_used() -> None:
         step_times=tuple(step_times),
         latest=replace(report(), accelerator=H200),
     )
-    for cluster, replicas in ((nodes(h200=8, l4=2), 8), (nodes(h200=2, l4=8), 1)):
+    for cluster, kind in ((nodes(h200=8, l4=2), H200), (nodes(h200=2, l4=8), L4)):
         (decision,) = decide(replace(new, service=service), on=cluster)
-        assert decision.replicas == replicas
+        assert (decision.replicas, decision.accelerator) == (8, Accelerator(kind, required=True))
 
 
 LIMITED = JobSpec(8, 64, (5, 16), 1, 8, 1000)

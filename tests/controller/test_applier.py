@@ -9,17 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adascale_controller.job import OpportunisticSettings
 from adascale_controller.operator.apply.applier import (
     MAX_TELEMETRY_RATE,
     TELEMETRY_BURST,
     TELEMETRY_INTERVAL,
     Applier,
 )
+from adascale_controller.operator.apply.cluster import ClusterError
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions
-from adascale_controller.operator.types.kubernetes import Resource
+from adascale_controller.operator.types.kubernetes import ApiObject, Resource
+from adascale_controller.operator.types.workload import PodSettings, Workload
 from support.fake_cluster import FakeCluster
-from support.observed_jobs import actions_for, training_job
+from support.observed_jobs import actions_for, indexed_job, job, observed, training_job, view
 from support.world import World
 
 
@@ -69,6 +72,41 @@ def test_gpus_that_a_replica_does_not_use_are_named_in_an_event(gpus: str) -> No
     assert reasons.count("UnusedGPUs") == (gpus == "8")
 
 
+@pytest.mark.parametrize(("status", "is_refused"), [(403, True), (500, True), (422, False)])
+def test_extra_pods_are_not_made_and_may_be_deleted_while_the_job_of_the_others_is_not_created(
+    status: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    async def refuse(_: FakeCluster, manifest: ApiObject) -> ApiObject:
+        tried.append(manifest["metadata"]["name"])
+        raise ClusterError("rejects it: no", status, "no")
+
+    world = World()
+    made = world.create(Resource.JOBS, {"metadata": {"name": "digits-extra"}, "spec": {"parallelism": 1}})
+    monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
+    applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
+    resource = job((1, 2), opportunistic=OpportunisticSettings("spare"))
+    template = {"spec": {"containers": [{"name": "worker"}]}}
+    workload = Workload(
+        "digits", "team", "job-uid", resource.valid_job, template, 0, PodSettings("http://api")
+    )
+    lacking = observed(resource, view((1, 2)), workload=workload)
+    having = replace(lacking, extra_job=indexed_job(1, uid=made["metadata"]["uid"], first=1))
+    nothing = Actions({}, status_changed=False, telemetry_changed=False, create_indexed_job=1)
+    for seen, actions in (
+        (lacking, replace(nothing, create_extra_job=1)),
+        (having, replace(nothing, delete_extra_job=True)),
+    ):
+        applied = asyncio.run(applier.apply(seen, actions))
+        assert tried == ["digits"]
+        tried.clear()
+        refused = applied.refused
+        assert (refused is not None and (refused.reply, refused.extra) == ("no", False)) == is_refused
+        assert applied.template_rejection == (None if is_refused else "no")
+    assert "deletionTimestamp" in world.objects[Resource.JOBS]["digits-extra"]["metadata"]
+
+
 def telemetry_of(world: World, name: str) -> ObservedJob:
     """Return a job that trains, whose AdaScaleJob is in the cluster."""
     raw = world.create(Resource.ADASCALEJOBS, {"metadata": {"name": name}, "spec": {}})
@@ -77,5 +115,5 @@ def telemetry_of(world: World, name: str) -> ObservedJob:
 
 
 async def write(applier: Applier, chosen: list[tuple[ObservedJob, Actions]]) -> None:
-    for job, actions in chosen:
-        await applier.apply(job, actions)
+    for each, actions in chosen:
+        await applier.apply(each, actions)

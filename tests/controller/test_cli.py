@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,11 @@ from rich.console import Console
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
 from adascale_controller.gain_watch import GainLines, LiveGain, watch_gain
+from adascale_controller.local import run_history, service_file
+from adascale_controller.local.run_history import RunRecord
+from adascale_controller.local.service_file import RunningService
+from adascale_controller.local.state_dir import StateDir
+from adascale_controller.local.state_lock import StateLock
 from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.decision.explanation import explain
 from adascale_core.messages.allocation import Allocation
@@ -60,6 +66,27 @@ def test_the_operator_refuses_a_label_that_no_node_can_have(label: str) -> None:
     refused = adascale("operator", "--accelerator-label", label)
     assert refused.returncode == 2
     assert "is not the key of a label" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tls-secret", "adascale-api-tls"], "got 'adascale-api-tls', expected NAMESPACE/NAME"),
+        (["--tls-external"], "--tls-external: it needs --tls-secret"),
+        (["--require-tls"], "--require-tls: it needs --tls-secret"),
+        (["--tls-secret", "a/b", "--api-url", "http://api"], "must begin with https://"),
+        (
+            ["--tls-secret", "a/b", "--api-url", "https://api", "--pod-api-url", "http://api"],
+            "must begin with https://",
+        ),
+    ],
+)
+def test_the_operator_refuses_options_for_tls_that_contradict_each_other(
+    options: list[str], message: str
+) -> None:
+    refused = adascale("operator", *options)
+    assert refused.returncode == 2
+    assert message in " ".join(refused.stderr.replace("│", " ").split())
 
 
 def test_no_command_lists_the_commands() -> None:
@@ -105,6 +132,23 @@ def test_a_valid_job_is_shown_with_its_replica_counts(tmp_path: Path) -> None:
     assert ["2", "150", "to", "250", "1", "300", "to", "500", "1.67"] in rows
     assert ["10", "100", "1", "1,000", "3.33"] in rows
     assert "not valid: 11 to 12" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        (9000, "needs 2.50 steps at batchSize per second for 9,000 steps"),
+        (None, "once the program reports it: set scaleInvariantSteps or trainSamples"),
+    ],
+)
+def test_what_a_deadline_needs_is_shown(tmp_path: Path, steps: int | None, text: str) -> None:
+    job = write_job(
+        tmp_path / "job.yaml", ["python"], completionDeadlineSeconds=3600, scaleInvariantSteps=steps
+    )
+    shown = adascale("validate", job)
+    assert shown.returncode == 0, shown.stderr
+    assert text in shown.stdout
+    assert "condition DeadlineFeasible" in shown.stdout
 
 
 def test_gpus_that_a_replica_does_not_use_are_warned_of(tmp_path: Path) -> None:
@@ -218,8 +262,8 @@ def test_gain_shows_the_gain_and_predictions(service: Service) -> None:
     assert shown.returncode == 0, shown.stderr
     text = " ".join(shown.stdout.split())
     assert "default.digits gain 6.25 at scale 8 efficiency 78%" in text
-    assert "trains on 2 replicas x batch 16, generation 1" in text
-    assert "progress 4,512 steps, in 1,200 optimizer steps" in text
+    assert "trains on 2 replicas x local batch 16, generation 1" in text
+    assert "progress 4,512, in 1,200 steps" in text
     assert "loss 0.213" in text
     assert "replicas local batch scale gain efficiency progress per second" in text
 
@@ -232,15 +276,19 @@ def test_gain_prints_the_json_of_the_service(service: Service) -> None:
 
 
 def test_gain_finds_the_service_in_the_state_folder(tmp_path: Path, service: Service) -> None:
-    folder = tmp_path / "default.digits"
-    folder.mkdir()
-    service_file = {"url": service.url, "pid": 1, "job": "default.digits"}
-    (folder / "service.json").write_text(json.dumps(service_file))
+    folder = StateDir(tmp_path / "default.digits")
+    folder.create()
+    run_history.record_start(folder, RunRecord("default.digits", time.time()))
+    service_file.write(folder, RunningService(service.url, os.getpid(), "default.digits"))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "service.json").write_text("{")
-    for state_dir in (tmp_path, folder):
-        shown = adascale("gain", "digits", "--state-dir", state_dir)
-        assert shown.returncode == 0, shown.stderr
+    lock = StateLock(folder, pytest.fail)
+    try:
+        for state_dir in (tmp_path, folder.path):
+            shown = adascale("gain", "digits", "--state-dir", state_dir)
+            assert shown.returncode == 0, shown.stderr
+    finally:
+        lock.release()
     unknown = adascale("gain", "other", "--state-dir", tmp_path)
     assert unknown.returncode == 69
     assert "no run of job other found in" in unknown.stderr

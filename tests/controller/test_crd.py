@@ -69,12 +69,14 @@ def test_the_yaml_is_the_crd() -> None:
             "scaleInvariantSteps",
             {"type": "integer", "format": "int64", "minimum": 1, "maximum": 2**53 - 1},
         ),
+        ("trainSamples", {"type": "integer", "format": "int64", "minimum": 1, "maximum": 2**53 - 1}),
         (
             "efficiencyTarget",
             {"type": "number", "default": 0.5, "minimum": 0, "exclusiveMinimum": True, "maximum": 1},
         ),
         ("suspend", {"type": "boolean", "default": False}),
         ("elasticSingleReplica", {"type": "boolean", "default": False}),
+        ("processesPerReplica", {"type": "integer", "format": "int32", "minimum": 1, "maximum": 1024}),
         ("checkpoint", {"type": "object", "default": {}}),
         ("checkpoint.storage", {"x-kubernetes-int-or-string": True, "maxLength": 32}),
         ("checkpoint.accessMode", {"type": "string", "enum": ["ReadWriteOnce", "ReadWriteMany"]}),
@@ -188,7 +190,7 @@ def test_the_rules_on_counts_try_every_count_and_every_divisor() -> None:
     assert len(rules) == 2
     for rule in rules:
         tens, ones = (
-            [int(number) for number in found.split(",")] for found in re.findall(r"\[([^]]*)]", rule)
+            [int(number) for number in found.split(",")] for found in re.findall(r"\[([0-9, ]+)]", rule)
         )
         assert sorted(32 * i + j for i in tens for j in ones) == list(range(1, names.MAX_REPLICAS + 1))
     assert names.MAX_REPLICAS**2 >= names.MAX_BATCH_SIZE
@@ -208,6 +210,7 @@ def test_messages_are_one_line() -> None:
         ({"localBszBounds": {"lower": 4}}, "spec.localBszBounds"),
         ({"localBszBounds": {"lower": 4, "upper": "64"}}, "spec.localBszBounds.upper"),
         ({"minReplicas": 9}, "spec.minReplicas"),
+        ({"scaleInvariantSteps": 100, "trainSamples": 3200}, "spec"),
         ({"minReplicas": 6, "maxReplicas": 7}, "spec"),
         ({"checkpoint": {"claimName": "a", "path": "/b"}}, "spec.checkpoint"),
         ({"checkpoint": {"path": "/b", "url": "s3://b"}}, "spec.checkpoint"),
@@ -265,7 +268,8 @@ def test_the_names_are_those_of_the_core() -> None:
 def test_the_columns_show_fields_of_the_status() -> None:
     columns = VERSION["additionalPrinterColumns"]
     assert [column["name"] for column in columns if not column.get("priority")] == [
-        "State", "Replicas", "Desired", "Batch", "Gain", "Efficiency", "Progress", "Restarts", "Age",
+        "State", "Reason", "Replicas", "Desired", "Batch", "Gain", "Efficiency", "Progress", "Restarts",
+        "Age",
     ]  # fmt: skip
     for column in columns:
         if column["jsonPath"].startswith(".status") and "[" not in column["jsonPath"]:

@@ -17,7 +17,8 @@ from adascale_core import names
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 PARTS = ("worker", "api", "controller")
-OVERLAYS = (".", "all-namespaces", "kind", "monitoring", "one-namespace", "plain", "postgres")
+COMPONENTS = ("cert-manager", "require-tls", "without-tls")
+OVERLAYS = (".", "all-namespaces", "kind", "monitoring", "one-namespace", "openshift", "plain", "postgres")
 
 
 def read(*files: str) -> list[dict[str, Any]]:
@@ -76,8 +77,32 @@ def test_the_operators_token_is_for_the_metrics_service_only() -> None:
 
 def test_the_operator_calls_the_metrics_service_at_its_address() -> None:
     arguments = pod(find(EVERYWHERE, "Deployment", names.CONTROLLER))["containers"][0]["args"]
-    url = f"http://{names.API_SERVICE}.$(POD_NAMESPACE).svc:{names.DEFAULT_API_PORT}"
+    url = f"https://{names.API_SERVICE}.$(POD_NAMESPACE).svc:{names.DEFAULT_API_PORT}"
     assert f"--api-url={url}" in arguments
+    assert f"--tls-secret=$(POD_NAMESPACE)/{names.CERTIFICATE_SECRET}" in arguments
+
+
+def test_the_service_reaches_pods_of_a_version_without_tls_whose_port_has_another_name() -> None:
+    (port,) = find(EVERYWHERE, "Service", names.API_SERVICE)["spec"]["ports"]
+    assert port["targetPort"] == port["port"] == names.DEFAULT_API_PORT
+    (component,) = read("without-tls/kustomization.yaml")
+    (patch,) = [each["patch"] for each in component["patches"] if each["target"]["kind"] == "Service"]
+    (without_tls,) = yaml.safe_load(patch)
+    assert without_tls["value"]["targetPort"] == names.DEFAULT_API_PORT
+
+
+def test_the_metrics_service_has_the_certificate_and_not_the_authority_of_the_operator() -> None:
+    for service in [item for item in WORKLOADS if item["metadata"]["name"] == names.API_SERVICE]:
+        spec = pod(service)
+        (volume,) = [each for each in spec["volumes"] if each["name"] == "tls"]
+        assert volume["secret"]["secretName"] == names.CERTIFICATE_SECRET
+        (container,) = spec["containers"]
+        (place,) = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "tls"]
+        files = {item["key"]: f"{place}/{item['path']}" for item in volume["secret"]["items"]}
+        for option, key in (("--tls-cert", "tls.crt"), ("--tls-key", "tls.key")):
+            assert f"{option}={files[key]}" in container["args"]
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert container[probe]["httpGet"]["scheme"] == "HTTPS"
 
 
 def test_the_services_of_the_postgres_overlay_differ_in_their_database_only() -> None:
@@ -96,6 +121,11 @@ def test_the_services_of_the_postgres_overlay_differ_in_their_database_only() ->
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda item: str(item["metadata"]["name"]))
+def test_arguments_are_strings(workload: dict[str, Any]) -> None:
+    assert all(isinstance(each, str) for each in pod(workload)["containers"][0]["args"])
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda item: str(item["metadata"]["name"]))
 def test_probes_use_the_port_of_the_program(workload: dict[str, Any]) -> None:
     (container,) = pod(workload)["containers"]
     (port,) = container["ports"]
@@ -103,7 +133,7 @@ def test_probes_use_the_port_of_the_program(workload: dict[str, Any]) -> None:
         if probe in container:
             assert container[probe]["httpGet"]["port"] == port["name"]
     if workload["metadata"]["name"] == names.CONTROLLER:
-        assert f"--liveness=0.0.0.0:{port['containerPort']}" in container["args"]
+        assert f"--liveness=:{port['containerPort']}" in container["args"]
     else:
         assert port["containerPort"] == names.DEFAULT_API_PORT
 
@@ -117,9 +147,17 @@ CONTROLLER_RIGHTS: Rights = {
     ("adascale.dev", "adascalejobs/status"): {"get", "patch"},
     ("adascale.dev", "adascalejobs/finalizers"): {"update"},
     ("batch", "jobs"): {"get", "list", "watch", "create", "patch", "delete"},
-    ("", "pods"): {"get", "list", "watch", "patch", "delete"},
+    ("", "pods"): {"get", "list", "watch", "create", "patch", "delete"},
+    ("kueue.x-k8s.io", "workloads"): {"list"},
     ("", "persistentvolumeclaims"): {"get", "list", "watch", "create"},
     ("", "events"): {"list", "create", "patch"},
+    ("", "configmaps"): {"create"},
+    ("", f"configmaps/{names.AUTHORITY}"): {"patch"},
+}
+CERTIFICATE_RIGHTS: Rights = {
+    ("", "secrets"): {"create"},
+    ("", f"secrets/{names.AUTHORITY}"): {"get", "update"},
+    ("", f"secrets/{names.CERTIFICATE_SECRET}"): {"get", "update"},
 }
 LEASE_RIGHTS: Rights = {
     ("coordination.k8s.io", "leases"): {"create"},
@@ -128,7 +166,9 @@ LEASE_RIGHTS: Rights = {
 ROLES: dict[tuple[str, str], Rights] = {
     ("ClusterRole", "adascale-controller"): CONTROLLER_RIGHTS,
     ("ClusterRole", "adascale-controller-nodes"): {("", "nodes"): {"get", "list", "watch"}},
+    ("ClusterRole", "adascale-controller-queues"): {("kueue.x-k8s.io", "clusterqueues"): {"list"}},
     ("Role", "adascale-controller-lease"): LEASE_RIGHTS,
+    ("Role", "adascale-controller-certificates"): CERTIFICATE_RIGHTS,
     ("ClusterRole", "adascale-api"): {("authentication.k8s.io", "tokenreviews"): {"create"}},
     ("ClusterRole", "adascale-edit"): {
         ("adascale.dev", "adascalejobs"): {
@@ -142,16 +182,22 @@ ROLES: dict[tuple[str, str], Rights] = {
         ("adascale.dev", "adascalejobs/scale"): {"get"},
         ("adascale.dev", "adascalejobs/status"): {"get"},
     },
+    ("Role", "adascale-metrics-reader"): {
+        ("", "services/proxy/https:adascale-api:8265"): {"get"},
+        ("", "services/proxy/adascale-api:8265"): {"get"},
+    },
 }
 BINDINGS: dict[str, set[tuple[str, str, str, str, str]]] = {
     # kind, namespace that the right is held to, role, account
     "everywhere": {
         ("ClusterRoleBinding", "", "ClusterRole", "adascale-api", "adascale-api"),
         ("RoleBinding", "its own", "Role", "adascale-controller-lease", "adascale-controller"),
+        ("RoleBinding", "its own", "Role", "adascale-controller-certificates", "adascale-controller"),
     },
     "all-namespaces": {
         ("ClusterRoleBinding", "", "ClusterRole", "adascale-controller", "adascale-controller"),
         ("ClusterRoleBinding", "", "ClusterRole", "adascale-controller-nodes", "adascale-controller"),
+        ("ClusterRoleBinding", "", "ClusterRole", "adascale-controller-queues", "adascale-controller"),
     },
     "one-namespace": {
         ("RoleBinding", "its own", "ClusterRole", "adascale-controller", "adascale-controller"),
@@ -209,7 +255,7 @@ def test_pods_are_restricted_and_write_to_volumes_only(workload: dict[str, Any])
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     for volume in spec["volumes"]:
-        assert {"emptyDir", "projected"} & set(volume), "no volume is of the node"
+        assert {"emptyDir", "projected", "secret"} & set(volume), "no volume is of the node"
     (container,) = spec["containers"]
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
@@ -251,15 +297,25 @@ def test_in_one_namespace_no_policy_blocks_traffic_between_replicas() -> None:
 # -- overlays -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", [*OVERLAYS, *COMPONENTS])
 def test_overlays_refer_to_existing_objects(overlay: str) -> None:
     folder = DEPLOY / overlay
     (overlaid,) = read(f"{overlay}/kustomization.yaml")
-    for name in overlaid["resources"]:
+    for name in overlaid.get("resources", []):
         place = folder / name
         assert place.is_file() or (place / "kustomization.yaml").is_file(), name
     for image in overlaid.get("images", []):
         assert image["name"] in {names.API_SERVICE, names.CONTROLLER}
+
+
+def test_cert_manager_makes_the_secret_that_the_service_mounts() -> None:
+    issued = read("cert-manager/certificate.yaml")
+    certificate = find(issued, "Certificate", names.API_SERVICE)["spec"]
+    assert certificate["secretName"] == names.CERTIFICATE_SECRET
+    assert f"{names.API_SERVICE}.{names.SYSTEM_NAMESPACE}.svc" in certificate["dnsNames"]
+    assert find(issued, "Issuer", certificate["issuerRef"]["name"])["spec"]["ca"] == {
+        "secretName": find(issued, "Certificate", names.AUTHORITY)["spec"]["secretName"]
+    }
 
 
 @pytest.mark.parametrize("overlay", [".", "kind", "one-namespace"])
@@ -312,7 +368,9 @@ def test_the_dependencies_of_the_images_are_those_of_the_distribution() -> None:
         for requirement in itertools.chain(project["project"]["dependencies"], *extras)
     }
     groups = {part: {*project["dependency-groups"][f"image-{part}"]} for part in PARTS}
-    assert set[str]().union(*groups.values()) == allowed
+    # Programs that use one of these install it in their own image.
+    own = {"accelerate", "lightning", "scikit-learn", "transformers"}
+    assert set[str]().union(*groups.values()) == allowed - own
 
 
 @pytest.mark.parametrize(
@@ -326,8 +384,14 @@ def test_the_dependencies_of_the_images_are_those_of_the_distribution() -> None:
 def test_an_image_does_not_install_the_dependencies_of_other_parts(
     part: str, absent: tuple[str, ...]
 ) -> None:
-    (checked,) = re.findall(r"for name in \((.*?)\) if find_spec", stage(part))
-    assert tuple(re.findall(r'"(\w+)"', checked)) == absent
+    (checked,) = re.findall(r"finish.py compile .* --without ([\w ]+?) *\\$", stage(part), re.MULTILINE)
+    assert tuple(checked.split()) == absent
+
+
+def test_the_operator_needs_no_generated_calls_of_the_client_which_its_image_does_not_have() -> None:
+    assert "trim kubernetes/aio/client/api" in stage("controller")
+    for path in (ROOT / "controller" / "adascale_controller" / "operator").rglob("*.py"):
+        assert not re.search(r"\bclient\.(?!Api)\w+Api\b|aio\.client\.api\b", path.read_text()), path
 
 
 def test_images_use_the_installer_of_the_makefile() -> None:

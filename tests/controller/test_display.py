@@ -14,11 +14,11 @@ from rich.console import Console, RenderableType
 from adascale_controller.formatting import age, clock, count, duration, plural, significant, trimmed
 from adascale_controller.gain_summary import render_gain
 from adascale_controller.job import Job
+from adascale_controller.job_summary import format_result
 from adascale_controller.local import display as displays
 from adascale_controller.local.display import LiveDisplay, PlainDisplay, RunStatus, open_display
 from adascale_controller.local.generations import GenerationSummary, Range
 from adascale_controller.local.generations_table import generations_table, repeated_steps
-from adascale_controller.local.run_report import format_result
 from adascale_controller.valid_replicas import render_valid_replicas
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport
@@ -30,9 +30,11 @@ REPORT = GainReport(
 )  # fmt: skip
 STATUS = RunStatus("2 -> 4 replicas", 4512.4, 12_000, REPORT, 42.0)
 GENERATIONS = [
-    GenerationSummary(1, 1, Range(4, 4), Range(1, 1), 1.0, 1.0, 1496, 0, 20.41, None),
-    GenerationSummary(2, 2, Range(31, 64), Range(15.5, 32), 24.3, 0.81, 757, 18, 1205.5, 2.94),
-    GenerationSummary(12, 16, Range(1024, 2048), Range(4096, 8192), 901.2, 0.2, 123_456, 0, 3.0, 0.1),
+    GenerationSummary(1, 1, Range(4, 4), Range(1, 1), Range(1, 1), 1.0, 1.0, 1496, 0, 20.41, None),
+    GenerationSummary(2, 2, Range(31, 64), Range(1, 1), Range(15.5, 32), 24.3, 0.81, 757, 18, 1205.5, 2.94),
+    GenerationSummary(
+        12, 16, Range(1024, 2048), Range(1, 1), Range(4096, 8192), 901.2, 0.2, 123_456, 0, 3.0, 0.1
+    ),
 ]
 
 
@@ -69,9 +71,9 @@ def test_the_status_fits_80_columns() -> None:
     display = LiveDisplay(target)
     display.update(STATUS)
     display.close()
-    lines = [line for line in text.getvalue().splitlines() if "steps" in line or "loss" in line]
-    assert lines[0].rstrip().endswith(" 4,512 / 12,000 steps  37%  0:42 left")
-    assert "  loss 0.213   gain 7.6 of 16 (48%)   2 replicas x batch 32   2 -> 4 replicas" in lines[1]
+    lines = [line for line in text.getvalue().splitlines() if "progress" in line or "loss" in line]
+    assert lines[0].rstrip().endswith(" progress 4,512 of 12,000  37%  0:42 left")
+    assert "  loss 0.213   gain 7.6 of 16 (48%)   2 x local batch 32   2 -> 4 replicas" in lines[1]
 
 
 def test_unfinished_progress_is_never_shown_as_complete(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,16 +95,16 @@ def test_a_pipe_gets_unwrapped_messages_and_the_status_at_intervals(monkeypatch:
     assert text.getvalue().splitlines() == [
         f"   0:00  {'a long sentence ' * 10}",
         "   0:00  [red]not markup",
-        "   0:00  4,512 / 12,000 steps  37%  loss 0.213  gain 7.6 of 16 (48%)  2 replicas x batch 32",
+        "   0:00  progress 4,512 of 12,000  37%  loss 0.213  gain 7.6 of 16 (48%)  2 x local batch 32",
     ]
 
 
-def test_the_status_of_an_unbounded_job_is_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_of_an_unbounded_job_is_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(displays, "PLAIN_INTERVAL", 0.0)
     target, text = console(terminal=False)
     report = replace(REPORT, loss=None, accumulation=3, replicas=1)
     PlainDisplay(target).update(RunStatus("", 4512.4, None, report))
-    assert text.getvalue() == "   0:00  4,512 steps  gain 7.6 of 16 (48%)  1 replica x batch 32 x 3\n"
+    assert text.getvalue() == "   0:00  progress 4,512  gain 7.6 of 16 (48%)  1 x local batch 32 x 3\n"
 
 
 def test_the_table_of_generations_fits_80_columns() -> None:
@@ -150,7 +152,7 @@ def test_columns_that_do_not_fit_are_left_out(width: int, left_out: set[str]) ->
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_the_tables_of_gain_and_validate_fit_too(width: int) -> None:
-    predictions = [PredictionView(2, 128, 2, 128.0, 101.5, 0.79, 0.01, 12345.6)]
+    predictions = [PredictionView(2, 128, 2, 128.0, 101.5, 0.79, 0.01, 12345.6, 101.5, 101.5)]
     job = Job("default.test", JobSpec(1000, 100_000, (1, 50_000), 1, 2))
     for table in (
         render_gain(GainView("default.test", REPORT, predictions), 100.0),

@@ -24,8 +24,8 @@ from adascale_controller.valid_replicas import render_valid_replicas
 from adascale_core import names
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-README = (ROOT / "README.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+JOB = (ROOT / "docs" / "job.md").read_text()
 KUBERNETES = (ROOT / "docs" / "kubernetes.md").read_text()
 
 Row = list[str]
@@ -54,13 +54,13 @@ def table_with(text: str, name: str) -> list[Row]:
 FIELDS = {str(field.alias): field for field in AdaScaleJobSpec.model_fields.values()}
 
 
-def test_the_readme_has_each_field_of_a_job() -> None:
-    assert {name for row in table_with(README, "backoffLimit") for name in code_names(row[0])} == set(FIELDS)
+def test_the_page_of_the_job_file_has_each_field_of_a_job() -> None:
+    assert {name for row in table_with(JOB, "backoffLimit") for name in code_names(row[0])} == set(FIELDS)
 
 
 @pytest.mark.parametrize("field", [str(field.alias) for field in Checkpoint.model_fields.values()])
 def test_each_checkpoint_setting_is_documented(field: str) -> None:
-    assert re.search(rf"\b{field}\b", README + KUBERNETES)
+    assert re.search(rf"\b{field}\b", JOB + KUBERNETES)
 
 
 # -- the reasons of a condition ------------------------------------------------------------------------
@@ -100,15 +100,15 @@ def test_the_network_policy_for_a_job_has_fields_of_kubernetes_and_selects_the_p
     assert policy["spec"]["ingress"] == [{"from": [{"podSelector": pods}]}]
 
 
-def test_the_readme_has_an_example_of_a_job() -> None:
+def test_the_docs_have_an_example_of_a_job() -> None:
     assert list(job_examples())
 
 
-def test_the_readme_shows_the_replica_counts_of_the_example_job() -> None:
+def test_the_page_of_the_job_file_shows_the_replica_counts_of_the_example_job() -> None:
     output = io.StringIO()
     example = load_job(ROOT / "deploy" / "adascalejob.yaml")
     Console(file=output, width=100).print(render_valid_replicas(example))
-    shown = [line.split() for line in README.splitlines()]
+    shown = [line.split() for line in JOB.splitlines()]
     for line in output.getvalue().splitlines():
         if line.strip() and "─" not in line:
             assert line.split() in shown

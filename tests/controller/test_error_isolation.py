@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adascale_client import ServiceError, ServiceRefusedError
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.cluster import ClusterError, JobRefusedError
 from adascale_controller.operator.runtime.error_isolation import (
     MAX_RETRY_INTERVAL,
     RETRY_INTERVAL,
@@ -48,6 +48,7 @@ def intervals(errors: list[Exception]) -> list[float]:
     "error",
     [
         REFUSED,
+        JobRefusedError(ClusterError("failed calling webhook", 500), extra=False),
         ClusterError("already exists", 409),
         ServiceRefusedError("unknown", 404),
         ValueError("a bug"),

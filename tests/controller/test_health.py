@@ -28,22 +28,36 @@ class Clock:
         return self.now
 
 
+def answer_of(url: str) -> int:
+    """Return the HTTP status of an answer."""
+    try:
+        with urllib.request.urlopen(url) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
+
+
 def probe(health: Health) -> int:
     """Return the HTTP status of the probe."""
     port = free_port()
 
-    def ask() -> int:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
-                return int(answer.status)
-        except HTTPError as error:
-            return error.code
-
     async def serve() -> int:
         async with health.serve(f"127.0.0.1:{port}"):
-            return await asyncio.to_thread(ask)
+            return await asyncio.to_thread(answer_of, f"http://127.0.0.1:{port}/healthz")
 
     return asyncio.run(serve())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+@pytest.mark.parametrize("address", [":{port}", "[::]:{port}"])
+def test_all_addresses_are_those_of_ipv4_and_ipv6(address: str, host: str) -> None:
+    port = free_port()
+
+    async def serve() -> int:
+        async with Health(OperatorMetrics()).serve(address.format(port=port)):
+            return await asyncio.to_thread(answer_of, f"http://{host}:{port}/healthz")
+
+    assert asyncio.run(serve()) == 200
 
 
 def test_an_operator_that_waits_for_the_lease_is_healthy() -> None:

@@ -21,6 +21,7 @@ from adascale_controller.operator.apply.indexed_job import (
 )
 from adascale_controller.operator.apply.pod_template import TOKEN_FOLDER
 from adascale_controller.operator.schedule.nodes import eligible_nodes, pod_request
+from adascale_controller.operator.types.queueing import ELASTIC_JOB, QUEUE_NAME, Queueing
 from adascale_controller.operator.types.workload import (
     CHECKPOINT_FOLDER,
     PodSettings,
@@ -498,6 +499,28 @@ def test_a_template_that_runs_as_root_does_not_get_run_as_non_root(made_of: dict
     assert "runAsNonRoot" not in pod(workload(made_of))["spec"]["securityContext"]
 
 
+@pytest.mark.parametrize(
+    ("volumes", "is_set"),
+    [
+        ([], False),
+        ([{"name": "a", "emptyDir": {}}, {"name": "b", "configMap": {"name": "c"}}], False),
+        ([{"name": "a", "persistentVolumeClaim": {"claimName": "data"}}], True),
+        ([{"name": "a", "ephemeral": {}}], True),
+    ],
+)
+def test_pods_have_a_group_only_where_a_volume_belongs_to_root(volumes: list[Any], is_set: bool) -> None:
+    made = workload(template(volumes=volumes), checkpoint=CheckpointSettings(url="s3://bucket/prefix"))
+    assert ("fsGroup" in pod(made)["spec"]["securityContext"]) == is_set
+
+
+def test_pods_have_no_group_where_the_operator_must_not_set_it() -> None:
+    made = workload()
+    made = replace(made, settings=replace(made.settings, fs_group=False))
+    assert "fsGroup" not in pod(made)["spec"]["securityContext"]
+    built = indexed_job_manifest(workload(), 1, suspend=False, single_node=False, fs_group=False)
+    assert "fsGroup" not in built["spec"]["template"]["spec"]["securityContext"]
+
+
 def test_an_fs_group_of_the_template_keeps_its_change_policy() -> None:
     context = pod(workload(template(securityContext={"fsGroup": 7})))["spec"]["securityContext"]
     assert context["fsGroup"] == 7
@@ -611,7 +634,14 @@ def test_a_template_that_places_its_pods_is_left_as_it_is(theirs: dict[str, Any]
 def test_labels_and_annotations_of_the_template_are_kept() -> None:
     metadata = {"labels": {"team": "a", "app.kubernetes.io/name": "mine"}, "annotations": {"b": "c"}}
     made = pod(workload(template(metadata=metadata)))["metadata"]
-    assert made["annotations"] == {"b": "c"}
+    digest = made["annotations"].pop(names.ANNOTATION_TEMPLATE)
+    assert len(digest) == 32
+    assert made["annotations"] == {
+        "b": "c",
+        "adascale.dev/worker-container": "worker",
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "true",
+        "kubectl.kubernetes.io/default-container": "worker",
+    }
     assert made["labels"] == {
         "team": "a",
         "app.kubernetes.io/name": "mine",
@@ -619,7 +649,27 @@ def test_labels_and_annotations_of_the_template_are_kept() -> None:
         "app.kubernetes.io/component": "worker",
         "app.kubernetes.io/managed-by": "adascale-operator",
         names.LABEL_JOB: "digits",
+        names.LABEL_JOB_UID: workload().uid,
     }
+
+
+def test_pods_say_which_job_template_and_accelerator_they_are_of() -> None:
+    made = indexed_job_manifest(workload(), 2, suspend=False, single_node=False, accelerator="h200")
+    metadata = made["spec"]["template"]["metadata"]
+    for name in (names.ANNOTATION_TEMPLATE, names.ANNOTATION_ACCELERATOR):
+        assert metadata["annotations"][name] == made["metadata"]["annotations"][name]
+    assert metadata["labels"][names.LABEL_JOB_UID] == workload().uid
+    assert "selector" not in made["spec"]
+
+
+def test_a_job_that_takes_over_pods_selects_those_of_its_adascalejob() -> None:
+    spec = indexed_job_manifest(workload(), 2, suspend=False, single_node=False, adopts=True)["spec"]
+    assert spec["manualSelector"] is True
+    selected = spec["selector"]["matchLabels"]
+    assert selected == {names.LABEL_JOB_UID: workload().uid}
+    labels = spec["template"]["metadata"]["labels"]
+    assert selected.items() <= labels.items()
+    assert labels["job-name"] == labels["batch.kubernetes.io/job-name"] == "digits"
 
 
 def test_the_job_label_is_replaced_with_a_warning() -> None:
@@ -670,6 +720,18 @@ def test_sharing_a_node_changes_the_digest() -> None:
 def test_the_digest_is_the_same_as_in_earlier_versions() -> None:
     """Jobs of an operator before an upgrade carry it; another value here would restart them all."""
     assert template_digest(workload(), single_node=False) == "9e9aa2eeed5f97d5796c8bdbfc5767c2"
+
+
+def test_with_tls_pods_get_the_authority_of_the_metrics_service_beside_their_token() -> None:
+    plain = workload()
+    url = "https://adascale-api.adascale-system:8265"
+    secure = replace(plain, settings=PodSettings(url, has_authority=True))
+    assert env(secure)[names.ENV_API_URL] == url
+    assert env(secure)[names.ENV_CA_FILE] == f"{TOKEN_FOLDER}/ca.crt"
+    token, authority = mounts(secure)[TOKEN_FOLDER]["projected"]["sources"]
+    assert [token] == mounts(plain)[TOKEN_FOLDER]["projected"]["sources"]
+    assert authority == {"configMap": {"name": "adascale-ca", "items": [{"key": "ca.crt", "path": "ca.crt"}]}}
+    assert names.ENV_CA_FILE not in env(plain)
 
 
 # -- properties of any template -----------------------------------------------------------------------------
@@ -875,3 +937,47 @@ def test_an_invalid_pod_template_is_left_for_the_api_server_to_reject(
     json.dumps(manifest)
     pod_request(made_of["spec"])
     eligible_nodes(made_of["spec"], [NODE])
+
+
+# -- the network of the node -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "policy"),
+    [
+        ({"hostNetwork": True}, "ClusterFirstWithHostNet"),
+        ({"hostNetwork": True, "dnsPolicy": "Default"}, "Default"),
+        ({}, None),
+    ],
+)
+def test_pods_in_the_network_of_their_node_find_services(spec: dict[str, Any], policy: str | None) -> None:
+    assert pod(workload(template(**spec)))["spec"].get("dnsPolicy") == policy
+
+
+def test_the_indexed_job_of_a_queued_job_has_the_labels_and_annotations_of_kueue() -> None:
+    queueing = Queueing.read(
+        {
+            "labels": {QUEUE_NAME: "gpus", "kueue.x-k8s.io/priority-class": "low", "team": "vision"},
+            "annotations": {ELASTIC_JOB: "true", "note": "mine"},
+        }
+    )
+    manifest = indexed_job_manifest(
+        replace(workload(), queueing=queueing), 2, suspend=True, single_node=False
+    )
+    meta = manifest["metadata"]
+    assert meta["labels"].items() >= {QUEUE_NAME: "gpus", "kueue.x-k8s.io/priority-class": "low"}.items()
+    assert (
+        meta["annotations"].items() >= {ELASTIC_JOB: "true", names.ANNOTATION_QUEUE: "gpus,elastic"}.items()
+    )
+    assert not {"team", "note"} & (meta["labels"].keys() | meta["annotations"].keys())
+    plain = indexed_job_manifest(workload(), 2, suspend=False, single_node=False)["metadata"]
+    assert plain["annotations"].keys() == {names.ANNOTATION_TEMPLATE}
+
+
+@pytest.mark.parametrize("suspend", [True, False, None])
+def test_a_resize_leaves_suspension_as_it_is_unless_it_is_meant(suspend: bool | None) -> None:
+    patch = resize_patch(2, suspend=suspend)
+    assert patch["spec"].get("suspend") is suspend
+    mark = {True: "true", False: None}
+    annotations = patch.get("metadata", {}).get("annotations", {})
+    assert annotations == ({} if suspend is None else {names.ANNOTATION_SUSPENDED: mark[suspend]})

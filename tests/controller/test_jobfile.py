@@ -68,6 +68,15 @@ def test_unset_fields_have_defaults() -> None:
     )
 
 
+def test_a_job_may_end_by_samples() -> None:
+    parsed = parse_job(job(trainSamples=96_001), "job.yaml")
+    assert (parsed.spec.scale_invariant_steps, parsed.spec.train_samples, parsed.spec.steps) == (
+        None,
+        96_001,
+        3001,
+    )
+
+
 def test_every_field_is_read() -> None:
     document = copy.deepcopy(VALID)
     document["metadata"] = {"name": "digits", "namespace": "team", "labels": {"a": "b"}}
@@ -80,9 +89,11 @@ def test_every_field_is_read() -> None:
         scaleInvariantSteps=20000,
         efficiencyTarget=1,
         elasticSingleReplica=True,
+        processesPerReplica=2,
         suspend=True,
         backoffLimit=0,
         activeDeadlineSeconds=60,
+        completionDeadlineSeconds=3600,
         stepTimeoutSeconds=90,
         ttlSecondsAfterFinished=0,
         checkpoint={"claimName": "state", "intervalSeconds": 5},
@@ -107,11 +118,15 @@ def test_every_field_is_read() -> None:
     )
     parsed = parse_job(yaml.safe_dump(document))
     assert parsed.id == "team.digits"
-    assert parsed.spec == JobSpec(32, 512, (16, 128), 2, 8, 20000, 1.0, elastic_single_replica=True)
+    assert parsed.spec == JobSpec(
+        32, 512, (16, 128), 2, 8, 20000, 1.0, elastic_single_replica=True, processes_per_replica=2
+    )
+    assert trainer_environment(parsed)["ADASCALE_PROCESSES_PER_REPLICA"] == "2"
     assert parsed.command == ("python", "train.py", "--lr", "0.1")
     assert dict(parsed.env) == {"A": "1", "B": ""}
     assert parsed.working_dir == "/app"
     assert (parsed.suspend, parsed.backoff_limit, parsed.active_deadline_seconds) == (True, 0, 60)
+    assert parsed.completion_deadline_seconds == 3600
     assert parsed.step_timeout_seconds == 90
     assert trainer_environment(parsed)["ADASCALE_STEP_TIMEOUT"] == "90"
     assert parsed.ttl_seconds_after_finished == 0
@@ -153,11 +168,21 @@ def test_a_null_field_counts_as_unset() -> None:
     assert parse_job(job(template=template)) == parse_job(job())
 
 
-def test_the_first_container_trains_if_none_is_named_worker() -> None:
-    text = job(
-        template={"spec": {"containers": [{"name": "a", "command": ["a"]}, {"name": "b", "command": ["b"]}]}}
+TWO = [{"name": "a", "command": ["a"]}, {"name": "b", "command": ["b"]}]
+
+
+def test_an_annotation_names_the_container_that_trains() -> None:
+    metadata = {"annotations": {"kubectl.kubernetes.io/default-container": "b"}}
+    assert parse_job(job(template={"metadata": metadata, "spec": {"containers": TWO}})).command == ("b",)
+
+
+def test_of_several_containers_the_one_that_trains_is_not_guessed() -> None:
+    with pytest.raises(JobFileError) as error:
+        parse_job(job(template={"spec": {"containers": TWO}}))
+    assert str(error.value).endswith(
+        "spec.template: of the 2 containers (a, b) none is named worker: give the container that trains this "
+        "name, or name it in the annotation kubectl.kubernetes.io/default-container of spec.template.metadata"
     )
-    assert parse_job(text).command == ("a",)
 
 
 @pytest.mark.parametrize(

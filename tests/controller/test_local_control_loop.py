@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,8 @@ from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.scale_requests import ScaleRequests
 from adascale_controller.local.state_dir import StateDir
 from adascale_controller.local.stop_signals import StopSignals
+from adascale_core.decision.deadline import Feasibility
+from adascale_core.decision.decide import Decision
 from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.job_spec import JobSpec
 from support.observed_jobs import report
@@ -55,14 +58,20 @@ def start(client: MetricsServiceClient, path: Path, saved_generation: int = 0) -
     return client.get_job(JOB.id).generation
 
 
-def started_loop(client: MetricsServiceClient, path: Path, saved_generation: int = 0) -> ControlLoop:
+def started_loop(
+    client: MetricsServiceClient,
+    path: Path,
+    saved_generation: int = 0,
+    job: Job = JOB,
+    display: PlainDisplay | None = None,
+) -> ControlLoop:
     """Return the loop of a run that has requested its first generation."""
     folder = StateDir(path / "state")
     folder.create()
-    display = PlainDisplay(Console(file=io.StringIO()))
+    display = display or PlainDisplay(Console(file=io.StringIO()))
     agents = Agents(LocalCommand((), {}, path), {}, [], folder, 0)
     loop = ControlLoop(
-        JOB,
+        job,
         cast(Any, None),  # It supervises the service later.
         client,
         Replicas(agents, 0, 0, display),
@@ -109,3 +118,36 @@ def test_a_run_that_stops_requests_no_replicas_so_that_their_end_is_a_pause(
     client.contests = 1
     loop.request_pause()  # Somebody else has requested another allocation meanwhile.
     assert start(client, tmp_path) == 4
+
+
+@pytest.mark.parametrize(
+    ("found", "shown"),
+    [
+        (
+            [(0, 2), (1, 1), (2, 2), (60, 1)],
+            ["can be met on 2 replicas, as predicted from its own step times"],
+        ),
+        ([(0, 2), (1, None), (30, None), (31, 2), (32, None), (61, None)], ["can be met on 2 replicas"]),
+        (
+            [(0, 2), (1, None), (31, None), (40, 2), (70, 2)],
+            ["can be met", "No replica count m", "can be met"],
+        ),
+        ([(0, 3), (31, 3), (62, 4)], ["needs 3 replicas, and this run has at most 2, as predicted from its"]),
+        ([(0, None), (10, 2), (101, 2), (102, None)], ["can be met on 2 replicas", "Not complete within"]),
+    ],
+)
+def test_whether_a_run_can_meet_its_deadline_is_shown_when_that_has_changed_for_some_time(
+    client: ContestedClient, tmp_path: Path, found: list[tuple[int, int | None]], shown: list[str]
+) -> None:
+    """At each time, the smallest count that is predicted to meet the deadline in 100 s."""
+    output = io.StringIO()
+    job = replace(JOB, completion_deadline_seconds=100)
+    display = PlainDisplay(Console(file=output, width=200))
+    loop = started_loop(client, tmp_path, job=job, display=display)
+    begun = loop._started_at
+    for seconds, count in found:
+        feasibility = Feasibility(count, "its own step times")
+        loop.report_deadline(Decision(1, "", feasibility=feasibility), begun + seconds)
+    lines = [line for line in output.getvalue().splitlines() if "completionDeadlineSeconds (100)" in line]
+    assert len(lines) == len(shown)
+    assert all(text in line for text, line in zip(shown, lines, strict=True)), lines

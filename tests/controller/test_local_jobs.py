@@ -5,19 +5,23 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from adascale_controller.jobfile import load_job
-from adascale_controller.local import run_history
+from adascale_controller.local import run_history, run_registry
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.log_follower import print_log
 from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.scale_requests import ScaleError, ScaleRequests, request_limit
 from adascale_controller.local.state_dir import StateDir
+from adascale_controller.local.state_lock import StateLock
+from e2e import local_run
 from e2e.local_run import adascale_in_process as adascale
 from e2e.local_run import write_light_job
 from support.manifests import make_manifest
@@ -29,13 +33,14 @@ def write_state(
     exit_code: int | None = None,
     steps: int | None = 1000,
     checkpoints: str | None = None,
+    reason: str = "",
 ) -> StateDir:
     """Create the state folder of a job that ran 12.5 minutes ago."""
     folder = StateDir(path)
     folder.create()
     run_history.record_start(folder, RunRecord(job_id, time.time() - 750, steps, checkpoints))
     if exit_code is not None:
-        run_history.record_end(folder, exit_code)
+        run_history.record_end(folder, exit_code, time.time() - 60, reason)
     return folder
 
 
@@ -46,11 +51,14 @@ def write_checkpoint(folder: StateDir, progress: float, *, finished: bool) -> No
     (folder.checkpoints / "checkpoint-00000001.json").write_text(json.dumps(manifest.to_json()))
 
 
+REASON = "replica 0 has failed:\n" + "a long explanation " * 10
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     write_checkpoint(write_state(tmp_path / "a", "default.a", 0), 1000, finished=True)
     write_checkpoint(write_state(tmp_path / "b", "default.b", 143), 374, finished=False)
-    write_state(tmp_path / "c", "team.c", 1)
+    write_state(tmp_path / "c", "team.c", 1, reason=REASON)
     write_checkpoint(write_state(tmp_path / "d", "default.d", None, None), 1374, finished=False)
     (tmp_path / "notes").mkdir()
     (tmp_path / "file").touch()
@@ -63,11 +71,14 @@ def test_list_has_the_columns_of_kubectl(root: Path) -> None:
     header, *rows = shown.stdout.splitlines()
     assert header.split() == [
         "NAME", "STATE", "REPLICAS", "DESIRED", "BATCH", "GAIN", "EFFICIENCY", "PROGRESS", "RESTARTS", "AGE",
+        "REASON",
     ]  # fmt: skip
-    assert [row.split() for row in rows] == [
+    shortened = f"replica 0 has failed: {'a long explanation ' * 10}"[:79] + "…"
+    assert rows[3].endswith(shortened)
+    assert [row.removesuffix(shortened).split() for row in rows] == [
         ["a", "Complete", "0", "0", "100%", "12m"],
         ["b", "Stopped", "0", "0", "37%", "12m"],
-        ["d", "Stopped", "0", "0", "1,374", "steps", "12m"],
+        ["d", "Stopped", "0", "0", "1,374", "12m"],
         ["team.c", "Failed", "0", "0", "12m"],
     ]
     assert {row.index("12m") for row in rows} == {header.index("AGE")}
@@ -82,6 +93,33 @@ def test_a_job_whose_checkpoints_cannot_be_read_is_listed_with_the_others(tmp_pa
     assert shown.stderr.startswith("adascale: b: nostore://bucket/b cannot be used: ")
     status = adascale("status", "b", "--state-dir", tmp_path)
     assert "unknown: nostore://bucket/b cannot be used" in status.stdout
+
+
+FOREIGN_LINES = [
+    b"5", b"[1]", b'["began"]', b'{"began": 5}', b'{"began": 5, "job": 7}',
+    b'{"began": "x", "job": "default.a"}', b'{"began": NaN, "job": "default.a"}',
+    b'{"began": 1e999, "job": "default.a"}', b"\xff",
+    b"[" * 100_000, b'{"began": 5, "job": "../../a"}',
+    b'{"began": 5, "job": "default.\\u001b[31mred"}',
+]  # fmt: skip
+
+
+def test_folders_with_files_of_other_programs_do_not_hide_jobs(root: Path) -> None:
+    for number, line in enumerate(FOREIGN_LINES):
+        (root / f"foreign-{number}").mkdir()
+        (root / f"foreign-{number}" / "runs.jsonl").write_bytes(line + b"\n")
+    (root / "unreadable" / "runs.jsonl").mkdir(parents=True)
+    (root / "loop").symlink_to(root / "loop")
+    with (root / "a" / "runs.jsonl").open("a") as history:
+        history.write('\n{"reason": 5, "ended": "x", "exit_code": 0}')
+    listed = adascale("list", "--state-dir", root, "-o", "json")
+    assert listed.returncode == 0, listed.stderr
+    assert [(job["name"], job["reason"]) for job in json.loads(listed.stdout)] == [
+        ("a", ""), ("b", ""), ("d", ""), ("c", REASON),
+    ]  # fmt: skip
+    # A folder that the user has given is an error.
+    refused = adascale("list", "--state-dir", root / "unreadable")
+    assert (refused.returncode, "Is a directory" in refused.stderr) == (os.EX_IOERR, True)
 
 
 def test_list_prints_json(root: Path) -> None:
@@ -100,8 +138,7 @@ def test_a_list_without_jobs_is_a_message(tmp_path: Path) -> None:
     shown = adascale("list", "--state-dir", tmp_path)
     assert (shown.returncode, shown.stdout) == (0, "")
     assert shown.stderr == (
-        f"No jobs found in {tmp_path}: pass the --state-dir of a run, or change to the folder in which "
-        "it was started.\n"
+        f"No jobs found in {tmp_path}: pass another --state-dir, or omit it for all your runs.\n"
     )
     assert adascale("list", "--state-dir", tmp_path, "-o", "json").stdout == "[]\n"
 
@@ -111,7 +148,7 @@ def test_status_shows_a_stopped_job(root: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     text = [" ".join(line.split()) for line in shown.stdout.splitlines()]
     assert text[:4] == ["name default.b", "state Stopped, exit code 143", "age 12m", "replicas 0"]
-    assert "progress 374 of 1,000 steps (37%)" in text
+    assert "progress 374 of 1,000 (37%)" in text
     assert "checkpoint step 12" in text
     assert f"state dir {root / 'b'}" in text
     assert json.loads(adascale("status", "b", "--state-dir", root / "b", "-o", "json").stdout)["name"] == "b"
@@ -130,7 +167,7 @@ def test_an_unknown_job_is_an_error_that_names_the_jobs(root: Path, command: tup
 def test_a_folder_without_jobs_is_an_error_that_names_the_fix(tmp_path: Path) -> None:
     failed = adascale("status", "c", "--state-dir", tmp_path)
     assert failed.returncode == 1
-    assert "it contains no job; start one with `adascale run FILE`" in failed.stderr
+    assert "there are no jobs; start one with `adascale run FILE`" in failed.stderr
 
 
 def test_a_job_with_several_state_folders_is_an_error(root: Path) -> None:
@@ -212,10 +249,157 @@ def test_a_scale_request_without_an_answer_is_kept_for_its_run_only(root: Path) 
         request_limit(folder, 2, os.getpid(), lambda: False, 10)
 
 
-@pytest.mark.parametrize("command", ["explain", "gain"])
-def test_a_job_that_does_not_run_has_no_service_and_is_described_by_its_status(
-    root: Path, command: str
-) -> None:
-    shown = adascale(command, "a", "--state-dir", root)
-    assert shown.returncode == 69
-    assert "is not running, and its metrics service ended with the run: `adascale status a`" in shown.stderr
+def test_status_has_the_whole_reason_of_a_failure(root: Path) -> None:
+    shown = adascale("status", "team.c", "--state-dir", root)
+    assert " ".join(REASON.split()) in " ".join(shown.stdout.split())
+    assert (
+        json.loads(adascale("status", "team.c", "--state-dir", root, "-o", "json").stdout)["reason"] == REASON
+    )
+    assert "reason" not in adascale("status", "a", "--state-dir", root).stdout
+
+
+# -- all runs of a user -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a registry of its own, without runs."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+    # The commands run in the folder of the repository, which may have jobs.
+    monkeypatch.setattr(local_run, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_jobs_of_all_folders_are_listed_without_a_state_folder(registry: Path) -> None:
+    assert "No jobs on this machine: start one with `adascale run FILE`" in adascale("list").stderr
+    one = write_state(registry / "one" / "state", "default.same", 0)
+    two = write_state(registry / "two" / "state", "default.same", 0)
+    for folder in (one, two, one):
+        run_registry.register(folder.path)
+    listed = json.loads(adascale("list", "-o", "json").stdout)
+    assert [job["stateDir"] for job in listed] == [str(one.path), str(two.path)]
+    failed = adascale("status", "same")
+    assert failed.returncode == 2
+    assert f"job same has several state folders: {one.path}, {two.path}; choose one with" in failed.stderr
+    # The one that runs is meant.
+    lock = StateLock(one, pytest.fail)
+    try:
+        assert json.loads(adascale("status", "same", "-o", "json").stdout)["stateDir"] == str(one.path)
+    finally:
+        lock.release()
+    # A folder that is gone is no job.
+    shutil.rmtree(one.path)
+    assert str(two.path) in adascale("status", "same").stdout
+    unknown = adascale("status", "other")
+    assert unknown.stderr == "adascale: no job other found on this machine: the jobs there are same\n"
+
+
+def test_a_message_names_the_first_of_many_folders(tmp_path: Path) -> None:
+    for number in range(7):
+        write_state(tmp_path / f"run-{number}", "default.same", 0)
+    refused = adascale("status", "same", "--state-dir", tmp_path)
+    assert f"{tmp_path / 'run-4'} and 2 more; choose one with --state-dir" in refused.stderr
+    assert "run-5" not in refused.stderr
+
+
+def test_a_registry_that_two_runs_change_at_once_has_both(registry: Path) -> None:
+    folders = [registry / f"run-{number}" for number in range(16)]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(run_registry.register, folders))
+        list(threads.map(run_registry.deregister, folders[::2]))
+    assert sorted(run_registry.registered_folders()) == sorted(folders[1::2])
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", "line\u2028break".encode(), b" spaces "])
+def test_a_folder_with_any_name_is_registered(registry: Path, name: bytes) -> None:
+    folder = registry / os.fsdecode(name)
+    folder.mkdir()
+    run_registry.register(folder)
+    assert run_registry.registered_folders() == [folder]
+
+
+def test_a_folder_whose_name_has_a_line_break_is_not_registered(registry: Path) -> None:
+    (registry / "two\n").mkdir()
+    with pytest.raises(ValueError, match="line break"):
+        run_registry.register(registry / "two\n")
+
+
+def test_a_registered_folder_that_cannot_be_read_does_not_hide_others(registry: Path) -> None:
+    folder = write_state(registry / "one", "default.one", 0)
+    loop = registry / "loop"
+    loop.symlink_to(loop)
+    for each in (folder.path, loop, registry / ("x" * 300)):
+        run_registry.register(each)
+    assert run_registry.registered_folders() == [folder.path]
+    assert [row.split()[0] for row in adascale("list").stdout.splitlines()[1:]] == ["one"]
+
+
+def test_a_run_without_a_place_for_the_registry_is_listed_with_its_state_folder(registry: Path) -> None:
+    (registry / "state-home").write_text("a file")
+    with pytest.raises(OSError, match="state-home"):
+        run_registry.register(registry)
+    assert run_registry.registered_folders() == []
+    run_registry.deregister(registry)
+
+
+# -- adascale rm ------------------------------------------------------------------------------------------
+
+
+def test_a_removed_job_leaves_only_files_of_others(registry: Path) -> None:
+    folder = write_state(registry / "a", "default.a", 0)
+    write_checkpoint(folder, 1000, finished=True)
+    run_registry.register(folder.path)
+    folder.database.touch()
+    folder.replica_log(0).write_text("output\n")
+    (folder.path / "mine.txt").touch()
+    refused = adascale("rm", "a")
+    assert refused.returncode == 2
+    assert "Confirm it with --yes" in refused.stderr
+    removed = adascale("rm", "a", "--yes")
+    assert (removed.returncode, removed.stdout) == (0, "a deleted\n"), removed.stderr
+    assert [path.name for path in folder.path.iterdir()] == ["mine.txt"]
+    assert run_registry.registered_folders() == []
+    assert adascale("rm", "a", "--yes").returncode == 1
+
+
+def test_a_removed_job_leaves_the_project_whose_folder_was_its_state_folder(registry: Path) -> None:
+    project = registry / "project"
+    (project / "logs").mkdir(parents=True)
+    (project / ".gitignore").write_text("*.pyc\n")
+    (project / "logs" / "server.log").write_text("mine\n")
+    folder = write_state(project, "default.a", 0)
+    folder.replica_log(0).touch()
+    removed = adascale("rm", "a", "--yes", "--state-dir", project)
+    assert removed.stdout == "a deleted\n", removed.stderr
+    assert sorted(str(path.relative_to(project)) for path in project.rglob("*")) == [
+        ".gitignore", "logs", "logs/server.log",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", [True, False], ids=["an option", "a folder of the job's own"])
+def test_checkpoints_that_stay_are_named(registry: Path, option: bool) -> None:
+    own = None if option else str(registry / "elsewhere")
+    folder = write_state(registry / "a", "default.a", 0, checkpoints=own)
+    checkpoints = folder.checkpoints if own is None else Path(own)
+    checkpoints.mkdir()
+    (checkpoints / "checkpoint-00000001.json").touch()
+    options = ["--keep-checkpoints"] if option else []
+    removed = adascale("rm", "a", "--yes", "--state-dir", registry, *options)
+    assert removed.stdout == f"a deleted; its checkpoints stay in {checkpoints}\n", removed.stderr
+    assert [path.name for path in checkpoints.iterdir()] == ["checkpoint-00000001.json"]
+    assert not folder.history_file.exists()
+
+
+def test_a_job_that_runs_is_not_removed(root: Path) -> None:
+    lock = StateLock(StateDir(root / "a"), pytest.fail)
+    try:
+        refused = adascale("rm", "a", "--yes", "--state-dir", root)
+    finally:
+        lock.release()
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        f"adascale: job a runs (process {os.getpid()}): stop it with `adascale stop a`\n"
+    )
+    assert (root / "a" / "runs.jsonl").exists()

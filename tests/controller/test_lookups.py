@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from adascale_controller.job import CheckpointSettings, Job
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.job import CheckpointSettings, Job, OpportunisticSettings
+from adascale_controller.operator.apply.cluster import ClusterError, JobRefusedError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.lookups import (
     CONTAINER_CREATING_TIMEOUT,
@@ -19,7 +20,7 @@ from adascale_controller.operator.observe.lookups import (
     pod_creation_failure,
     with_start_problems,
 )
-from adascale_controller.operator.observe.observed_job import CachedJob
+from adascale_controller.operator.observe.observed_job import CachedJob, JobRefusal
 from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.event_reader import EventReader
@@ -64,7 +65,8 @@ def cached(name: str) -> CachedJob:
     """Return a job that saves its checkpoints in a claim of the same name."""
     parsed = Job(f"team.{name}", SPEC, checkpoint=CheckpointSettings(claim_name=name))
     resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, parsed)
-    workload = Workload(name, "team", resource.uid, parsed, {}, 0, PodSettings("http://api"))
+    template = {"spec": {"containers": [{"name": "worker"}]}}
+    workload = Workload(name, "team", resource.uid, parsed, template, 0, PodSettings("http://api"))
     return CachedJob(resource, workload, None, (), frozenset())
 
 
@@ -200,6 +202,22 @@ def test_a_hanging_claim_of_one_job_does_not_keep_another_job_from_training(
     world.run_cycles(20)
     assert world.job is not None
     assert world.job["status"]["state"] == "Running"
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_a_refusal_is_kept_until_the_job_has_the_indexed_job_or_needs_it_no_more(extra: bool) -> None:
+    fetcher = LookupFetcher(FakeCluster(World()), lambda _: None)
+    fetcher.note_refusal("job-uid", JobRefusedError(ClusterError("rejects it: no", 403, "no"), extra=extra))
+    lacking = observed(job(opportunistic=OpportunisticSettings("spare")))
+    with_one = replace(lacking, indexed_job=indexed_job(1)), replace(lacking, extra_job=indexed_job(1))
+    refusals = []
+    for seen in (lacking, with_one[not extra], with_one[extra], lacking):
+        results = fetcher.results(seen)
+        assert results is not None
+        refusals.append(results.refusal)
+    refusal = JobRefusal(PodProblem(Reason.POD_CREATION_FAILED, "no"), extra)
+    assert refusals == [refusal, refusal, None, None]
+    assert refusal.is_past(observed()) is extra, "there are no extra pods"
 
 
 class EventsCluster(FakeCluster):
@@ -386,6 +404,15 @@ def test_a_pod_is_reported_after_a_minute_in_container_creating_without_any_even
     assert problem is not None
     assert problem.reason is Reason.CONTAINER_CREATING
     assert problem.message == "pod digits-0 has been in ContainerCreating for more than 60 s on node node1"
+    assert not problem.blocks
+
+
+def test_an_init_container_that_runs_for_more_than_a_minute_is_reported() -> None:
+    problem = problem_after(CONTAINER_CREATING_TIMEOUT + 1, has_started=True, init_container="fetch")
+    assert problem is not None
+    assert (
+        problem.message == "pod digits-0 has waited for init container fetch for more than 60 s on node node1"
+    )
     assert not problem.blocks
 
 

@@ -86,6 +86,14 @@ NOT_CONTINUED = (
         (1000, {"spec": replace(SPEC, scale_invariant_steps=1001)}, CLAIM, NOT_CONTINUED.format(1001)),
         (None, {"spec": replace(SPEC, scale_invariant_steps=2000)}, CLAIM, NOT_CONTINUED.format(2000)),
         (1000, {"spec": replace(SPEC, scale_invariant_steps=2000)}, own_claim(), NOT_CONTINUED.format(2000)),
+        (
+            1000,
+            {"spec": replace(SPEC, scale_invariant_steps=None, train_samples=2000 * SPEC.batch_size)},
+            CLAIM,
+            NOT_CONTINUED.format("").replace(
+                "scaleInvariantSteps ", f"trainSamples {2000 * SPEC.batch_size}"
+            ),
+        ),
         (1000, {"spec": replace(SPEC, scale_invariant_steps=500)}, CLAIM, None),
         (1000, {"spec": replace(SPEC, scale_invariant_steps=None)}, CLAIM, None),
         (1000, {"ttl_seconds_after_finished": 60}, CLAIM, None),

@@ -70,6 +70,18 @@ def events(actions: Actions) -> list[str]:
     return [event.reason for event in actions.events]
 
 
+def test_a_pod_that_its_node_rejects_can_not_start_until_another_one_does() -> None:
+    end = PodExit(None, "OutOfcpu", "Node didn't have enough resource: cpu")
+    rejected = pod(1, phase="Failed", exit=end)
+    grows = observed(job((2, 2)), view((2, 2), (1, 1)), indexed_job(2), [pod(0), rejected])
+    rescaling = condition(actions_for(grows, 2), RESCALING)
+    assert rescaling.reason == Reason.UNSCHEDULABLE
+    assert "node node1 rejects the pod: OutOfcpu: Node didn't have enough resource: cpu" in rescaling.message
+    assert grows.placement_problem(range(2)) is not None
+    again = replace(grows, pods=[*grows.pods, pod(1, uid="next", created_at=NOW)])
+    assert again.placement_problem(range(2)) is None
+
+
 # -- starting, growing, shrinking ----------------------------------------------------------------------------
 
 
@@ -659,3 +671,37 @@ def test_what_someone_waits_for_comes_before_changes_of_replica_counts(
     assert (
         is_waited_for(observed_job, Actions(**{"status": {"observedGeneration": 1}, **actions})) is expected
     )
+
+
+# -- objects of earlier jobs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("observed_job", "named"),
+    [
+        (observed(job(), view(), indexed_job(1, owner="earlier")), "kubectl delete job digits"),
+        (
+            observed(job(), view(), pods=[pod(0), pod(1)]),
+            "2 pods of an earlier Job digits to end (digits-0, ...); if that was deleted with "
+            "--cascade=orphan, delete the pods: kubectl delete pods --selector adascale.dev/job=digits",
+        ),
+    ],
+)
+def test_a_job_names_what_an_earlier_job_of_its_name_has_left(observed_job: ObservedJob, named: str) -> None:
+    assert named in condition(actions_for(observed_job), RUNNING).message
+
+
+# -- agents that give up -----------------------------------------------------------------------------------
+
+
+def test_what_an_agent_says_when_it_gives_up_is_in_the_condition() -> None:
+    said = "the metrics service at http://adascale-api:8265 does not answer: Name or service not known"
+    gave_up = pod(0, uid="old", phase="Failed", exit=PodExit(69, termination=TerminationMessage(0, 69, said)))
+    starting = observed(job((1, 1)), view((1, 1)), indexed_job(1), [gave_up, pod(0, created_at=NOW)])
+    actions = actions_for(starting, 1)
+    running = condition(actions, ConditionType.RUNNING)
+    assert (running.reason, running.message) == (Reason.METRICS_SERVICE_UNREACHABLE, said)
+    assert Reason.METRICS_SERVICE_UNREACHABLE in [event.reason for event in actions.events]
+    registered = view((1, 1), replicas=(replica(0, ReplicaState.WAITING),))
+    started = observed(job((1, 1)), registered, indexed_job(1), [gave_up, pod(0, created_at=NOW)])
+    assert condition(actions_for(started, 1), ConditionType.RUNNING).reason == Reason.STARTING

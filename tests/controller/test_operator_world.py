@@ -159,6 +159,11 @@ class OperatorMachine(RuleBasedStateMachine):
     def delete_the_indexed_job(self) -> None:
         self.world.delete(Resource.JOBS, "digits")
 
+    @precondition(lambda self: self.world.indexed_job is not None)
+    @rule(suspend=st.booleans())
+    def suspend_the_indexed_job(self, suspend: bool) -> None:
+        self.world.suspend_job(suspend)
+
     @rule()
     def lose_the_data_of_the_metrics_service(self) -> None:
         self.world.service.lose_data()
@@ -194,6 +199,11 @@ class OperatorMachine(RuleBasedStateMachine):
         world = self.world
         world.meanwhile = lambda: None
         world.node_slots = 100
+        if world.is_suspended_by_others:
+            world.run_cycles(30)
+        # Its Job may be deleted meanwhile, with an AdaScaleJob that was deleted.
+        if world.is_suspended_by_others:
+            world.suspend_job(suspend=False)
         for name in self.types:
             world.add_node(name)
         world.run_cycles()
@@ -217,6 +227,8 @@ class OperatorMachine(RuleBasedStateMachine):
         assert sorted(agent.rank for agent in running) == list(range(count))
         assert status["replicas"] == status["desiredReplicas"] == count
         assert len(world.live_pods) == count
+        images = {raw["spec"]["containers"][0]["image"] for raw in world.live_pods}
+        assert images <= {spec["template"]["spec"]["containers"][0]["image"]}
         desired = world.service.state.desired
         if desired is not None:
             assert status["allocation"] == {"generation": desired.generation, "replicas": desired.replicas}
@@ -252,12 +264,61 @@ class OperatorMachineWithTypes(OperatorMachine):
             assert on in (set(), {world.job["status"].get("accelerator")})
 
 
+class OperatorMachineWithExtraPods(OperatorMachine):
+    """As `OperatorMachine`, for a job of which one replica is its core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world.admit = self._admit
+        self.world.spec = {"opportunistic": {"priorityClassName": "spot"}}
+
+    @staticmethod
+    def _admit(pod: dict[str, Any]) -> dict[str, Any]:
+        is_extra = pod["spec"].get("priorityClassName") == "spot"
+        return {**pod, "spec": {**pod["spec"], "priority": -10 if is_extra else 0}}
+
+    @precondition(lambda self: self.world.job is not None)
+    @rule(fewest=st.integers(1, 2))
+    def edit_the_size_of_the_core(self, fewest: int) -> None:
+        self.world.edit(minReplicas=fewest)
+
+    @precondition(lambda self: "digits-extra" in self.world.objects[Resource.JOBS])
+    @rule()
+    def delete_the_job_of_extra_pods(self) -> None:
+        self.world.delete(Resource.JOBS, "digits-extra")
+
+    @rule()
+    def take_all_extra_pods(self) -> None:
+        for name, raw in list(self.world.objects[Resource.PODS].items()):
+            if raw["spec"].get("priority") == -10 and name in self.world.agents:
+                self.world.evict_pod(name)
+
+    @invariant()
+    def pods_beyond_the_core_have_the_lower_priority(self) -> None:
+        for raw in self.world.live_pods:
+            first = raw["metadata"]["annotations"].get(names.ANNOTATION_FIRST_REPLICA, "0")
+            assert (raw["spec"]["priority"] == -10) == (first != "0")
+
+    def teardown(self) -> None:
+        if self.world.job is not None:
+            fewest = self.world.job["spec"].get("minReplicas", 1)
+            OperatorMachine.decided = max(OperatorMachine.decided, fewest)
+            self.world.full = True
+        super().teardown()
+        if self.world.job is None:
+            assert not self.world.objects[Resource.JOBS]
+            return
+        core = [raw for raw in self.world.live_pods if raw["spec"]["priority"] == 0]
+        fewest = self.world.job["spec"].get("minReplicas", 1)
+        assert len(core) == (fewest if self.world.live_pods else 0)
+
+
 def _raise(*_: object) -> None:
     """Raise the error that the operator isolates."""
     raise
 
 
-@pytest.mark.parametrize("machine", [OperatorMachine, OperatorMachineWithTypes])
+@pytest.mark.parametrize("machine", [OperatorMachine, OperatorMachineWithTypes, OperatorMachineWithExtraPods])
 def test_the_job_reaches_the_requested_state_whatever_happens(
     monkeypatch: pytest.MonkeyPatch, machine: type[OperatorMachine]
 ) -> None:
@@ -390,3 +451,59 @@ def test_a_job_of_an_earlier_operator_whose_pods_are_on_two_types_is_moved_to_on
     assert world.job is not None
     assert (world.job["status"]["replicas"], len(set.union(*world.nodes_of_jobs().values()))) == (4, 1)
     assert names.ANNOTATION_ACCELERATOR in world.indexed_job["metadata"]["annotations"]
+
+
+def api_urls(world: World) -> set[str]:
+    """The addresses of the metrics service that pods have; with TLS, they have its authority too."""
+    found = set()
+    for pod in world.live_pods:
+        variables = {each["name"]: each.get("value") for each in pod["spec"]["containers"][0]["env"]}
+        url = str(variables[names.ENV_API_URL])
+        assert (names.ENV_CA_FILE in variables) == url.startswith("https://")
+        found.add(url)
+    return found
+
+
+def test_pods_from_before_tls_stay_until_their_template_changes() -> None:
+    world = World()
+    world.submit(minReplicas=2)
+    world.run_cycles(15)
+    before = {raw["metadata"]["uid"] for raw in world.live_pods}
+    assert world.indexed_job is not None
+    indexed_job = world.indexed_job["metadata"]["uid"]
+    world.api_url = "https://api"
+    world.start_operator()
+    world.run_cycles(15)
+    assert {raw["metadata"]["uid"] for raw in world.live_pods} == before
+    world.edit(minReplicas=3)
+    world.run_cycles(15)
+    assert len(world.live_pods) == 3
+    assert before < {raw["metadata"]["uid"] for raw in world.live_pods}
+    assert world.indexed_job["metadata"]["uid"] == indexed_job
+    assert api_urls(world) == {"http://api"}
+    world.edit(template={"spec": {"containers": [world.worker(2)]}})
+    world.run_cycles(60)
+    assert len(world.live_pods) == 3
+    assert api_urls(world) == {"https://api"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "require_tls"),
+    [("http://api", "https://api", True), ("https://api", "http://api", False)],
+    ids=["TLS is required", "TLS is turned off, also by an earlier version"],
+)
+def test_pods_that_could_not_reach_the_service_are_replaced(
+    before: str, after: str, require_tls: bool
+) -> None:
+    world = World(api_url=before)
+    world.submit(minReplicas=2)
+    world.run_cycles(15)
+    assert api_urls(world) == {before}
+    world.api_url, world.require_tls = after, require_tls
+    world.start_operator()
+    world.run_cycles(60)
+    assert len(world.live_pods) == 2
+    assert api_urls(world) == {after}
+    assert [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING] * 2
+    assert world.job is not None
+    assert world.job["status"]["failures"] == 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from adascale_controller.operator.observe.pods import PodExit
+import pytest
+
+from adascale_controller.operator.observe.pods import PodExit, PodProblem
 from adascale_controller.operator.schedule.placement_backoff import (
     FIRST_PAUSE,
     MAX_PAUSE,
@@ -82,6 +84,16 @@ def test_the_timeout_restarts_when_the_problem_disappears_in_between() -> None:
     assert backoff.failed_placement(now) is None
 
 
+@pytest.mark.parametrize(("since", "is_allowed"), [(TIMEOUT_TRAINING + 5.0, True), (1.0, False)])
+def test_a_count_that_a_quota_did_not_allow_is_tried_when_the_quota_is_raised(
+    since: float, is_allowed: bool
+) -> None:
+    backoff = backoff_after(problem=(Reason.QUOTA_EXCEEDED, "exceeded quota: pods"))
+    backoff.allow(Reason.UNSCHEDULABLE, since)
+    backoff.allow(Reason.QUOTA_EXCEEDED, since)
+    assert (backoff.failed_placement(TIMEOUT_TRAINING + 6.0) is None) == is_allowed
+
+
 def test_a_count_that_trains_is_no_longer_limited() -> None:
     backoff = backoff_after()
     update(backoff, 90.0, generation=6, count=4, training=4, problem=None)
@@ -115,3 +127,16 @@ def test_a_count_is_given_up_if_a_replica_of_another_version_is_refused() -> Non
     again = replace(later, now=failed.until)
     decided(scheduler, again)
     assert scheduler.failed_placement(again) is None
+
+
+def test_replicas_that_wait_for_a_scheduling_gate_are_no_failed_placement() -> None:
+    scheduler = Scheduler()
+    gated = PodProblem(Reason.SCHEDULING_GATED, "waiting for Kueue")
+    pods = (pod(0), pod(1), pod(2, node=None, phase="Pending", problem=gated))
+    growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), pods)
+    template = {"spec": {"containers": [{"name": "worker"}]}}
+    growing = replace(growing, resource=replace(growing.resource, template=template))
+    later = replace(growing, now=growing.now + TIMEOUT_TRAINING)
+    for each in (growing, later):
+        decided(scheduler, each)
+    assert scheduler.failed_placement(later) is None

@@ -9,6 +9,7 @@ import pytest
 from adascale_controller.operator.observe.failed_pods import is_program_failure
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, read_pod
 from adascale_controller.operator.types.conditions import Reason
+from adascale_controller.operator.types.queueing import ELASTIC_JOB
 from adascale_core.failures.termination_message import TerminationMessage
 
 # -- builders ----------------------------------------------------------------------------------------------
@@ -148,10 +149,23 @@ def test_an_unschedulable_pod_has_the_schedulers_message(message: str) -> None:
     assert unscheduled(message) == PodProblem(Reason.UNSCHEDULABLE, message)
 
 
-def test_a_pod_with_a_scheduling_gate_is_unschedulable() -> None:
-    gate = condition("PodScheduled", "False", reason="SchedulingGated")
-    problem = read_pod(raw({"phase": "Pending", "conditions": [gate]}, node=None)).problem
-    assert problem == PodProblem(Reason.UNSCHEDULABLE, "SchedulingGated")
+def test_a_pod_whose_scheduling_gates_are_gone_has_no_problem() -> None:
+    gated = condition("PodScheduled", "False", reason="SchedulingGated", message="Scheduling is blocked")
+    assert read_pod(raw({"phase": "Pending", "conditions": [gated]}, node=None)).problem is None
+
+
+@pytest.mark.parametrize(
+    ("gate", "message"),
+    [
+        ("example.com/gate", "waiting until scheduling gates are removed: example.com/gate"),
+        (ELASTIC_JOB, "waiting for Kueue to reserve the quota of more replicas"),
+    ],
+)
+def test_a_pod_with_a_scheduling_gate_waits(gate: str, message: str) -> None:
+    gated = condition("PodScheduled", "False", reason="SchedulingGated")
+    waiting = raw({"phase": "Pending", "conditions": [gated]}, node=None)
+    waiting["spec"]["schedulingGates"] = [{"name": gate}]
+    assert read_pod(waiting).problem == PodProblem(Reason.SCHEDULING_GATED, message)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +199,6 @@ def test_the_message_about_an_unbound_volume_names_the_claim(message: str, names
          Reason.IMAGE_PULL_FAILED),
         ("RegistryUnavailable", "", Reason.IMAGE_PULL_FAILED),
         ("CreateContainerConfigError", 'secret "s" not found', Reason.CONTAINER_START_FAILED),
-        ("CreateContainerConfigError", "container has runAsNonRoot and image will run as root",
-         Reason.CONTAINER_START_FAILED),
         ("CreateContainerError", "context deadline exceeded", Reason.CONTAINER_START_FAILED),
         ("RunContainerError", "exec failed", Reason.CONTAINER_START_FAILED),
         ("ContainerCreating", "", None),
@@ -329,3 +341,83 @@ def test_a_failed_sidecar_of_a_finished_worker_is_a_failure() -> None:
     )
     assert (ended.exit_code, ended.of_worker, ended.message) == (1, False, "container logs")
     assert is_program_failure(ended)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "container has runAsNonRoot and image will run as root",
+        "container has runAsNonRoot and image has non-numeric user (app), cannot verify user is non-root",
+    ],
+)
+def test_an_image_that_runs_as_root_has_a_remedy(message: str) -> None:
+    problem = waiting("CreateContainerConfigError", message)
+    assert problem == PodProblem(
+        Reason.CONTAINER_START_FAILED,
+        f"container worker: CreateContainerConfigError: {message}. Set "
+        "spec.template.spec.securityContext.runAsUser to the number of a user of the image other than 0, or, "
+        "where the namespace allows root, spec.template.spec.securityContext.runAsNonRoot to false",
+    )
+
+
+# -- containers beside the worker --------------------------------------------------------------------------
+
+SIDECAR_RUNS = container("istio-proxy", running={})
+NAMED = {"annotations": {"adascale.dev/worker-container": "trainer"}}
+
+
+def test_the_end_of_the_worker_is_the_end_of_the_replica_whatever_else_runs() -> None:
+    statuses = [SIDECAR_RUNS, container("trainer", terminated=terminated(137, "OOMKilled"))]
+    pod = read_pod(raw({"phase": "Running", "containerStatuses": statuses}, metadata=NAMED))
+    assert pod.exit == PodExit(137, reason="OOMKilled", others=("istio-proxy",))
+    assert not pod.has_ended
+
+
+def test_a_replica_whose_sidecar_has_ended_runs_on() -> None:
+    statuses = [container("istio-proxy", terminated=terminated(0)), container("trainer", running={})]
+    assert read_pod(raw({"phase": "Running", "containerStatuses": statuses}, metadata=NAMED)).exit is None
+
+
+def test_native_sidecars_end_by_themselves() -> None:
+    status = {
+        "phase": "Running",
+        "initContainerStatuses": [SIDECAR_RUNS],
+        "containerStatuses": [container("trainer", terminated=terminated(0))],
+    }
+    assert read_pod(raw(status, metadata=NAMED)).exit is None
+
+
+@pytest.mark.parametrize("kind", ["initContainerStatuses", "containerStatuses"])
+def test_a_sidecar_that_fails_again_and_again_is_no_problem_while_the_worker_runs(kind: str) -> None:
+    fails = container("istio-proxy", waiting={"reason": "CrashLoopBackOff"})
+    runs = container("trainer", running={})
+    status: dict[str, Any] = {"phase": "Running", "containerStatuses": [runs]}
+    status[kind] = [*status.get(kind, ()), fails]
+    assert read_pod(raw(status, metadata=NAMED)).problem is None
+    status["containerStatuses"][0] = container("trainer", waiting={"reason": "PodInitializing"})
+    problem = read_pod(raw(status, metadata=NAMED)).problem
+    assert problem is not None
+    assert problem.reason is Reason.CONTAINER_START_FAILED
+
+
+@pytest.mark.parametrize(("policy", "named"), [({}, "fetch"), ({"restartPolicy": "Always"}, None)])
+def test_the_init_container_that_runs_is_known(policy: dict[str, str], named: str | None) -> None:
+    status = {
+        "phase": "Pending",
+        "initContainerStatuses": [container("fetch", running={})],
+        "containerStatuses": [container(waiting={"reason": "PodInitializing"})],
+    }
+    assert read_pod(raw(status, initContainers=[{"name": "fetch", **policy}])).init_container == named
+
+
+def test_a_pod_that_the_operator_has_ended_keeps_the_end_of_its_worker() -> None:
+    status = {
+        "phase": "Failed",
+        "reason": "DeadlineExceeded",
+        "containerStatuses": [
+            container("istio-proxy", terminated=terminated(0)),
+            container("trainer", terminated=terminated(137, "OOMKilled")),
+        ],
+    }
+    pod = read_pod(raw(status, metadata=NAMED, activeDeadlineSeconds=1))
+    assert (pod.exit, pod.is_ending) == (PodExit(137, reason="OOMKilled"), True)

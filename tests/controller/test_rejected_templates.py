@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from adascale_controller.operator.apply.cluster import ClusterError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob, SpecReader
+from adascale_controller.operator.runtime.admission_reader import QUOTA_INTERVAL
+from adascale_controller.operator.runtime.error_isolation import MAX_RETRY_INTERVAL
+from adascale_controller.operator.schedule.placement_backoff import FIRST_PAUSE, TIMEOUT_TRAINING
 from adascale_controller.operator.types.conditions import ConditionType, Reason
+from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_core.decision.decide import Decision, DecisionProblem
+from support.fake_cluster import FakeCluster
 from support.observed_jobs import actions_for, condition, indexed_job, job, observed, view
+from support.world import World
 
 REJECTION = 'spec.template: spec.containers[0].volumeMounts[0].name: Not found: "data"'
 
@@ -59,3 +69,88 @@ def test_a_job_with_pods_continues_with_its_previous_spec() -> None:
     running = condition(actions, ConditionType.RUNNING)
     assert (running.status, running.reason, running.message) == (True, Reason.INVALID_SPEC, REJECTION)
     assert (actions.resize, actions.delete_indexed_job) == (None, False)
+
+
+# -- an Indexed Job that the API server forbids, such as by a quota of Jobs ---------------------------------
+
+QUOTA = 'jobs.batch "digits" is forbidden: exceeded quota: few, requested: count/jobs.batch=1'
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"), [(QUOTA, "QuotaExceeded"), ("denied by a policy", "PodCreationFailed")]
+)
+def test_a_job_whose_indexed_job_is_forbidden_says_so_until_it_is_allowed(
+    reply: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbidden, create = ["digits"], FakeCluster.create_indexed_job
+
+    async def refuse(fake: FakeCluster, manifest: ApiObject) -> ApiObject:
+        if manifest["metadata"]["name"] in forbidden:
+            raise ClusterError(f"rejects it: {reply}", 403, reply)
+        return await create(fake, manifest)
+
+    monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
+    world = World()
+    world.submit()
+    world.run_cycles(10)
+    assert running(world) == ("False", reason, reply)
+    assert [event.reason for event in world.events].count(reason) == 1
+    forbidden.clear()
+    world.now += MAX_RETRY_INTERVAL
+    world.run_cycles(10)
+    assert running(world)[1] == "Training"
+
+
+def test_a_refusal_whose_text_differs_each_time_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[float] = []
+
+    async def refuse(_: FakeCluster, manifest: ApiObject) -> ApiObject:
+        attempts.append(world.now)
+        raise ClusterError("rejects it", 403, f"denied by a policy, request {len(attempts)}")
+
+    monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
+    world = World()
+    world.submit()
+    world.run_cycles(100)
+    assert len(attempts) <= 10, attempts
+    assert running(world) == ("False", "PodCreationFailed", "denied by a policy, request 1")
+
+
+def test_extra_pods_whose_indexed_job_is_forbidden_keep_no_nodes_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create = FakeCluster.create_indexed_job
+
+    async def refuse(fake: FakeCluster, manifest: ApiObject) -> ApiObject:
+        if manifest["metadata"]["name"] == "digits-extra":
+            raise ClusterError(f"rejects it: {QUOTA}", 403, QUOTA)
+        return await create(fake, manifest)
+
+    def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
+        return {each.job.id: Decision(min(2, each.job.limit or 2), "by the test") for each in problem.queue}
+
+    monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
+    monkeypatch.setattr(DecisionProblem, "decide", decide)
+    world = World()
+    world.submit(opportunistic={"priorityClassName": "spare"})
+    world.run_cycles(30)
+    assert world.job is not None
+    assert (world.job["status"]["replicas"], world.job["status"]["desiredReplicas"]) == (1, 1)
+    conditions = world.job["status"]["conditions"]
+    rescaling = next(each for each in conditions if each["type"] == "Rescaling")
+    assert rescaling["reason"] == "QuotaExceeded"
+    assert QUOTA in rescaling["message"]
+    desired = []
+    for pause in (QUOTA_INTERVAL, FIRST_PAUSE, TIMEOUT_TRAINING, FIRST_PAUSE, FIRST_PAUSE):
+        world.now += pause
+        world.run_cycles(5)
+        desired.append(world.job["status"]["desiredReplicas"])
+    # A dry run of a pod says nothing about a quota of Jobs. The pause doubles.
+    assert desired == [1, 2, 1, 1, 2]
+
+
+def running(world: World) -> tuple[str, str, str]:
+    assert world.job is not None
+    conditions = world.job["status"]["conditions"]
+    found = next(each for each in conditions if each["type"] == "Running")
+    return found["status"], found["reason"], found["message"]

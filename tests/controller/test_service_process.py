@@ -34,7 +34,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int) -> None:
     folder = StateDir(tmp_path)
     folder.logs.mkdir()
     with listen(0, required=False) as listener, (tmp_path / "lock").open("w") as lock:
-        service = ServiceProcess(folder, dict(os.environ), listener, lock.fileno())
+        options = ["--database", f"sqlite:///{folder.database}"]
+        service = ServiceProcess(folder, options, dict(os.environ), listener, [lock.fileno()])
         try:
             assert service.start(lambda: False)
             with urlopen(f"{service.url}/healthz") as answer:

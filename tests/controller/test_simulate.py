@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -16,12 +17,13 @@ import pytest
 from typer.testing import CliRunner
 
 from adascale_controller.cli.app import app
+from adascale_controller.cli.simulate import output_on_stderr
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy
 from adascale_controller.simulation.application import ProfileError
 from adascale_controller.simulation.cluster import PlacementMode, place
 from adascale_controller.simulation.competitors import EqualShares, FirstComeFirstServed, Tiresias
 from adascale_controller.simulation.engine import Settings, SimulatedJob, SimulationError, simulate
-from adascale_controller.simulation.profiles import read_application, read_workload
+from adascale_controller.simulation.profiles import read_application, read_costs, read_workload
 from adascale_controller.simulation.recording import read_recording
 from adascale_controller.simulation.results import Results
 from adascale_core.errors import AdaScaleError
@@ -415,3 +417,132 @@ def test_a_file_that_is_no_json_or_has_two_jobs_of_a_name_is_refused(tmp_path: P
     path.write_text(json.dumps({**RECORDED, "jobs": 2 * RECORDED["jobs"]}))  # type: ignore[operator]
     with pytest.raises(ProfileError, match="two jobs of the name 'a'"):
         read_recording(path)
+
+
+# -- types of accelerators -----------------------------------------------------------------------------------
+
+TYPES = {"fast": 0.5, "slow": 2.0}
+"""type -> the factor of its step times."""
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a workload, profiles of two types, and costs."""
+    folder = tmp_path_factory.mktemp("typed")
+    write_profiles(folder / "profiles", TYPES)
+    write_workload(folder / "workload.csv")
+    costs = {"restart": {"small": 20, "large": 40}, "slowdown": {"small": 1.5}, "cluster": {}}
+    (folder / "costs.json").write_text(json.dumps(costs))
+    return folder
+
+
+def run_typed(typed: Path, *arguments: str) -> Any:
+    costs = str(typed / "costs.json")
+    return json.loads(
+        run(typed, "--cluster", "fast=1x4,slow=2x4", "--costs", costs, "--output", "json", *arguments)
+    )
+
+
+@pytest.mark.parametrize("policy", ["adascale", "sia"])
+def test_every_job_completes_on_several_types(typed: Path, policy: str) -> None:
+    results = run_typed(typed, "--policy", policy)
+    assert {job["name"] for job in results["jobs"]} == {f"job-{i}" for i in range(8)}
+    used = {name: sum(job["gpu_hours_by_type"].get(name, 0.0) for job in results["jobs"]) for name in TYPES}
+    assert used == {name: pytest.approx(each["gpu_hours"]) for name, each in results["types"].items()}
+    assert sum(used.values()) == pytest.approx(results["gpu_hours"])
+    assert results["types"]["fast"]["use"] > results["types"]["slow"]["use"]
+    assert results["moves_per_job"] <= results["restarts_per_job"]
+
+
+def test_restarts_and_slowdowns_of_an_application_are_counted(typed: Path) -> None:
+    """Alone on a slow GPU: 20 s, then 4 epochs of 300 steps at 0.1 s, twice as slow and slowed by 1.5."""
+    costs = read_costs(typed / "costs.json")
+    (_, small, *_) = read_workload(typed / "workload.csv", typed / "profiles", ["slow", "fast"], costs)
+    small = replace(small, time=60.0, replicas=1, batch_size=16)
+    (job,) = simulate([small], FirstComeFirstServed(), Settings([1], types=["slow"]))
+    assert job.completed_at == pytest.approx(60 + 20 + 1200 * 0.1 * 2 * 1.5)
+    assert job.replica_seconds_on == {"slow": pytest.approx(380.0)}
+
+
+class Scripted(FirstComeFirstServed):
+    """Places a job on the next nodes of a script in each round."""
+
+    def __init__(self, *script: tuple[int, ...]) -> None:
+        self._script = iter(script)
+        self._nodes: tuple[int, ...] = ()
+
+    def allocate(
+        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+    ) -> dict[str, tuple[int, ...]]:
+        self._nodes = next(self._script, self._nodes)
+        return {job.name: self._nodes for job in jobs}
+
+
+@pytest.mark.parametrize(
+    ("script", "free_moves", "restarts"),
+    [
+        (((0, 0), (0, 0)), False, 0),
+        (((0, 0), (1, 1)), False, 1),
+        (((0, 0), (1, 1)), True, 0),
+        (((0, 0), (0, 1)), True, 1),
+        (((0, 0), (2, 2)), True, 1),
+    ],
+    ids=["stays", "other node", "other node, free", "other shape", "other type"],
+)
+def test_what_a_move_costs(
+    typed: Path, script: Sequence[tuple[int, ...]], free_moves: bool, restarts: int
+) -> None:
+    (_, small, *_) = read_workload(typed / "workload.csv", typed / "profiles", ["fast", "slow"])
+    settings = Settings([2, 2, 2], types=["fast", "fast", "slow"], free_moves=free_moves)
+    (job,) = simulate([replace(small, time=0.0)], Scripted(*script), settings)
+    assert job.restarts == restarts
+    assert set(job.replica_seconds_on) == {settings.type_of(nodes) for nodes in script}
+
+
+def test_a_policy_that_mixes_types_is_refused(typed: Path) -> None:
+    (_, small, *_) = read_workload(typed / "workload.csv", typed / "profiles", ["fast", "slow"])
+    with pytest.raises(SimulationError, match="one type at a time"):
+        simulate([small], Scripted((0, 1)), Settings([1, 1], types=["fast", "slow"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cluster", "fast=1x4,fast=2x4"], "named once"),
+        (["--cluster", "fast=4"], "as in a100=2x8"),
+        (["--cluster", "none=1x4"], "placements-none.csv"),
+        (["--cluster", "fast=1x4", "--policy", "optimus"], "knows no types"),
+    ],
+)
+def test_an_invalid_cluster_is_refused(typed: Path, arguments: Sequence[str], message: str) -> None:
+    result = CliRunner().invoke(
+        app, ["simulate", str(typed / "workload.csv"), "--profiles", str(typed / "profiles"), *arguments]
+    )
+    text = re.sub(r"[\s│]+", " ", f"{result.output} {result.exception}")
+    assert result.exit_code != 0
+    assert message in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not a JSON file"),
+        ("[]", "must be an object"),
+        ('{"restart": 3}', "restart must be an object"),
+        ('{"restart": {"small": -1}}', "restart of small must be a number from 0"),
+        ('{"slowdown": {"small": 0.5}}', "slowdown of small must be a number from 1"),
+        ('{"slowdown": {"small": true}}', "slowdown of small must be a number from 1"),
+    ],
+)
+def test_invalid_costs_are_refused_with_what_is_allowed(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(content)
+    with pytest.raises(ProfileError, match=message):
+        read_costs(path)
+
+
+def test_what_a_solver_prints_is_not_in_the_results(capfd: pytest.CaptureFixture[str]) -> None:
+    with output_on_stderr():
+        os.write(1, b"HiGHS\n")
+    os.write(1, b"{}\n")
+    assert capfd.readouterr() == ("{}\n", "HiGHS\n")

@@ -29,7 +29,10 @@ SIZES = ((1, 32, 1.0), (2, 32, 1.8), (2, 64, 2.5))
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with two jobs that can be replayed, one that did not report, and one without a known end."""
+    """A service with two jobs that can be replayed.
+
+    One did not report, one has no known end, and the progress of two counts samples.
+    """
     started = Service(tmp_path_factory.mktemp("service"))
     client = MetricsServiceClient(started.url, TOKEN)
     for name, spec in {
@@ -37,11 +40,15 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "team.second": JobSpec(32, None, None, 1, 2, 3000),
         "default.silent": JobSpec(32, 512, (16, 64), 1, 4, 4000),
         "default.endless": JobSpec(32, 512, (16, 64), 1, 4),
+        "default.samples": JobSpec(32, 512, (16, 64), 1, 4, train_samples=32_000),
+        "default.samples-of-program": JobSpec(32, 512, (16, 64), 1, 4, 4000),
     }.items():
         client.declare_job(name, spec)
         client.allocate(name, Allocation(1, 1))
         if name != "default.silent":
-            client.post_gain(name, reports(1 if spec.max_batch_size is None else len(SIZES)))
+            found = reports(1 if spec.max_batch_size is None else len(SIZES))
+            of_samples = "samples" in name
+            client.post_gain(name, [replace(each, counts_samples=of_samples) for each in found])
     client.close()
     yield started
     started.stop()
@@ -81,6 +88,15 @@ def test_the_jobs_of_a_service_are_replayed_and_saved(service: Service, tmp_path
     assert {each["replicas"] for each in document["jobs"][0]["step_times"]} == {1, 2}
 
 
+def test_jobs_whose_progress_counts_samples_are_left_out_with_a_message(service: Service) -> None:
+    result = simulate("--from-service", service.url, ADASCALE_TOKEN=TOKEN)
+    assert [job["name"] for job in results(result)["jobs"]] == ["default.first", "team.second"]
+    assert result.stderr == (
+        "Left out, because their progress counts samples (trainSamples): default.samples, "
+        "default.samples-of-program\n"
+    )
+
+
 def test_a_job_alone_takes_as_long_as_it_reported(service: Service, tmp_path: Path) -> None:
     """3,000 steps of a fixed batch on one replica, at 0.05 + 0.032 s, after a restart of 30 s."""
     path = tmp_path / "recorded.json"
@@ -116,12 +132,12 @@ def test_a_batch_that_did_not_fit_into_memory_is_not_used_in_the_replay(tmp_path
         client.post_gain(job, [each for each in reports(2) if each.replicas == 2])
         client.close()
         path = tmp_path / "recorded.json"
-        (submission,) = record(MetricsServiceClient(started.url, TOKEN), path)
+        (submission,) = record(MetricsServiceClient(started.url, TOKEN), path, print)
     finally:
         started.stop()
     assert json.loads(path.read_text())["jobs"][0]["spec"]["local_bsz_limit"] == 24
     (replayed,) = simulate_jobs([submission], AdaScalePolicy(), Settings([4]))
-    used = {plan for _, plan in replayed.measured}
+    used = {plan for _, _, plan in replayed.measured}
     assert used
     assert all(plan.local_bsz <= 24 and plan.replicas >= 2 for plan in used)
 

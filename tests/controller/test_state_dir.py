@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.local import run_history, service_file
+from adascale_controller.local import run_history, service_file, state_lock
 from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.service_file import RunningService
 from adascale_controller.local.state_dir import StateDir, StateDirError
@@ -108,6 +108,27 @@ def test_a_released_lock_is_free(folder: StateDir) -> None:
     StateLock(folder, pytest.fail).release()
 
 
+def test_a_lock_file_that_another_process_deletes_is_locked_at_its_path(
+    folder: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def delete_then_lock(descriptor: int, operation: int) -> bool:
+        # As `adascale rm` does between the opening of the file and its lock.
+        if not deleted:
+            deleted.append(folder.lock_file)
+            folder.lock_file.unlink()
+        return try_lock(descriptor, operation)
+
+    deleted: list[Path] = []
+    try_lock = state_lock._try_lock
+    monkeypatch.setattr(state_lock, "_try_lock", delete_then_lock)
+    lock = StateLock(folder, pytest.fail)
+    try:
+        with pytest.raises(StateDirError, match="in use by another run"):
+            StateLock(folder, pytest.fail)
+    finally:
+        lock.release()
+
+
 def test_the_starts_of_all_runs_are_recorded(folder: StateDir) -> None:
     assert run_history.record_start(folder, RunRecord("default.a", 1.0)) == [1.0]
     assert run_history.record_start(folder, RunRecord("default.a", 2.0)) == [1.0, 2.0]
@@ -115,11 +136,14 @@ def test_the_starts_of_all_runs_are_recorded(folder: StateDir) -> None:
 
 def test_the_history_has_the_exit_codes_of_runs_that_ended(folder: StateDir) -> None:
     assert run_history.read_runs(folder) == []
-    ended, killed = RunRecord("default.a", 1.0, 100, "/data"), RunRecord("default.a", 2.0)
+    ended, killed = RunRecord("default.a", 1.0, 100, "/data", {"torch": "2.9"}), RunRecord("default.a", 2.0)
     run_history.record_start(folder, ended)
-    run_history.record_end(folder, 143)
+    run_history.record_end(folder, 1, 1.5, "the program failed")
     run_history.record_start(folder, killed)
-    assert run_history.read_runs(folder) == [replace(ended, exit_code=143), killed]
+    assert run_history.read_runs(folder) == [
+        replace(ended, exit_code=1, ended=1.5, reason="the program failed"),
+        killed,
+    ]
 
 
 def test_a_line_that_a_crash_cut_off_is_skipped(folder: StateDir) -> None:
@@ -168,15 +192,12 @@ def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_address_of_the_service_is_in_a_file_until_it_is_removed(folder: StateDir) -> None:
-    service = RunningService("http://127.0.0.1:1", os.getpid(), "default.a")
+    service = RunningService("http://127.0.0.1:1", os.getpid(), "default.a", read_token="secret")
     service_file.write(folder, service)
+    assert folder.service_file.stat().st_mode & 0o077 == 0
     assert service_file.read(folder) == service
     service_file.mark_stopping(folder)
     assert service_file.read(folder) == replace(service, stopping=True)
-    assert service_file.find_urls(folder.path, "default.a") == ["http://127.0.0.1:1"]
-    assert service_file.find_urls(folder.path.parent, "default.a") == ["http://127.0.0.1:1"]
-    assert service_file.find_urls(folder.path, "default.b") == []
     service_file.remove(folder)
     service_file.mark_stopping(folder)
     assert not folder.service_file.exists()
-    assert service_file.find_urls(folder.path, "default.a") == []

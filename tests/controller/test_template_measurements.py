@@ -70,8 +70,31 @@ def test_a_job_starts_with_what_jobs_of_the_same_template_have_reported(
 def test_the_estimate_of_a_template_is_of_an_early_step_but_not_of_the_first_steps() -> None:
     template = MeasuredTemplate()
     for step, expected in ((1, 1), (50, 1), (120, 120), (121, 120), (5000, 120)):
-        template.add_estimate(GradientEstimate(1.0, float(step)), step)
+        template.add_estimate(GradientEstimate(1.0, float(step)), step, progress=step)
         assert template.first_estimate == GradientEstimate(1.0, float(expected))
+
+
+def test_later_estimates_of_a_template_are_few_and_of_its_last_job() -> None:
+    template = MeasuredTemplate()
+    for job_ in (1.0, 2.0):
+        for progress in range(2000):
+            template.add_estimate(GradientEstimate(job_, float(progress)), progress, progress)
+    later = template.estimates_after(1000.0)
+    assert 2 <= len(later) <= 8
+    assert [progress for progress, _ in later] == sorted(progress for progress, _ in later)
+    assert all(progress > 1000 for progress, _ in later)
+    assert {estimate.grad_sqr for _, estimate in later} == {2.0}
+    assert template.estimates_after(2000.0) == ()
+
+
+@pytest.mark.parametrize("counts_samples", [False, True])
+def test_later_estimates_are_of_jobs_whose_progress_counts_the_same(counts_samples: bool) -> None:
+    template = MeasuredTemplate()
+    estimates = {False: GradientEstimate(1.0, 2.0), True: GradientEstimate(1.0, 3.0)}
+    for each, estimate in estimates.items():
+        template.add_estimate(estimate, 100, 500.0, counts_samples=each)
+    later = template.estimates_after(100.0, counts_samples=counts_samples)
+    assert later == ((500.0, estimates[counts_samples]),)
 
 
 def test_the_templates_and_jobs_that_are_remembered_are_bounded() -> None:

@@ -41,15 +41,19 @@ def tried_local_bszs(bounds: BatchBounds, replicas: int) -> list[int]:
     if bounds.max_batch_size is None and bounds.local_bsz_bounds is None:
         share, rest = divmod(size, replicas)
         divisors = [b for b in range(1, share + 1) if share % b == 0 and b <= upper and not rest]
+        divisors = [b for b in divisors if b % bounds.processes == 0]
         return divisors[-1:]
     if replicas == 1:
         for accumulation in range(1, size + 1):
-            if size % accumulation == 0 and lower <= size // accumulation <= upper:
-                return [size // accumulation]
+            b, rest = divmod(size, accumulation)
+            if not rest and lower <= b <= upper and b % bounds.processes == 0:
+                return [b]
         return []
     largest = max(size, most or 0, lower, upper if upper < 10**9 else 0)
     return [
-        b for b in range(1, largest + 1) if lower <= b <= upper and (most is None or replicas * b <= most)
+        b
+        for b in range(bounds.processes, largest + 1, bounds.processes)
+        if lower <= b <= upper and (most is None or replicas * b <= most)
     ]
 
 
@@ -70,12 +74,14 @@ def tried_plans(bounds: BatchBounds, replicas: int) -> list[BatchPlan]:
 @st.composite
 def all_bounds(draw: st.DrawFn, largest: int = 60) -> BatchBounds:
     sizes = st.integers(1, largest)
-    size = draw(sizes)
-    most = draw(st.none() | st.integers(size, 2 * largest))
-    pair = draw(st.none() | st.tuples(sizes, sizes).map(sorted))
+    processes = draw(st.sampled_from([1, 2, 3]))
+    size = draw(sizes) * processes
+    most = draw(st.none() | st.integers(size, 2 * processes * largest))
+    # Wide enough for a multiple of the processes.
+    pair = draw(st.none() | st.tuples(sizes, sizes).map(lambda both: (min(both), max(both) + processes - 1)))
     is_open = most is not None and draw(st.booleans())
     local: LocalBszBounds | None = (pair[0], "auto" if is_open else pair[1]) if pair else None
-    return BatchBounds(size, most, local, local_bsz_limit=draw(st.none() | sizes))
+    return BatchBounds(size, most, local, local_bsz_limit=draw(st.none() | sizes), processes=processes)
 
 
 replica_counts = st.integers(1, 70)

@@ -1,6 +1,7 @@
 """File names of checkpoints, and the JSON of a manifest."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.checkpoint_manifest import (
+    SHARDED_FORMAT,
     InvalidManifestError,
     Manifest,
+    StateFile,
     UnsupportedFormatError,
     checkpoint_number,
     draft_file_name,
@@ -26,8 +29,31 @@ MANIFEST = Manifest(
 )  # fmt: skip
 
 
-def test_a_manifest_is_equal_after_a_round_trip_through_json() -> None:
-    assert Manifest.from_json(json.loads(json.dumps(MANIFEST.to_json()))) == MANIFEST
+SHARDED = replace(
+    MANIFEST,
+    format=SHARDED_FORMAT,
+    shards=(StateFile("checkpoint-00000002-00ff00ff-2-of-2.safetensors", 9, 5, ["f00f", "0ff0"]),),
+)
+
+
+@pytest.mark.parametrize("manifest", [MANIFEST, SHARDED], ids=["one file", "a file per process"])
+def test_a_manifest_is_equal_after_a_round_trip_through_json(manifest: Manifest) -> None:
+    assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"shards": None}, "shards must be of type list, got None"),
+        ({"shards": ["name"]}, "shards must be JSON objects, got 'name'"),
+        ({"shards": [{"state": "name"}]}, "bytes is missing"),
+        ({"shards": [{"state": 7}]}, "state must be of type str, got 7"),
+        ({"shards": []}, "its checksum does not match its members"),
+    ],
+)
+def test_invalid_files_of_processes_are_rejected(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidManifestError, match=complaint):
+        Manifest.from_json(SHARDED.to_json() | change)
 
 
 @pytest.mark.parametrize(
@@ -70,17 +96,21 @@ def test_a_document_other_than_an_object_is_rejected(document: object) -> None:
 
 def test_another_format_is_rejected_with_both_numbers() -> None:
     with pytest.raises(
-        UnsupportedFormatError, match="format 2 is not supported: this version reads format 4"
+        UnsupportedFormatError, match="format 2 is not supported: this version reads the formats 4 and 5"
     ):
         Manifest.from_json(MANIFEST.to_json() | {"format": 2})
 
 
 @given(st.integers(1, 10**10))
 def test_file_names_carry_the_number(number: int) -> None:
-    names = [state_file_name(number, "0123abcd"), manifest_file_name(number)]
-    assert [checkpoint_number(name) for name in names] == [number, number]
-    assert [checkpoint_number(draft_file_name(name, "00000000")) for name in names] == [number, number]
-    assert [manifest_number(name) for name in names] == [None, number]
+    names = [
+        state_file_name(number, "0123abcd"),
+        state_file_name(number, "0123abcd", 1, 16),
+        manifest_file_name(number),
+    ]
+    assert [checkpoint_number(name) for name in names] == [number] * 3
+    assert [checkpoint_number(draft_file_name(name, "00000000")) for name in names] == [number] * 3
+    assert [manifest_number(name) for name in names] == [None, None, number]
     assert manifest_number(draft_file_name(manifest_file_name(number), "00000000")) is None
 
 

@@ -1,5 +1,6 @@
 """The number of replicas of each job: a table of cases for each rule, and properties for random jobs."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds
 from adascale_core.decision.decide import Decision, DecisionProblem, decide
 from adascale_core.decision.exact_allocation import maximize_exactly, maximize_greedily
@@ -49,6 +51,10 @@ from support.job_states import (
 
 def counts(jobs: Sequence[JobState], capacity: int | Capacity, now: float = NOW) -> dict[str, int]:
     return {name: decision.replicas for name, decision in decide(jobs, capacity, now).items()}
+
+
+def with_priority(state: JobState, priority: int, *, preempts: bool = True) -> JobState:
+    return replace(state, priority=priority, preempts=preempts)
 
 
 # -- a single job ---------------------------------------------------------------------------------------
@@ -222,6 +228,25 @@ def test_a_recently_changed_job_shrinks_if_capacity_is_insufficient() -> None:
         # the earlier of two equal jobs gets the odd replica
         ([job("b", 0, measured=[4], arrival=1), job("a", 0, measured=[4])], 5, [2, 3]),
         ([], 8, []),
+        # priority comes before arrival: others shrink, to zero at last
+        ([unmeasured("a"), with_priority(unmeasured("b", arrival=1), 5)], 1, [0, 1]),
+        ([unmeasured("a", 4), with_priority(unmeasured("b", arrival=1, at_least=2), 5)], 4, [2, 2]),
+        (
+            [unmeasured("a", 4, at_least=2), with_priority(unmeasured("b", arrival=1, at_least=3), 5)],
+            4,
+            [0, 3],
+        ),
+        ([with_priority(unmeasured("a", 4), -1), unmeasured("b", arrival=1, at_least=4)], 4, [0, 4]),
+        # without preemption it waits behind jobs that run, and is before those that wait
+        (
+            [
+                unmeasured("a", 3, at_least=3),
+                unmeasured("b", at_least=2),
+                with_priority(unmeasured("c", arrival=1, at_least=2), 5, preempts=False),
+            ],
+            4,
+            [3, 0, 0],
+        ),
     ],
 )
 def test_the_counts_of_several_jobs(jobs: Sequence[JobState], capacity: int, decided: list[int]) -> None:
@@ -400,7 +425,23 @@ def test_a_prediction_has_an_efficiency_and_a_goodput() -> None:
     assert prediction.gain == NOISY.gain(prediction.scale)
     assert prediction.efficiency == NOISY.efficiency(prediction.scale)
     assert prediction.goodput == prediction.gain / prediction.step_time
-    assert Prediction(prediction.plan, 4.0, 3.0, 0.5).goodput == 6.0
+    assert Prediction(prediction.plan, 4.0, 3.0, 0.5, (2.0, 4.0)).goodput == 4.0
+
+
+def test_a_decision_is_made_by_the_lower_gain_and_names_the_range() -> None:
+    """With few measured steps the squared gradient may be zero by chance, and the gain as large as S."""
+    certain = replace(job("a", 1), estimate=GradientEstimate(0.05, 1.0))
+    by_chance = replace(job("a", 1), estimate=GradientEstimate(-0.02, 1.0, grad_sqr_error=0.05))
+
+    decision, same = decide([by_chance], 8, NOW)["a"], decide([certain], 8, NOW)["a"]
+
+    assert decision.replicas == same.replicas == 2
+    found = re.search(r"gain 1\.0 -> (\S+) \((\S+) to (\S+)\), (\S+) times", decision.reason)
+    expected = re.search(r"gain 1\.0 -> (\S+), (\S+) times", same.reason)
+    assert found is not None, decision.reason
+    assert expected is not None, same.reason
+    assert (found[2], found[4]) == expected.groups()
+    assert float(found[1]) == float(found[3]) > float(found[2])
 
 
 # -- properties -----------------------------------------------------------------------------------------
@@ -428,7 +469,7 @@ def test_the_decision_does_not_depend_on_the_order_of_the_jobs(
 def test_no_job_waits_because_of_a_later_job(jobs: Sequence[JobState], capacity: int) -> None:
     decided = counts(jobs, capacity)
     free = capacity
-    for state in sorted(jobs, key=lambda state: (state.arrival, state.id)):
+    for state in sorted(jobs, key=lambda state: state.admission_order):
         smallest = min(allowed(state), default=inf)
         if decided[state.id] == 0:
             assert smallest > free
@@ -520,7 +561,7 @@ def test_a_job_that_fits_alone_runs_at_the_latest_when_all_earlier_jobs_are_comp
     jobs: Sequence[JobState], capacity: int
 ) -> None:
     """So it starts within a bounded time, whatever arrives later."""
-    ordered = sorted(jobs, key=lambda state: (state.arrival, state.id))
+    ordered = sorted(jobs, key=lambda state: state.admission_order)
     for i, state in enumerate(ordered):
         if min(allowed(state), default=inf) <= capacity:
             assert counts(ordered[i:], capacity)[state.id] > 0
@@ -711,7 +752,7 @@ def test_on_nodes_a_later_job_never_stops_an_earlier_one(
 ) -> None:
     jobs, nodes, demands = case
     capacity = NodeCapacity(nodes, demands)
-    ordered = sorted(jobs, key=lambda state: (state.arrival, state.id))
+    ordered = sorted(jobs, key=lambda state: state.admission_order)
     running = {name for name, count in counts(ordered, capacity).items() if count}
     for i in range(len(ordered)):
         assert {name for name, count in counts(ordered[:i], capacity).items() if count} == running & {
@@ -825,3 +866,26 @@ def test_the_greedy_choice_is_within_one_job_of_the_optimum(
     assert all(count in table for count, table in zip(greedy, utilities, strict=True))
     steps = [max(table.values()) - table[min(table)] for table in utilities]
     assert reached(exact) - max(steps) <= reached(greedy) <= reached(exact)
+
+
+def test_a_decision_that_changes_nothing_keeps_one_solution_of_each_problem() -> None:
+    nodes = [Node(f"{kind}-{i}", {GPU: 4, "pods": 110}) for kind in "abc" for i in range(2)]
+    jobs = [job(f"{kind}-{i}", 2, arrival=i) for kind in "abc" for i in range(2)]
+    demands = {
+        state.id: Demand({GPU: 1}, frozenset(f"{state.id[0]}-{i}" for i in range(2)), {}) for state in jobs
+    }
+    problems: list[DecisionProblem] = []
+    for _ in range(5):
+        problems = DecisionProblem.independent(jobs, NodeCapacity(nodes, demands), problems)
+        for problem in problems:
+            problem.decide(NOW)
+        assert [len(problem.solutions) for problem in problems] == [1, 1, 1]
+
+
+def test_an_earlier_prediction_does_not_change_a_later_one() -> None:
+    """The estimate is uncertain: its gains are the lower ones, also if plans of the state before are used."""
+    uncertain = replace(NOISY, grad_sqr_error=5.0)
+    after = job("a", 4, estimate=uncertain)
+    before = JobUtility.of(replace(after, estimate=NOISY))
+    fresh, reused = JobUtility.of(after), JobUtility.of(after, before=before)
+    assert [fresh.goodput(count) for count in (1, 4, 8)] == [reused.goodput(count) for count in (1, 4, 8)]

@@ -106,6 +106,15 @@ def test_a_job_that_waits_is_told_what_it_waits_for() -> None:
     ]
 
 
+def test_a_job_that_waits_for_a_job_of_higher_priority_is_told_so() -> None:
+    jobs = [replace(job("a", 2, at_least=2, arrival=1.0), priority=7), job("b", 0)]
+    reasons = [limit.reason for limit in explained(jobs, 2)["b"].limits]
+    assert (
+        "it needs 1 at least, and waits for jobs to end that have a higher priority or arrived before it and "
+        "need 2 at least (a: 2)"
+    ) in reasons
+
+
 @pytest.mark.parametrize(
     ("others", "expected"),
     [

@@ -72,10 +72,35 @@ def test_an_estimate_is_finite(bad: float) -> None:
         GradientEstimate(1.0, bad)
 
 
+@given(sizes, sizes, st.floats(1e-9, 1e9), st.floats(1.0, 1e4))
+def test_the_cautious_gain_is_the_lowest_of_the_range(
+    sqr: float, var: float, error: float, scale: float
+) -> None:
+    estimate = GradientEstimate(sqr, var, grad_sqr_error=error)
+    low, high = estimate.gain_range(scale)
+    assert low <= estimate.gain(scale) <= high
+    assert estimate.cautious.gain(scale) == low
+
+
+def test_a_squared_gradient_that_is_zero_by_chance_gives_no_cautious_gain_of_s() -> None:
+    by_chance = GradientEstimate(-0.3, 1.0, grad_sqr_error=0.1)
+    assert by_chance.gain(64.0) == 64.0
+    assert by_chance.cautious.gain(64.0) == GradientEstimate(0.1, 1.0).gain(64.0)
+    assert by_chance.gain_range(64.0) == pytest.approx((1.1 / (1 / 64 + 0.1), 64.0))
+
+
+def test_without_a_known_error_the_range_is_the_gain() -> None:
+    estimate = GradientEstimate(0.5, 2.0)
+    assert estimate.cautious == estimate
+    assert estimate.gain_range(8.0) == (estimate.gain(8.0),) * 2
+
+
 def test_the_estimates_of_groups_add_up() -> None:
     groups = [GradientEstimate(1.0, -2.0), GradientEstimate(0.5, 3.0)]
     assert total(groups) == GradientEstimate(1.5, 1.0)
     assert total([*groups, GradientEstimate(0.0, 0.0, biased=True)]).biased
+    errors = [GradientEstimate(1.0, 1.0, grad_sqr_error=0.25), GradientEstimate(1.0, 1.0, grad_sqr_error=0.5)]
+    assert total(errors).grad_sqr_error == 0.75
 
 
 def test_the_default_smoothing_is_that_of_the_paper() -> None:

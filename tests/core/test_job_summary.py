@@ -14,7 +14,7 @@ from adascale_core.views.job_summary import summarize
 
 REPORT = GainReport(
     generation=2, step=100, progress=400.0, epoch=0, replicas=2, local_bsz=8, accumulation=1, scale=4.0,
-    gain=2.0, grad_sqr=0.5, grad_var=1.5, step_time=0.1, time=1.76e9, target=600.0,
+    gain=2.0, grad_sqr=0.5, grad_var=1.5, step_time=0.1, time=1.76e9, goodput=20.0, target=600.0,
 )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_the_state_follows_from_the_generations_and_replicas(
         (1400, REPORT, a_state(), 50.0),  # to the declared target
         (None, replace(REPORT, progress=700.0), a_state(), 0.0),
         (None, replace(REPORT, target=None), a_state(), None),
-        (None, replace(REPORT, step_time=0.0), a_state(), None),
+        (None, replace(REPORT, goodput=None), a_state(), None),
         (None, REPORT, a_state(complete=True), None),
         (None, None, a_state(), None),
     ],
@@ -78,3 +78,10 @@ def test_the_time_left_is_that_of_the_present_goodput(
 ) -> None:
     summary = summarize("a.b", JobSpec(8, scale_invariant_steps=steps), state, latest, 0.0)
     assert summary.seconds_left == (None if left is None else pytest.approx(left))
+
+
+def test_the_time_left_of_a_job_of_samples_is_that_of_its_throughput() -> None:
+    """Its trainers report the samples over the batch size as progress, and so as goodput."""
+    summary = summarize("a.b", JobSpec(8, train_samples=1400 * 8), a_state(), REPORT, 0.0)
+    assert summary.target == 1400
+    assert summary.seconds_left == pytest.approx(50.0)

@@ -30,6 +30,7 @@ specs = st.builds(
     max_replicas=sizes,
     scale_invariant_steps=st.none() | sizes,
     efficiency_target=numbers,
+    train_samples=st.none() | sizes,
 )
 members = st.builds(
     Member,
@@ -73,6 +74,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         time=numbers,
         loss=st.none() | numbers,
         target=st.none() | numbers,
+        counts_samples=st.booleans(),
     ),
     st.builds(
         StepTime, replicas=sizes, local_bsz=sizes, accumulation=sizes, step_time=numbers, reports=sizes
@@ -128,6 +130,31 @@ def test_unknown_members_are_ignored(message: Message) -> None:
     assert type(message).from_json({**message.to_json(), "since_the_next_version": 1}) == message
 
 
+REPORT = GainReport(
+    generation=1,
+    step=10,
+    progress=15.0,
+    epoch=0,
+    replicas=2,
+    local_bsz=8,
+    accumulation=3,
+    scale=4.0,
+    gain=3.0,
+    grad_sqr=1.0,
+    grad_var=2.0,
+    step_time=0.1,
+    time=0.0,
+)
+
+
+@pytest.mark.parametrize("counts_samples", [False, True])
+def test_a_report_says_that_it_counts_samples_only_if_it_does(counts_samples: bool) -> None:
+    """Metrics services of earlier versions refuse members that they do not know."""
+    sent = replace(REPORT, counts_samples=counts_samples).to_json()
+    assert sent.get("counts_samples", False) is counts_samples
+    assert ("counts_samples" in sent) == counts_samples
+
+
 def test_an_unknown_replica_state_is_rejected() -> None:
     members = Registration(0, "a", ReplicaState.WAITING, 0, "127.0.0.1", 1).to_json()
     with pytest.raises(ValueError, match="dozing"):
@@ -135,24 +162,23 @@ def test_an_unknown_replica_state_is_rejected() -> None:
 
 
 def test_a_report_has_a_plan_and_an_efficiency() -> None:
-    report = GainReport(
-        generation=1,
-        step=10,
-        progress=15.0,
-        epoch=0,
-        replicas=2,
-        local_bsz=8,
-        accumulation=3,
-        scale=4.0,
-        gain=3.0,
-        grad_sqr=1.0,
-        grad_var=2.0,
-        step_time=0.1,
-        time=0.0,
-    )
-    assert report.plan == BatchPlan(2, 8, 3)
-    assert report.efficiency == 0.75
+    assert REPORT.plan == BatchPlan(2, 8, 3)
+    assert REPORT.efficiency == 0.75
     assert StepTime(2, 8, 3, 0.1).plan == BatchPlan(2, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "steps"),
+    [
+        (JobSpec(8), None),
+        (JobSpec(8, scale_invariant_steps=20), 20),
+        (JobSpec(8, train_samples=160), 20),
+        (JobSpec(8, train_samples=161), 21),
+        (JobSpec(8, train_samples=1), 1),
+    ],
+)
+def test_a_job_ends_at_its_steps_or_at_those_of_its_samples(spec: JobSpec, steps: int | None) -> None:
+    assert spec.steps == steps
 
 
 @pytest.mark.parametrize("pair", [None, (4, 8)])
@@ -168,17 +194,19 @@ def test_a_spec_has_batch_bounds(pair: tuple[int, int] | None) -> None:
                     elastic_single_replica=True, local_bsz_limit=12),
             {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": "64", "LOCAL_BSZ_BOUNDS": "4,16",
              "LOCAL_BSZ_LIMIT": "12", "ELASTIC_SINGLE_REPLICA": "1",
-             "EFFICIENCY_TARGET": "0.7", "SCALE_INVARIANT_STEPS": "20000"},
+             "EFFICIENCY_TARGET": "0.7", "SCALE_INVARIANT_STEPS": "20000", "TRAIN_SAMPLES": None},
         ),
         (
-            JobSpec(8, 64, (4, "auto")),
+            JobSpec(8, 64, (4, "auto"), train_samples=1000),
             {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": "64", "LOCAL_BSZ_BOUNDS": "4,auto", "LOCAL_BSZ_LIMIT": None,
-             "ELASTIC_SINGLE_REPLICA": None, "EFFICIENCY_TARGET": "0.5", "SCALE_INVARIANT_STEPS": None},
+             "ELASTIC_SINGLE_REPLICA": None, "EFFICIENCY_TARGET": "0.5", "SCALE_INVARIANT_STEPS": None,
+             "TRAIN_SAMPLES": "1000"},
         ),
         (
             JobSpec(8),
             {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": None, "LOCAL_BSZ_BOUNDS": None, "LOCAL_BSZ_LIMIT": None,
-             "ELASTIC_SINGLE_REPLICA": None, "EFFICIENCY_TARGET": "0.5", "SCALE_INVARIANT_STEPS": None},
+             "ELASTIC_SINGLE_REPLICA": None, "EFFICIENCY_TARGET": "0.5", "SCALE_INVARIANT_STEPS": None,
+             "TRAIN_SAMPLES": None},
         ),
     ],
 )  # fmt: skip

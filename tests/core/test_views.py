@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from adascale_core.messages.message import Message
 from adascale_core.messages.reports import GainReport
+from adascale_core.views.decision import LimitKind, LimitView
 from adascale_core.views.gain import GainView, HistoryView, StoredReports
 from adascale_core.views.jobs import JobChanges, JobList, JobView, ReplicaView
 from support.examples import examples
@@ -40,3 +41,9 @@ def test_the_view_of_an_unknown_job_is_empty() -> None:
     view = JobView.empty("default.digits")
     assert (view.id, view.generation, view.replica(0)) == ("default.digits", 0, None)
     assert JobView.from_json(json.loads(json.dumps(view.to_json()))) == view
+
+
+def test_a_limit_of_a_kind_of_a_later_version_keeps_its_reason() -> None:
+    limit = LimitView.from_json({"kind": "of the next version", "reason": "for a reason"})
+    assert limit == LimitView(LimitKind.OTHER, "for a reason")
+    assert LimitView.from_json(limit.to_json()) == limit

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 import urllib3
@@ -70,12 +70,12 @@ def write_paced_job(
 
 
 def adascale(
-    *arguments: object, timeout: float = TIMEOUT, **environ: str
+    *arguments: object, timeout: float = TIMEOUT, cwd: Path | str = ROOT, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a process, until it exits."""
+    """Run the command line as a process in a folder, until it exits."""
     return subprocess.run(
         [sys.executable, "-m", "adascale_controller", *map(str, arguments)],
-        cwd=ROOT,
+        cwd=cwd,
         env=_environ(**environ),
         capture_output=True,
         text=True,
@@ -84,19 +84,21 @@ def adascale(
     )
 
 
-def adascale_in_process(*arguments: object) -> subprocess.CompletedProcess[str]:
+def adascale_in_process(
+    *arguments: object, entry: Callable[[], NoReturn] = main, **environ: str
+) -> subprocess.CompletedProcess[str]:
     """Run the command line in this process, which saves the time of starting another."""
     command = ["adascale", *map(str, arguments)]
     stdout, stderr = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(sys, "argv", command),
-        mock.patch.dict(os.environ, _environ(), clear=True),
+        mock.patch.dict(os.environ, _environ(**environ), clear=True),
         redirect_stdout(stdout),
         redirect_stderr(stderr),
         chdir(ROOT),
     ):
         try:
-            main()
+            entry()
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else 0
     return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())

@@ -17,7 +17,11 @@ from e2e.local_run import ROOT, adascale
     [
         ("cnn", 400, "accuracy", 0.9, 1.0),
         ("gpt", 100, "bits", 2.0, 4.8),
+        ("gpt_sharded", 100, "bits", 2.0, 4.8),
+        ("lightning_text", 200, "val_loss", 1.0, 3.2),
         ("gan", 600, "recognized", 0.3, 1.0),
+        ("accelerate_text", 300, "accuracy", 0.65, 1.0),
+        ("huggingface", 200, "bits", 2.0, 4.8),
     ],
 )
 def test_an_example_is_trained_by_its_job_file(

@@ -17,7 +17,6 @@ import pytest
 from adascale_controller.local import run_history
 from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.state_dir import StateDir
-from adascale_controller.local.state_lock import running_process
 from adascale_core.names import SIGNAL_REPEAT_INTERVAL
 from e2e.local_run import (
     PACED,
@@ -396,7 +395,7 @@ def test_a_job_grows_because_of_its_gain_and_survives_kills(tmp_path: Path, stat
         run.wait_for_output("trains on 2 replicas")
         shown = adascale("gain", "test", "--state-dir", state)
         assert shown.returncode == 0, shown.stderr
-        assert "2 replicas x batch" in shown.stdout
+        assert "2 replicas x local batch" in shown.stdout
         os.kill(run.wait_for_trainer(1), signal.SIGKILL)
         run.wait_for_output(
             "The trainer of replica 1 was lost (killed by SIGKILL); the others keep their state"
@@ -431,7 +430,7 @@ def test_a_request_to_scale_before_training_begins_is_kept_and_carried_out(
     monkeypatch.setattr("adascale_controller.cli.scale.ANSWER_TIMEOUT", 0.2)
     job = write_light_job(tmp_path / "job.yaml", "sleep", minReplicas=1, maxReplicas=2)
     with running(job, state, "--replicas", 2) as run:
-        wait_until(lambda: running_process(StateDir(state)) == run.process.pid, "the start of the run")
+        wait_until(lambda: run_history.read_runs(StateDir(state)), "the start of the run")
         run.send_signal(signal.SIGSTOP)  # as if its start took longer than the command waits
         scaled = adascale_in_process("scale", "test", "--replicas", 1, "--state-dir", state)
         assert scaled.stdout == (

@@ -95,9 +95,13 @@ bounds_of_jobs = st.sampled_from(
     ]
 )
 
+deadlines = st.none() | st.floats(1, 1e5).map(lambda left: NOW + left)
+
 
 @st.composite
-def job_states(draw: st.DrawFn, name: str) -> JobState:
+def job_states(
+    draw: st.DrawFn, name: str, deadlines: st.SearchStrategy[float | None] = deadlines
+) -> JobState:
     """Draw the state of a job."""
     at_least = draw(st.integers(1, 4))
     state = job(
@@ -116,7 +120,17 @@ def job_states(draw: st.DrawFn, name: str) -> JobState:
         remaining=draw(st.none() | st.floats(0, 1e5)),
         restart=draw(st.sampled_from([0.0, 1.0, 10.0, 100.0])),
     )
-    return replace(state, largest=draw(st.integers(0, 9)))
+    later = draw(st.lists(st.tuples(st.floats(0, 0.99), st.floats(0, 1e3)), max_size=2))
+    remaining = state.remaining
+    return replace(
+        state,
+        largest=draw(st.integers(0, 9)),
+        deadline=draw(deadlines),
+        counts_samples=draw(st.booleans()),
+        later_estimates=()
+        if remaining is None
+        else tuple((share * remaining, GradientEstimate(1.0, var)) for share, var in sorted(later)),
+    )
 
 
 several_jobs = st.integers(0, 4).flatmap(lambda n: st.tuples(*(job_states(f"job-{i}") for i in range(n))))

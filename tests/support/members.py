@@ -48,8 +48,16 @@ class Trainer:
         }
         self.output = folder / f"output-{replica}"
         program = str(environ.pop("PROGRAM", PROGRAM))
-        environ["ADASCALE_AGENT_SOCKET"] = self._socket.path
-        self._program = Program([program], environ, self.output)
+        processes = environ.get("ADASCALE_PROCESSES_PER_REPLICA")
+        if processes is not None:
+            environ["ADASCALE_REPLICA_STORE"] = self._socket.path_beside("processes")
+        self._program = Program(
+            [program], {**environ, "ADASCALE_AGENT_SOCKET": self._socket.path}, self.output
+        )
+        self._followers = [
+            Program([program], {**environ, "ADASCALE_LOCAL_RANK": str(process)}, self.output)
+            for process in range(1, int(processes or 1))
+        ]
         threading.Thread(target=self._receive, daemon=True).start()
 
     @property
@@ -60,8 +68,12 @@ class Trainer:
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None until it has exited."""
-        return self._program.code
+        """Its exit code; None until it has exited. All processes of a replica end with one that fails."""
+        codes = [each.code for each in (self._program, *self._followers)]
+        if any(code not in (None, 0) for code in codes):
+            for process in (process for process, code in enumerate(codes) if code is None):
+                self.kill(process=process)
+        return codes[0]
 
     def _receive(self) -> None:
         # One that is killed before it has read all messages resets the connection, or it never connects.
@@ -85,13 +97,17 @@ class Trainer:
     def port(self) -> int:
         return int(next(m["port"] for m in self.messages if m["type"] == "ready"))
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
+    def kill(self, number: int = signal.SIGKILL, process: int = 0) -> None:
+        """Send a signal to one of its processes."""
+        pid = self.pid if process == 0 else self._followers[process - 1].pid
+        assert pid is not None
         with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.kill(self.pid, number)
+            os.kill(pid, number)
 
     def close(self) -> None:
         """Kill it if it runs."""
-        self._program.close()
+        for each in (self._program, *self._followers):
+            each.close()
         self._socket.close()
         if self.channel is not None:
             self.channel.close()

@@ -15,6 +15,7 @@ from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
 from adascale_controller.operator.types.conditions import Condition, ConditionType, Reason, condition_of
+from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.decide import Decision
 from adascale_core.failures.termination_message import TerminationMessage
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, Member
@@ -43,7 +44,8 @@ def job(
 
 
 def indexed_job(parallelism: int, **changes: Any) -> IndexedJob:
-    """Return the Indexed Job of the AdaScaleJob."""
+    """Return the Indexed Job of the AdaScaleJob. If it is suspended, the operator has suspended it."""
+    changes.setdefault("suspended_by_operator", changes.get("suspended", False))
     built = IndexedJob("indexed-job-uid", "job-uid", DIGEST, parallelism, False, False, False, None)
     return replace(built, **changes)
 
@@ -166,9 +168,10 @@ def actions_for(
     reason: str = "",
     failed_placement: FailedPlacement | None = None,
     failing_count: FailingCount | None = None,
+    feasibility: Feasibility | None = None,
 ) -> Actions:
     """Return the actions for a job, as a cycle computes them; `replicas` is the decision."""
-    decision = None if replicas is None else Decision(replicas, reason)
+    decision = None if replicas is None else Decision(replicas, reason, feasibility=feasibility)
     return reconcile(observed_job, assess(observed_job), decision, failed_placement, failing_count)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from support.certificates import TlsFiles
 from support.fast_python import Program
 from support.launch import wait_until
 
@@ -22,10 +24,21 @@ class Service:
     Args:
         folder: the folder of its database and port file.
         job: the job that the methods use.
+        address: where it is reached; it listens on all addresses if this is not the default.
+        tls: its certificate. None for a service without TLS.
     """
 
-    def __init__(self, folder: Path, job: str = "default.test") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        job: str = "default.test",
+        *,
+        address: str = "127.0.0.1",
+        tls: TlsFiles | None = None,
+    ) -> None:
+        self._tls = tls
         self._folder = folder
+        self._address = address
         self._job = job
         self._process: Program | None = None
         self.port = 0
@@ -34,12 +47,14 @@ class Service:
     @property
     def url(self) -> str:
         """The base URL."""
-        return f"http://127.0.0.1:{self.port}"
+        host = f"[{self._address}]" if ":" in self._address else self._address
+        return f"{'https' if self._tls is not None else 'http'}://{host}:{self.port}"
 
     @property
     def environ(self) -> dict[str, str]:
         """The variables that an agent needs to reach the service."""
-        return {"ADASCALE_API_URL": self.url, "ADASCALE_TOKEN": TOKEN, "ADASCALE_JOB_ID": self._job}
+        environ = {"ADASCALE_API_URL": self.url, "ADASCALE_TOKEN": TOKEN, "ADASCALE_JOB_ID": self._job}
+        return environ if self._tls is None else {**environ, "ADASCALE_CA_FILE": str(self._tls.ca)}
 
     def start(self) -> None:
         """Start the service, on the same port as before."""
@@ -47,6 +62,9 @@ class Service:
         port_file.unlink(missing_ok=True)
         database = f"sqlite:///{self._folder / 'api.sqlite'}"
         options = ["--port", str(self.port), "--database", database, "--port-file", str(port_file)]
+        if self._address != "127.0.0.1":
+            options += ["--host", "::"]
+        options += self._tls.options if self._tls is not None else ()
         environ = {**os.environ, "ADASCALE_TOKEN": TOKEN}
         log = self._folder / "api.log"
         process = self._process = Program(["-m", "adascale_api", *options], environ, log)
@@ -95,5 +113,6 @@ class Service:
             data=None if body is None else json.dumps(body).encode(),
             headers={"authorization": f"Bearer {TOKEN}", "content-type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        context = ssl.create_default_context(cafile=self._tls.ca) if self._tls is not None else None
+        with urllib.request.urlopen(request, timeout=10, context=context) as answer:
             return json.loads(answer.read())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 
 APPLICATIONS = {"small": (16, 4, 300.0), "large": (32, 20, 3000.0)}
 """name -> batch size, epochs, progress per epoch."""
@@ -20,18 +21,29 @@ def write(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -
         writer.writerows(rows)
 
 
-def write_profiles(folder: Path) -> None:
-    """Write profiles: communication takes 10 ms on one node and 80 ms on several."""
-    for name, (size, epochs, steps) in APPLICATIONS.items():
+def write_profiles(folder: Path, types: Mapping[str, float] = MappingProxyType({"": 1.0})) -> None:
+    """Write profiles: communication takes 10 ms on one node and 80 ms on several.
+
+    Args:
+        folder: where to write them.
+        types: type of accelerator -> the factor of its step times.
+    """
+    for (name, (size, epochs, steps)), (kind, factor) in product(APPLICATIONS.items(), types.items()):
         rows = []
         for nodes in (1, 2, 3, 4):
             for placement in product(range(1, 5), repeat=nodes):
                 sync = 0.0 if sum(placement) == 1 else 0.01 if nodes == 1 else 0.08
                 rows += [
-                    ("".join(map(str, placement)), local, 0.02 + 0.005 * local + sync, sync)
+                    (
+                        "".join(map(str, placement)),
+                        local,
+                        factor * (0.02 + 0.005 * local + sync),
+                        factor * sync,
+                    )
                     for local in (4, 8, 16, 32)
                 ]
-        write(folder / name / "placements.csv", ("placement", "local_bsz", "step_time", "sync_time"), rows)
+        file = f"placements-{kind}.csv" if kind else "placements.csv"
+        write(folder / name / file, ("placement", "local_bsz", "step_time", "sync_time"), rows)
         for batch in (size, 4 * size, 16 * size):
             write(
                 folder / name / f"validation-{batch}.csv",

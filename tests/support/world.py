@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +19,16 @@ from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.schedule.nodes import eligible_nodes
 from adascale_controller.operator.types.actions import Event
-from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, Resource, timestamp
+from adascale_controller.operator.types.kubernetes import (
+    COMPLETION_INDEX,
+    ORPHAN_FINALIZER,
+    Resource,
+    first_replica,
+    replica_index,
+    timestamp,
+)
 from adascale_core import names
+from adascale_core.failures.exit_codes import EXIT_REFUSED
 from adascale_core.failures.termination_message import TerminationMessage
 from adascale_core.messages.registration import ReplicaState
 from support.fake_cluster import FakeCluster, Object
@@ -56,6 +65,12 @@ class World:
     """How many pods fit on a node."""
     types: Sequence[str] = ()
     """The types of accelerators; there is a node of each, which has its name."""
+    request_nodes: bool = False
+    """The operator's setting."""
+    api_url: str = "http://api"
+    """The address of the metrics service. With TLS, its certificate is of an authority that pods get."""
+    require_tls: bool = False
+    """The operator's setting."""
     now: float = 1_800_000_000.0
     version: int = 100
     writes: list[str] = field(default_factory=list)
@@ -68,6 +83,16 @@ class World:
     """The write of a cycle before which the operator is killed, from 0."""
     full: bool = False
     """Whether the next cycle looks at everything, and not only at what has changed."""
+    admit: Callable[[Object], Object] = lambda pod: pod
+    """What admission makes of a pod; it may raise a `ClusterError`."""
+    spec: Object = field(default_factory=dict)
+    """Fields of the spec of each AdaScaleJob that is submitted."""
+    checks: dict[str, Object] = field(default_factory=dict)
+    """The pods that check changed templates, by name."""
+    check_status: Object = field(default_factory=lambda: {"phase": "Succeeded"})
+    """The status of these pods."""
+    job_rejection: str = ""
+    """Why an Indexed Job would be rejected; empty if it is not."""
     meanwhile: Callable[[], None] = lambda: None
     """Is called before each write of the operator."""
 
@@ -90,7 +115,13 @@ class World:
             self._cache,
             FakeCluster(self),
             self.service,
-            OperatorSettings("http://api", namespace="team"),
+            OperatorSettings(
+                self.api_url,
+                namespace="team",
+                request_nodes=self.request_nodes,
+                tls_secret=("system", "tls") if self.api_url.startswith("https://") else None,
+                require_tls=self.require_tls,
+            ),
             tuple(self.objects),
             metrics=self.metrics,
             clock=lambda: self.now,
@@ -194,8 +225,9 @@ class World:
 
     @property
     def live_pods(self) -> list[Object]:
-        """The pods that have not ended."""
-        return [raw for raw in self.objects[Resource.PODS].values() if not _has_ended(raw)]
+        """The pods of jobs that have not ended."""
+        pods = [raw for raw in self.objects[Resource.PODS].values() if "labels" in raw["metadata"]]
+        return [raw for raw in pods if not _has_ended(raw)]
 
     # -- users ----------------------------------------------------------------------------------------------
 
@@ -211,7 +243,9 @@ class World:
             "template": {"spec": {"containers": [worker]}},
         }
         self.program_failures = 0
-        self.create(Resource.ADASCALEJOBS, {"metadata": {"name": name}, "spec": {**defaults, **spec}})
+        self.create(
+            Resource.ADASCALEJOBS, {"metadata": {"name": name}, "spec": {**defaults, **self.spec, **spec}}
+        )
 
     def worker(self, tag: int = 1) -> Object:
         """Return the container of a template. Where nodes have accelerators, it requests one."""
@@ -225,6 +259,20 @@ class World:
         self.write(
             Resource.ADASCALEJOBS, {**self.job, "metadata": meta, "spec": {**self.job["spec"], **spec}}
         )
+
+    def suspend_job(self, suspend: bool) -> None:
+        """Set `spec.suspend` of the Indexed Job, as anybody else than the operator does."""
+        assert self.indexed_job is not None
+        spec = {**self.indexed_job["spec"], "suspend": suspend}
+        self.write(Resource.JOBS, {**self.indexed_job, "spec": spec})
+
+    @property
+    def is_suspended_by_others(self) -> bool:
+        """Whether the Indexed Job is suspended without the operator's mark."""
+        indexed_job = self.indexed_job
+        if indexed_job is None or not indexed_job["spec"]["suspend"]:
+            return False
+        return names.ANNOTATION_SUSPENDED not in indexed_job["metadata"]["annotations"]
 
     # -- nodes ----------------------------------------------------------------------------------------------
 
@@ -257,38 +305,75 @@ class World:
     # -- the controllers of Kubernetes ----------------------------------------------------------------------
 
     def collect_garbage(self) -> None:
-        """Delete the Indexed Job of a deleted AdaScaleJob, and the ended pods of a deleted Indexed Job."""
+        """Delete the Indexed Jobs of a deleted AdaScaleJob, and the ended pods of deleted Indexed Jobs."""
         owner = self.job["metadata"]["uid"] if self.job is not None else None
-        indexed_job = self.indexed_job
-        if indexed_job is not None and _owner(indexed_job) != owner:
+        for indexed_job in list(self.objects[Resource.JOBS].values()):
             meta = {**indexed_job["metadata"], "deletionTimestamp": timestamp(self.now)}
-            if "deletionTimestamp" not in indexed_job["metadata"]:
+            if _owner(indexed_job) != owner and "deletionTimestamp" not in indexed_job["metadata"]:
                 self.write(Resource.JOBS, {**indexed_job, "metadata": meta})
-        uid = self._active_job_uid()
+        for raw in list(self.objects[Resource.JOBS].values()):
+            if ORPHAN_FINALIZER in raw["metadata"].get("finalizers", ()):
+                self.delete(Resource.JOBS, raw["metadata"]["name"])
+        for raw in list(self.objects[Resource.PODS].values()):
+            self._drop_missing_owners(raw)
+        active = self._active_jobs()
         for name, raw in list(self.objects[Resource.PODS].items()):
-            if _has_ended(raw) and _owner(raw) != uid:
+            if _has_ended(raw) and _owner(raw) not in active:
                 self.delete_pod(name)
 
     def control_jobs(self) -> None:
-        """Create the pods that the Indexed Job lacks, and delete those that are too many."""
-        indexed_job, uid = self.indexed_job, self._active_job_uid()
-        ranks = range(0)
-        if indexed_job is not None and uid is not None and not indexed_job["spec"]["suspend"]:
-            ranks = range(indexed_job["spec"]["parallelism"])
+        """Create the pods that Indexed Jobs lack, and delete those that are too many."""
+        active = self._active_jobs()
+        for raw in active.values():
+            if raw["spec"].get("manualSelector"):
+                self._adopt_pods(raw)
+        ranks = {uid: _ranks(raw) for uid, raw in active.items()}
         present = set()
         for raw in self.live_pods:
-            rank, own = _rank(raw), _owner(raw) == uid
-            present |= {rank} if own else set()
-            if not (own and rank in ranks) and "deletionTimestamp" not in raw["metadata"]:
+            rank, uid = _rank(raw), _owner(raw)
+            present.add((uid, rank))
+            stays = rank in ranks.get(uid, ()) or self._has_other_owner(raw)
+            if not stays and "deletionTimestamp" not in raw["metadata"]:
                 self.terminate_pod(raw["metadata"]["name"])
-        for rank in ranks:
-            if uid is not None and rank not in present:
-                self._create_pod(rank, uid)
-        deleting = indexed_job is not None and uid is None
-        if indexed_job is not None and deleting:
+        for uid, wanted in ranks.items():
+            for rank in wanted:
+                if (uid, rank) not in present:
+                    self._create_pod(rank, active[uid])
+        for raw in list(self.objects[Resource.JOBS].values()):
+            if "finalizers" in raw["metadata"]:
+                continue
             pods = self.objects[Resource.PODS].values()
-            if not any(_owner(raw) == indexed_job["metadata"]["uid"] for raw in pods):
-                self.delete(Resource.JOBS, "digits")
+            uid = raw["metadata"]["uid"]
+            if uid not in active and not any(_owner(pod) == uid for pod in pods):
+                self.delete(Resource.JOBS, raw["metadata"]["name"])
+
+    def _owners(self, raw: Object) -> list[Object]:
+        """Return the owners of a pod that exist."""
+        objects = [*self.objects[Resource.ADASCALEJOBS].values(), *self.objects[Resource.JOBS].values()]
+        existing = [each["metadata"]["uid"] for each in objects]
+        return [each for each in raw["metadata"].get("ownerReferences", ()) if each["uid"] in existing]
+
+    def _drop_missing_owners(self, raw: Object) -> None:
+        """Remove references to owners that do not exist, unless none exists: then the pod is deleted."""
+        owners, left = raw["metadata"].get("ownerReferences", ()), self._owners(raw)
+        if left and len(left) < len(owners):
+            self.write(Resource.PODS, {**raw, "metadata": {**raw["metadata"], "ownerReferences": left}})
+
+    def _has_other_owner(self, raw: Object) -> bool:
+        """Whether a pod stays because its AdaScaleJob or a Job that leaves it owns it."""
+        jobs = self.objects[Resource.JOBS].values()
+        leaving = [each["metadata"]["uid"] for each in jobs if "finalizers" in each["metadata"]]
+        owners = [each for each in self._owners(raw) if each["kind"] != "Job" or each["uid"] in leaving]
+        return bool(owners) and _owner(raw) not in self._active_jobs()
+
+    def _adopt_pods(self, indexed_job: Object) -> None:
+        selected = indexed_job["spec"]["selector"]["matchLabels"].items()
+        owner = {"kind": "Job", "uid": indexed_job["metadata"]["uid"], "controller": True}
+        for raw in list(self.objects[Resource.PODS].values()):
+            meta = raw["metadata"]
+            if selected <= meta.get("labels", {}).items() and not _owner(raw):
+                owners = [*meta["ownerReferences"], owner]
+                self.write(Resource.PODS, {**raw, "metadata": {**meta, "ownerReferences": owners}})
 
     def schedule_pods(self) -> None:
         """Assign pending pods to a node while it has free slots, and start them.
@@ -333,26 +418,27 @@ class World:
             self.delete(Resource.PODS, name)
             self.agents.pop(name, None)
 
-    def _active_job_uid(self) -> str | None:
-        """Return the uid of the Indexed Job if it exists and is not being deleted."""
-        raw = self.indexed_job
-        active = raw is not None and "deletionTimestamp" not in raw["metadata"]
-        return str(raw["metadata"]["uid"]) if raw is not None and active else None
+    def _active_jobs(self) -> dict[str, Object]:
+        """Return the Indexed Jobs that are not being deleted, by uid."""
+        jobs = self.objects[Resource.JOBS].values()
+        return {raw["metadata"]["uid"]: raw for raw in jobs if "deletionTimestamp" not in raw["metadata"]}
 
     def _used_slots(self, node: str) -> int:
-        return sum(raw["spec"].get("nodeName") == node for raw in self.live_pods)
+        pods = self.objects[Resource.PODS].values()
+        return sum(raw["spec"].get("nodeName") == node for raw in pods if not _has_ended(raw))
 
-    def _create_pod(self, rank: int, job_uid: str) -> None:
+    def _create_pod(self, rank: int, indexed_job: Object) -> None:
+        template = indexed_job["spec"]["template"]
+        index = str(rank - first_replica(indexed_job["metadata"]))
         meta = {
             "name": f"digits-{rank}-{self.version + 1}",
-            "labels": {names.LABEL_JOB: "digits"},
-            "annotations": {COMPLETION_INDEX: str(rank)},
-            "ownerReferences": [{"kind": "Job", "uid": job_uid, "controller": True}],
+            "labels": dict(template["metadata"]["labels"]),
+            "annotations": {**template["metadata"]["annotations"], COMPLETION_INDEX: index},
+            "ownerReferences": [{"kind": "Job", "uid": indexed_job["metadata"]["uid"], "controller": True}],
         }
-        indexed_job = self.indexed_job
-        assert indexed_job is not None
-        spec = indexed_job["spec"]["template"]["spec"]
-        self.create(Resource.PODS, {"metadata": meta, "spec": spec, "status": {"phase": "Pending"}})
+        spec = template["spec"]
+        pod = {"metadata": meta, "spec": deepcopy(spec), "status": {"phase": "Pending"}}
+        self.create(Resource.PODS, self.admit(pod))
 
     def _start_pod(self, raw: Object, node: str) -> None:
         running = {"name": "worker", "state": {"running": {}}}
@@ -379,6 +465,11 @@ class World:
     def exceed_memory(self, name: str) -> None:
         """Have the kernel kill a container that exceeds its memory limit; its agent registers nothing."""
         self._fail_pod(name, {"exitCode": 137, "reason": "OOMKilled"})
+
+    def refuse_replica(self, name: str) -> None:
+        """Have the metrics service refuse a replica of another version: its agent gives up."""
+        message = TerminationMessage(0, EXIT_REFUSED, "replica has adascale 2, but others have 1").to_text()
+        self._fail_pod(name, {"exitCode": EXIT_REFUSED, "reason": "Error", "message": message})
 
     def evict_pod(self, name: str) -> None:
         """Have the kubelet evict a pod under node pressure; its agent registers nothing."""
@@ -408,8 +499,8 @@ class World:
 
     # -- invariants -----------------------------------------------------------------------------------------
 
-    def check_saved(self, parallelism: int) -> None:
-        """Check that no pod is removed whose trainer runs in the active generation.
+    def check_saved(self, indexed_job: Object, parallelism: int) -> None:
+        """Check that no pod of a Job is removed whose trainer runs in the active generation.
 
         Jobs that have failed are excepted, because they are not resumed. Their pods can be in the next
         generation already when the failure that exceeds `backoffLimit` is counted.
@@ -420,8 +511,14 @@ class World:
         for agent in self.agents.values():
             running = agent.state is ReplicaState.RUNNING and not state.view(1).has_ended(agent.generation)
             active = state.active is not None and state.active.generation == agent.generation
-            removed = agent.rank >= parallelism
+            first = first_replica(indexed_job["metadata"])
+            of_job = self._owner_of(agent.name) == indexed_job["metadata"]["uid"]
+            removed = of_job and agent.rank >= first + parallelism
             assert not (running and active and removed), f"rank {agent.rank} has not saved its state"
+
+    def _owner_of(self, pod: str) -> str | None:
+        raw = self.objects[Resource.PODS].get(pod)
+        return None if raw is None else _owner(raw)
 
     @property
     def current_generations(self) -> set[int]:
@@ -456,11 +553,18 @@ class World:
 
 
 def _owner(raw: Object) -> str:
-    return str(raw["metadata"]["ownerReferences"][0]["uid"])
+    """Return the uid of the controller of an object; empty if it has none."""
+    owners = raw["metadata"].get("ownerReferences", ())
+    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
 
 
 def _rank(raw: Object) -> int:
-    return int(raw["metadata"]["annotations"][COMPLETION_INDEX])
+    return replica_index(raw["metadata"])
+
+
+def _ranks(indexed_job: Object) -> range:
+    first, spec = first_replica(indexed_job["metadata"]), indexed_job["spec"]
+    return range(first, first + (0 if spec["suspend"] else spec["parallelism"]))
 
 
 def _has_ended(raw: Object) -> bool:

@@ -5,6 +5,7 @@ tested to equal this reference. Formulas as in AdaScale SGD (Johnson et al. 2020
 is that of Kingma and Ba (arXiv 1412.6980), with the scaling of Malladi et al. 2022 (arXiv 2205.10287).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,39 @@ def average(samples: Sequence[Sample], smoothings: Sequence[float]) -> Sample:
         sum(w * sqr for w, (sqr, _) in zip(weights, samples, strict=True)) / total,
         sum(w * var for w, (_, var) in zip(weights, samples, strict=True)) / total,
     )
+
+
+def standard_error(values: Sequence[float], smoothings: Sequence[float]) -> float:
+    """Return the standard error of the mean of `average`, from the spread of the values around it.
+
+    A weighted mean has the error of the mean of m values of equal weight, m = (sum w)^2 / sum(w^2). The
+    spread around the mean itself is too small by (m - 1) / m.
+    """
+    samples = [(value, value**2) for value in values]
+    mean, square = average(samples, smoothings)
+    weights, later = [], 1.0
+    for theta in reversed(smoothings):
+        weights.append((1 - theta) * later)
+        later *= theta
+    m = sum(weights) ** 2 / sum(w**2 for w in weights)
+    return math.sqrt(max(square - mean**2, 0.0) / (m - 1))
+
+
+def division_interval(number: int) -> int:
+    """Return the interval between divided steps at a step: 8 divided steps while the steps double."""
+    interval, end = 1, 16
+    while number >= end and interval < 128:
+        interval, end = 2 * interval, 2 * end
+    return interval
+
+
+def divided_smoothing(number: int) -> float:
+    """Return the smoothing of the measurement of a divided step at S = 1, which stands for its interval.
+
+    The window is that of the paper, 1,000 steps, or a quarter of the steps so far.
+    """
+    window = max(1000, number / 4)
+    return (1 - 1 / window) ** division_interval(number)
 
 
 def gain(estimate: Sample, scale: float) -> float:
@@ -151,6 +185,7 @@ class Reference:
         sgd: a plain optimizer over it, with the same groups and options. With an Adam or AdamW, the steps are
             made by the `Adam` of this module.
         loss: of one micro-batch, not divided.
+        compares_steps: whether steps of one micro-gradient are compared with the step before.
     """
 
     model: torch.nn.Module
@@ -163,6 +198,7 @@ class Reference:
     smoothings: list[float] = field(default_factory=list)
     previous: tuple[list[Gradient], float] | None = None
     adam: Adam | None = None
+    compares_steps: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.sgd, torch.optim.SGD):
@@ -178,11 +214,18 @@ class Reference:
         by_parameter = dict(zip(map(id, parameters), found, strict=True))
         return [[by_parameter.get(id(p)) for p in group] for group in self.groups()]
 
-    def step(self, batches: Sequence[Batch], weights: Sequence[float] | None = None) -> None:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        weights: Sequence[float] | None = None,
+        theta: float | None = None,
+    ) -> None:
         groups = self.groups()
         gradients = [self.micro_gradients(batch) for batch in batches]
         self.measure(
-            [[_flat(group, own) for group, own in zip(g, groups, strict=True)] for g in gradients], weights
+            [[_flat(group, own) for group, own in zip(g, groups, strict=True)] for g in gradients],
+            weights,
+            theta,
         )
         shares = [1.0] * len(batches) if weights is None else weights
         for number, parameters in enumerate(groups):
@@ -203,9 +246,15 @@ class Reference:
             group["lr"] = rate
 
     def measure(
-        self, micro_gradients: Sequence[Sequence[Gradient]], weights: Sequence[float] | None = None
+        self,
+        micro_gradients: Sequence[Sequence[Gradient]],
+        weights: Sequence[float] | None = None,
+        theta: float | None = None,
     ) -> None:
-        """Add the estimates of a step, from its gradients by micro-batch and group."""
+        """Add the estimates of a step, from its gradients by micro-batch and group.
+
+        With the smoothing `theta`, if the step stands for others.
+        """
         if self.adam is not None:
             divisors = self.adam.divisors()
             if divisors is None:
@@ -214,13 +263,16 @@ class Reference:
                 [[x / d for x, d in zip(g, own, strict=True)] for g, own in zip(each, divisors, strict=True)]
                 for each in micro_gradients
             ]
-        theta = smoothing(self.scale) if self.smoothing is None else self.smoothing
+        if theta is None:
+            theta = smoothing(self.scale) if self.smoothing is None else self.smoothing
         groups = len(micro_gradients[0])
         if len(micro_gradients) > 1:
             self.samples.append(
                 [sample([g[i] for g in micro_gradients], self.scale, weights) for i in range(groups)]
             )
             self.smoothings.append(theta)
+            return
+        if not self.compares_steps:
             return
         if self.previous is not None:
             before, scale_before = self.previous
@@ -240,6 +292,9 @@ class Reference:
             estimates = [self.estimate(i) for i in counted]
             return sum(sqr for sqr, _ in estimates), sum(var for _, var in estimates)
         return average([step[group] for step in self.samples], self.smoothings)
+
+    def grad_sqr_error(self, group: int = 0) -> float:
+        return standard_error([step[group][0] for step in self.samples], self.smoothings)
 
     def gain(self, group: int | None = None) -> float:
         return gain(self.estimate(group), self.scale) if self.samples else 1.0

@@ -8,14 +8,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from adascale_controller.operator.apply.certificates import create_authority, renew_authority
 from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM
 from adascale_core.failures.termination_message import TerminationMessage
 from adascale_worker.loop.step_watchdog import EXPLAIN_AFTER
+from support.certificates import TlsFiles, tls_files
 from support.launch import TIMEOUT, AgentProcess, Journal, free_port, wait_until
 from support.service import Service
 
@@ -29,9 +32,9 @@ FINISHES = {**LONG, "EPOCHS": 1000}
 class Job:
     """A job's service, its agents and the journal of its trainers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tls: TlsFiles | None = None) -> None:
         self.folder = folder
-        self.service = Service(folder)
+        self.service = Service(folder, tls=tls)
         self.journal = Journal(folder / "journal")
         self.agents: list[AgentProcess] = []
 
@@ -88,6 +91,32 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     running.allocate(1, 1)
     yield running
     running.stop(signal.SIGKILL)
+
+
+def test_agents_with_tls_and_of_before_train_together_while_certificates_are_renewed(
+    tmp_path: Path,
+) -> None:
+    """The service of an upgrade: replica 0 was started with http://, replica 1 with https://."""
+    authority = create_authority(datetime.now(UTC) - timedelta(days=1))
+    files = tls_files(tmp_path / "tls", authority)
+    job = Job(tmp_path, files)
+    try:
+        job.service.allocate(1, 2)
+        plain = {"ADASCALE_API_URL": job.service.url.replace("https://", "http://"), "ADASCALE_CA_FILE": ""}
+        job.start(0, **LONG, **plain)
+        (secure,) = job.start(1, **LONG)
+        job.wait_for_training(1, replicas=2)
+        files.issue(renew_authority(authority, datetime.now(UTC)))
+        job.service.stop()
+        job.service.start()  # so that both connect again, as after an upgrade
+        job.service.allocate(2, 1)
+        job.wait_for_training(2, replicas=1)
+        job.service.allocate(3, 2)
+        job.wait_for_training(3, replicas=2)
+        assert "certificate" not in secure.log.read_text()
+        assert job.service.call("GET", "/gain")["generation"] == 3
+    finally:
+        job.end()
 
 
 def has_exited(pid: int) -> bool:

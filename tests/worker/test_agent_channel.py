@@ -5,11 +5,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from adascale_core.messages.channel import Assignment, Hold, Release, Terminate, encode
+from adascale_core.messages.channel import Assignment, Hold, Limited, Release, Terminate, encode
 from adascale_worker.membership.agent_channel import AgentChannel
+from adascale_worker.membership.following import FollowerChannel
 
 LONG = 60.0
 """Seconds that no wait of these tests may take."""
@@ -80,3 +82,10 @@ def test_a_trainer_saves_and_exits_when_its_agent_requests_it_or_is_gone(
     agent.close()
     assert receiver.received.get(timeout=LONG) == Terminate()
     assert channel.is_closed
+
+
+def test_a_later_process_whose_agent_is_gone_sends_no_limit(tmp_path: Path) -> None:
+    """An error in its place would hide that it lacks memory."""
+    FollowerChannel(str(tmp_path / "gone" / "processes")).send(Limited(4))
+    FollowerChannel(str(tmp_path / "processes")).send(Limited(4))
+    assert [path.name for path in tmp_path.iterdir()] == ["processes-limit"]

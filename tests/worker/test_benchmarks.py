@@ -48,6 +48,28 @@ def test_without_a_gpu_the_device_cuda_is_refused_in_one_line(
     assert "--device cpu" in line
 
 
+@pytest.mark.slow
+def test_the_ramp_is_trained_in_pieces_and_reported(tmp_path: Path) -> None:
+    folders = ("--size", "tiny", "--out", tmp_path, "--states", tmp_path / "states")
+    contenders = ("small", "doubling", "AdaScale", "Euclidean noise", "Seesaw")
+    assert run("ramp.py", "train", *folders, "--minutes", 0.0).count("small") == 1
+    results = tmp_path / "ramp.tiny.json"
+    (begun,) = json.loads(results.read_text())["runs"]
+    assert not begun["finished"]
+    whole = run("ramp.py", "train", *folders, "--contenders", *contenders)
+    runs = json.loads(results.read_text())["runs"]
+    assert {each["contender"] for each in runs} == set(contenders), whole
+    for each in runs:
+        last = each["points"][-1]
+        assert each["finished"]
+        assert last["tokens"] == each["tokens"]
+        assert sum(int(scale) * steps for scale, steps in last["steps"].items()) >= 64
+    assert run("ramp.py", "times", *folders).count('"8"') == 1
+    table = run("ramp.py", "report", *folders)
+    assert table.count("| AdaScale |") == 1
+    assert (tmp_path / "ramp.tiny.svg").read_text().count("doubling") == 1
+
+
 @pytest.mark.parametrize(
     ("network", "least", "most"),
     [("resnet18", 11_173_962, 11_173_962), ("transformer", 90_000_000, 110_000_000)],
@@ -102,6 +124,17 @@ def test_a_change_of_the_replica_count_is_measured_on_each_device(device: str) -
     printed = run("rescale.py", *options)
     assert "1 to 2: still" in printed
     assert "kill: next" in printed
+
+
+@pytest.mark.slow
+def test_a_loss_costs_no_sample_in_the_goodput_benchmark(tmp_path: Path) -> None:
+    options = ["--contenders", "adascale", "--seconds", 20, "--step-seconds", 0.03]
+    run("goodput.py", *options, "--json", tmp_path / "results", "--svg", tmp_path / "picture.svg")
+    result = json.loads((tmp_path / "results").read_text())["results"]["one-a-minute"]["adascale"]
+    assert (result["lost"], result["repeated"]) == (0, 0)
+    (loss,) = result["losses"]
+    assert loss["detected"] > 0
+    assert "without losses" in (tmp_path / "picture.svg").read_text()
 
 
 @pytest.mark.gpu

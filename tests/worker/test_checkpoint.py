@@ -227,7 +227,9 @@ def test_an_unsupported_format_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, 1)
     manifest = tmp_path / "checkpoint-00000001.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
-    with pytest.raises(CheckpointError, match="format 99 is not supported: this version reads format 4"):
+    with pytest.raises(
+        CheckpointError, match="format 99 is not supported: this version reads the formats 4 and 5"
+    ):
         store_in(tmp_path).load()
 
 
@@ -408,7 +410,9 @@ KILLER = """
 import os, signal, sys, threading
 from pathlib import Path
 import torch
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import exit as shutdown
+from adascale_worker.process.environment import RankAssignment
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
@@ -451,7 +455,8 @@ def save_and_be_killed(survived):
         sys.addaudithook(watch)
         store.save(snapshot, info)
         os._exit(0)
-    checkpointing = Checkpointing(directory, 1.0, None)
+    group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
+    checkpointing = Checkpointing(directory, 1.0, group)
     checkpointing._writer = writer = CheckpointWriter(store, 1.0, lambda _: reached.set())
     sys.addaudithook(watch)
     writer.start(state, info, {})

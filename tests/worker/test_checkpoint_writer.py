@@ -196,7 +196,13 @@ def test_the_memory_of_a_snapshot_is_used_again() -> None:
 
 
 def group_of(*, is_main: bool = True) -> Any:
-    return SimpleNamespace(is_main=is_main, has_failed=False, broadcast=lambda value: value)
+    return SimpleNamespace(
+        is_main=is_main,
+        rank=0 if is_main else 1,
+        has_failed=False,
+        broadcast=lambda value: value,
+        messages_within=None,
+    )
 
 
 def checkpointing_in(directory: Path, interval: float) -> Checkpointing:
@@ -261,7 +267,7 @@ def test_a_checkpoint_is_due_when_rank_0_is_lost_while_it_saves(tmp_path: Path, 
     assert not checkpointing.is_due
     if is_saved:
         checkpointing.is_unsaved = False  # as rank 0 has said
-    group.is_main = True
+    group.is_main, group.rank = True, 0
     checkpointing.begin_generation()
     assert checkpointing.is_due != is_saved
     checkpointing.save(INFO, lambda: {"number": 2})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from fractions import Fraction
 
 import pytest
@@ -153,6 +154,33 @@ def test_without_debiasing_the_first_estimates_have_equal_weights() -> None:
     assert averages == pytest.approx([1.0, 1.5, 3.0, 2.25, 0.75 * 2.25 + 0.25 * 10.0])
 
 
+@given(st.lists(st.tuples(numbers, st.floats(0, 0.99)), min_size=2, max_size=12))
+def test_the_standard_error_is_that_of_the_reference(steps: list[tuple[float, float]]) -> None:
+    estimates = EMPTY
+    for value, smoothing in steps:
+        estimates = estimates.updated(single_group(value, 1.0), smoothing)
+    values, thetas = zip(*steps, strict=True)
+    total_weight, squares, later = 0.0, 0.0, 1.0
+    for theta in reversed(thetas):
+        total_weight, squares = total_weight + (1 - theta) * later, squares + ((1 - theta) * later) ** 2
+        later *= theta
+    if total_weight**2 / squares > 1.01:
+        expected = reference.standard_error(values, thetas)
+        assert only_estimate(estimates).grad_sqr_error == pytest.approx(expected, rel=1e-4, abs=1e-2)
+
+
+def test_the_standard_error_of_equal_weights_is_the_usual_one() -> None:
+    values, estimates = [1.0, 4.0, -2.0, 7.0], EMPTY
+    for value in values:
+        estimates = estimates.updated(single_group(value, 1.0), 0.99, debias=False)
+    expected = statistics.stdev(values) / math.sqrt(len(values))
+    assert only_estimate(estimates).grad_sqr_error == pytest.approx(expected)
+
+
+def test_a_single_sample_may_be_wrong_by_all_of_it() -> None:
+    assert only_estimate(EMPTY.updated(single_group(-2.0, 3.0), 0.9)).grad_sqr_error == pytest.approx(5.0)
+
+
 def test_an_unbiased_estimate_deletes_the_biased_average() -> None:
     first = EMPTY.updated(single_group(100.0, 100.0, biased=True), 0.9)
     assert only_estimate(first).biased
@@ -173,6 +201,19 @@ def test_biased_estimates_are_averaged_in_until_the_next_unbiased_estimate() -> 
 
     assert not only_estimate(again).biased
     assert only_estimate(again).grad_sqr == pytest.approx(4.0 * 0.81 / (0.81 + 1.0))
+
+
+def test_biased_estimates_do_not_change_the_error_of_the_unbiased_average() -> None:
+    """All its samples lose weight alike, so it is worth as many samples of equal weight as before."""
+    before = EMPTY.updated(single_group(4.0, 2.0), 0.9).updated(single_group(6.0, 1.0), 0.9)
+    after = before
+    for _ in range(20):
+        after = after.updated(single_group(6.0, 2.0, biased=True), 0.9)
+
+    first, second = before.state_dict()[0]["unbiased"], after.state_dict()[0]["unbiased"]
+
+    samples = first["weight"] ** 2 / first["sqr_weight"]
+    assert second["weight"] ** 2 / second["sqr_weight"] == pytest.approx(samples)
 
 
 def test_without_smoothing_biased_estimates_keep_the_unbiased_average() -> None:

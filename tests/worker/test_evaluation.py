@@ -1,19 +1,26 @@
 """Evaluation on one replica, and the sums."""
 
 import math
+import threading
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from adascale import ElasticTrainer
 from adascale_worker.errors import DatasetError, WorkerError
-from adascale_worker.loop.evaluation import ExactSum
+from adascale_worker.loop import stored_values
+from adascale_worker.loop.evaluation import Evaluation, ExactSum, Exchange
+from support.examples import examples
 from support.training import ACCUMULATING, FIXED, MakeTrainer, learn, network, samples, sgd
 
 
@@ -94,6 +101,47 @@ def test_a_complex_sum_is_refused(make_trainer: MakeTrainer) -> None:
         evaluation.add(loss=torch.zeros((), dtype=torch.complex64))
 
 
+@torch.no_grad()
+def test_outputs_of_batches_are_collected_in_their_order(make_trainer: MakeTrainer) -> None:
+    trainer, _ = entered(make_trainer)
+    evaluation = trainer.evaluation(samples(50), batch_size=16)
+    output = torch.zeros(2)
+    for index, _, _ in evaluation:
+        evaluation.collect({"index": index, "nested": (output.fill_(len(index)), [None, "text", 1.5])})
+    assert [found["index"].tolist() for found in evaluation.outputs] == [
+        [*range(start, min(start + 16, 50))] for start in range(0, 50, 16)
+    ]
+    # Copies: the program has changed its tensor since.
+    assert [found["nested"][0].tolist() for found in evaluation.outputs] == [[16.0] * 2] * 3 + [[2.0] * 2]
+    assert evaluation.outputs[0]["nested"][1] == [None, "text", 1.5]
+
+
+def test_outputs_are_posted_in_parts_that_the_store_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_values, "PART_LENGTH", 1000)
+    collected: dict[int, list[Any]] = {3: [torch.arange(500)], 8: [(torch.ones(2), {"a": None})]}
+    parts = stored_values.parts_of(stored_values.encoded(collected))
+    assert len(parts) > 3
+    assert max(map(len, parts)) == 1000
+    found = stored_values.decoded("".join(parts))
+    assert torch.equal(found[3][0], collected[3][0])
+    assert found[8][0][1] == {"a": None}
+
+
+def test_an_output_that_cannot_be_sent_and_one_outside_of_the_loop_are_refused(
+    make_trainer: MakeTrainer,
+) -> None:
+    trainer, _ = entered(make_trainer)
+    evaluation = trainer.evaluation(samples(), batch_size=48)
+    with pytest.raises(WorkerError, match="was called outside of the loop"):
+        evaluation.collect(1)
+    for _ in evaluation:
+        with pytest.raises(WorkerError, match=r"got <class 'set'>: pass tensors, numbers"):
+            evaluation.collect([{1, 2}])
+    with pytest.raises(WorkerError, match="was called outside of the loop"):
+        evaluation.collect(1)
+    assert evaluation.outputs == []
+
+
 def test_wrong_uses_are_refused(make_trainer: MakeTrainer) -> None:
     trainer, model = entered(make_trainer)
     data = samples()
@@ -131,3 +179,104 @@ def test_sums_that_are_not_finite_stay_so() -> None:
     assert ExactSum.decoded(total.encoded()).result() == math.inf
     total.add(math.nan)
     assert math.isnan(ExactSum.decoded(total.encoded()).result(3))
+
+
+# -- gathered values --------------------------------------------------------------------------------------
+
+
+class SharedStore:
+    """What the replicas of one evaluation exchange, and which of them are lost."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        self.values: dict[tuple[str, int], str] = {}
+        self.lost: set[int] = set()
+        self.changed = threading.Condition()
+
+
+class MemoryExchange:
+    """An `Exchange` in memory, of a replica that is lost before it posts for the n-th time."""
+
+    def __init__(self, store: SharedStore, rank: int, lost_before: int | None) -> None:
+        self.store, self.rank, self.replicas = store, rank, store.replicas
+        self._posts_left = math.inf if lost_before is None else lost_before
+
+    def post(self, kind: str, value: str = "") -> None:
+        with self.store.changed:
+            if self._posts_left == 0:
+                self.store.lost.add(self.rank)
+            else:
+                self.store.values[kind, self.rank] = value
+            self._posts_left -= 1
+            assert len(value) <= stored_values.PART_LENGTH + 4
+            self.store.changed.notify_all()
+            if self.rank in self.store.lost:
+                raise InterruptedError
+
+    def retract_own(self, kind: str) -> None:
+        with self.store.changed:
+            del self.store.values[kind, self.rank]
+
+    def read(
+        self, kind: str, ranks: Sequence[int], timeout: float = math.inf, *, taking_part: Collection[int] = ()
+    ) -> dict[int, str]:
+        values, lost = self.store.values, self.store.lost
+        with self.store.changed:
+            assert self.store.changed.wait_for(
+                lambda: all((kind, rank) in values or rank in lost for rank in ranks), 60
+            )
+            return {rank: values[kind, rank] for rank in ranks if (kind, rank) in values}
+
+
+def gather_all(
+    store: SharedStore, rank: int, samples: int, lost_before: int | None
+) -> list[list[int]] | None:
+    """Gather the samples of each batch of two in two calls, and return what came; None if it is lost."""
+    exchange = cast(Exchange, MemoryExchange(store, rank, lost_before))
+    model = nn.Identity().eval()
+    evaluation = Evaluation(range(samples), 2, model, exchange, {}, lambda: None, lambda: None, gathers=True)
+    gathered: list[list[int]] = [[], []]
+    try:
+        for batch in evaluation:
+            for call in gathered:
+                call += [int(each) for value in evaluation.gather(batch) for each in value]
+    except InterruptedError:
+        return None
+    return gathered
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 30),
+    st.lists(st.one_of(st.none(), st.integers(0, 20)), min_size=3, max_size=3),
+    st.sampled_from([stored_values.PART_LENGTH, 500]),
+)
+def test_each_replica_gathers_each_sample_once_whichever_others_are_lost(
+    replicas: int, samples: int, lost: list[int | None], part_length: int
+) -> None:
+    store = SharedStore(replicas)
+    lost_before = [None, *lost][:replicas]  # one replica stays
+    with (
+        mock.patch.object(stored_values, "PART_LENGTH", part_length),
+        ThreadPoolExecutor(replicas) as threads,
+    ):
+        results: list[Any] = list(
+            threads.map(lambda rank: gather_all(store, rank, samples, lost_before[rank]), range(replicas))
+        )
+    for rank, gathered in enumerate(results):
+        assert (gathered is None) == (rank in store.lost)
+        if gathered is not None:
+            assert [sorted(call) for call in gathered] == [list(range(samples))] * 2
+
+
+def test_gathering_needs_an_evaluation_that_is_divided_for_it(make_trainer: MakeTrainer) -> None:
+    trainer, _ = entered(make_trainer)
+    evaluation = trainer.evaluation(samples(), batch_size=48)
+    for index, _, _ in evaluation:
+        with pytest.raises(
+            WorkerError, match=r"gather\(\) needs trainer\.evaluation\(\.\.\., gathers=True\)"
+        ):
+            evaluation.gather(index)
+    evaluation = trainer.evaluation(samples(), batch_size=20, gathers=True)
+    assert [evaluation.gather(len(x)) for _, x, _ in evaluation] == [[20], [20], [8]]

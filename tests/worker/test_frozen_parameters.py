@@ -228,7 +228,7 @@ def test_a_change_that_is_undone_before_the_step_changes_nothing(
     assert equal(parameters_of(run(toggles=True)), parameters_of(run(toggles=False)))
 
 
-@pytest.mark.parametrize("bounds", [FIXED, ACCUMULATING])
+@pytest.mark.parametrize("bounds", [{**FIXED, "single_replica_gain": "consecutive"}, ACCUMULATING])
 def test_the_gain_is_estimated_although_each_step_freezes_and_unfreezes(
     make_trainer: MakeTrainer, bounds: dict[str, object]
 ) -> None:

@@ -190,14 +190,13 @@ def test_replicas_with_different_learning_rates_stop_on_all_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_a_second_backward_pass_is_refused_on_two_replicas_and_warned_of_on_one() -> None:
+def test_a_second_backward_pass_is_refused_on_two_replicas_and_trains_on_one() -> None:
     cause = (
         r"adascale: the weights of the 2 replicas differ after step 1: .*The program calls backward\(\) 2 "
         r"times for each batch, and only the first call after model\(\.\.\.\) averages its gradients"
     )
     require_refused(run("backward twice", replicas=2), cause)
-    output = require_trained(run("backward twice"))
-    assert "RuntimeWarning: got 2 backward passes in a step, where 1 are expected" in output
+    require_trained(run("backward twice"))
 
 
 @pytest.mark.slow
@@ -332,8 +331,9 @@ def test_a_correct_loop_trains_without_a_warning(loop: str, replicas: int) -> No
 @pytest.mark.slow
 def test_weights_that_stay_nan_end_training_and_keep_the_checkpoint_from_before(tmp_path: Path) -> None:
     result = run("NaN", STATE=tmp_path, MAX_NONFINITE_STEPS=5)
-    require_refused(result, r"weights are NaN or infinite after each of 5 consecutive steps, up to step 24:")
-    assert result[1].count("RuntimeWarning: weights are NaN or infinite after step 20.") == 1, result[1]
+    require_refused(result, r"weights are NaN or infinite after each of 5 consecutive steps, up to step 36:")
+    # The gradients of a fixed batch on one replica are not measured, so weights are read every 32 steps.
+    assert result[1].count("RuntimeWarning: weights are NaN or infinite after step 32.") == 1, result[1]
     code, output = run("plain", STATE=tmp_path)
     assert code == 0, output
     batches = re.search(r"trained (\d+) batches", output)

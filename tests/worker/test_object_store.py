@@ -33,6 +33,7 @@ from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointSt
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from support import s3
 from support.fast_python import PYTHON
+from support.sharded_states import Replica, require_part
 from support.training import FIXED, MakeTrainer, learn, network, samples, sgd
 
 pytest.importorskip("s3fs", reason="s3fs is not installed")
@@ -106,6 +107,23 @@ def test_checkpoints_are_saved_loaded_and_the_last_two_kept(
     assert loaded_number(store) == 3
     assert store.numbers() == [2, 3]
     assert len([name for name in store.storage.names() if name.startswith("checkpoint-")]) == 4
+
+
+@pytest.mark.usefixtures("proxy")
+def test_the_processes_of_a_replica_save_and_load_a_file_each() -> None:
+    def replica(processes: int) -> Replica:
+        return Replica([open_storage(f"s3://{s3.BUCKET}/jobs/sharded") for _ in range(processes)])
+
+    saving = replica(2)
+    for number in (1.0, 2.0, 3.0):
+        manifest = saving.save(number)
+    names = saving.stores[0].storage.names()
+    assert set(manifest.names) < set(names)
+    assert sorted(filter(None, map(manifest_number, names))) == [2, 3]
+    assert len([name for name in names if name.endswith(".safetensors")]) == 4
+    for processes in (2, 3):
+        for process, state in enumerate(replica(processes).load()):
+            require_part(state, 3.0, process, processes)
 
 
 @pytest.mark.parametrize("elements", [1000, LARGE])

@@ -91,7 +91,9 @@ def shard_tensors(model: nn.Sequential) -> nn.Module:
     return parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
 
 
-WHOLE = "ElasticTrainer supports models that each replica has as a whole.* At a fixed number of processes"
+WHOLE = (
+    "ElasticTrainer supports models that each replica has as a whole.* processesPerReplica in the job file"
+)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Feed:
         """Return the samples of micro-batches from a place, after a check of their indices."""
         self.group.rank = rank
         stream = self.feed.open(self.data, shuffle=True, options=self.options)
-        loaded = self.feed.micro_batches(self.data, stream, consumed, plan, self.options)
+        loaded = self.feed.micro_batches(self.data, stream, self.options, consumed, plan)
         samples = torch.stack(list(islice(loaded, batches)))
         expected = list(islice(iter(MicroBatches(stream, consumed, plan, rank)), batches))
         assert samples[..., INDEX].tolist() == expected
@@ -201,7 +201,7 @@ def test_a_loop_without_the_option_loads_its_own_data(feed: Feed) -> None:
     other = Drawing()
     stream = feed.feed.open(other, shuffle=True, options={})
     feed.take(0, ONE, 1)
-    batch = next(feed.feed.micro_batches(other, stream, 8, ONE, {}))
+    batch = next(feed.feed.micro_batches(other, stream, {}, 8, ONE))
     assert {int(sample[PROCESS]) for sample in batch} == {os.getpid()}
     assert (other.loaded, feed.data.loaded) == (8, 0)
     assert count_thrown_away([feed.take(8, ONE, 1), feed.take(16, ONE, 1)]) == [0]
@@ -218,7 +218,7 @@ def test_two_loops_with_the_option_are_refused(
     stream = feed.feed.open(data, shuffle=True, options=options)
     feed.take(0, ONE, 1)
     with pytest.raises(DatasetError, match=f"persistent_workers=True, and {difference} than before, "):
-        feed.feed.micro_batches(data, stream, 8, ONE, options)
+        feed.feed.micro_batches(data, stream, options, 8, ONE)
 
 
 def test_an_evaluation_refuses_the_option(make_trainer: MakeTrainer) -> None:

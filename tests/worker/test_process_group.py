@@ -29,7 +29,7 @@ from adascale_worker.errors import (
     kind_of_error,
 )
 from adascale_worker.membership import gloo_sockets, process_group, stuck_collective
-from adascale_worker.membership.links import PeersLostError
+from adascale_worker.membership.links import Formation, PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup, backend_of, exchange_values
 from adascale_worker.process.device import describe_shared_gpu, gpu_names
 from adascale_worker.process.environment import RankAssignment
@@ -46,7 +46,7 @@ from adascale_worker.membership import process_group, stuck_collective
 from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.membership.links import PeersLostError
+from adascale_worker.membership.links import Formation, PeersLostError
 from adascale_worker.torch_private.distributed import tcp_store
 
 rank, port, failures = map(int, sys.argv[1:4])
@@ -63,7 +63,7 @@ def form(generation, port, timeout):
         port = listener.getsockname()[1]
         wait = process_group.FORMATION_TIMEOUT
         store = tcp_store("127.0.0.1", port, 1, is_master=True, timeout=wait, listen_fd=listener.detach())
-    group.form(Assignment(generation, rank, members, "", {}), store, port, sys.argv[4])
+    group.form(Assignment(generation, rank, members, "", {}), store, Formation(port, ()), sys.argv[4])
 
 
 for generation in range(1, failures + 1):
@@ -145,8 +145,9 @@ def test_a_collective_on_a_gpu_that_was_aborted_has_no_result(
     """Gloo raises an error itself, and what it has exchanged before counts."""
     group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), torch.device(device), is_elastic=True)
 
-    def all_reduce(_: torch.Tensor) -> None:
+    def all_reduce(*_: object, **__: object) -> SimpleNamespace:
         group._failed = True
+        return SimpleNamespace(wait=lambda: True)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     if has_result:
@@ -261,7 +262,7 @@ def alone() -> Iterator[ReplicaGroup]:
 def enter(group: ReplicaGroup, generation: int) -> None:
     group.destroy()
     members = (Member(0, "", "127.0.0.1", 0),)
-    group.form(Assignment(generation, 0, members, "", {}), None, 0, "")
+    group.form(Assignment(generation, 0, members, "", {}), None, Formation(0, ()), "")
 
 
 def sum_of_ones(group: dist.ProcessGroup | None = None) -> float:

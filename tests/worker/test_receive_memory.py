@@ -2,10 +2,14 @@
 
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from adascale_worker.state.receive_memory import SMALL, InitialWeights, ReceiveMemory, expected_sizes
 from adascale_worker.state.tree import TensorLayout, flatten, layouts, tensor_numbers
@@ -74,6 +78,30 @@ def test_the_expected_sizes_are_those_after_a_step(
     assert sorted(expected) == sorted(
         tensor.nbytes for tensor in tensors if tensor.shape or tensor.nbytes == 8
     )
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of four processes, of which this is the second; the others do not exist, and nothing is exchanged."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+def test_memory_is_prepared_for_the_shards_of_this_process_alone(mesh: DeviceMesh) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1200, 1200), torch.nn.Linear(1200, 1200))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    weights = InitialWeights(model)
+    shards = {name: value.to_local() for name, value in model.state_dict().items()}
+    assert weights.names == {"0.weight", "1.weight"}
+    places = weights.places(*numbers_of(shards))
+    assert {place.data_ptr() for place in places.values()} == {
+        shards[name].data_ptr() for name in weights.names
+    }
+    sizes = expected_sizes(model, optimizer, weights.names)
+    of_moments = 2 * [shard.nbytes for shard in shards.values()]
+    assert sorted(sizes) == sorted([*of_moments, shards["0.bias"].nbytes, shards["1.bias"].nbytes])
 
 
 class Model(torch.nn.Module):

@@ -231,7 +231,9 @@ class FixedEstimates:
 
     grad_sqr = 1.0
     grad_var = 2.0
+    grad_sqr_error = 0.5
     lr_factor = 1.25
+    lr = 0.025
 
     def gain(self) -> float:
         return 1.5
@@ -253,7 +255,9 @@ def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
 
     shapes = (torch.tensor(1.0), torch.tensor([2.0, 4.0]), 5.0, torch.tensor(3.0, dtype=torch.bfloat16))
     assert loss_of_report(*shapes) == 3.0
-    assert reporter.reports[-1].lr_factor == 1.25
+    assert (reporter.reports[-1].lr_factor, reporter.reports[-1].lr) == (1.25, 0.025)
+    # There is no GPU here.
+    assert (reporter.reports[-1].gpu_use, reporter.reports[-1].gpu_memory) == (None, None)
     assert reporter.reports[-1].metrics == {}
     assert reporter.reports[-1].accelerator == "NVIDIA-H200"
     assert loss_of_report(accuracy=0.5) == 3.0, "its last mean"
@@ -268,6 +272,9 @@ def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
         assert reporter.reports[-1].metrics["count"] == number
     assert loss_of_report(np.float32(1.5), np.array(2.5), np.int64(5)) == 3.0
     assert loss_of_report(2.0) == 2.0, "an invalid loss does not affect the next report"
+    assert not reporter.reports[-1].counts_samples
+    telemetry.report(BatchPlan(1, 8, 1), TrainingProgress(counts_samples=True), FixedEstimates())  # type: ignore[arg-type]
+    assert reporter.reports[-1].counts_samples
 
 
 @pytest.mark.parametrize("value", [True, np.bool_(True), "1", None, np.ones(2), 1j, torch.ones(0)])

@@ -43,6 +43,41 @@ def test_the_job_overrides_the_program_and_what_changes_the_result_is_described(
 
 
 @pytest.mark.parametrize(
+    ("program", "job", "steps", "samples"),
+    [
+        (JobSettings(32, train_samples=1000), JobSettings(), 32, 1000),
+        (JobSettings(32), JobSettings(train_samples=1000), 32, 1000),
+        (JobSettings(32, train_samples=1024), JobSettings(64), 16, 1024),
+        (JobSettings(32, train_samples=1000), JobSettings(scale_invariant_steps=7), 7, None),
+        (JobSettings(32, scale_invariant_steps=7), JobSettings(train_samples=1), 1, 1),
+    ],
+)
+def test_training_ends_by_samples_or_by_steps_as_the_job_sets_it(
+    program: JobSettings, job: JobSettings, steps: int, samples: int | None
+) -> None:
+    settings = resolve_settings(program, job)
+    assert (settings.scale_invariant_steps, settings.train_samples) == (steps, samples)
+
+
+def test_another_kind_of_end_in_the_job_is_described() -> None:
+    program = JobSettings(32, scale_invariant_steps=1000, epochs=5)
+    assert describe_differences(program, JobSettings(train_samples=64)) == [
+        "the program sets scale_invariant_steps to 1000, the job sets train_samples to 64; the job's setting "
+        "is used",
+        "the program sets epochs to 5, the job sets train_samples to 64; the job's setting is used",
+    ]
+
+
+@pytest.mark.parametrize("of_job", [False, True])
+def test_two_ends_of_training_are_an_error(of_job: bool) -> None:
+    both = JobSettings(32, scale_invariant_steps=1000, train_samples=64)
+    with pytest.raises(
+        InvalidJobError, match=r"scale_invariant_steps \(1000\) and train_samples \(64\) are both"
+    ):
+        resolve_settings(JobSettings(32) if of_job else both, both if of_job else JobSettings())
+
+
+@pytest.mark.parametrize(
     "job",
     [
         JobSettings(32, 256, (8, 64), scale_invariant_steps=1000),
@@ -75,6 +110,7 @@ def test_a_missing_batch_size_is_an_error() -> None:
             {"scale_invariant_steps": 2e4},
             "scale_invariant_steps must be an integer of at least 1, got 20000.0",
         ),
+        ({"train_samples": 0}, "train_samples must be an integer of at least 1, got 0"),
         ({"max_nonfinite_steps": 0}, "max_nonfinite_steps must be an integer of at least 1, got 0"),
         ({"max_nonfinite_steps": True}, "max_nonfinite_steps must be an integer of at least 1, got True"),
         ({"efficiency_target": 2}, "efficiency_target must be a number above 0 and at most 1, got 2"),

@@ -14,7 +14,7 @@ from torch.multiprocessing.spawn import spawn
 
 from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment
-from adascale_worker.membership.links import PeersLostError
+from adascale_worker.membership.links import Formation, PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.state import transfer as state_transfer
@@ -115,7 +115,7 @@ def transfer_states(rank: int, folder: Path) -> None:
     while not address.exists():
         time.sleep(0.01)
     members = tuple(Member(replica, "", "127.0.0.1", 0) for replica in range(REPLICAS))
-    group.form(Assignment(1, rank, members, "", {}), store, int(address.read_text()), "secret")
+    group.form(Assignment(1, rank, members, "", {}), store, Formation(int(address.read_text()), ()), "secret")
     assert group.transfer_device == host
     receivers = [each for each in range(REPLICAS) if each not in SOURCES]
     route = routes(SOURCES, receivers, [""] * REPLICAS)[rank]

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     SequentialSampler,
     WeightedRandomSampler,
 )
@@ -402,16 +401,6 @@ def test_a_sampler_is_refused_with_a_line_that_works(
     assert len(lines) == 2
 
 
-class Endless(IterableDataset[int]):
-    """Has a length, but no items by index."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(100))
-
-    def __len__(self) -> int:
-        return 100
-
-
 class Unmeasured(Dataset[int]):
     """Has no length."""
 
@@ -445,9 +434,8 @@ class Unmeasured(Dataset[int]):
         ),
         ({"batch_size": 8, "max_batch_size": 64}, samples(0), r"\(type TensorDataset\) has 0 samples: check"),
         (FIXED, DataLoader(samples(48)), r"got a DataLoader in place of a data set, but the trainer makes"),
-        (FIXED, {1, 2, 3}, r"\(type set\) has no items by index"),
+        (FIXED, 3, r"\(type int\) has no length"),
         (FIXED, Unmeasured(), r"\(type Unmeasured\) has no length"),
-        (FIXED, Endless(), r"\(type Endless\) has no items by index"),
     ],
 )
 def test_an_unsuitable_data_set_is_an_error(
@@ -581,6 +569,36 @@ def test_lbfgs_is_refused_by_name(make_trainer: MakeTrainer) -> None:
         make_trainer(**FIXED).program_reentry(model, torch.optim.LBFGS(model.parameters()))
 
 
+class MuonWithAdam(torch.optim.AdamW):
+    """As programs write it: AdamW, and another step for matrices."""
+
+
+class Lion(torch.optim.SGD):
+    """A subclass of a supported optimizer with another step."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (torch.optim.Muon, "whose step has singular values of 1"),
+        (MuonWithAdam, "whose step has singular values of 1"),
+        (Lion, "whose step is the sign of its momentum"),
+        (torch.optim.Adafactor, "which keeps no second moment of each parameter"),
+    ],
+)
+def test_optimizers_without_a_measured_rule_are_refused_by_name_also_beside_another(
+    make_trainer: MakeTrainer, kind: type[torch.optim.Optimizer], reason: str
+) -> None:
+    matrix, rest = nn.Linear(6, 6, bias=False), nn.Linear(6, 2)
+    optimizer = kind(matrix.parameters(), lr=0.01)  # type: ignore[call-arg]
+    message = rf"got {kind.__name__}, {reason}.*Use torch\.optim\.AdamW for all parameters"
+    with pytest.raises(UnsupportedOptimizerError, match=message):
+        make_trainer(**FIXED).program_reentry(matrix, optimizer)
+    others = {"matrices": optimizer, "rest": torch.optim.AdamW(rest.parameters())}
+    with pytest.raises(UnsupportedOptimizerError, match=message):
+        make_trainer(**FIXED).program_reentry({"all": nn.Sequential(matrix, rest)}, others)
+
+
 # -- schedules ------------------------------------------------------------------------------------------
 
 
@@ -700,7 +718,7 @@ def test_statistics_are_exchanged_before_the_gpu_is_waited_for_and_weights_chang
     record(ReplicaGroup, "wait_for_device")
     record(torch.optim.SGD, "step")
     model = network()
-    trainer, optimizer = make_trainer(**FIXED), sgd(model)
+    trainer, optimizer = make_trainer(**FIXED, single_replica_gain="consecutive"), sgd(model)
     trainer.program_reentry(model, optimizer)
     for _, x, y in trainer.dataloader(samples()):
         optimizer.zero_grad()

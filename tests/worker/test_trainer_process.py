@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from adascale_core.failures.exit_codes import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REENTRY
+from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment, Hold, Terminate
 from adascale_core.messages.registration import ReplicaState
 from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess
 from adascale_worker.agent.trainer_status import TrainerStatus
+from support.fast_python import PYTHON
 from support.launch import wait_until
 
 
@@ -206,3 +209,47 @@ def test_a_trainer_reports_and_gets_messages_for_its_whole_life() -> None:
     trainer.send(Hold(3))
     wait_until(lambda: trainer.exit_code == 0, "the end")
     assert trainer.status == replace(running, state=ReplicaState.HOLDING, step=12, lost=(1, 2), stepped=3)
+
+
+def test_the_agent_learns_that_a_batch_does_not_fit_into_a_later_process(
+    tmp_path: Path,
+) -> None:
+    program = Path(__file__).parents[1] / "support" / "programs" / "sharded_members.py"
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "JOURNAL": str(tmp_path),
+        "BOUNDS": '{"batch_size": 12, "local_bsz_bounds": [2, 12]}',
+        "MEMORY": "4",
+        "ADASCALE_PROCESSES_PER_REPLICA": "2",
+    }
+    trainer = TrainerProcess([*PYTHON, str(program)], environ, on_change=lambda: None, processes=2)
+    wait_until(lambda: trainer.status.port is not None, "the trainer is ready")
+    port = trainer.status.port or 0
+    settings: dict[str, str | None] = {"ADASCALE_RANK": "0", "ADASCALE_REPLICAS": "1"}
+    trainer.send(Assignment(1, 0, (Member(0, "i0", "127.0.0.1", port),), "secret", settings))
+    wait_until(lambda: trainer.exit_code is not None, "the end of the trainer")
+    assert trainer.exit_code in (EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST), trainer.log
+    limit = trainer.status.local_bsz_limit
+    assert limit is not None, trainer.log
+    # A batch of the replica, which the processes share.
+    assert 2 <= limit < 12
+    assert f"training continues with at most {limit}" in trainer.log
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_process_that_leaves_does_not_cut_short_the_end_of_another_one(tmp_path: Path, first: int) -> None:
+    program = f"""
+cd {tmp_path}
+if [ $ADASCALE_LOCAL_RANK = {first} ]; then echo $$ > new; mv new pid; exit {EXIT_REENTRY}; fi
+while [ ! -e pid ]; do sleep 0.02; done
+while kill -0 $(cat pid) 2> kill.log; do sleep 0.02; done
+sleep 0.3
+echo reports are sent
+exit {EXIT_REENTRY}
+"""
+    environ = {**os.environ, "ADASCALE_PROCESSES_PER_REPLICA": "2"}
+    trainer = TrainerProcess(["sh", "-c", program], environ, on_change=lambda: None, processes=2)
+    wait_until(lambda: trainer.exit_code is not None, "the end of the trainer")
+    assert trainer.exit_code == EXIT_REENTRY
+    assert "reports are sent" in trainer.log

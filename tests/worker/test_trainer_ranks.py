@@ -113,6 +113,23 @@ def test_an_evaluation_is_shared_out_without_padding_and_has_the_same_result_on_
     assert [result["evaluation"]["buffers"] for result in results] == [0.0, 0.0], "those of rank 0"
 
 
+def test_sums_over_replicas_are_the_same_on_all_of_them(results: list[dict[str, Any]]) -> None:
+    expected = [20.0 * number + 2 * repeat + 0.1 for number in range(8) for repeat in range(4)]
+    for result in results:
+        assert [sums["value"] for sums in result["sums"]] == pytest.approx(expected)
+        assert {sums["replicas"] for sums in result["sums"]} == {2.0}
+        assert "with the same names on all replicas" in result["refusal_of_sums"]
+    assert results[0]["sums"] == results[1]["sums"]
+
+
+def test_the_weight_of_a_step_is_that_of_all_its_micro_batches(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["begins_step"] == [True, False] * 4
+        assert len(result["step_weights"]) == 4
+        for ours, theirs in result["step_weights"]:
+            assert ours == pytest.approx(theirs)
+
+
 @pytest.mark.slow
 def test_the_example_trains_on_one_replica() -> None:
     output = run_python(str(EXAMPLE), ADASCALE_SCALE_INVARIANT_STEPS=1000)

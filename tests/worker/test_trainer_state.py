@@ -41,6 +41,9 @@ from support.training import (
 
 pytestmark = pytest.mark.usefixtures("durable_checkpoints")
 
+COMPARING = {**FIXED, "single_replica_gain": "consecutive"}
+DIVIDING = {**FIXED, "max_batch_size": 48, "local_bsz_bounds": (8, 16)}
+
 
 class CrashError(Exception):
     """Ends a loop as a kill does: nothing is saved."""
@@ -108,7 +111,8 @@ def test_a_periodic_checkpoint_is_hardly_larger_than_the_model_and_its_optimizer
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> None:
     """One replica keeps the gradient of a step to compare it with the next. No checkpoint has it."""
-    trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0)
+    options = {**FIXED, "single_replica_gain": "consecutive"}
+    trainer = make_trainer(**options, checkpoint_dir=tmp_path, checkpoint_interval=0)
     model = nn.Sequential(nn.Linear(6, 1000), nn.ReLU(), nn.Linear(1000, 500), nn.ReLU(), nn.Linear(500, 2))
     optimizer = make_optimizer(model)
     trainer.program_reentry(model, optimizer)
@@ -128,7 +132,11 @@ def test_a_periodic_checkpoint_is_hardly_larger_than_the_model_and_its_optimizer
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize("bounds", [FIXED, ACCUMULATING], ids=["plain", "accumulating"])
+@pytest.mark.parametrize(
+    "bounds",
+    [FIXED, COMPARING, DIVIDING, ACCUMULATING],
+    ids=["plain", "comparing", "dividing", "accumulating"],
+)
 @pytest.mark.parametrize("crashes", [[5], [6], [3, 3, 9, 11]], ids=str)
 def test_after_crashes_training_ends_with_the_same_state_bit_for_bit(
     make_trainer: MakeTrainer,

@@ -50,13 +50,15 @@ for epoch in range(state.epoch, 4):
                 loss=nn.functional.cross_entropy(output, y, reduction="sum"),
                 correct=(output.argmax(1) == y).sum(),
             )
+            evaluation.collect({"predictions": output.argmax(1), "samples": len(y)})
             if epoch == 1:
                 (folder / f"evaluates-{replica}").touch()
             if epoch == 1 and os.environ.get("WAITS") == replica:
                 threading.Event().wait()
     model.train()
     with (folder / f"results-{replica}").open("a") as results:
-        results.write(json.dumps([epoch, evaluation.sums]) + "\n")
+        predictions = torch.cat([output["predictions"] for output in evaluation.outputs]).tolist()
+        results.write(json.dumps([epoch, evaluation.sums | {"predictions": predictions}]) + "\n")
 
 weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()

@@ -64,7 +64,7 @@ def train() -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-            step += 1
+            step += trainer.made_step
             if end == "next epoch" and step % 6 == at and trainer.rank == int(os.environ["ON_RANK"]):
                 break
             if ends():

@@ -83,7 +83,7 @@ with (folder / f"{replica}-{os.getpid()}.jsonl").open("w", buffering=1) as journ
                 record = {
                     "step": trainer.steps,
                     "samples": [start, trainer.samples],
-                    "indices": indices[-trainer.get_local_bsz() * trainer.accumulation :],
+                    "indices": indices[-((trainer.samples - start) // trainer.replicas) :],
                     "generation": trainer.generation,
                     "epoch": epoch,
                     "gain": trainer.adascale.gain(),

@@ -74,7 +74,7 @@ with (folder / f"{replica}-{os.getpid()}.jsonl").open("w", buffering=1) as journ
             if trainer.made_step:
                 average.update_parameters(gan.generator)
             if trainer.steps > steps:
-                taken = indices[-trainer.get_local_bsz() * trainer.accumulation :]
+                taken = indices[-((trainer.samples - position) // trainer.replicas) :]
                 record = {
                     "step": trainer.steps,
                     "samples": [position, trainer.samples],

@@ -8,7 +8,9 @@ which replica only; PER_EPOCH, 1 to step the scheduler once per epoch; COMPILE, 
 ("in place" or "wrapped"), after which a second compilation is an error; LOADER, arguments of
 trainer.dataloader as JSON; EVALUATES, to evaluate
 after training, which ends when the trainer is "finished", or after the "epochs"; GPUS, on how many GPUs the
-replicas are; SAMPLES, the length of the data set; WEIGHTED, to give each micro-batch a weight.
+replicas are; SAMPLES, the length of the data set; WEIGHTED, to give each micro-batch a weight; STREAM, to
+read the data set as a stream, in an order that is drawn ("plain"), with states of the data set ("states"),
+in "shards", or in another order on each replica ("unequal"), where EXACTLY_ONCE=0 allows this.
 """
 
 import hashlib
@@ -18,13 +20,14 @@ import os
 import random
 import time
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy
 import torch
 from torch import nn
 
 from adascale import ElasticTrainer
+from support.streams import Numbers, Sharded, WithState
 
 folder = Path(os.environ["JOURNAL"])
 gpus = int(os.environ.get("GPUS", "0"))
@@ -38,6 +41,13 @@ count = int(os.environ.get("SAMPLES", "48"))
 features = torch.randn(count, 6)
 targets = (features.sum(1) > 0).long()
 dataset = [(index, features[index], targets[index]) for index in range(count)]
+
+stream = os.environ.get("STREAM")
+
+
+def sample(index: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+    return dataset[index]
+
 
 short = os.environ.get("SHORT", "")
 fits = int(os.environ.get("FITS", "1000000"))
@@ -109,10 +119,18 @@ folder.mkdir(parents=True, exist_ok=True)
 epochs = int(os.environ.get("EPOCHS", "6"))
 evaluates = os.environ.get("EVALUATES")
 loader = json.loads(os.environ.get("LOADER", "{}"))
+data: Any = dataset
+if stream:
+    kinds = {"states": WithState(count), "shards": Sharded(count, 7)}
+    data = kinds.get(stream, Numbers(count, shuffles=True))
+    loader["map"] = sample
+    loader["exactly_once"] = os.environ.get("EXACTLY_ONCE") != "0"
+    if stream == "unequal":
+        data.rotation = int(os.environ["REPLICA"])
 with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
     indices: list[int] = []
     for epoch in itertools.count(state.epoch) if evaluates == "finished" else range(state.epoch, epochs):
-        for index, x, y in trainer.dataloader(dataset, **loader):
+        for index, x, y in trainer.dataloader(data, **loader):
             steps, samples = trainer.steps, trainer.samples
             optimizer.zero_grad(set_to_none="KEEP_GRADIENTS" not in os.environ)
             noise = random.random() + float(numpy.random.rand())
@@ -132,7 +150,7 @@ with (folder / f"{os.environ['REPLICA']}-{os.getpid()}.jsonl").open("w", bufferi
                         {
                             "step": trainer.steps,
                             "samples": [samples, trainer.samples],
-                            "indices": indices[-trainer.get_local_bsz() * trainer.accumulation :],
+                            "indices": indices[-((trainer.samples - samples) // trainer.replicas) :],
                             "rank": trainer.rank,
                             "replicas": trainer.replicas,
                             "generation": trainer.generation,

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from adascale import ElasticTrainer
 from adascale_worker.batches.stream import SampleStream
+from adascale_worker.errors import WorkerError
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from worker import reference
 
@@ -162,9 +163,10 @@ def weighted_micro_batches() -> dict[str, Any]:
         gradients = [p.grad.flatten() for p in twin.parameters() if p.grad is not None]
         return weight, torch.cat(gradients).tolist()
 
-    largest, estimates = 0.0, []
+    largest, estimates, begins, totals = 0.0, [], [], []
     indexed = TensorDataset(torch.arange(64), features)
     for indices, _ in trainer.dataloader(indexed, shuffle=False):
+        begins.append(trainer.begins_step)
         own.append(indices.tolist())
         optimizer.zero_grad()
         learn(model, own[-1], alone=False)
@@ -175,6 +177,7 @@ def weighted_micro_batches() -> dict[str, Any]:
         both: list[Any] = [None, None]
         dist.all_gather_object(both, own[-trainer.accumulation :])
         weights, gradients = zip(*[gradient_of(each) for part in both for each in part], strict=True)
+        totals.append([trainer.step_weight, sum(weights)])
         if trainer.steps == 1:
             estimates = [
                 (trainer.adascale.grad_sqr, trainer.adascale.grad_var),
@@ -185,7 +188,13 @@ def weighted_micro_batches() -> dict[str, Any]:
         twin_optimizer.step()
         for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             largest = max(largest, (ours - theirs).abs().max().item())
-    return {"weighted_difference": largest, "weighted_steps": trainer.steps, "weighted_estimates": estimates}
+    return {
+        "weighted_difference": largest,
+        "weighted_steps": trainer.steps,
+        "weighted_estimates": estimates,
+        "begins_step": begins,
+        "step_weights": totals,
+    }
 
 
 def weighted_losses_of_two_optimizers() -> dict[str, Any]:
@@ -377,6 +386,29 @@ def evaluation_on_all() -> dict[str, Any]:
     return {"evaluation": {"shared": shared, "alone": alone, "buffers": float(next(model.buffers())[0])}}
 
 
+def sums_over_replicas() -> dict[str, Any]:
+    """Add up numbers between steps, several times at the same place."""
+    trainer = ElasticTrainer(batch_size=8)
+    model = nn.Sequential(nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer.program_reentry(model, optimizer)
+    found: list[dict[str, float]] = []
+    for number, (x, y) in enumerate(trainer.dataloader(dataset)):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        for repeat in range(4):
+            value = 10.0 * number + repeat + 0.1 * trainer.rank
+            found.append(trainer.sum_over_replicas(value=value, replicas=1))
+    trainer.step(0)
+    names = {"a": 1.0, "b": 2.0} if trainer.is_main else {"a": 1.0}
+    try:
+        trainer.sum_over_replicas(**names)
+    except WorkerError as error:
+        refusal = str(error)
+    return {"sums": found, "refusal_of_sums": refusal}
+
+
 def skip_time(seconds: float) -> None:
     """Advance the clock of this process."""
     monotonic = time.monotonic
@@ -413,6 +445,7 @@ def saves() -> dict[str, Any]:
 results: dict[str, Any] = {}
 for case in (
     evaluation_on_all,
+    sums_over_replicas,
     model_with_unused_parameters,
     micro_batches,
     weighted_micro_batches,

@@ -1,27 +1,20 @@
-"""Runs the README's loop over a stream, and writes the file $OUT.<rank> at its end.
+"""Trains on an endless stream, and writes the file $OUT.<rank> at its end.
 
-STOP: the epoch in which the program fails, after three batches; none if not set.
+STOP: the step after which the program fails; none if not set.
 """
 
 import itertools
 import json
 import os
-import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from adascale import ElasticTrainer
-
-README = (Path(__file__).parents[3] / "README.md").read_text()
-(code,) = [
-    block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "get_local_bsz" in block
-]
 
 trainer = ElasticTrainer(
     batch_size=8,
@@ -36,40 +29,39 @@ model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 scheduler = StepLR(optimizer, step_size=100)
 state = trainer.program_reentry(model, optimizer, scheduler)
-epochs: list[int] = []
-batches: list[tuple[int, int]] = []  # The epoch and the size of each batch.
+seen: list[int] = []
 
 
-class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """Endless samples, of which each replica has its own."""
+class Stream(IterableDataset[int]):
+    """Endless numbers."""
 
-    def __init__(self, rank: int, replicas: int, epoch: int) -> None:
-        epochs.append(epoch)
-        self.generator = torch.Generator().manual_seed(1000 * epoch + rank)
-        assert rank < replicas
+    def __iter__(self) -> Iterator[int]:
+        yield from itertools.count()
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            x = torch.randn(4, generator=self.generator)
-            yield x, x.sum(0, keepdim=True)
+
+def decode(number: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(4, generator=torch.Generator().manual_seed(number))
+    return torch.tensor([float(number), *x.tolist()]), x.sum(0, keepdim=True)
 
 
 def learn(x: Tensor, y: Tensor) -> None:
-    if batches[-3:] == [(int(os.environ.get("STOP", "-1")), len(x))] * 3:
+    if trainer.steps == int(os.environ.get("STOP", "-1")):
         raise RuntimeError("fails on purpose")
-    batches.append((epochs[-1], len(x)))
     optimizer.zero_grad()
-    nn.functional.mse_loss(model(x), y).backward()
+    nn.functional.mse_loss(model(x[:, 1:]), y).backward()
     optimizer.step()
+    seen.extend(map(int, x[:, 0].tolist()))
 
 
-exec(textwrap.dedent(code), {**globals(), "itertools": itertools, "DataLoader": DataLoader})
+stream = Stream()
+for _ in trainer.epochs():
+    for batch in trainer.dataloader(stream, map=decode, num_workers=2):
+        learn(*batch)
+        scheduler.step()
 result = {
-    "start": [state.epoch, state.step],
-    "epochs": epochs,
-    "batches": len(batches),
-    "sizes": sorted({size for _, size in batches}),
-    "local_bsz": trainer.get_local_bsz(),
+    "start": state.step,
+    "samples": trainer.samples,
+    "seen": seen,
     "progress": trainer.progress,
     "schedule": scheduler.last_epoch,
     "weights": [parameter.tolist() for parameter in model.parameters()],

@@ -1,0 +1,363 @@
+"""What clusters add to pods, forbid, and preempt: admission, sidecars, priorities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from adascale_core import names
+from cluster.devices import EACH, Devices, tainted
+from cluster.system import Manifest, System, Workspace, job_manifest, succeeded, wait_until
+
+pytestmark = pytest.mark.timeout(600)
+
+ADMISSION = "admissionregistration.k8s.io/v1"
+
+
+@contextmanager
+def applied(system: System, *objects: Manifest) -> Iterator[None]:
+    """These objects of the whole cluster exist."""
+    system.apply(list(objects))
+    try:
+        yield
+    finally:
+        for each in objects:
+            succeeded(system.kubectl("delete", each["kind"], each["metadata"]["name"], "--ignore-not-found"))
+
+
+@pytest.mark.disturbs
+def test_nodes_are_used_for_which_admission_adds_a_toleration(
+    system: System, workspace: Workspace, devices: Devices
+) -> None:
+    near, far = devices.nodes
+    with tainted(system, near), tainted(system, far):
+        # One that none of its pods tolerates, though a taint is all that keeps them from the nodes.
+        waits = workspace.submit(job_manifest("waits", maxReplicas=1, container=devices.container()))
+        condition = waits.wait_for_condition("Running", "InsufficientCapacity", status="False")
+        assert "the pods have no toleration of it" in condition["message"]
+        assert "taint test.adascale.dev/" in condition["message"]
+        # A RuntimeClass, as one for GPUs, adds its tolerations at admission.
+        runtime = {
+            "apiVersion": "node.k8s.io/v1",
+            "kind": "RuntimeClass",
+            "metadata": {"name": workspace.namespace},
+            "handler": "runc",
+            "scheduling": {"tolerations": [{"operator": "Exists", "effect": "NoSchedule"}]},
+        }
+        with applied(system, runtime):
+            pod = {"runtimeClassName": workspace.namespace}
+            runs = workspace.submit(
+                job_manifest("runs", minReplicas=2, container=devices.container(), pod=pod)
+            )
+            runs.wait_until_training(2)
+        assert waits.status()["state"] == "Pending"
+
+
+def test_a_container_beside_the_worker_keeps_no_job_from_its_end_and_no_worker_from_its_replacement(
+    workspace: Workspace,
+) -> None:
+    sidecar = {
+        "name": "proxy",
+        "image": "adascale-worker:dev",
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["python", "-c", "import signal; signal.signal(15, lambda *_: exit()); signal.pause()"],
+    }
+    manifest = job_manifest(maxReplicas=1, container={"name": "trainer"})
+    template = manifest["spec"]["template"]
+    template["spec"]["containers"].insert(0, sidecar)
+    template["metadata"] = {"annotations": {"kubectl.kubernetes.io/default-container": "trainer"}}
+    job = workspace.submit(manifest)
+    job.wait_until_training(1)
+    (first,) = job.pods().values()
+    # The process of the agent is the first of its container.
+    job.kubectl(
+        "exec", first.metadata.name, "-c", "trainer", "--", "python", "-c", "import os; os.kill(1, 15)"
+    )
+    job.wait_for_event("SidecarRunsOn")
+    wait_until(lambda: job.uids().get(0) not in (None, first.metadata.uid), "another pod")
+    job.wait_until_training(1)
+    assert job.status()["failures"] == 0
+    job.edit(scaleInvariantSteps=1)
+    job.kubectl("wait", "--for=condition=Complete", f"asj/{job.name}", "--timeout=120s", timeout=140)
+    wait_until(lambda: not job.pods(), "the end of its pods")
+
+
+def test_pods_have_no_group_where_a_policy_forbids_it(system: System, workspace: Workspace) -> None:
+    name = f"{workspace.namespace}-no-group"
+    rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
+    policy = {
+        "apiVersion": ADMISSION,
+        "kind": "ValidatingAdmissionPolicy",
+        "metadata": {"name": name},
+        "spec": {
+            "matchConstraints": {"resourceRules": [rule]},
+            "validations": [
+                {
+                    "expression": "!has(object.spec.securityContext.fsGroup)",
+                    "message": "spec.securityContext.fsGroup: 65532 is not an allowed group",
+                }
+            ],
+        },
+    }
+    selected = {"matchLabels": {"kubernetes.io/metadata.name": workspace.namespace}}
+    binding = {
+        "apiVersion": ADMISSION,
+        "kind": "ValidatingAdmissionPolicyBinding",
+        "metadata": {"name": name},
+        "spec": {
+            "policyName": name,
+            "validationActions": ["Deny"],
+            "matchResources": {"namespaceSelector": selected},
+        },
+    }
+    pod: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "tried", "namespace": workspace.namespace},
+        "spec": {
+            "securityContext": {
+                "fsGroup": 65532,
+                "runAsNonRoot": True,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [
+                {
+                    "name": "a",
+                    "image": "a",
+                    "securityContext": {
+                        "allowPrivilegeEscalation": False,
+                        "capabilities": {"drop": ["ALL"]},
+                    },
+                }
+            ],
+        },
+    }
+
+    def is_forbidden() -> bool:
+        tried = system.kubectl("create", "--dry-run=server", "-f", "-", input=json.dumps(pod))
+        return "not an allowed group" in tried.stderr
+
+    with applied(system, policy, binding):
+        wait_until(is_forbidden, "the policy")
+        job = workspace.submit(job_manifest(maxReplicas=1))
+        job.wait_until_training(1)
+        (made,) = job.pods().values()
+        assert made.spec.security_context.fs_group is None
+
+
+def test_a_template_whose_image_has_a_typo_stops_no_training(workspace: Workspace) -> None:
+    manifest = job_manifest(maxReplicas=1)
+    job = workspace.submit(manifest)
+    job.wait_until_training(1)
+    before = job.uids()
+    template = manifest["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    typo = {**container, "image": "adascale-worker:typo", "imagePullPolicy": "Never"}
+    job.edit(template={"spec": {**template["spec"], "containers": [typo]}})
+    condition = job.wait_for_condition("Running", "ImagePullFailed")
+    assert "adascale-worker:typo" in condition["message"]
+    step = job.view()["latest"]["step"]
+    wait_until(lambda: job.view()["latest"]["step"] > step, "more steps")
+    assert job.uids() == before
+    # Corrected, and with another change.
+    right = {**container, "env": [*container["env"], {"name": "CHANGED", "value": "1"}]}
+    job.edit(template={"spec": {**template["spec"], "containers": [right]}})
+    wait_until(lambda: job.uids().get(0) not in (None, before[0]), "the pod of the new template")
+    job.wait_until_training(1)
+    assert job.status()["failures"] == 0
+    pods = job.kubectl("get", "pods", "--selector", f"adascale.dev/template-check={job.name}", "-o", "name")
+    assert pods == ""
+
+
+def test_a_job_grows_once_its_quota_is_raised(system: System, workspace: Workspace) -> None:
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "pods", "namespace": workspace.namespace},
+        "spec": {"hard": {"pods": "1"}},
+    }
+    system.apply([quota])
+    job = workspace.submit(job_manifest(minReplicas=1, maxReplicas=2))
+    job.wait_until_training(1)
+    condition = job.wait_for_condition("Rescaling", "QuotaExceeded")
+    assert "exceeded quota: pods" in condition["message"]
+    first = job.uids()[0]
+    system.apply([quota | {"spec": {"hard": {"pods": "2"}}}])
+    job.wait_until_training(2)
+    assert job.uids()[0] == first
+
+
+def test_a_webhook_that_is_down_keeps_a_job_from_growing_and_from_nothing_else(
+    system: System, workspace: Workspace
+) -> None:
+    job = workspace.submit(job_manifest(minReplicas=1, maxReplicas=2, replicaLimit=1))
+    job.wait_until_training(1)
+    first = job.uids()[0]
+    webhook = {
+        "apiVersion": ADMISSION,
+        "kind": "ValidatingWebhookConfiguration",
+        "metadata": {"name": f"{workspace.namespace}-down"},
+        "webhooks": [
+            {
+                "name": "down.test.adascale.dev",
+                "clientConfig": {"service": {"name": "missing", "namespace": workspace.namespace}},
+                "rules": [
+                    {
+                        "apiGroups": [""],
+                        "apiVersions": ["v1"],
+                        "operations": ["CREATE"],
+                        "resources": ["pods"],
+                    }
+                ],
+                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": workspace.namespace}},
+                "failurePolicy": "Fail",
+                "sideEffects": "None",
+                "admissionReviewVersions": ["v1"],
+            }
+        ],
+    }
+    with applied(system, webhook):
+        job.edit(replicaLimit=2)
+        condition = job.wait_for_condition("Rescaling", "PodCreationFailed")
+        assert 'failed calling webhook "down.test.adascale.dev"' in condition["message"]
+        status = job.status()
+        assert (status["state"], status["replicas"]) == ("Rescaling", 1)
+    job.wait_until_training(2, timeout=240)
+    assert job.uids()[0] == first
+
+
+@pytest.mark.release
+@pytest.mark.disturbs
+def test_a_node_is_drained_when_a_budget_allows_it_while_a_job_grows(
+    system: System, workspace: Workspace, devices: Devices
+) -> None:
+    job = workspace.submit(
+        job_manifest(minReplicas=1, maxReplicas=2 * EACH, replicaLimit=EACH, container=devices.container())
+    )
+    job.wait_until_training(EACH)
+    first = job.uids()
+    near = {pod.spec.node_name for pod in job.pods().values()}
+    labels = {names.LABEL_JOB: job.name}
+    budget = {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": "all", "namespace": workspace.namespace},
+        "spec": {"minAvailable": EACH, "selector": {"matchLabels": labels}},
+    }
+    system.apply([budget])
+
+    def is_counted() -> bool:
+        found = json.loads(job.kubectl("get", "pdb", "all", "-o", "json"))
+        return bool(found["status"].get("currentHealthy") == EACH)
+
+    wait_until(is_counted, "the budget to count the pods")
+    # Only the pods of this job: other tests have theirs on the node.
+    selected = (
+        f"--pod-selector={names.LABEL_JOB_UID}={job.raw()['metadata']['uid']}",
+        "--delete-emptydir-data",
+    )
+    node = next(iter(near))
+    try:
+        refused = system.kubectl("drain", node, *selected, "--timeout=5s")
+        assert "disruption budget" in refused.stderr
+        assert job.uids() == first
+        system.kubectl("uncordon", node)
+        job.kubectl("delete", "pdb", "all")
+        (node, *_) = set(devices.nodes) - near or devices.nodes
+        job.edit(replicaLimit=2 * EACH)
+        job.wait_for("a larger count", lambda status: status["desiredReplicas"] > EACH)
+        succeeded(system.kubectl("drain", node, *selected, "--timeout=120s", timeout=140))
+        status = job.wait_until_training(EACH, timeout=240)
+        assert status["failures"] == 0
+        assert {pod.spec.node_name for pod in job.pods().values()} == set(devices.nodes) - {node}
+    finally:
+        for each in devices.nodes:
+            system.kubectl("uncordon", each)
+    job.wait_until_training(2 * EACH, timeout=240)
+
+
+def test_pods_of_an_edited_template_replace_the_others_one_by_one(workspace: Workspace) -> None:
+    manifest = job_manifest(maxReplicas=2, checkpoint={"claimName": "shared", "intervalSeconds": 3600})
+    job = workspace.submit(manifest)
+    job.wait_until_training(2)
+    for value in ("1", "2"):  # the second time, from a Job that has adopted its pods
+        before = set(job.uids().values())
+        generation = job.view()["active"]["generation"]
+        template = manifest["spec"]["template"]
+        (container,) = template["spec"]["containers"]
+        changed = {**container, "env": [*container["env"], {"name": "CHANGED", "value": value}]}
+        job.edit(template={"spec": {**template["spec"], "containers": [changed]}})
+
+        def has_new_pods(before: set[str] = before) -> bool:
+            uids = set(job.uids().values())
+            return len(uids) == 2 and not uids & before
+
+        wait_until(has_new_pods, "two pods of the new template", patience=180)
+        job.wait_until_training(2)
+        # A loss and a growth for each of the pods: the job never stood at 0 replicas.
+        view = job.view()
+        assert view["active"]["generation"] >= generation + 4
+        assert view["active"]["members"][0]["holds"]
+        assert job.run_in(0, "import os; print(os.environ['CHANGED'])").strip() == value
+        (batch,) = job.indexed_jobs()
+        assert {pod.metadata.labels["job-name"] for pod in job.pods().values()} == {batch.metadata.name}
+    assert job.status()["failures"] == 0
+    # Nothing is left of it.
+    job.delete()
+    wait_until(lambda: not job.pods(ended=True), "the end of its pods", patience=90)
+
+
+@pytest.mark.disturbs
+def test_a_job_of_a_high_priority_gets_the_place_of_a_pod_of_a_lower_one(
+    system: System, workspace: Workspace, devices: Devices
+) -> None:
+    near, _ = devices.nodes
+    high = {
+        "apiVersion": "scheduling.k8s.io/v1",
+        "kind": "PriorityClass",
+        "metadata": {"name": workspace.namespace},
+        "value": 1000,
+    }
+    with devices.taken(workspace, near), applied(system, high):
+        container, needed = devices.container(), 2 * EACH
+        plain = workspace.submit(job_manifest("plain", minReplicas=needed, container=container))
+        plain.wait_for_condition("Running", "InsufficientCapacity", status="False")
+        pod = {"priorityClassName": workspace.namespace}
+        urgent = workspace.submit(job_manifest("urgent", minReplicas=needed, container=container, pod=pod))
+        urgent.wait_until_training(needed)
+        assert "Preempting" in [reason for reason, _ in urgent.events()]
+        assert plain.status()["state"] == "Pending"
+
+
+@pytest.mark.disturbs
+def test_nodes_are_requested_from_an_autoscaler(
+    system: System, workspace: Workspace, devices: Devices
+) -> None:
+    """As the autoscaler, the test gives the nodes their devices once a pod is pending for them."""
+    devices.pull_out()
+    wait_until(lambda: not any(map(devices.is_offered, devices.nodes)), "nodes without devices")
+
+    def pending_pods() -> list[str]:
+        pods = system.core.list_namespaced_pod(workspace.namespace).items
+        return [
+            pod.metadata.name
+            for pod in pods
+            for condition in pod.status.conditions or ()
+            if (condition.type, condition.reason) == ("PodScheduled", "Unschedulable")
+        ]
+
+    patient = workspace.submit(job_manifest("patient", maxReplicas=1, container=devices.container()))
+    patient.wait_for_condition("Running", "InsufficientCapacity", status="False")
+    job = workspace.submit(
+        job_manifest("eager", minReplicas=2, maxReplicas=2, requestNodes=True, container=devices.container())
+    )
+    condition = job.wait_for_condition("Running", "NodesRequested", status="False")
+    assert condition["message"].startswith("2 replicas do not fit, and are requested so that an autoscaler")
+    wait_until(lambda: len(pending_pods()) == 2, "two pending pods")
+    devices.plug_in()
+    job.wait_until_training(2)
+    assert job.status()["failures"] == 0

@@ -1,0 +1,273 @@
+"""Jobs that a real Kueue queues: they run once admitted, grow within the quota, and save state when evicted.
+
+Each test has queues of its own, with a quota of pods. Without Kueue, only the tests that need none run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from kubernetes import client
+from kubernetes.client.exceptions import ApiException
+
+from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manifest, succeeded, wait_until
+from cluster.test_opportunistic import priority_classes
+
+# CI does not build Kueue, which takes 7 minutes of processor time: install it with `.ci/kueue`.
+pytestmark = [pytest.mark.cluster, pytest.mark.release, pytest.mark.timeout(600)]
+
+GROUP = "kueue.x-k8s.io"
+VERSION = "v1beta2"
+QUEUE_NAME = f"{GROUP}/queue-name"
+ELASTIC = f"{GROUP}/elastic-job"
+
+
+class Queue:
+    """A LocalQueue in a namespace, with a ClusterQueue and flavors of its own.
+
+    Args:
+        api: a client with all permissions.
+        namespace: the namespace.
+        flavors: the labels of the nodes of each flavor, in the order in which Kueue tries them.
+    """
+
+    def __init__(
+        self, api: client.ApiClient, namespace: str, flavors: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
+        self._api = api
+        self._objects: Any = client.CustomObjectsApi(api)
+        self.namespace = namespace
+        self.name = namespace
+        self._flavors = {f"{self.name}{suffix}": labels for suffix, labels in (flavors or {"": {}}).items()}
+
+    def create(self) -> None:
+        """Create them, without any quota."""
+        try:
+            client.ApiextensionsV1Api(self._api).read_custom_resource_definition(f"workloads.{GROUP}")
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            pytest.skip("needs Kueue")
+        for flavor, labels in self._flavors.items():
+            self._create("resourceflavors", "ResourceFlavor", flavor, {"nodeLabels": dict(labels)})
+        spec = {
+            "namespaceSelector": {},
+            "preemption": {"withinClusterQueue": "LowerPriority"},
+            **self._groups({}),
+        }
+        self._create("clusterqueues", "ClusterQueue", self.name, spec)
+        local = _object("LocalQueue", self.name, {"clusterQueue": self.name})
+        self._objects.create_namespaced_custom_object(GROUP, VERSION, self.namespace, "localqueues", local)
+
+    def delete(self) -> None:
+        """Delete those that the namespace does not have."""
+        for plural, kinds in (("clusterqueues", [self.name]), ("resourceflavors", self._flavors)):
+            for name in kinds:
+                self._objects.delete_cluster_custom_object(GROUP, VERSION, plural, name)
+
+    def set_quota(self, pods: int, **others: int) -> None:
+        """Let this number of pods run, on the first flavor, or on the one with a suffix."""
+        self._objects.patch_cluster_custom_object(
+            GROUP, VERSION, "clusterqueues", self.name, {"spec": self._groups({"": pods, **others})}
+        )
+
+    def reserved(self) -> int:
+        """Return the number of pods for which quota is reserved."""
+        found = self._objects.get_cluster_custom_object(GROUP, VERSION, "clusterqueues", self.name)
+        flavors = (found.get("status") or {}).get("flavorsReservation") or ()
+        return sum(
+            int(each["total"]) for flavor in flavors for each in flavor["resources"] if each["name"] == "pods"
+        )
+
+    def _groups(self, pods: Mapping[str, int]) -> Manifest:
+        flavors = []
+        for flavor in self._flavors:
+            count = pods.get(flavor.removeprefix(self.name).removeprefix("-"), 0)
+            quotas = {"pods": str(count), "cpu": "100", "memory": "1Ti", "nvidia.com/gpu": "100"}
+            resources = [{"name": name, "nominalQuota": quota} for name, quota in quotas.items()]
+            flavors.append({"name": flavor, "resources": resources})
+        return {"resourceGroups": [{"coveredResources": list(quotas), "flavors": flavors}]}
+
+    def _create(self, plural: str, kind: str, name: str, spec: Manifest) -> None:
+        made = _object(kind, name, spec)
+        self._objects.create_cluster_custom_object(GROUP, VERSION, plural, made)
+
+
+def _object(kind: str, name: str, spec: Manifest) -> Manifest:
+    return {"apiVersion": f"{GROUP}/{VERSION}", "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+@pytest.fixture
+def queue(system: System, workspace: Workspace) -> Iterator[Queue]:
+    """A queue without quota."""
+    made = Queue(system.api, workspace.namespace)
+    made.create()
+    yield made
+    made.delete()
+
+
+def queued(queue: Queue, **spec: Any) -> Manifest:
+    """Return a job of the queue, which may change its size while it is admitted."""
+    manifest = job_manifest(**spec)
+    manifest["metadata"] |= {"labels": {QUEUE_NAME: queue.name}, "annotations": {ELASTIC: "true"}}
+    return manifest
+
+
+def waits_in_queue(job: JobUnderTest) -> None:
+    """Wait until Kueue has said why it does not admit the job."""
+
+    def says_why() -> bool:
+        condition = job.condition("Running")
+        return condition.get("reason") == "Queued" and "quota" in condition["message"].lower()
+
+    wait_until(says_why, "Kueue's reason")
+
+
+def resumed_step(job: JobUnderTest, last: int) -> int:
+    """Wait until the job trains again. Returns the step from which it has continued."""
+    job.wait_for("training", lambda status: status.get("replicas", 0) > 0)
+    step = job.entered()
+    assert step >= last, "it has continued from an earlier step than the last one that was reported"
+    return step
+
+
+def test_a_queued_job_waits_for_its_quota_and_grows_and_shrinks_with_it(
+    workspace: Workspace, queue: Queue
+) -> None:
+    job = workspace.submit(queued(queue, scaleInvariantSteps=100000))
+    waits_in_queue(job)
+    assert (job.status()["state"], job.uids()) == ("Pending", {})
+    queue.set_quota(1)
+    job.wait_until_training(1)
+    first = job.uids()
+    queue.set_quota(2)
+    status = job.wait_until_training(2)
+    assert first.items() <= job.uids().items(), "the replica that trained stays"
+    assert (status["disruptions"], status["failures"]) == (0, 0)
+    assert queue.reserved() == 2
+    job.kubectl("scale", f"asj/{job.name}", "--replicas=1")
+    job.wait_until_training(1)
+    wait_until(lambda: queue.reserved() == 1, "the quota that is given back")
+    wait_until(lambda: job.uids() == first, "the pod that leaves to be gone")
+
+
+def test_replicas_that_wait_for_quota_let_the_others_train(workspace: Workspace, queue: Queue) -> None:
+    queue.set_quota(1)
+    job = workspace.submit(queued(queue, scaleInvariantSteps=100000))
+    job.wait_until_training(1)
+    first = job.uids()
+    # More than there is quota for, by the spec alone.
+    job.edit(minReplicas=2)
+    condition = job.wait_for_condition("Rescaling", "SchedulingGated")
+    assert condition["message"].startswith("1 -> 2: waiting for Kueue to reserve the quota of more replicas")
+    before = job.view()["latest"]["step"]
+    wait_until(lambda: job.view()["latest"]["step"] > before, "a step beside the pods that wait")
+    begun = time.monotonic()
+    queue.set_quota(2)
+    status = job.wait_until_training(2)
+    print(f"2 replicas {time.monotonic() - begun:.1f} s after there was quota")
+    assert first.items() <= job.uids().items()
+    assert (status["disruptions"], status["failures"]) == (0, 0)
+
+
+def test_a_job_that_kueue_preempts_saves_its_state_and_continues_when_there_is_quota(
+    system: System, workspace: Workspace, queue: Queue
+) -> None:
+    queue.set_quota(2)
+    job = workspace.submit(queued(queue, scaleInvariantSteps=100000))
+    job.wait_until_training(2)
+    with preempted_by_another_job(system, queue):
+        job.wait_for("end of all replicas", lambda status: status["replicas"] == 0 and not job.pods())
+        last = job.view()["latest"]["step"]
+        condition = job.wait_for_condition("Running", "Queued", status="False")
+        assert "LocalQueue" in condition["message"]
+        assert job.status()["state"] == "Pending"
+        assert "Queued" in job.wait_for_event("Queued")
+    resumed_step(job, last)
+    assert (job.status()["failures"], job.status()["state"]) != (1, "Failed")
+
+
+def test_kueue_admits_extra_pods_and_preempts_all_of_them_while_the_core_trains(
+    system: System, workspace: Workspace, queue: Queue
+) -> None:
+    with priority_classes(system, spare=-10) as classes:
+        settings = {"priorityClassName": classes["spare"], "queueName": queue.name}
+        job = workspace.submit(job_manifest(scaleInvariantSteps=100000, opportunistic=settings))
+        job.wait_until_training(1)
+        core = job.uids()
+        condition = job.wait_for_condition("Rescaling", "ExtraPodsSuspended")
+        assert "waits to be admitted in LocalQueue" in condition["message"]
+        queue.set_quota(1)
+        job.wait_until_training(2)
+        queue.set_quota(3)
+        status = job.wait_until_training(4, 240)
+        assert (status["extraReplicas"], status["disruptions"]) == (3, 0)
+        with preempted_by_another_job(system, queue):
+            status = job.wait_until_training(1)
+            assert (job.uids(), status["extraReplicas"], status["failures"]) == (core, 0, 0)
+            before = job.view()["latest"]["step"]
+            wait_until(lambda: job.view()["latest"]["step"] > before, "a step of the core")
+        job.wait_until_training(4, 300)
+        assert core.items() <= job.uids().items()
+
+
+@contextmanager
+def preempted_by_another_job(system: System, queue: Queue) -> Iterator[None]:
+    """Have Kueue preempt for a Job of a higher priority, which is deleted after the context."""
+    priority = {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "WorkloadPriorityClass",
+        "metadata": {"name": queue.name},
+        "value": 1000,
+    }
+    system.apply([priority, other_job(queue, queue.name)])
+    try:
+        yield
+    finally:
+        succeeded(system.kubectl("-n", queue.namespace, "delete", "job", "other", "--wait=false"))
+        succeeded(system.kubectl("delete", "workloadpriorityclass", queue.name))
+
+
+def other_job(queue: Queue, priority: str) -> Manifest:
+    """Return a Job that takes all of the quota."""
+    restricted = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    container = {
+        "name": "other",
+        "image": "adascale-controller:dev",
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["python", "-c", "import time; time.sleep(3600)"],
+        "securityContext": restricted,
+        "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}},
+    }
+    labels = {QUEUE_NAME: queue.name, f"{GROUP}/priority-class": priority}
+    pod = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 0, "containers": [container]}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "other", "namespace": queue.namespace, "labels": labels},
+        "spec": {"parallelism": 2, "completions": 2, "suspend": True, "template": {"spec": pod}},
+    }
+
+
+def test_a_suspension_by_others_saves_the_state_and_is_not_undone(workspace: Workspace) -> None:
+    job = workspace.submit(job_manifest(maxReplicas=1, scaleInvariantSteps=100000))
+    job.wait_until_training(1)
+    suspend = ("patch", "job", job.name, "--type=merge", "-p")
+    job.kubectl(*suspend, '{"spec": {"suspend": true}}')
+    condition = job.wait_for_condition("Suspended", "JobSuspended")
+    assert condition["message"].startswith(f"spec.suspend of Job {job.name} was set, and not by the operator")
+    wait_until(lambda: not job.pods(), "the end of its pods")
+    last = job.view()["latest"]["step"]
+    assert (job.status()["state"], job.indexed_jobs()[0].spec.suspend) == ("Suspended", True)
+    job.kubectl(*suspend, '{"spec": {"suspend": false}}')
+    resumed_step(job, last)
+    assert (job.status()["failures"], job.wait_for_event("JobSuspended").count("JobSuspended")) == (0, 1)

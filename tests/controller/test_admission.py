@@ -1,0 +1,219 @@
+"""What admission makes of pods: capacity is estimated from the pod as it will be, not from the template."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.observe.observed_job import CachedJob
+from adascale_controller.operator.runtime import admission_reader
+from adascale_controller.operator.runtime.admission_reader import AdmissionReader
+from adascale_controller.operator.types.actions import FailedPlacement
+from adascale_controller.operator.types.conditions import ConditionType, Reason, merged
+from adascale_controller.operator.types.kubernetes import ApiObject, Resource
+from adascale_controller.operator.types.workload import PodSettings, Workload
+from adascale_core.messages.reports import GainReport
+from support.fake_cluster import FakeCluster
+from support.observed_jobs import NOW, actions_for, condition, job, training_job
+from support.world import World
+
+TAINT = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
+TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+NO_QUOTA = FailedPlacement(4, 2, Reason.QUOTA_EXCEEDED, "exceeded quota: gpus", NOW + 60, 8, 60.0)
+Object = dict[str, Any]
+
+
+def tolerate(pod: Object) -> Object:
+    """Add a toleration, as ExtendedResourceToleration does for pods that request a GPU."""
+    tolerations = [*(pod["spec"].get("tolerations") or []), TOLERATION]
+    return {**pod, "spec": {**pod["spec"], "tolerations": tolerations}}
+
+
+def tainted(**settings: Any) -> World:
+    """Return a world whose only node has a taint."""
+    world = World(types=["a100"], **settings)
+    (node,) = world.objects[Resource.NODES].values()
+    world.write(Resource.NODES, {**node, "spec": {"taints": [TAINT]}})
+    return world
+
+
+def running(world: World) -> Object:
+    assert world.job is not None
+    conditions: list[Object] = world.job["status"]["conditions"]
+    return next(each for each in conditions if each["type"] == "Running")
+
+
+def test_a_toleration_that_admission_adds_makes_tainted_nodes_eligible() -> None:
+    world = tainted(admit=tolerate)
+    world.submit()
+    world.run_cycles()
+    assert [raw["spec"]["nodeName"] for raw in world.live_pods] == ["a100"]
+    assert running(world)["reason"] == "Training"
+
+
+def test_a_job_without_the_toleration_waits_and_names_the_taint() -> None:
+    world = tainted()
+    world.submit()
+    world.run_cycles()
+    assert world.live_pods == []
+    assert running(world)["reason"] == "InsufficientCapacity"
+    assert running(world)["message"] == (
+        "Insufficient capacity for 1 replica. 1 node: taint nvidia.com/gpu=present:NoSchedule, and the pods "
+        "have no toleration of it (spec.template.spec.tolerations)"
+    )
+
+
+def test_requests_that_admission_adds_are_counted() -> None:
+    def limit(pod: Object) -> Object:
+        containers = [
+            {**each, "resources": {"requests": {"nvidia.com/gpu": "60"}}}
+            for each in pod["spec"]["containers"]
+        ]
+        return {**pod, "spec": {**pod["spec"], "containers": containers}}
+
+    world = World(types=["a100"], admit=limit)
+    world.submit(minReplicas=2)
+    world.run_cycles()
+    assert running(world)["reason"] == "InsufficientCapacity", "the node has 100"
+
+
+def test_jobs_of_a_template_share_a_dry_run_and_it_is_repeated_later() -> None:
+    asked = []
+
+    def record(pod: Object) -> Object:
+        if "generateName" in pod["metadata"]:
+            asked.append(pod["metadata"]["namespace"])
+        return tolerate(pod)
+
+    world = tainted(admit=record)
+    world.submit()
+    world.submit("other")
+    world.run_cycles(5)
+    assert asked == ["team"]
+    world.now += admission_reader.INTERVAL
+    world.full = True
+    world.run_cycles(2)
+    assert asked == ["team", "team"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ClusterError("bad request", 400, "admission webhook x does not support dry run"),
+        ClusterError("forbidden", 403, "exceeded quota: compute"),
+        ClusterError("the API server does not answer"),
+    ],
+)
+def test_without_an_answer_of_admission_the_template_is_used(error: ClusterError) -> None:
+    def refuse(pod: Object) -> Object:
+        if "generateName" in pod["metadata"]:
+            raise error
+        return pod
+
+    world = World(types=["a100"], admit=refuse)
+    world.submit()
+    world.run_cycles()
+    assert running(world)["reason"] == "Training"
+
+
+def refuse_dry_runs(pod: Object) -> Object:
+    """Add a toleration, by a webhook that does not support dry runs."""
+    if "generateName" in pod["metadata"]:
+        raise ClusterError("bad request", 400, "admission webhook x does not support dry run")
+    return tolerate(pod)
+
+
+def test_without_dry_runs_the_smallest_count_is_tried_once_and_its_pods_show_what_admission_adds() -> None:
+    world = tainted(admit=refuse_dry_runs)
+    world.submit(minReplicas=1)
+    world.run_cycles()
+    assert running(world)["reason"] == "Training"
+    world.now += admission_reader.RETRY_INTERVAL
+    world.run_cycles()
+    world.service.post(GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 2.0, 1.0, 1.0, 0.1, 0.0))
+    world.edit(minReplicas=2)
+    world.run_cycles()
+    assert len(world.live_pods) == 2, "it grows like any other job"
+
+
+def test_pods_have_no_group_where_the_namespace_forbids_it() -> None:
+    """As the restricted SecurityContextConstraints of OpenShift: the groups are a range of the namespace."""
+
+    def forbid(pod: Object) -> Object:
+        if pod["spec"]["securityContext"].get("fsGroup") is not None:
+            reply = (
+                ".spec.securityContext.fsGroup: Invalid value: []int64{65532}: 65532 is not an allowed group"
+            )
+            raise ClusterError("forbidden", 403, reply)
+        return pod
+
+    world = World(types=["a100"], admit=forbid)
+    world.submit()
+    world.run_cycles()
+    assert running(world)["reason"] == "Training"
+
+
+def test_a_trial_that_is_refused_is_not_repeated_at_once() -> None:
+    def refuse(pod: Object) -> Object:
+        return pod if "generateName" not in pod["metadata"] else refuse_dry_runs(pod)
+
+    world = tainted(admit=refuse)
+    world.submit()
+    world.run_cycles(5)
+    assert len(world.live_pods) == 1
+    assert running(world)["message"].startswith(
+        "1 replica does not fit, and is requested once, since what admission makes of its pods is not known"
+    )
+    world.run_cycles(60)
+    assert world.live_pods == []
+    assert running(world)["reason"] == "InsufficientCapacity"
+    assert "does not support dry run" in running(world)["message"]
+    assert "the next request is 1 h 0 min later" in running(world)["message"]
+
+
+def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_raised() -> None:
+    replies: list[str] = ["", "pods are forbidden: exceeded quota: gpus", ""]
+
+    class Quota(FakeCluster):
+        async def admit_pod(self, manifest: ApiObject) -> ApiObject:
+            if reply := replies.pop(0):
+                raise ClusterError("forbidden", 403, reply)
+            return manifest
+
+    template: Object = {"spec": {"containers": [{"name": "worker"}]}}
+    limited = condition(actions_for(training_job(), 2, failed_placement=NO_QUOTA), ConditionType.RESCALING)
+    status = {"conditions": merged((), [limited], 1, NOW)}
+    resource = replace(job(status=status), template=template)
+    workload = Workload("digits", "team", "job-uid", resource.valid_job, template, 0, PodSettings("http://a"))
+    cached = CachedJob(resource, workload, None, (), frozenset())
+    reader = AdmissionReader(Quota(World()), lambda _: None, may_create_pods=True)
+    found = []
+    for number in range(3):
+        now = NOW + number * admission_reader.QUOTA_INTERVAL
+        assert reader.due_at(resource) <= now
+        reader.begin(resource, now)
+        asyncio.run(reader.ask(cached, workload, asyncio.Semaphore()))
+        admission = reader.admission(resource)
+        assert admission is not None
+        assert admission.spec is not None
+        found.append((admission.has_quota, admission.asked_at - NOW))
+    assert found == [(True, 0.0), (False, 10.0), (True, 20.0)]
+
+
+def test_an_answer_stays_while_admission_can_not_be_asked_again() -> None:
+    world = tainted(admit=tolerate)
+    world.submit()
+    world.run_cycles()
+
+    def refuse(pod: Object) -> Object:
+        raise ClusterError("the API server does not answer")
+
+    world.admit = refuse
+    world.now += admission_reader.INTERVAL
+    world.run_cycles()
+    assert running(world)["reason"] == "Training"
+    assert world.writes == []

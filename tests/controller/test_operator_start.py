@@ -1,0 +1,90 @@
+"""What the operator says at its start about a cluster that it can't use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import yaml
+
+
+@contextmanager
+def api_server(answers: dict[str, str]) -> Iterator[str]:
+    """An API server that has these answers by path, and 404 else. Yields its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = answers.get(self.path.partition("?")[0])
+            self.send_response(404 if body is None else 200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write((body or "404 page not found").encode())
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def log_message(self, *_args: object) -> None:
+            """Log nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+ALLOWED = {REVIEWS: '{"status": {"allowed": true}}'}
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (
+            {"/version": '{"major": "1", "minor": "30+"}'},
+            "adascale: the cluster runs Kubernetes 1.30, and the operator needs 1.31 or newer: "
+            "upgrade the cluster\n",
+        ),
+        (
+            {"/version": '{"major": "1", "minor": "31"}', **ALLOWED},
+            "adascale: the cluster has no resource adascalejobs.adascale.dev: apply its "
+            "CustomResourceDefinition with kubectl apply -f deploy/base/crd.yaml, which is a part of kubectl "
+            "apply -k deploy\n",
+        ),
+    ],
+)
+def test_the_operator_ends_with_one_sentence_on_a_cluster_that_it_can_not_use(
+    answers: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    with api_server(answers) as url:
+        kubeconfig = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "c", "cluster": {"server": url}}],
+            "users": [{"name": "u", "user": {}}],
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+            "current-context": "x",
+        }
+        (tmp_path / "config").write_text(yaml.safe_dump(kubeconfig))
+        done = subprocess.run(
+            [sys.executable, "-m", "adascale_controller", "operator", "--api-url", "http://127.0.0.1:9"],
+            env={**os.environ, "KUBECONFIG": str(tmp_path / "config")},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr.splitlines(keepends=True)[-1]) == (2, message)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,753 @@
+"""Replicas beyond the smallest count run in an Indexed Job of their own, of a lower priority."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from adascale_controller.job import Job, OpportunisticSettings
+from adascale_controller.local.local_command import resolve_command
+from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.indexed_job import indexed_job_manifest
+from adascale_controller.operator.observe.observed_job import Admission, JobRefusal, ObservedJob
+from adascale_controller.operator.observe.pods import END_DEADLINE, Pod, PodExit, PodProblem, read_pod
+from adascale_controller.operator.observe.queue import QueueView
+from adascale_controller.operator.runtime import queue_reader
+from adascale_controller.operator.runtime.admission_reader import RETRY_INTERVAL
+from adascale_controller.operator.schedule import placement_backoff
+from adascale_controller.operator.schedule.quota import quota_limit
+from adascale_controller.operator.schedule.scheduler import Scheduler
+from adascale_controller.operator.types.conditions import ConditionType, Reason
+from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, Resource, timestamp
+from adascale_controller.operator.types.queueing import ELASTIC_JOB, QUEUE_NAME, Queueing
+from adascale_controller.operator.types.workload import PodSettings, Workload, template_digest
+from adascale_controller.validation import validate_document
+from adascale_core import names
+from adascale_core.decision.decide import Decision, DecisionProblem
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.views.decision import LimitKind, LimitView
+from support.fake_cluster import FakeCluster
+from support.observed_jobs import (
+    NOW,
+    SPEC,
+    actions_for,
+    condition,
+    failed_pod,
+    indexed_job,
+    job,
+    observed,
+    pod,
+    view,
+)
+from support.world import GPU, GRACE_PERIOD, World
+
+Object = dict[str, Any]
+SPOT = {"priorityClassName": "spot"}
+QUEUED = Queueing({QUEUE_NAME: "gpus"})
+SETTINGS = OpportunisticSettings("spot")
+WAITING = pod(1, uid="waiting", node=None, phase="Pending", has_started=False)
+
+
+class Cluster:
+    """PriorityClasses, and the count that is decided for the job."""
+
+    def __init__(self) -> None:
+        self.priorities = {None: 100, "spot": -10}
+        self.count = 4
+        self.world = World(admit=self._admit)
+
+    def _admit(self, pod: Object) -> Object:
+        name = pod["spec"].get("priorityClassName")
+        if name not in self.priorities:
+            raise ClusterError("rejected", 403, f"no PriorityClass with name {name} was found")
+        return {**pod, "spec": pod["spec"] | {"priority": self.priorities[name]}}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The parallelism of the Indexed Jobs that are not being deleted."""
+        jobs = self.world.objects[Resource.JOBS]
+        present = {name: raw for name, raw in jobs.items() if "deletionTimestamp" not in raw["metadata"]}
+        return {name: raw["spec"]["parallelism"] for name, raw in present.items()}
+
+    @property
+    def status(self) -> Object:
+        assert self.world.job is not None
+        status: Object = self.world.job["status"]
+        return status
+
+    def condition(self, kind: str) -> Object:
+        found: Object = next(each for each in self.status["conditions"] if each["type"] == kind)
+        return found
+
+    def decide(self, count: int) -> None:
+        self.count = count
+        self.world.full = True
+        self.world.run_cycles(10)
+
+    def extra_pods(self) -> list[str]:
+        return [
+            raw["metadata"]["name"]
+            for raw in self.world.live_pods
+            if names.ANNOTATION_FIRST_REPLICA in raw["metadata"]["annotations"]
+        ]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster()
+
+    def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
+        states = [utility.job for utility in problem.queue]
+        return {
+            state.id: Decision(
+                min(made.count, made.count if state.limit is None else state.limit), "by the test"
+            )
+            for state in states
+        }
+
+    monkeypatch.setattr(DecisionProblem, "decide", decide)
+    return made
+
+
+# -- the two Indexed Jobs ----------------------------------------------------------------------------------
+
+
+def test_extra_pods_have_their_own_job_priority_indices_and_queue() -> None:
+    template = {
+        "spec": {
+            "containers": [{"name": "worker", "image": "trainer:1"}],
+            "priorityClassName": "high",
+            "preemptionPolicy": "Never",
+        }
+    }
+    spec = JobSpec(4, 256, (4, 64), 2, 8)
+    settings = replace(SETTINGS, queue_name="team-queue")
+    made_of = Workload(
+        "digits",
+        "team",
+        "b7d1",
+        Job("team.digits", spec, opportunistic=settings, active_deadline_seconds=60),
+        template,
+        5,
+        PodSettings("http://api"),
+    )
+    core = indexed_job_manifest(made_of, 2, suspend=False, single_node=False)
+    extra = indexed_job_manifest(made_of, 3, suspend=False, single_node=False, extra=True)
+    assert (core["metadata"]["name"], extra["metadata"]["name"]) == ("digits", "digits-extra")
+    assert (core["spec"]["activeDeadlineSeconds"], extra["spec"].get("activeDeadlineSeconds")) == (60, None)
+    assert QUEUE_NAME not in core["metadata"]["labels"]
+    assert extra["metadata"]["labels"][QUEUE_NAME] == "team-queue"
+    assert extra["metadata"]["annotations"][ELASTIC_JOB] == "true"
+    for made, first, priority in ((core, "0", "high"), (extra, "2", "spot")):
+        pod_spec = made["spec"]["template"]["spec"]
+        (container,) = pod_spec["containers"]
+        environment = {each["name"]: each.get("value") for each in container["env"]}
+        assert environment[names.ENV_FIRST_REPLICA] == first
+        assert pod_spec["priorityClassName"] == priority
+    assert core["spec"]["template"]["spec"]["preemptionPolicy"] == "Never"
+    assert "preemptionPolicy" not in extra["spec"]["template"]["spec"]
+
+
+def test_the_rank_of_an_extra_pod_is_counted_after_the_core() -> None:
+    marks = {COMPLETION_INDEX: "1", names.ANNOTATION_FIRST_REPLICA: "2"}
+    meta = {"name": "digits-extra-1", "uid": "a", "annotations": marks}
+    assert read_pod({"metadata": meta, "spec": {"containers": [{"name": "worker"}]}}).rank == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({}, True),
+        ({"spec": replace(SPEC, max_replicas=6)}, True),
+        ({"spec": replace(SPEC, min_replicas=2)}, False),
+        ({"opportunistic": OpportunisticSettings("other")}, False),
+        ({"opportunistic": None}, False),
+    ],
+)
+def test_an_edit_of_the_core_or_of_its_class_replaces_all_pods(changes: Object, same: bool) -> None:
+    before = Job("team.digits", SPEC, opportunistic=SETTINGS)
+
+    def digest(made: Job) -> str:
+        workload = Workload("digits", "team", "b7d1", made, {"spec": {}}, 5, PodSettings("http://api"))
+        return template_digest(workload, single_node=False)
+
+    assert (digest(before) == digest(replace(before, **changes))) is same
+
+
+def test_a_job_grows_by_extra_pods_and_gives_them_back(cluster: Cluster) -> None:
+    cluster.world.submit(minReplicas=2, opportunistic=SPOT)
+    cluster.world.run_cycles(15)
+    assert cluster.sizes == {"digits": 2, "digits-extra": 2}
+    assert (cluster.status["replicas"], cluster.status["extraReplicas"]) == (4, 2)
+    core = {raw["metadata"]["uid"] for raw in cluster.world.live_pods if raw["spec"]["priority"] == 100}
+    cluster.decide(3)
+    assert cluster.sizes == {"digits": 2, "digits-extra": 1}
+    cluster.decide(2)
+    assert cluster.sizes == {"digits": 2}
+    assert (cluster.status["replicas"], cluster.status["extraReplicas"]) == (2, 0)
+    assert {raw["metadata"]["uid"] for raw in cluster.world.live_pods} == core
+    cluster.decide(4)
+    assert cluster.sizes == {"digits": 2, "digits-extra": 2}
+    assert (cluster.status["disruptions"], cluster.status["failures"]) == (0, 0)
+
+
+# -- losses ------------------------------------------------------------------------------------------------
+
+
+def test_extra_pods_that_are_taken_leave_the_core_as_it_is(cluster: Cluster) -> None:
+    world = cluster.world
+    world.submit(opportunistic=SPOT)
+    world.run_cycles(15)
+    world.node_slots = 1
+    for name in cluster.extra_pods():
+        world.terminate_pod(name)
+    world.run_cycles(5)
+    assert cluster.sizes["digits"] == 1
+    assert cluster.status["replicas"] == 1
+    reasons = [event.reason for event in world.events]
+    assert "ExtraPodsTaken" in reasons
+    assert "ReplicaLost" not in reasons
+    cluster.decide(1)
+    assert cluster.sizes == {"digits": 1}
+    world.node_slots = 4
+    cluster.decide(4)
+    assert (cluster.status["replicas"], cluster.status["failures"]) == (4, 0)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_lost_core_pod_is_replaced_while_extra_pods_train(cluster: Cluster, restarts: bool) -> None:
+    world = cluster.world
+    world.submit(opportunistic=SPOT)
+    world.run_cycles(15)
+    extra = set(cluster.extra_pods())
+    world.evict_pod(next(name for name in world.agents if name not in extra))
+    if restarts:
+        world.start_operator()
+    world.run_cycles(15)
+    assert cluster.status["replicas"] == 4
+    assert set(cluster.extra_pods()) == extra
+    assert [event.reason for event in world.events].count("ReplicaLost") == 1
+
+
+def test_a_core_whose_job_is_deleted_is_made_again_beside_the_extra_pods(cluster: Cluster) -> None:
+    world = cluster.world
+    world.submit(opportunistic=SPOT)
+    world.run_cycles(15)
+    extra = set(cluster.extra_pods())
+    world.delete(Resource.JOBS, "digits")
+    world.run_cycles(15)
+    assert cluster.sizes == {"digits": 1, "digits-extra": 3}
+    assert set(cluster.extra_pods()) == extra
+
+
+def test_no_pod_is_removed_before_its_trainer_has_left_when_extra_pods_are_introduced() -> None:
+    made = job((2, 0), opportunistic=SETTINGS)
+    before = indexed_job(3, digest="without-extra-pods")
+    stopping = observed(made, view((2, 0), (1, 3)), before)
+    actions = actions_for(stopping)
+    assert (actions.resize, actions.create_extra_job, actions.delete_indexed_job) == (None, None, False)
+    left = replace(stopping, service=view((2, 0)))
+    assert actions_for(left).delete_indexed_job
+
+
+def test_extra_pods_save_their_state_when_the_core_is_evicted_from_its_queue() -> None:
+    made = replace(job((2, 0), opportunistic=SETTINGS), queueing=QUEUED)
+    held = indexed_job(
+        1, suspended=True, suspended_by_operator=False, queue="gpus", queue_request=QUEUED.request
+    )
+    extra = indexed_job(2, uid="extra-uid", first=1, of="digits")
+    pods = [pod(rank) for rank in (1, 2)]
+    leaving = observed(made, view((2, 0), (1, 3), running=(1, 2)), held, pods, extra_job=extra)
+    actions = actions_for(leaving)
+    assert (actions.delete_extra_job, actions.resize_extra_job) == (False, None)
+    assert actions_for(replace(leaving, service=view((2, 0)))).delete_extra_job
+
+
+def test_no_two_pods_have_the_index_of_a_replica_after_a_job_was_deleted() -> None:
+    """As `kubectl delete job` does: the Job is gone at once, and its pods save their state."""
+    core, extra = indexed_job(1), indexed_job(2, uid="extra-uid", first=1, of="digits")
+    made, service = job((1, 3), opportunistic=SETTINGS), view((1, 3), (1, 3))
+    without_extra = observed(made, service, core, [pod(0)], leaving=[pod(1), pod(2)])
+    assert actions_for(without_extra, 3).create_extra_job is None
+    assert actions_for(replace(without_extra, leaving=()), 3).create_extra_job == 2
+    without_core = observed(made, service, None, [pod(1), pod(2)], extra_job=extra, leaving=[pod(0)])
+    actions = actions_for(without_core, 3)
+    assert (actions.create_indexed_job, actions.delete_extra_job) == (None, False)
+    running = condition(actions, ConditionType.RUNNING)
+    assert running.message.startswith("Waiting for 1 pod of an earlier Job digits to end (digits-0)")
+    assert actions_for(replace(without_core, leaving=[pod(5)]), 3).create_indexed_job == 1
+
+
+def test_pods_of_a_deleted_job_are_known_until_they_end(cluster: Cluster) -> None:
+    world = cluster.world
+    world.submit(opportunistic=SPOT)
+    world.run_cycles(15)
+    before = set(cluster.extra_pods())
+    world.delete(Resource.JOBS, "digits-extra")
+    world.deliver()
+    world.cycle()
+    assert cluster.sizes == {"digits": 1}, "the pods of the Job before have not ended"
+    world.run_cycles(15)
+    assert cluster.sizes == {"digits": 1, "digits-extra": 3}
+    assert not before & set(cluster.extra_pods())
+
+
+def test_extra_pods_that_are_introduced_while_pods_change_their_job_replace_all(cluster: Cluster) -> None:
+    world = cluster.world
+    world.submit()
+    world.run_cycles(15)
+    world.edit(template={"spec": {"containers": [world.worker(2)]}})
+    while "deletionTimestamp" not in world.objects[Resource.JOBS]["digits"]["metadata"]:
+        world.run_cycles(1)
+    world.edit(opportunistic=SPOT)
+    world.run_cycles()
+    assert cluster.sizes == {"digits": 1, "digits-extra": 3}
+    assert {raw["spec"]["containers"][0]["image"] for raw in world.live_pods} == {"trainer:2"}
+    assert cluster.status["replicas"] == 4
+
+
+def test_no_job_adopts_the_pods_of_two(cluster: Cluster) -> None:
+    """As after `kubectl delete jobs --cascade=orphan`."""
+    world = cluster.world
+    world.submit(opportunistic=SPOT)
+    world.run_cycles(15)
+    for name in ("digits", "digits-extra"):
+        world.delete(Resource.JOBS, name)
+    for raw in list(world.objects[Resource.PODS].values()):
+        assert world.job is not None
+        owner = {"kind": names.KIND, "uid": world.job["metadata"]["uid"]}
+        world.write(Resource.PODS, {**raw, "metadata": {**raw["metadata"], "ownerReferences": [owner]}})
+    world.run_cycles(3)
+    assert cluster.sizes == {}
+    assert cluster.condition("Running")["reason"] == "CleaningUp"
+
+
+# -- PriorityClasses ---------------------------------------------------------------------------------------
+
+
+def test_without_its_priority_class_a_job_trains_on_its_core_and_says_why(cluster: Cluster) -> None:
+    del cluster.priorities["spot"]
+    cluster.world.submit(opportunistic=SPOT)
+    cluster.world.run_cycles(15)
+    assert cluster.sizes == {"digits": 1}
+    rescaling = cluster.condition("Rescaling")
+    assert (rescaling["status"], rescaling["reason"]) == ("False", "ExtraPodsRejected")
+    assert rescaling["message"] == (
+        "No extra pods are made: the API server rejects extra pods: no PriorityClass with name spot was "
+        "found. Create PriorityClass spot, or change spec.opportunistic.priorityClassName"
+    )
+    assert [event.reason for event in cluster.world.events].count("ExtraPodsRejected") == 1
+    cluster.priorities["spot"] = -10
+    cluster.world.now += RETRY_INTERVAL
+    cluster.world.run_cycles(15)
+    assert cluster.sizes == {"digits": 1, "digits-extra": 3}
+
+
+def test_a_priority_that_is_not_lower_than_that_of_the_core_is_an_error(cluster: Cluster) -> None:
+    cluster.priorities["spot"] = 100
+    cluster.world.submit(opportunistic=SPOT)
+    cluster.world.run_cycles(15)
+    assert cluster.sizes == {"digits": 1}
+    assert cluster.condition("Rescaling")["message"] == (
+        "No extra pods are made: PriorityClass spot of extra pods has the priority 100, which is not lower "
+        "than that of the other pods, 100: name a lower one in spec.opportunistic.priorityClassName, or a "
+        "higher one in spec.template.spec.priorityClassName"
+    )
+
+
+def test_extra_pods_that_run_stay_when_their_priority_class_is_deleted(cluster: Cluster) -> None:
+    cluster.world.submit(opportunistic=SPOT)
+    cluster.world.run_cycles(15)
+    running = set(cluster.extra_pods())
+    del cluster.priorities["spot"]
+    cluster.world.start_operator()
+    cluster.world.run_cycles(15)
+    assert cluster.condition("Rescaling")["reason"] == "ExtraPodsRejected"
+    assert set(cluster.extra_pods()) == running
+    assert cluster.status["replicas"] == 4
+
+
+# -- others that act on the Jobs ---------------------------------------------------------------------------
+
+
+def test_a_job_of_extra_pods_that_somebody_suspends_stays_suspended(cluster: Cluster) -> None:
+    world = cluster.world
+    world.submit(opportunistic=SPOT)
+    world.run_cycles(15)
+    extra = world.objects[Resource.JOBS]["digits-extra"]
+    world.write(Resource.JOBS, {**extra, "spec": {**extra["spec"], "suspend": True}})
+    world.run_cycles(15)
+    assert world.objects[Resource.JOBS]["digits-extra"]["spec"]["suspend"]
+    assert cluster.status["replicas"] == 1
+    rescaling = cluster.condition("Rescaling")
+    assert (rescaling["status"], rescaling["reason"]) == ("True", "ExtraPodsSuspended")
+    assert rescaling["message"] == (
+        "1 -> 4: Job digits-extra, which has the extra pods, is suspended, and not by the operator: set its "
+        "spec.suspend to false. If Kueue manages jobs without a queue name here, set "
+        "spec.opportunistic.queueName; training continues on 1 replica"
+    )
+    world.now += placement_backoff.TIMEOUT_TRAINING
+    world.run_cycles(5)
+    assert cluster.status["desiredReplicas"] == 1, "it keeps no nodes"
+    held = world.objects[Resource.JOBS]["digits-extra"]
+    assert held["spec"]["suspend"]
+    world.write(Resource.JOBS, {**held, "spec": {**held["spec"], "suspend": False}})
+    world.run_cycles(15)
+    assert cluster.status["replicas"] == 4
+
+
+def test_extra_pods_that_their_queue_does_not_admit_keep_no_nodes_for_long(cluster: Cluster) -> None:
+    world = cluster.world
+    world.submit(opportunistic={**SPOT, "queueName": "spare"})
+    for _ in range(2):
+        world.run_cycles(15)
+        assert "digits-extra" in cluster.sizes
+        assert cluster.condition("Rescaling")["reason"] == "ExtraPodsSuspended"
+        world.now += placement_backoff.TIMEOUT_TRAINING
+        world.run_cycles(5)
+        assert cluster.sizes == {"digits": 1}
+        assert (cluster.status["replicas"], cluster.status["desiredReplicas"]) == (1, 1)
+        assert "waits to be admitted in LocalQueue spare" in cluster.condition("Rescaling")["message"]
+        world.now += 2 * placement_backoff.FIRST_PAUSE
+
+
+@pytest.mark.parametrize(
+    ("queue_name", "count", "trains", "extra", "queue", "limit"),
+    [
+        pytest.param(None, 2, 2, {"queue": None}, None, None, id="no queue"),
+        pytest.param("spare", 0, 0, None, None, 1, id="starts on the core"),
+        pytest.param("spare", 1, 1, None, None, 2, id="one step is asked for first"),
+        pytest.param("spare", 2, 1, {}, QueueView(message="no quota"), 2, id="waits"),
+        pytest.param("spare", 2, 2, {}, None, 2, id="not read yet"),
+        pytest.param("spare", 2, 2, {}, QueueView(1, room=2), 4, id="what is reserved and what is left"),
+        pytest.param("spare", 2, 2, {}, QueueView(1), 3, id="may not be read"),
+        pytest.param("spare", 2, 2, {"is_elastic": False}, QueueView(1, room=0), None, id="not elastic"),
+    ],
+)
+def test_the_quota_of_their_queue_is_capacity_for_extra_pods(
+    queue_name: str | None,
+    count: int,
+    trains: int,
+    extra: Object | None,
+    queue: QueueView | None,
+    limit: int | None,
+) -> None:
+    settings = replace(SETTINGS, queue_name=queue_name)
+    made = job(
+        (1, count) if count else None, opportunistic=settings, spec=replace(SPEC, local_bsz_bounds=(1, 16))
+    )
+    extra_job = None
+    if extra is not None:
+        marks = {"uid": "extra-uid", "first": 1, "of": "digits", "queue": "spare", "is_elastic": True}
+        extra_job = indexed_job(count - 1, **{**marks, **extra})
+    core = indexed_job(1) if count else None
+    service = view((1, count), (1, trains)) if count else view()
+    assert quota_limit(observed(made, service, core, extra_job=extra_job, extra_queue=queue)) == limit
+
+
+def test_extra_pods_grow_within_the_quota_of_their_queue(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kueue with elastic slices, and quota for two extra pods."""
+    world, quota = cluster.world, 2
+
+    def extra_job() -> Object | None:
+        return world.objects[Resource.JOBS].get("digits-extra")
+
+    async def list_kueue(_: FakeCluster, plural: str, namespace: str | None = None) -> list[Object]:
+        made = extra_job()
+        if made is None:
+            return []
+        count = made["spec"]["parallelism"]
+        if plural == "clusterqueues":
+            used = [{"name": "spots", "resources": [{"name": GPU, "total": count}]}]
+            flavors = [{"name": "spots", "resources": [{"name": GPU, "nominalQuota": quota}]}]
+            spec = {"resourceGroups": [{"flavors": flavors}]}
+            return [{"metadata": {"name": "spare"}, "spec": spec, "status": {"flavorsReservation": used}}]
+        assigned = {"count": count, "flavors": {GPU: "spots"}, "resourceUsage": {GPU: count}}
+        status = {
+            "conditions": [{"type": "QuotaReserved", "status": "True"}],
+            "admission": {"clusterQueue": "spare", "podSetAssignments": [assigned]},
+        }
+        owner = {"kind": "Job", "uid": made["metadata"]["uid"], "controller": True}
+        meta = {"name": "w", "creationTimestamp": timestamp(world.now), "ownerReferences": [owner]}
+        return [{"metadata": meta, "status": status}]
+
+    monkeypatch.setattr(FakeCluster, "list_kueue", list_kueue)
+    monkeypatch.setattr(queue_reader, "INTERVAL", 0.0)
+    counts = []
+    world.submit(opportunistic={**SPOT, "queueName": "spare"})
+    for _ in range(60):
+        made = extra_job()
+        if made is not None:
+            assert made["spec"]["parallelism"] <= quota
+            if made["spec"]["suspend"]:
+                template = made["spec"]["template"]
+                gates = {"schedulingGates": [{"name": ELASTIC_JOB}]}
+                template = {**template, "spec": {**template["spec"], **gates}}
+                world.write(
+                    Resource.JOBS, {**made, "spec": {**made["spec"], "suspend": False, "template": template}}
+                )
+        world.run_cycles(1)
+        assert world.job is not None
+        counts.append(world.job.get("status", {}).get("replicas", 0))
+    assert list(dict.fromkeys(counts)) == [0, 1, 2, 3]
+    assert (cluster.status["disruptions"], cluster.status["extraReplicas"]) == (0, 2)
+
+
+def test_gated_extra_pods_keep_no_nodes_for_long() -> None:
+    gated = PodProblem(Reason.SCHEDULING_GATED, "waiting for Kueue to reserve the quota of more replicas")
+    pods = [pod(0), pod(1), pod(2, node=None, phase="Pending", problem=gated)]
+    extra = indexed_job(2, uid="extra-uid", first=1, of="digits", queue="spare", is_elastic=True)
+    template = {"spec": {"containers": [{"name": "worker"}]}}
+    made = replace(job((2, 3), opportunistic=SETTINGS), template=template)
+    growing = observed(made, view((2, 3), (1, 2)), indexed_job(1), pods, extra_job=extra)
+    scheduler = Scheduler()
+    for moment in (NOW, NOW + placement_backoff.TIMEOUT_TRAINING):
+        scheduler.update(replace(growing, now=moment))
+    failed = scheduler.failed_placement(replace(growing, now=NOW + placement_backoff.TIMEOUT_TRAINING))
+    assert failed is not None
+    assert (failed.count, failed.limit, failed.reason) == (3, 2, Reason.SCHEDULING_GATED)
+
+
+@pytest.mark.parametrize(("extra", "shown"), [(True, [False, False, True]), (False, [True, True, True])])
+def test_a_refused_indexed_job_is_the_problem_of_its_own_pods(extra: bool, shown: list[bool]) -> None:
+    """Those of the others are missing for a moment: they are replaced, or wait for the Job before theirs."""
+    refusal = JobRefusal(PodProblem(Reason.QUOTA_EXCEEDED, "exceeded quota: jobs"), extra)
+    core = indexed_job(2) if extra else None
+    made = job((1, 3), opportunistic=SETTINGS, spec=replace(SPEC, min_replicas=2))
+    lacking = observed(made, view((1, 3)), core, (), refusal=refusal)
+    problems = [lacking.placement_problem(range(rank, rank + 1)) for rank in range(3)]
+    assert [problem == refusal.problem for problem in problems] == shown
+
+
+def test_a_job_of_extra_pods_that_is_refused_keeps_nothing_else_from_being_done(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = cluster.world
+    world.submit(opportunistic=SPOT)
+    world.run_cycles(15)
+    create = FakeCluster.create_indexed_job
+
+    async def refuse(fake: FakeCluster, manifest: Object) -> Object:
+        if manifest["metadata"]["name"] == "digits-extra":
+            raise ClusterError("forbidden", 403, "exceeded quota: jobs")
+        return dict(await create(fake, manifest))
+
+    monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
+    world.delete(Resource.JOBS, "digits-extra")
+    for name in cluster.extra_pods():
+        world.delete_pod(name)
+    stuck = next(iter(world.agents))
+    raw = world.objects[Resource.PODS][stuck]
+    overdue = {**raw["metadata"], "deletionTimestamp": timestamp(world.now - GRACE_PERIOD)}
+    world.write(Resource.PODS, {**raw, "metadata": overdue})
+    world.deliver()
+    world.cycle()
+    assert f"delete pod {stuck}" in world.writes
+
+
+def test_a_failed_job_keeps_its_pods_and_a_suspended_job_has_none(cluster: Cluster) -> None:
+    world = cluster.world
+    world.submit(opportunistic=SPOT, backoffLimit=0)
+    world.run_cycles(15)
+    world.edit(suspend=True)
+    world.run_cycles(15)
+    assert cluster.status["state"] == "Suspended"
+    assert list(cluster.sizes) == ["digits"]
+    world.edit(suspend=False)
+    world.run_cycles(15)
+    assert cluster.status["replicas"] == 4
+    world.fail_program(cluster.extra_pods()[0])
+    world.run_cycles(15)
+    assert cluster.status["state"] == "Failed"
+    assert world.objects[Resource.JOBS]["digits-extra"]["spec"]["suspend"]
+    assert world.live_pods == []
+
+
+def test_a_job_of_another_owner_keeps_the_name_and_is_named(cluster: Cluster) -> None:
+    world = cluster.world
+    other = {"name": "digits-extra", "labels": {names.LABEL_JOB: "digits-extra"}}
+    owner = {"kind": names.KIND, "name": "digits-extra", "uid": "other"}
+    world.objects[Resource.JOBS]["digits-extra"] = world.create(
+        Resource.JOBS,
+        {
+            "metadata": {**other, "ownerReferences": [owner]},
+            "spec": {"parallelism": 1, "suspend": True, "template": {}},
+        },
+    )
+    world.submit(opportunistic=SPOT)
+    world.deliver()
+    world.cycle()
+    running = cluster.condition("Running")
+    assert running["reason"] == "NameConflict"
+    assert running["message"] == (
+        "Job digits-extra exists and belongs to AdaScaleJob digits-extra: rename one of the two AdaScaleJobs"
+    )
+
+
+def test_pods_that_find_no_node_do_not_outlive_the_program() -> None:
+    made = job((1, 3), opportunistic=SETTINGS)
+    extra = indexed_job(2, uid="extra-uid", first=1, of="digits")
+    core = indexed_job(1, complete=True)
+    waiting = [replace(WAITING, rank=rank) for rank in (1, 2)]
+    ended = observed(made, view((1, 3), (1, 3), complete=True), core, waiting, extra_job=extra)
+    assert actions_for(ended).delete_extra_job
+    placed = replace(ended, pods=[pod(1), *waiting[1:]])
+    assert not actions_for(placed).delete_extra_job, "its pods may be writing the program's last output"
+
+
+@pytest.mark.parametrize(
+    ("pods", "queue", "suspends", "deletes"),
+    [
+        # A pod that has failed, with its log, and the next one of its index, which finds no node.
+        ([failed_pod(1), WAITING], None, True, False),
+        ([failed_pod(1), WAITING], "spot", False, True),
+        # It holds its devices, and has no output.
+        ([replace(WAITING, node="node1")], None, False, True),
+        # Another container runs on after its worker.
+        ([pod(1, exit=PodExit(0, others=("proxy",)))], None, True, False),
+        ([pod(1, exit=PodExit(0, others=("proxy",)))], "spot", False, True),
+        ([pod(1)], None, False, False),
+        ([pod(1, phase="Succeeded", exit=PodExit(0))], None, False, False),
+    ],
+)
+def test_extra_pods_that_do_not_end_with_the_program_are_stopped(
+    pods: list[Pod], queue: str | None, suspends: bool, deletes: bool
+) -> None:
+    extra = indexed_job(1, uid="extra-uid", first=1, of="digits", queue=queue)
+    core = indexed_job(1, complete=True)
+    ended = observed(job((1, 2), opportunistic=SETTINGS), view(complete=True), core, pods, extra_job=extra)
+    actions = actions_for(ended)
+    assert (actions.resize_extra_job == 0, actions.delete_extra_job) == (suspends, deletes)
+    held = replace(ended, extra_job=replace(extra, suspended=True))
+    assert not actions_for(held).resize_extra_job
+    assert actions_for(held).delete_extra_job == deletes
+
+
+@pytest.mark.parametrize(
+    ("pods", "stops"),
+    [([replace(WAITING, rank=0)], True), ([pod(0)], False), ([failed_pod(0), pod(1)], True)],
+)
+@pytest.mark.parametrize("queue", [None, "gpus"])
+def test_a_core_pod_that_does_not_end_with_the_program_is_stopped(
+    pods: list[Pod], stops: bool, queue: str | None
+) -> None:
+    extra = indexed_job(1, uid="extra-uid", first=1, of="digits", complete=True)
+    core = indexed_job(1, queue=queue)
+    ended = observed(job((1, 2), opportunistic=SETTINGS), view(complete=True), core, pods, extra_job=extra)
+    actions = actions_for(ended)
+    assert actions.status["state"] == "Complete"
+    # Kueue would resume a Job that it has admitted.
+    size = 0 if queue is None else 1
+    assert actions.resize == (size if stops else None)
+    assert actions.active_deadline_seconds == (END_DEADLINE if stops and queue is not None else None)
+
+
+# -- the decision ------------------------------------------------------------------------------------------
+
+
+def test_a_job_waits_for_the_extra_pods_of_a_job_whose_core_has_a_higher_priority() -> None:
+    template = {"spec": {"containers": [{"name": "worker", "resources": {"limits": {GPU: "1"}}}]}}
+    node = {
+        "metadata": {"name": "node1", "resourceVersion": "1"},
+        "spec": {},
+        "status": {
+            "conditions": [{"type": "Ready", "status": "True"}],
+            "allocatable": {GPU: "2", "pods": "9"},
+        },
+    }
+
+    def admitted(priority: int, extra: int | None = None) -> Admission:
+        return Admission({**template["spec"], "priority": priority}, extra_priority=extra)
+
+    def opportunistic(*ranks: int) -> ObservedJob:
+        made = replace(job((1, 2), opportunistic=SETTINGS), template=template)
+        jobs = {"extra_job": indexed_job(1, uid="extra-uid", first=1, of="digits")}
+        return observed(
+            made,
+            view((1, 2), (1, 2)),
+            indexed_job(1),
+            [pod(rank) for rank in ranks],
+            admission=admitted(1000, -10),
+            **jobs,
+        )
+
+    later = replace(job(spec=replace(SPEC, max_replicas=1)), name="later", uid="later", template=template)
+    later = replace(later, job=replace(later.valid_job, id=later.id), created_at=int(NOW) + 1)
+    scheduler = Scheduler()
+    scheduler.set_resources([node], ())
+    for each in (opportunistic(0, 1), observed(later, admission=admitted(500))):
+        scheduler.update(each)
+    scheduler.adopt(scheduler.solve(scheduler.decision_input()), NOW)
+    first, second = (scheduler.decision(f"team.{name}") for name in ("digits", "later"))
+    assert first is not None
+    assert second is not None
+    assert first.replicas == 1, "the smallest count of a job comes before the extra pods of another"
+    assert second.reason.startswith("Waiting for replicas of team.digits, which has a lower priority")
+    explained = next(each for each in scheduler.explain() if each.job == "team.digits")
+    assert explained.limits[-1] == LimitView(
+        LimitKind.PRIORITY,
+        "beyond 1 replica it has extra pods, of PriorityClass spot, which pods of higher priority may take "
+        "at any time",
+    )
+    scheduler.update(opportunistic(0))
+    after = scheduler.decision("team.later")
+    assert after is not None
+    assert after.replicas == 1
+
+
+# -- fields ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "opportunistic", "message"),
+    [
+        ("a" * 52, {"priorityClassName": "spot", "queueName": "team"}, None),
+        (
+            "a" * 53,
+            SPOT,
+            "metadata.name: must have at most 52 characters with spec.opportunistic, since the Job of the "
+            f"extra pods is named {'a' * 53}-extra, got 53",
+        ),
+        ("a" * 53, None, None),
+        ("a", {}, "spec.opportunistic.priorityClassName: is required"),
+        (
+            "a",
+            {"priorityClassName": "Spot"},
+            "spec.opportunistic.priorityClassName: must match ",
+        ),
+        (
+            "a",
+            {**SPOT, "queue": "team"},
+            "spec.opportunistic.queue: unknown field; did you mean queueName?",
+        ),
+    ],
+)
+def test_fields_are_checked(name: str, opportunistic: Object | None, message: str | None) -> None:
+    content = {
+        "apiVersion": names.GROUP_VERSION,
+        "kind": names.KIND,
+        "metadata": {"name": name},
+        "spec": {
+            "batchSize": 4,
+            "maxReplicas": 2,
+            "opportunistic": opportunistic,
+            "template": {"spec": {"containers": [{"name": "worker", "image": "trainer:1"}]}},
+        },
+    }
+    found = validate_document(content)
+    errors = "; ".join(map(str, found)) if isinstance(found, list) else None
+    if message is None:
+        assert errors is None
+    else:
+        assert errors is not None
+        assert errors.startswith(message)
+
+
+def test_one_machine_says_that_it_has_no_extra_pods(tmp_path: Any) -> None:
+    made = Job("default.digits", SPEC, command=("python", "-V"), opportunistic=SETTINGS)
+    command = resolve_command(made, tmp_path, {}, threads=1)
+    assert command.ignored == ("spec.opportunistic, since there are extra pods on a cluster only",)

@@ -1,0 +1,168 @@
+"""Priorities: pods of lower priority count as free, and jobs of lower priority give up replicas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from adascale_controller.operator.observe.observed_job import Admission, ObservedJob
+from adascale_controller.operator.schedule import capacity_requests
+from adascale_controller.operator.schedule.scheduler import MAX_HOLD, Scheduler
+from adascale_controller.operator.types.kubernetes import ApiObject, Resource
+from adascale_core.decision.decide import Decision
+from adascale_core.views.jobs import JobView
+from support.observed_jobs import NOW, SPEC, indexed_job, job, observed, pod, view
+from support.world import GPU, World
+
+Object = dict[str, Any]
+
+
+def other_pod(priority: int) -> Object:
+    """Return a pod of somebody else, which takes the whole node."""
+    containers = [{"name": "a", "resources": {"limits": {GPU: "100"}}}]
+    return {
+        "metadata": {"name": "other", "namespace": "team"},
+        "spec": {"nodeName": "a100", "containers": containers, "priority": priority},
+        "status": {"phase": "Running"},
+    }
+
+
+def crowded(taken_by: int, **admitted: Any) -> World:
+    """Return a world whose only node is taken by a pod of a priority; jobs get these fields at admission."""
+    world = World(types=["a100"], node_slots=1, admit=lambda pod: {**pod, "spec": pod["spec"] | admitted})
+    world.create(Resource.PODS, other_pod(taken_by))
+    world.submit()
+    return world
+
+
+def condition(world: World) -> Object:
+    assert world.job is not None
+    conditions: list[Object] = world.job["status"]["conditions"]
+    return next(each for each in conditions if each["type"] == "Running")
+
+
+# -- pods of others ----------------------------------------------------------------------------------------
+
+
+def test_the_smallest_count_is_requested_where_pods_of_lower_priority_can_be_preempted() -> None:
+    world = crowded(0, priority=1000)
+    world.run_cycles(5)
+    assert len(world.live_pods) == 1, "the scheduler needs a pending pod to preempt for"
+    assert condition(world)["reason"] == "Preempting"
+    assert condition(world)["message"].startswith(
+        "1 replica does not fit, and is requested so that pods of lower priority are preempted, for 5 min 0 s"
+    )
+    world.delete(Resource.PODS, "other")
+    world.run_cycles(5)
+    assert condition(world)["reason"] == "Training"
+
+
+def test_a_request_is_recorded_whose_pods_are_placed_at_once() -> None:
+    world = crowded(0, priority=1000)
+    for _ in range(5):
+        if world.indexed_job is None:
+            world.run_cycles(1)
+    assert condition(world)["reason"] == "Preempting"
+    world.delete(Resource.PODS, "other")
+    world.run_cycles(5)
+    assert condition(world)["reason"] == "Training"
+    assert "Preempting" in [event.reason for event in world.events]
+
+
+@pytest.mark.parametrize(
+    ("priority", "admitted"),
+    [
+        (1000, {"priority": 1000}),
+        (2000, {"priority": 1000}),
+        (0, {}),
+        (0, {"priority": 1000, "preemptionPolicy": "Never"}),
+    ],
+)
+def test_pods_that_can_not_be_preempted_are_not_free(priority: int, admitted: Object) -> None:
+    world = crowded(priority, **admitted)
+    world.run_cycles(5)
+    assert world.live_pods == []
+    assert condition(world)["reason"] == "InsufficientCapacity"
+
+
+def test_a_preemption_that_does_not_happen_is_given_up_and_not_requested_again_at_once() -> None:
+    world = crowded(0, priority=1000)
+    world.run_cycles(5)
+    world.now += capacity_requests.PREEMPTION.timeout
+    world.run_cycles(5)
+    assert world.live_pods == []
+    assert (
+        "were not placed within 5 min 0 s; the next request is 5 min 0 s later" in condition(world)["message"]
+    )
+    world.now += capacity_requests.PREEMPTION.pause
+    world.run_cycles(5)
+    assert len(world.live_pods) == 1
+
+
+# -- AdaScaleJobs among each other --------------------------------------------------------------------------
+
+NODE: ApiObject = {
+    "metadata": {"name": "node1", "resourceVersion": "1"},
+    "spec": {},
+    "status": {"conditions": [{"type": "Ready", "status": "True"}], "allocatable": {GPU: "2", "pods": "110"}},
+}
+TEMPLATE: Object = {"spec": {"containers": [{"name": "worker", "resources": {"limits": {GPU: "1"}}}]}}
+
+
+def low(*ranks: int) -> ObservedJob:
+    """Return a job without priority that trains on two replicas, of which these have a pod."""
+    made = replace(job((1, 2)), template=TEMPLATE)
+    return observed(made, view((1, 2), (1, 2)), indexed_job(2), [pod(rank) for rank in ranks])
+
+
+def high(priority: int, now: float = NOW) -> ObservedJob:
+    """Return a later job of a priority that needs both GPUs."""
+    made = job(spec=replace(SPEC, min_replicas=2))
+    made = replace(made, name="high", uid="high", created_at=made.created_at + 50, template=TEMPLATE)
+    made = replace(made, job=replace(made.valid_job, id=made.id))
+    admission = Admission({**TEMPLATE["spec"], "priority": priority})
+    return replace(observed(made, JobView.empty(made.id), admission=admission), now=now)
+
+
+def decide(scheduler: Scheduler, *jobs: ObservedJob) -> list[Decision | None]:
+    scheduler.set_resources([NODE], ())
+    for each in jobs:
+        scheduler.update(each)
+    scheduler.adopt(scheduler.solve(scheduler.decision_input()), jobs[0].now)
+    return [scheduler.decision(each.resource.id) for each in jobs]
+
+
+def test_a_job_of_higher_priority_takes_the_replicas_of_a_lower_one_once_these_have_left() -> None:
+    scheduler = Scheduler()
+    lower, higher = decide(scheduler, low(0, 1), high(1000))
+    assert lower is not None
+    assert lower.replicas == 0
+    assert higher == Decision(
+        0,
+        "Waiting for replicas of team.digits, which has a lower priority, to save their state and leave",
+        waiting=True,
+        accelerator=higher.accelerator if higher else None,
+    )
+    assert scheduler.next_due(high(1000)) == NOW + 1
+    scheduler.update(low())
+    after = scheduler.decision("team.high")
+    assert after is not None
+    assert after.replicas == 2
+
+
+def test_it_does_not_wait_for_ever_for_replicas_that_do_not_leave() -> None:
+    scheduler = Scheduler()
+    decide(scheduler, low(0, 1), high(1000))
+    scheduler.update(high(1000, NOW + MAX_HOLD + 1))
+    after = scheduler.decision("team.high")
+    assert after is not None
+    assert after.replicas == 2
+
+
+def test_a_later_job_of_equal_priority_waits() -> None:
+    lower, higher = decide(Scheduler(), low(0, 1), high(0))
+    assert lower is not None
+    assert higher is not None
+    assert (lower.replicas, higher.replicas) == (2, 0)

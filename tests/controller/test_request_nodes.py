@@ -1,0 +1,157 @@
+"""Nodes from an autoscaler: replicas that do not fit are requested, bounded in time and number."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adascale_controller.operator.schedule import capacity_requests, job_memory, scheduler
+from adascale_controller.operator.types.kubernetes import Resource
+from adascale_core import names
+from adascale_core.messages.reports import GainReport, StepTime
+from support.world import GPU, World
+
+Object = dict[str, Any]
+
+
+class Autoscaler:
+    """Adds a node of one GPU for each pod that can't be scheduled, up to a number of nodes."""
+
+    def __init__(self, world: World, most: int) -> None:
+        self._world = world
+        self._most = most
+        for name in list(world.objects[Resource.NODES]):
+            world.remove_node(name)
+
+    @property
+    def nodes(self) -> int:
+        return len(self._world.objects[Resource.NODES])
+
+    def run(self, cycles: int = 10) -> None:
+        for _ in range(cycles):
+            pending = [raw for raw in self._world.live_pods if "nodeName" not in raw["spec"]]
+            unschedulable = [raw for raw in pending if raw["status"].get("conditions")]
+            if unschedulable and self.nodes < self._most:
+                self._add(f"node{self.nodes}")
+            self._world.run_cycles(1)
+
+    def _add(self, name: str) -> None:
+        meta = {"name": name, "labels": {names.DEFAULT_ACCELERATOR_LABEL: "a100"}}
+        status = {
+            "conditions": [{"type": "Ready", "status": "True"}],
+            "allocatable": {GPU: "1", "pods": "110"},
+        }
+        self._world.create(Resource.NODES, {"metadata": meta, "spec": {}, "status": status})
+
+
+def condition(world: World, kind: str = "Running") -> Object:
+    assert world.job is not None
+    conditions: list[Object] = world.job["status"]["conditions"]
+    return next(each for each in conditions if each["type"] == kind)
+
+
+def report(world: World, replicas: int) -> None:
+    """Report a step that shows that more replicas are worth much."""
+    active = world.service.state.view(1).active
+    assert active is not None
+    sizes = (4, 16)
+    world.service.step_times = tuple(
+        StepTime(replicas, size, 1, 0.01 + 0.01 * size, accelerator="a100") for size in sizes
+    )
+    scale = float(replicas)
+    world.service.post(
+        GainReport(
+            *(active.generation, 9, 9.0, 0, replicas, 4, 1, scale, scale),
+            grad_sqr=1.0,
+            grad_var=1000.0,
+            step_time=0.05,
+            time=world.now,
+            accelerator="a100",
+        )
+    )
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """A world whose operator requests nodes, and measures durations on the world's clock."""
+    made = World(types=["a100"], node_slots=1, request_nodes=True)
+    clock = SimpleNamespace(monotonic=lambda: made.now, thread_time=time.thread_time, time=time.time)
+    for module in (scheduler, job_memory):
+        monkeypatch.setattr(module, "time", clock)
+    return made
+
+
+def test_without_the_option_nothing_is_requested() -> None:
+    world = World(types=["a100"], node_slots=1)
+    autoscaler = Autoscaler(world, most=3)
+    world.submit()
+    autoscaler.run()
+    assert (autoscaler.nodes, world.live_pods) == (0, [])
+    assert condition(world)["reason"] == "InsufficientCapacity"
+
+
+@pytest.mark.parametrize("by_job", [True, False])
+def test_the_smallest_count_is_requested_where_a_pool_has_no_nodes(by_job: bool) -> None:
+    world = World(types=["a100"], node_slots=1, request_nodes=not by_job)
+    autoscaler = Autoscaler(world, most=2)
+    world.submit(minReplicas=2, requestNodes=True if by_job else None)
+    world.run_cycles(5)
+    assert condition(world)["reason"] == "NodesRequested"
+    assert condition(world)["message"].startswith(
+        "2 replicas do not fit, and are requested so that an autoscaler adds nodes, for 10 min 0 s at most: "
+    )
+    autoscaler.run(20)
+    assert autoscaler.nodes == 2
+    assert condition(world)["reason"] == "Training"
+
+
+def test_a_job_may_refuse_what_the_operator_allows() -> None:
+    world = World(types=["a100"], node_slots=1, request_nodes=True)
+    autoscaler = Autoscaler(world, most=2)
+    world.submit(requestNodes=False)
+    autoscaler.run()
+    assert autoscaler.nodes == 0
+
+
+def test_a_request_without_success_is_given_up_and_repeated_after_a_pause_that_doubles() -> None:
+    world = World(types=["a100"], node_slots=1, request_nodes=True)
+    autoscaler = Autoscaler(world, most=0)
+    world.submit()
+    for pause in ("5 min 0 s", "10 min 0 s"):
+        autoscaler.run(5)
+        assert len(world.live_pods) == 1
+        world.now += capacity_requests.NODES.timeout
+        autoscaler.run(5)
+        assert world.live_pods == []
+        assert f"the next request is {pause} later" in condition(world)["message"]
+        autoscaler.run(5)
+        assert world.writes == []
+        world.now += 2 * capacity_requests.NODES.pause
+
+
+def test_a_job_that_would_use_more_replicas_requests_one_step_of_growth_at_a_time(world: World) -> None:
+    autoscaler = Autoscaler(world, most=2)
+    world.submit(maxReplicas=8)
+    autoscaler.run(20)
+    assert condition(world)["reason"] == "Training"
+    report(world, 1)
+    world.run_cycles(8)
+    assert condition(world, "Rescaling")["reason"] == "NodesRequested"
+    assert condition(world)["message"] == "Training on 1 replica"
+    assert len(world.live_pods) == 2
+    autoscaler.run(10)
+    assert autoscaler.nodes == 2
+    assert condition(world)["message"] == "Training on 2 replicas"
+    report(world, 2)
+    autoscaler.run(60)
+    assert condition(world, "Rescaling")["reason"] == "NodesRequested"
+    assert condition(world)["message"] == "Training on 2 replicas"
+    pods = len(world.live_pods)
+    assert pods > 2
+    world.now += capacity_requests.NODES.timeout
+    autoscaler.run(10)
+    assert len(world.live_pods) == 2, "it is given up, and training went on"
+    assert condition(world)["message"] == "Training on 2 replicas"

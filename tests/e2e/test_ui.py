@@ -1,0 +1,125 @@
+"""`adascale ui`, and commands about a run that has ended, with real runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from api.client import Client
+from api.events import Events
+from e2e.local_run import TIMEOUT, adascale, running, write_paced_job
+
+
+@contextmanager
+def page(environ: dict[str, str], *options: object) -> Iterator[tuple[Client, Events]]:
+    """Start `adascale ui` in a folder without runs, and yield a client with its token, and its events."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "adascale_controller", "ui", "--port", "0", *map(str, options)],
+        cwd=Path(environ["XDG_STATE_HOME"]).parent,
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.fullmatch(r"The page is http://127.0.0.1:(\d+)/#/\?token=(\S+)\n", line)
+            assert found is not None
+            port = int(found[1])
+            with Client(port, found[2]) as client, closing(Events(port)) as events:
+                yield client, events
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+
+
+def call(environ: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder without runs, until it exits."""
+    home = Path(environ["XDG_STATE_HOME"]).parent
+    return adascale(*arguments, timeout=TIMEOUT, cwd=home, **environ)
+
+
+@pytest.mark.slow
+def test_a_run_is_shown_while_it_trains_and_after_its_end(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.005)
+    environ = {"XDG_STATE_HOME": str(tmp_path / "home")}
+    with page(environ, "--state-dir", state) as (client, events):
+        assert events.next() == ("all", {"jobs": [], "deleted": [], "truncated": False})
+        with running(job, state, "--until", 400) as run:
+            run.wait_for_step(5)
+            kind, data = events.next()
+            (first,) = data["jobs"]
+            assert kind == "changes"
+            assert first["id"].startswith("default.test~")
+            while events.of_job(first["id"])["state"] != "Running":
+                pass
+            assert client.get("/jobs/test")["latest"]["step"] >= 5
+            assert run.wait_for_exit() == 0
+        # Its service has ended with it.
+        while (ended := events.of_job(first["id"]))["run"]["ended_at"] is None:
+            pass
+        assert ended["state"] == "Stopped"
+        assert ended["run"]["folder"] == str(state)
+        assert ended["run"]["ended_at"] >= ended["run"]["began_at"]
+        assert "torch" in ended["run"]["versions"]
+        assert client.get("/jobs/test/gain")["progress"] >= 400
+        assert "text" in client.get("/jobs/test/logs/0")
+    shown = call(environ, "gain", "test", "--state-dir", state)
+    assert shown.returncode == 0, shown.stderr
+    assert "progress" in shown.stdout
+    explained = call(environ, "explain", "test", "--state-dir", state)
+    assert explained.returncode == 0, explained.stderr
+    watched = call(environ, "gain", "test", "--watch", "--state-dir", state)
+    assert watched.returncode == 1
+    assert "job test is not running: omit --watch to show its last gain" in watched.stderr
+
+
+def test_a_run_that_cannot_have_its_port_has_not_begun(tmp_path: Path) -> None:
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.005)
+    environ = {"XDG_STATE_HOME": str(tmp_path / "home")}
+    with page(environ) as (client, _):
+        port = client.port
+        refused = call(environ, "run", job, "--state-dir", tmp_path / "state", "--port", port)
+        assert refused.returncode == 2
+        assert f"cannot listen on port {port}: address already in use" in refused.stderr
+    listed = call(environ, "list", "--state-dir", tmp_path)
+    assert listed.stdout == ""
+
+
+def test_the_page_ends_with_a_message_if_its_port_is_taken(tmp_path: Path) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path / "home")}
+    with page(environ) as (client, _):
+        second = call(environ, "ui", "--port", client.port)
+    assert second.returncode == 2
+    assert second.stderr.startswith(f"adascale: cannot listen on port {client.port}: address already in use")
+
+
+@pytest.mark.slow
+def test_all_runs_of_a_user_are_shown(tmp_path: Path) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path / "home")}
+    program = ["python", "-c", "raise SystemExit('no data')"]
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.005, command=program, backoffLimit=0)
+    failed = call(environ, "run", job, "--state-dir", tmp_path / "deep" / "state", "--port", 0)
+    assert failed.returncode == 1
+    with page(environ) as (_, events):
+        kind, data = events.next()
+        assert kind == "all"
+        (summary,) = data["jobs"]
+        assert summary["state"] == "Failed"
+        assert "exit code 1" in summary["run"]["reason"]
+    status = call(environ, "status", "test")
+    assert "exit code 1" in status.stdout
+    assert call(environ, "rm", "test", "--yes").stdout == "test deleted\n"
+    assert not (tmp_path / "deep" / "state").exists()
+    assert "No jobs on this machine" in call(environ, "list").stderr

@@ -1,0 +1,253 @@
+"""Hugging Face's Trainer on several replicas, which join, leave and are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.local_run import adascale, running, write_job
+from support.fast_python import PYTHON
+from support.launch import run_python
+from support.members import Members
+
+PROGRAM = Path(__file__).parent / "programs" / "huggingface.py"
+TESTS = Path(__file__).parents[1]
+ELASTIC = json.dumps({"max_batch_size": 32, "local_bsz_bounds": [2, 8]})
+BEST = {"eval_strategy": "steps", "eval_steps": 8, "save_strategy": "steps", "save_steps": 8}
+BEST |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 2}
+
+
+@pytest.fixture
+def make_members(tmp_path: Path) -> Iterator[Callable[..., Members]]:
+    """Makes jobs of trainers with scripted agents, in folders of their own, and ends them after the test."""
+    made: list[Members] = []
+
+    def make(name: str = "job", **options: object) -> Members:
+        folders = {"OUTPUT": tmp_path / name / "output", "PYTHONPATH": TESTS}
+        made.append(Members(tmp_path / name, PROGRAM=PROGRAM, **{**folders, **options}))
+        return made[-1]
+
+    yield make
+    for members in made:
+        members.close()
+
+
+def calls_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return what the loop of each process has called, by the name of its file."""
+    return {
+        path.name: [
+            json.loads(line) for line in path.read_text().splitlines(keepends=True) if line[-1:] == "\n"
+        ]
+        for path in sorted((folder / "journal").glob("calls-*"))
+    }
+
+
+def results_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((folder / "journal").glob("result-*"))]
+
+
+def require_alike(calls: dict[str, list[dict[str, Any]]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Check that no process calls anything twice in a step, and that all call it alike; return the calls."""
+    seen: dict[tuple[str, int], dict[str, Any]] = {}
+    for name, made in calls.items():
+        own: set[tuple[str, int]] = set()
+        for call in made:
+            if call["event"] == "multiple of 4":
+                place = call["event"], call["global_step"]
+            elif call["event"] == "log":
+                place = "log of " + ("an evaluation" if "eval_loss" in call else "losses"), call["step"]
+            else:
+                place = call["event"], call["step"]
+            if "train_loss" in call:
+                break  # What follows training is not inside of it.
+            assert place not in own, (name, place)
+            own.add(place)
+            values = {key: value for key, value in call.items() if key not in ("is_main", "rank")}
+            assert seen.setdefault(place, values) == values, name
+            assert call["is_main"] == (call["rank"] == 0), call
+    return seen
+
+
+def require_multiples(
+    calls: dict[tuple[str, int], dict[str, Any]], event: str, interval: int, last: int
+) -> None:
+    """Check that an event has happened in the step that has crossed a multiple, and for each multiple."""
+    reached = [call["global_step"] // interval for (name, _), call in calls.items() if name == event]
+    assert sorted(reached) == sorted(set(reached)), (event, reached)
+    if interval >= 8:  # More than a step is worth.
+        assert set(reached) == set(range(1, last // interval + 1)), (event, reached)
+    assert max(reached) == last // interval
+
+
+@pytest.mark.slow
+def test_two_replicas_train_as_the_plain_trainer(tmp_path: Path) -> None:
+    """Under `torchrun`, whose variables the framework finds before it is made elastic."""
+    options = {
+        "max_steps": 12,
+        "learning_rate": 0.01,
+        "optim": "sgd",
+        "logging_steps": 3,
+        **BEST,
+        "eval_steps": 4,
+    }
+    environ: dict[str, Any] = {
+        "ARGUMENTS": json.dumps(options | {"save_steps": 4}),
+        "PYTHONPATH": TESTS,
+    }
+    for replicas in (0, 2):
+        folder = tmp_path / str(replicas)
+        run_python(PROGRAM, replicas=replicas, JOURNAL=folder / "journal", OUTPUT=folder / "out", **environ)
+    alone, together = results_of(tmp_path / "0"), results_of(tmp_path / "2")
+    assert len(alone) == 1
+    assert len(together) == 2
+    assert together[0] == together[1]
+    assert together[0] == pytest.approx(alone[0], rel=1e-5)
+    calls = require_alike(calls_of(tmp_path / "2"))
+    require_multiples(calls, "evaluate", 4, 12)
+    saved = sorted(path.name for path in (tmp_path / "2" / "out").iterdir())
+    assert saved == sorted(path.name for path in (tmp_path / "0" / "out").iterdir())
+
+
+@pytest.mark.slow
+def test_a_step_of_a_larger_batch_calls_callbacks_for_each_of_its_steps(tmp_path: Path) -> None:
+    """Two replicas have batches of 32 samples, four times the initial batch."""
+    options = {"max_steps": 48, "logging_steps": 4, **BEST}
+    environ: dict[str, Any] = {
+        "ARGUMENTS": json.dumps(options),
+        "ELASTIC": json.dumps({"max_batch_size": 32, "local_bsz_bounds": [16, 16]}),
+        "PYTHONPATH": TESTS,
+        "COUNT": 96,
+    }
+    run_python(PROGRAM, replicas=2, JOURNAL=tmp_path / "journal", OUTPUT=tmp_path / "out", **environ)
+    calls = require_alike(calls_of(tmp_path))
+    multiples = sorted(step for event, step in calls if event == "multiple of 4")
+    assert multiples == [*range(4, 49, 4)]
+    steps = max(step for event, step in calls if event == "log of losses")
+    assert steps < 40, "a step was worth more than one"
+    for event, interval in (("evaluate", 8), ("save", 8), ("log of losses", 4)):
+        require_multiples(calls, event, interval, 48)
+    assert {result["global_step"] for result in results_of(tmp_path)} == {48}
+
+
+@pytest.mark.release
+@pytest.mark.slow
+def test_replicas_join_leave_and_are_killed(make_members: Callable[..., Members]) -> None:
+    options = {"max_steps": 80, "learning_rate": 0.003, "logging_steps": 5, "warmup_steps": 4, **BEST}
+    job = make_members(ARGUMENTS=json.dumps(options), ELASTIC=ELASTIC, STEP_SECONDS=0.03)
+    first, lost, spare = job.start(3)
+    job.activate([first])
+    job.wait_step(3)
+    job.activate([first, lost])
+    job.wait_step(job.last_step() + 5)
+    lost.kill()
+    job.wait_holding([first])
+    job.activate([first, spare])
+    job.wait_step(job.last_step() + 5)
+    job.activate([spare])
+    assert len(job.finish()) == 1
+    job.require_complete_stream()
+    calls = require_alike(calls_of(job.folder))
+    for event, interval in (("multiple of 4", 4), ("evaluate", 8), ("save", 8), ("log of losses", 5)):
+        require_multiples(calls, event, interval, 80)
+    (result,) = results_of(job.folder)
+    assert result["global_step"] == 80
+    losses = [call["loss"] for (event, _), call in calls.items() if event == "log of losses"]
+    assert max(losses) < 4.0, "a loss is that of a step, with any number of replicas"
+    # Rank 0 has changed, and the files are those of the last saves.
+    assert len([*(job.folder / "output").glob("checkpoint-*/model.safetensors")]) == 2
+
+
+@pytest.mark.release
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_replica_that_is_killed_in_an_evaluation_changes_no_metric(
+    make_members: Callable[..., Members], victim: int, tmp_path: Path
+) -> None:
+    options = {"max_steps": 24, **BEST, "save_steps": 100, "load_best_model_at_end": False}
+    environ = {"ARGUMENTS": json.dumps(options), "ELASTIC": json.dumps({"local_bsz_bounds": [4, 8]})}
+    calm = make_members("calm", **environ)
+    calm.activate(calm.start(2))
+    expected = calm.finish()
+    waits = tmp_path / str(victim)
+    job = make_members("killed", **environ, WAITS=waits)
+    *members, spare = job.start(3)
+    job.activate(members)
+    job.wait(waits.exists, "it evaluates")
+    members[victim].kill()
+    survivor = members[1 - victim]
+    job.wait_holding([survivor])
+    job.activate([survivor, spare])
+    assert job.finish() == expected
+    evaluated = [
+        {call["step"]: call["eval_loss"] for call in calls if "eval_loss" in call}
+        for folder in (calm.folder, job.folder)
+        for calls in calls_of(folder).values()
+    ]
+    for each in evaluated:
+        assert each.items() <= evaluated[0].items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", ["0", pytest.param("01", marks=pytest.mark.release)])
+def test_callbacks_stop_training_on_all_replicas(make_members: Callable[..., Members], stops: str) -> None:
+    """Also if only one of them requests it."""
+    options = {"max_steps": 1000, "logging_steps": 5}
+    job = make_members(ARGUMENTS=json.dumps(options), STOPS=stops, STOP_AT=7)
+    job.activate(job.start(2))
+    assert len(job.finish()) == 1
+    (step,) = {result["global_step"] for result in results_of(job.folder)}
+    assert step in (8, 9), "the replicas agree with the next exchange"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_grows_loses_a_replica_and_shrinks(tmp_path: Path) -> None:
+    """`adascale run`, 1 -> 2 -> 1 replicas, one of which is killed."""
+    steps, state = 2_000, tmp_path / "state"
+    arguments = {"max_steps": 10**6, "logging_steps": 20, "eval_strategy": "steps", "eval_steps": 400}
+    environ = {"PYTHONPATH": str(TESTS), "ARGUMENTS": json.dumps(arguments)}
+    job = write_job(
+        tmp_path / "job.yaml",
+        [*PYTHON, str(PROGRAM)],
+        {**environ, "JOURNAL": f"{tmp_path}/journal", "OUTPUT": f"{tmp_path}/out", "STEP_SECONDS": "0.02"},
+        batchSize=8,
+        maxReplicas=2,
+        maxBatchSize=32,
+        localBszBounds={"lower": 2, "upper": 8},
+        scaleInvariantSteps=steps,
+    )
+    with running(job, state) as run:
+        run.wait_for_output("trains on 2 replicas", timeout=180)
+        os.kill(run.wait_for_trainer(1), signal.SIGKILL)
+        run.wait_for_output("the others keep their state", timeout=60)
+        run.wait_for_trainer(1)
+        assert adascale("scale", "test", "--replicas", 1, "--state-dir", state).returncode == 0
+        assert run.wait_for_exit(timeout=200) == 0, run.output
+    recorded = Members(tmp_path)
+    recorded.require_complete_stream()
+    assert [count for count, _ in groupby(replicas_by_step(recorded))][:3] == [1, 2, 1]
+    calls = require_alike(calls_of(tmp_path))
+    require_multiples(calls, "evaluate", 400, steps)
+
+    plain = {**os.environ, **environ, "JOURNAL": f"{tmp_path}/p/journal", "OUTPUT": f"{tmp_path}/p/out"}
+    plain["ARGUMENTS"] = json.dumps({**arguments, "max_steps": steps})
+    subprocess.run([*PYTHON, str(PROGRAM)], env=plain, check=True, capture_output=True, timeout=300)
+    expected = require_alike(calls_of(tmp_path / "p"))
+    ours, theirs = (
+        {call["global_step"] // 400: call["eval_loss"] for call in found.values() if "eval_loss" in call}
+        for found in (calls, expected)
+    )
+    for multiple in range(1, steps // 400 + 1):
+        assert 0.8 < ours[multiple] / theirs[multiple] < 1.25, (multiple, ours, theirs)
+
+
+def replicas_by_step(job: Members) -> list[int]:
+    return [each["replicas"] for each in sorted(job.records(), key=lambda each: each["step"])]

@@ -1,0 +1,492 @@
+"""`ElasticStrategy` on one replica, compared with plain Lightning."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as lightning_package
+import pytest
+import pytorch_lightning as older_package
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from adascale.errors import AdaScaleError, DatasetError, WorkerError
+from adascale.lightning import ElasticStrategy
+from adascale_frameworks.lightning import private
+from adascale_frameworks.lightning.package import PACKAGES
+from adascale_worker.process import exit as shutdown
+
+# Lightning warns of few worker processes, short epochs and folders that exist.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+BATCH_SIZE = 8
+SAMPLES = 48
+FIXED = {"max_batch_size": BATCH_SIZE, "local_bsz_bounds": (BATCH_SIZE, BATCH_SIZE)}
+LIGHTNING, OLDER = PACKAGES
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(SAMPLES, 6, generator=generator)
+    return TensorDataset(features, features.sum(1, keepdim=True).tanh())
+
+
+def loader(batch_size: int = BATCH_SIZE, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data(), batch_size=batch_size, **options)
+
+
+class StepsMixin:
+    """A module of either package, whose loss is a mean over a batch."""
+
+    def __init__(self, mode: str = "automatic", optimizer: str = "SGD", interval: str = "step") -> None:
+        super().__init__()
+        self.mode, self.optimizer, self.interval = mode, optimizer, interval
+        self.automatic_optimization = mode == "automatic"
+        torch.manual_seed(2)
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
+        self.head = nn.Linear(16, 1)
+        self.clipped: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.body(x))
+        return output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.mse_loss(self.forward(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)  # type: ignore[attr-defined]
+        if self.mode == "automatic":
+            return loss
+        optimizers: Any = self.optimizers()  # type: ignore[attr-defined]
+        for number, each in enumerate(optimizers if self.mode == "several" else [optimizers]):
+            each.zero_grad()
+            loss = nn.functional.mse_loss(self.forward(x), y) * (number + 1)
+            self.manual_backward(loss)  # type: ignore[attr-defined]
+            each.step()
+        schedulers: Any = self.lr_schedulers()  # type: ignore[attr-defined]
+        for each in schedulers if self.mode == "several" else [schedulers]:
+            each.step()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.clipped.append(float(next(self.head.parameters()).grad.norm()))  # type: ignore[union-attr]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.mse_loss(self.forward(x), y), sync_dist=True)  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        owners: list[Any] = [self.body, self.head] if self.mode == "several" else [self]
+        make = getattr(torch.optim, self.optimizer)
+        optimizers = [make(each.parameters(), lr=0.05) for each in owners]
+        return optimizers, [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(each, 4, 0.9), "interval": self.interval}
+            for each in optimizers
+        ]
+
+
+class Steps(StepsMixin, lightning_package.LightningModule):
+    pass
+
+
+class OlderSteps(StepsMixin, older_package.LightningModule):
+    pass
+
+
+class Recorder:
+    """Records what the callbacks see."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int, float]] = []
+        self.every_4: list[int] = []
+        self.validations: list[tuple[int, float]] = []
+        self.epochs: list[int] = []
+
+    def callback(self, package: str) -> Any:
+        record = self
+
+        class Recording(import_module(package).Callback):  # type: ignore[misc]
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                lr = trainer.optimizers[0].param_groups[0]["lr"]
+                record.steps.append((int(trainer.global_step), trainer.fit_loop.batch_idx, lr))
+                if trainer.global_step % 4 == 0:
+                    record.every_4.append(int(trainer.global_step))
+
+            def on_validation_end(self, trainer: Any, module: Any) -> None:
+                if not trainer.sanity_checking:
+                    value = float(trainer.callback_metrics["val_loss"])
+                    record.validations.append((int(trainer.global_step), value))
+
+            def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+                record.epochs.append(trainer.current_epoch)
+
+        return Recording()
+
+
+class Fit:
+    """Trains with Lightning, plain or elastic."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.strategies: list[Any] = []
+        self.record = Recorder()
+        self.trainer: Any = None
+
+    def strategy(self, **options: Any) -> Any:
+        self.strategies.append(ElasticStrategy(**{"package": LIGHTNING, **options}))
+        return self.strategies[-1]
+
+    def __call__(
+        self,
+        module: Any = None,
+        strategy: Any = None,
+        package: str = LIGHTNING,
+        train: Any = None,
+        callbacks: tuple[Any, ...] = (),
+        ckpt_path: Any = None,
+        **options: Any,
+    ) -> Any:
+        module = Steps() if module is None else module
+        self.record = Recorder()
+        kinds: Any = import_module(f"{package}.callbacks")
+        folder = self.folder / str(len(list(self.folder.iterdir())))
+        self.trainer = import_module(package).Trainer(
+            accelerator="cpu",
+            **({} if strategy is None else {"strategy": strategy}),
+            callbacks=[
+                self.record.callback(package),
+                kinds.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1),
+                *callbacks,
+            ],
+            logger=import_module(f"{package}.loggers").CSVLogger(str(folder)),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **{"max_epochs": 3, "log_every_n_steps": 4, "val_check_interval": 0.5, **options},
+        )
+        self.trainer.fit(module, loader() if train is None else train, loader(5), ckpt_path=ckpt_path)
+        self.checkpoints = sorted(int(path.stem.split("=")[1]) for path in folder.glob("step=*.ckpt"))
+        with next(folder.rglob("metrics.csv")).open() as file:
+            self.logged = [
+                (int(row["step"]), sorted(k for k in row if row[k])) for row in csv.DictReader(file)
+            ]
+        return module
+
+
+@pytest.fixture
+def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fit]:
+    for name in list(os.environ):
+        if name.startswith("ADASCALE_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(shutdown, "atexit", SimpleNamespace(register=lambda _: None))
+    monkeypatch.setattr("sys.excepthook", sys.excepthook)
+    folder = tmp_path / "fits"
+    folder.mkdir()
+    made = Fit(folder)
+    yield made
+    for strategy in made.strategies:
+        if strategy._elastic is not None:
+            strategy.elastic_trainer.close()
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def require_equal(left: nn.Module, right: nn.Module) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(weights(left), weights(right), strict=True))
+
+
+# -- the same as plain Lightning ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "options"),
+    [
+        ({}, {"gradient_clip_val": 0.1}),
+        ({"optimizer": "AdamW"}, {"precision": "bf16-mixed"}),
+        ({"interval": "epoch"}, {"max_epochs": -1, "max_steps": 15}),
+        ({"mode": "manual"}, {}),
+        ({"mode": "several"}, {"check_val_every_n_epoch": 2}),
+    ],
+)
+def test_with_fixed_bounds_everything_is_that_of_plain_lightning(
+    fit: Fit, made: dict[str, Any], options: dict[str, Any]
+) -> None:
+    plain = fit(Steps(**made), **options)
+    record, checkpoints, logged = fit.record, fit.checkpoints, fit.logged
+    steps = [(step, idx, lr) for step, idx, lr in record.steps]
+    elastic = fit(Steps(**made), fit.strategy(**FIXED), **options)
+    require_equal(elastic, plain)
+    assert fit.record.epochs == record.epochs
+    assert [loss for _, loss in fit.record.validations] == pytest.approx([v for _, v in record.validations])
+    if made.get("mode") == "several":  # Lightning counts the steps of both optimizers
+        assert [step for step, _, _ in fit.record.steps] == [step // 2 for step, _, _ in steps]
+        return
+    assert elastic.clipped == plain.clipped
+    assert fit.record.steps == steps
+    assert [step for step, _ in fit.record.validations] == [step for step, _ in record.validations]
+    assert fit.checkpoints == checkpoints
+    assert fit.logged == logged
+
+
+def test_the_other_package_of_lightning_is_supported(fit: Fit) -> None:
+    plain = fit(OlderSteps(), package=OLDER)
+    elastic = fit(OlderSteps(), fit.strategy(**FIXED, package=OLDER), package=OLDER)
+    require_equal(elastic, plain)
+
+
+def test_a_data_module_and_a_shuffled_loader_train_each_sample_once_in_an_epoch(fit: Fit) -> None:
+    seen: list[list[int]] = []
+
+    class Indexed(Steps):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.append(batch[2].tolist())
+            return super().training_step(batch[:2], batch_idx)
+
+    class Data(lightning_package.LightningDataModule):
+        def setup(self, stage: str) -> None:
+            self.samples = TensorDataset(*data().tensors, torch.arange(SAMPLES))
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(self.samples, batch_size=BATCH_SIZE, shuffle=True, drop_last=True)
+
+    trainer = lightning_package.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        strategy=fit.strategy(**FIXED),
+        logger=False,
+        limit_val_batches=0,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Indexed(), datamodule=Data())
+    epochs = [list(chain(*seen[:6])), list(chain(*seen[6:]))]
+    assert [sorted(each) for each in epochs] == [list(range(SAMPLES))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_training_may_end_by_samples_in_place_of_epochs(fit: Fit) -> None:
+    fit(Steps(), fit.strategy(**FIXED, train_samples=SAMPLES + 1), max_epochs=7)
+    elastic = fit.strategies[-1].elastic_trainer
+    steps = SAMPLES // BATCH_SIZE + 1
+    assert (elastic.steps, elastic.samples, elastic.finished) == (steps, steps * BATCH_SIZE, True)
+    assert [step for step, _, _ in fit.record.steps][-1] == steps
+
+
+# -- accumulation -------------------------------------------------------------------------------------------
+
+
+def test_micro_batches_are_a_step_whose_hooks_are_called_once(fit: Fit) -> None:
+    accumulated = {"max_batch_size": BATCH_SIZE, "local_bsz_bounds": (2, 2)}
+    elastic = fit(Steps(), fit.strategy(**accumulated), gradient_clip_val=0.1)
+    batches = len(fit.record.steps)
+    plain = fit(Steps(), gradient_clip_val=0.1)
+    assert batches == 4 * len(fit.record.steps)
+    assert elastic.clipped == pytest.approx(plain.clipped, rel=1e-4)
+    for a, b in zip(weights(elastic), weights(plain), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("mode", ["automatic", "manual"])
+def test_divided_steps_are_counted_as_whole_ones(fit: Fit, mode: str) -> None:
+    """On one replica, some steps are divided to measure the gain."""
+    plain = fit(Steps(mode), max_epochs=4)
+    record, checkpoints, logged = fit.record, fit.checkpoints, fit.logged
+    elastic = fit(Steps(mode), fit.strategy(max_batch_size=48, local_bsz_bounds=(8, 8)), max_epochs=4)
+    for a, b in zip(weights(elastic), weights(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert len(fit.record.steps) > len(record.steps) == 24, "no step was divided"
+    assert [loss for _, loss in fit.record.validations] == pytest.approx(
+        [loss for _, loss in record.validations], rel=1e-4
+    )
+    completed: dict[int, Any] = {step: (idx, lr) for step, idx, lr in reversed(fit.record.steps) if step}
+    assert completed == {step: (idx, pytest.approx(lr)) for step, idx, lr in record.steps}
+    assert fit.checkpoints == checkpoints
+    assert fit.logged == logged
+    if mode == "automatic":
+        assert elastic.clipped == pytest.approx(plain.clipped, rel=1e-3)
+
+
+# -- the end and resuming -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bounds", [FIXED, {"max_batch_size": 16, "local_bsz_bounds": (2, 4)}])
+def test_an_evaluation_has_at_most_the_batches_of_its_limit(fit: Fit, bounds: dict[str, Any]) -> None:
+    class Counting(Steps):
+        seen = 0
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            self.seen += len(batch[0])
+
+    module = fit(Counting(), fit.strategy(**bounds), limit_val_batches=2, num_sanity_val_steps=0)
+    assert module.seen == len(fit.record.validations) * 2 * 5
+
+    before = module.seen
+    fit.trainer.validate(module, loader(5), verbose=False)
+    assert module.seen - before == 2 * 5
+    x, y = data()[:10]
+    expected = float(nn.functional.mse_loss(module(x), y))
+    assert float(fit.trainer.callback_metrics["val_loss"]) == pytest.approx(expected)
+
+
+def test_early_stopping_ends_training(fit: Fit) -> None:
+    stops = lightning_package.callbacks.EarlyStopping("val_loss", stopping_threshold=1e9)
+    fit(strategy=fit.strategy(**FIXED), callbacks=(stops,), max_epochs=50)
+    assert fit.trainer.strategy.elastic_trainer.finished
+    assert fit.record.steps[-1][0] == 3
+
+
+def test_a_resumed_fit_continues_with_counters_and_callbacks(fit: Fit, tmp_path: Path) -> None:
+    def stopping() -> Any:
+        return lightning_package.callbacks.EarlyStopping("val_loss", patience=100, min_delta=1e9)
+
+    options = {**FIXED, "checkpoint_dir": tmp_path / "job", "checkpoint_interval": 0}
+    whole = fit(Steps(), fit.strategy(**FIXED), callbacks=(stopping(),))
+    validations = fit.record.validations
+
+    class Interrupted(Steps):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 10:
+                raise KeyboardInterrupt
+
+    with pytest.raises(BaseException, match=""):  # noqa: PT011
+        fit(Interrupted(), fit.strategy(**options), callbacks=(stopping(),))
+    fit.strategies[-1].elastic_trainer.close()
+    first = fit.record.validations
+    stops = stopping()
+    resumed = fit(Steps(), fit.strategy(**options), callbacks=(stops,))
+    assert fit.record.steps[0][0] > 1
+    require_equal(resumed, whole)
+    assert fit.record.validations[-1] == validations[-1]
+    assert stops.wait_count == len(validations) - 1
+    assert len(first) < len(validations)
+
+
+# -- refusals -----------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.zeros(6)
+
+
+class ReadsAhead(Steps):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        raise AssertionError
+
+
+class Twice(Steps):
+    def configure_optimizers(self) -> Any:
+        optimizers, schedulers = super().configure_optimizers()
+        return optimizers, [schedulers[0], {**schedulers[0], "scheduler": _step_lr(optimizers[0])}]
+
+
+class EveryOther(Steps):
+    def configure_optimizers(self) -> Any:
+        optimizers, schedulers = super().configure_optimizers()
+        return optimizers, [{**schedulers[0], "frequency": 2}]
+
+
+class Nothing(Steps):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+def _step_lr(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 4)
+
+
+callbacks = lightning_package.callbacks
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"accumulate_grad_batches": 2}, WorkerError, "multiply the batch_size"),
+        ({"limit_train_batches": 3}, WorkerError, "Subset"),
+        ({"overfit_batches": 2}, WorkerError, "Subset"),
+        ({"reload_dataloaders_every_n_epochs": 1}, WorkerError, "leave it out"),
+        ({"sync_batchnorm": True}, WorkerError, "convert_sync_batchnorm"),
+        ({"devices": 2}, WorkerError, "Leave devices out"),
+        ({"num_nodes": 2}, WorkerError, "Leave num_nodes out"),
+        ({"ckpt_path": "some.ckpt"}, WorkerError, "resumes by itself"),
+        ({"module": lambda: ReadsAhead()}, WorkerError, "take batch and batch_idx"),
+        ({"module": lambda: Twice()}, WorkerError, "SequentialLR"),
+        ({"module": lambda: EveryOther()}, WorkerError, "frequency=1"),
+        ({"module": lambda: Nothing()}, WorkerError, "returned no optimizer"),
+        ({"module": lambda: Steps("several"), "max_steps": 9}, WorkerError, "pass max_epochs"),
+        ({"callbacks": (callbacks.StochasticWeightAveraging(0.1),)}, WorkerError, "WeightAveraging"),
+        ({"callbacks": (callbacks.GradientAccumulationScheduler({0: 2}),)}, WorkerError, "accumulates"),
+        ({"train": lambda: DataLoader(Stream(), batch_size=8)}, DatasetError, "__getitem__"),
+        ({"train": lambda: loader(sampler=_weighted())}, DatasetError, "ElasticStrategy(order=...)"),
+        ({"train": lambda: [loader(), loader()]}, DatasetError, "2 train dataloaders"),
+        ({"train": lambda: [1, 2, 3]}, DatasetError, "torch.utils.data.DataLoader"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_the_way(
+    fit: Fit, options: dict[str, Any], error: type[AdaScaleError], says: str
+) -> None:
+    options = {
+        name: value() if isinstance(value, type(_weighted)) else value for name, value in options.items()
+    }
+    with pytest.raises(error) as raised:
+        fit(strategy=fit.strategy(**FIXED), **options)
+    assert says in str(raised.value)
+
+
+def _weighted() -> WeightedRandomSampler:
+    return WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
+
+
+def test_a_second_fit_is_refused(fit: Fit) -> None:
+    strategy = fit.strategy(**FIXED)
+    fit(strategy=strategy, max_epochs=1)
+    with pytest.raises(WorkerError, match="called twice"):
+        fit.trainer.fit(Steps(), loader())
+
+
+def test_the_program_says_which_package_it_uses_if_it_imports_both() -> None:
+    with pytest.raises(WorkerError, match="imported both"):
+        ElasticStrategy()
+    with pytest.raises(WorkerError, match="must be"):
+        ElasticStrategy(package="lightning")  # type: ignore[arg-type]
+
+
+# -- private parts and imports ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_installed_lightning_has_the_private_parts(package: str) -> None:
+    assert private.missing_parts(package) == []
+    assert private.missing_sources(package) == []
+
+
+def test_a_part_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(private.PRIVATE_PARTS, "loops.fit_loop._FitLoop", ("moved",))
+    with pytest.raises(WorkerError, match=r"_FitLoop\.moved"):
+        ElasticStrategy(package=LIGHTNING)
+
+
+@pytest.mark.parametrize("missing", [("lightning", "pytorch_lightning")])
+def test_without_lightning_the_error_names_the_extra(missing: tuple[str, ...]) -> None:
+    program = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({missing!r}))\n"
+        "from adascale.lightning import ElasticStrategy\n"
+        "try:\n    ElasticStrategy()\nexcept Exception as error:\n    print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "MissingExtraError" in done.stdout
+    assert "adascale-operator[lightning]" in done.stdout

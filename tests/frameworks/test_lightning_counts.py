@@ -1,0 +1,80 @@
+"""What Lightning counts from progress."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adascale_frameworks.lightning.counts import Counts, StepCount
+
+PROGRESS = st.lists(st.floats(1.0, 40.0), min_size=1, max_size=30)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "interval", "remainder"),
+    [
+        (9.0, 10.0, 10, 0),
+        (9.0, 11.0, 10, 0),
+        (9.5, 31.2, 10, 0),
+        (10.0, 11.0, 10, 1),
+        (11.0, 14.9, 5, 4),
+        (0.0, 1.0, 1, 0),
+    ],
+)
+def test_the_remainder_is_0_if_a_step_has_passed_over_a_multiple(
+    before: float, after: float, interval: int, remainder: int
+) -> None:
+    count = StepCount(after, before)
+    assert count % interval == remainder
+    assert count == int(after)
+
+
+@given(PROGRESS, st.integers(1, 50))
+def test_each_multiple_is_met_by_one_step(gains: list[float], interval: int) -> None:
+    progress, met = 0.0, 0
+    for gain in gains:
+        before, progress = progress, progress + gain
+        met += StepCount(progress, before) % interval == 0
+    assert met <= int(progress) // interval
+    assert (met > 0) == (int(progress) >= interval)
+
+
+def test_a_count_is_saved_as_a_plain_integer() -> None:
+    loaded = pickle.loads(pickle.dumps({"global_step": StepCount(12.5, 9.0)}))
+    assert loaded == {"global_step": 12}
+    assert type(loaded["global_step"]) is int
+
+
+@given(PROGRESS, st.integers(1, 12), st.integers(1, 12))
+def test_only_the_last_step_of_an_epoch_reaches_the_number_of_its_batches(
+    gains: list[float], length: int, interval: int
+) -> None:
+    counts = Counts(float(length), length)
+    for gain in gains:
+        counts.before, counts.after = counts.after, counts.after + gain
+        is_last = counts.ends_epoch
+        done = counts.batches(interval, is_last=is_last)
+        assert (done == length) == is_last
+        assert 0 <= done <= length
+        if is_last:
+            counts.epoch = int(counts.after) // length
+
+
+@given(st.integers(1, 30), st.integers(1, 10), st.integers(1, 8))
+def test_at_the_initial_batch_size_the_counts_are_those_of_plain_lightning(
+    steps: int, length: int, interval: int
+) -> None:
+    counts = Counts(float(length), length)
+    for step in range(steps):
+        counts.epoch = step // length
+        assert counts.batch_index == step % length
+        assert (counts.logged_steps(interval, step + 1.0) + 1) % interval == (step + 1) % interval
+        counts.before, counts.after = float(step), step + 1.0
+        is_last = (step + 1) % length == 0
+        assert counts.ends_epoch is is_last
+        assert counts.batches(interval, is_last=is_last) == step % length + 1
+        assert counts.total_batches(interval) == step + 1
+        assert counts.logged_steps(interval) == step
