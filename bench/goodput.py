@@ -28,7 +28,8 @@ Counted from what the processes record, in --seconds, which begin when all repli
 
 - goodput: samples that are in a step that was made, each once, per second, relative to the time before the
   first loss, in which nothing is lost;
-- lost: samples that are in no step, though later ones are; repeated: how often samples were in a step again;
+- lost: samples that are in no step, though later ones are; repeated: how often samples were in a step again.
+  A process that is killed may have sent its gradients before, so its step counts if another one has made it;
 - still: the longest time between two steps, less the usual one;
 - of each loss: `cost`, the seconds of training without loss that were lost until the next one; `detected`,
   until a process discards its step or ends; `still`, the longest time between two steps until one is made
@@ -54,9 +55,9 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -119,7 +120,8 @@ def schedule(name: str, seconds: float, replicas: int, seed: int) -> list[Fault]
 class Step:
     """A step of one process: see `goodput_model.Records`."""
 
-    made: bool
+    made: bool | None
+    """None: begun, and there is no record of its end."""
     begun: float
     ended: float
     step: int
@@ -137,9 +139,46 @@ def read_steps(folder: Path, since: float = 0.0) -> list[Step]:
         for line in file.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 made, begun, ended, step, replicas, rank, samples = json.loads(line)
-                if ended > since:
-                    steps.append(Step(made, begun, ended, step, replicas, rank, tuple(samples), pid))
-    return sorted(steps, key=lambda step: step.ended)
+                read = Step(made, begun, ended, step, replicas, rank, tuple(samples), pid)
+                if steps and steps[-1].pid == pid and steps[-1].made is None:
+                    steps.pop()  # It has ended.
+                steps.append(read)
+    return sorted((step for step in steps if step.ended > since), key=lambda step: step.ended)
+
+
+def made_steps(steps: Sequence[Step], lost: Collection[int]) -> list[Step]:
+    """Return the steps that training went on from, in order of their end.
+
+    A step was made if a process that lived on has made it. The others may have no record of that: a process
+    that was killed when it had sent its gradients, or one that took the weights from the process that has
+    made the step. What only a lost process has made is gone with it.
+
+    Args:
+        steps: of all processes, in order of their end.
+        lost: the ids of the processes that faults have reached.
+    """
+    first, last = {}, {}
+    for step in steps:
+        first[step.pid] = min(first.get(step.pid, step.begun), step.begun)
+        last[step.pid] = step
+    makers: dict[tuple[int, int], list[Step]] = {}
+    for step in steps:
+        if step.made and not (step.pid in lost and step is last[step.pid]):
+            makers.setdefault((step.step, step.replicas), []).append(step)
+    own = {(step.pid, step.step) for step in steps if step.made}
+    found = []
+    for step in steps:
+        # Processes that were started later have made it again.
+        others = [
+            other
+            for other in makers.get((step.step, step.replicas), [])
+            if first[other.pid] <= step.begun <= other.ended
+        ]
+        if step.made and (others or step.pid not in lost):
+            found.append(step)
+        elif not step.made and others and (step.pid, step.step) not in own:
+            found.append(replace(step, made=True, ended=max(step.ended, others[0].ended)))
+    return sorted(found, key=lambda step: step.ended)
 
 
 def read_weights(folder: Path) -> dict[int, tuple[str, list[float]]]:
@@ -347,7 +386,8 @@ def inject(fault: Fault, records: Path) -> tuple[int, ...]:
 
 def summary(run: Run, replicas: int) -> dict[str, Any]:
     """Return what a run has shown: see the text of this program."""
-    made = [step for step in run.steps if step.made]
+    lost = {pid for _, fault, pids in run.faults if fault.kind != "slow" for pid in pids}
+    made = made_steps(run.steps, lost)
     times, counts = curve(run, made)
     first = run.faults[0][0] - run.begun if run.faults else run.seconds
     undisturbed = samples_until(first, times, counts) / first
@@ -422,7 +462,7 @@ def loss(
     discarded = [
         step.ended
         for step in run.steps
-        if not step.made and moment < step.ended < until and step.pid in trained
+        if step.made is False and moment < step.ended < until and step.pid in trained
     ]
     found: dict[str, Any] = {"kind": fault.kind, "at": moment - run.begun}
     found |= dict.fromkeys(COSTS)

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,9 +70,9 @@ def share(step: int, rank: int, replicas: int) -> torch.Tensor:
 class Records:
     """Records the steps of a process in the folder BENCH_FOLDER.
 
-    Each line is the JSON of a list: whether the step was made, the seconds since 1970 of its begin and end,
-    its number, the replicas in it, the rank, and the samples of this process. Another file has, for some
-    steps, the number, the SHA-256 of the trained weights, and some of them.
+    Each line is the JSON of a list: whether the step was made, or null at its begin, the seconds since 1970
+    of its begin and end, its number, the replicas in it, the rank, and the samples of this process. Another
+    file has, for some steps, the number, the SHA-256 of the trained weights, and some of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,32 +83,50 @@ class Records:
         self._weights = (folder / f"weights-{os.getpid()}").open("a", buffering=1)
         self._sample_seconds = float(os.environ["BENCH_STEP_SECONDS"]) / BATCH
         self._replicas = int(os.environ["BENCH_REPLICAS"])
-        self._numbers: list[int] = []
+        self._step: list[Any] = []
         self._begun = time.time()
 
-    def learn(self, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: torch.Tensor) -> None:
-        """Compute the gradients of samples, and call the optimizer."""
-        self._begun, self._numbers = time.time(), numbers.tolist()
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(numbers), numbers % 2)
-        self._wait_for_device()
-        loss.backward()
-        optimizer.step()
-
-    def _wait_for_device(self) -> None:
-        seconds = len(self._numbers) * self._sample_seconds * self._replicas
-        time.sleep(seconds * (SLOWNESS if self._slow.exists() else 1.0))
-
-    def end(self, *, made: bool, step: int, replicas: int, rank: int) -> None:
-        """Record the end of a step.
+    def learn(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        numbers: torch.Tensor,
+        *,
+        step: int,
+        replicas: int,
+        rank: int,
+    ) -> None:
+        """Record the begin of a step, compute the gradients of its samples, and call the optimizer.
 
         Args:
-            made: whether the optimizer has changed the weights, and the samples of this process are in it.
-            step: its number, from 1.
+            model: called with the numbers.
+            optimizer: of its parameters.
+            numbers: the samples of this process.
+            step: the number of the step, from 1.
             replicas: that take part in it.
             rank: of this process.
         """
-        self._write(self._steps, [made, self._begun, time.time(), step, replicas, rank, self._numbers])
+        self._begun, self._step = time.time(), [step, replicas, rank, numbers.tolist()]
+        self._write(self._steps, [None, self._begun, self._begun, *self._step])
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(numbers), numbers % 2)
+        self._wait_for_device(len(numbers))
+        loss.backward()
+        optimizer.step()
+
+    def _wait_for_device(self, samples: int) -> None:
+        seconds = samples * self._sample_seconds * self._replicas
+        time.sleep(seconds * (SLOWNESS if self._slow.exists() else 1.0))
+
+    def end(self, *, made: bool, replicas: int | None = None) -> None:
+        """Record the end of the step.
+
+        Args:
+            made: whether the optimizer has changed the weights, and the samples of this process are in it.
+            replicas: that took part in it, if that was not known at its begin.
+        """
+        step, expected, rank, numbers = self._step
+        self._write(self._steps, [made, self._begun, time.time(), step, replicas or expected, rank, numbers])
         if made and rank == 0 and step % COMPARED_STEPS == 0:
             trained = [p.detach().flatten() for p in self._model.parameters() if p.requires_grad]
             weights = torch.cat(trained)

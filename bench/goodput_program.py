@@ -14,7 +14,7 @@ for epoch in itertools.count(state.epoch):
     for (numbers,) in trainer.dataloader(goodput_model.samples(), shuffle=False):
         before = trainer.steps
         replicas, rank = trainer.replicas, trainer.rank
-        records.learn(model, optimizer, numbers)
+        records.learn(model, optimizer, numbers, step=before + 1, replicas=replicas, rank=rank)
         # Otherwise the step was discarded, and its samples come again.
-        records.end(made=trainer.steps > before, step=before + 1, replicas=replicas, rank=rank)
+        records.end(made=trainer.steps > before)
     trainer.step(epoch)

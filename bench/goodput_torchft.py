@@ -43,10 +43,12 @@ manager = Manager(
 )
 ddp = DistributedDataParallel(manager, model)
 optimizer = Optimizer(manager, sgd)
+replicas = 0
 while True:
     before = manager.current_step()
-    records.learn(ddp, optimizer, goodput_model.share(before, REPLICA, REPLICAS))
-    step = manager.current_step()
+    numbers = goodput_model.share(before, REPLICA, REPLICAS)
+    # Those of the last step: torchft decides during a step who takes part in it.
+    records.learn(ddp, optimizer, numbers, step=before + 1, replicas=replicas, rank=REPLICA)
+    replicas = manager.num_participants()
     # A group that joins has no part in its first step.
-    made = step > before and manager.is_participating()
-    records.end(made=made, step=before + 1, replicas=manager.num_participants(), rank=REPLICA)
+    records.end(made=manager.current_step() > before and manager.is_participating(), replicas=replicas)

@@ -51,12 +51,13 @@ ddp = DistributedDataParallel(model)
 saved: Any = None
 while True:
     try:
-        records.learn(ddp, optimizer, goodput_model.share(step, rank, replicas))
+        numbers = goodput_model.share(step, rank, replicas)
+        records.learn(ddp, optimizer, numbers, step=step + 1, replicas=replicas, rank=rank)
     except (RuntimeError, SystemExit):
-        records.end(made=False, step=step + 1, replicas=replicas, rank=rank)
+        records.end(made=False)
         raise
     step += 1
-    records.end(made=True, step=step, replicas=replicas, rank=rank)
+    records.end(made=True)
     if step % EVERY == 0:
         if saved is not None:
             saved.result()

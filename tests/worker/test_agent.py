@@ -114,7 +114,9 @@ def test_agents_with_tls_and_of_before_train_together_while_certificates_are_ren
         job.service.allocate(3, 2)
         job.wait_for_training(3, replicas=2)
         assert "certificate" not in secure.log.read_text()
-        assert job.service.call("GET", "/gain")["generation"] == 3
+        wait_until(
+            lambda: job.service.call("GET", "/gain")["generation"] == 3, "a report from the third generation"
+        )
     finally:
         job.end()
 

@@ -132,8 +132,7 @@ def test_a_loss_costs_no_sample_in_the_goodput_benchmark(tmp_path: Path) -> None
     run("goodput.py", *options, "--json", tmp_path / "results", "--svg", tmp_path / "picture.svg")
     result = json.loads((tmp_path / "results").read_text())["results"]["one-a-minute"]["adascale"]
     assert (result["lost"], result["repeated"]) == (0, 0)
-    (loss,) = result["losses"]
-    assert loss["detected"] > 0
+    assert len(result["losses"]) == 1
     assert "without losses" in (tmp_path / "picture.svg").read_text()
 
 
