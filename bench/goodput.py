@@ -133,7 +133,7 @@ class Step:
 
 def read_steps(folder: Path, since: float = 0.0) -> list[Step]:
     """Return the steps that ended after a moment, in order of their end."""
-    steps = []
+    steps: list[Step] = []
     for file in folder.glob("steps-*"):
         pid = int(file.name.split("-")[1])
         for line in file.read_text().splitlines(keepends=True):
@@ -157,7 +157,8 @@ def made_steps(steps: Sequence[Step], lost: Collection[int]) -> list[Step]:
         steps: of all processes, in order of their end.
         lost: the ids of the processes that faults have reached.
     """
-    first, last = {}, {}
+    first: dict[int, float] = {}
+    last: dict[int, Step] = {}
     for step in steps:
         first[step.pid] = min(first.get(step.pid, step.begun), step.begun)
         last[step.pid] = step
