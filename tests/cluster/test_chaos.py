@@ -5,6 +5,7 @@ many as there are kinds; for more:
 
     ADASCALE_TEST_CHAOS_SEEDS=1,2,3 ADASCALE_TEST_CHAOS_FAULTS=20 make e2e TESTS=tests/cluster/test_chaos.py
 
+One test needs Kueue (`.ci/kueue`): its job is in a queue, whose quota changes, and which evicts it.
 Faults of nodes and of the API server need the commands that `test_outages.py` describes.
 """
 
@@ -27,7 +28,8 @@ from urllib3.exceptions import HTTPError
 
 from adascale_core import names
 from cluster.drawn_faults import Fault, draw
-from cluster.system import JobUnderTest, System, Workspace, job_manifest, wait_until
+from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manifest, wait_until
+from cluster.test_kueue import Queue, in_queue, queue
 
 SEEDS = [int(seed) for seed in os.environ.get("ADASCALE_TEST_CHAOS_SEEDS", "1").split(",")]
 FAULTS = int(os.environ.get("ADASCALE_TEST_CHAOS_FAULTS", "9"))
@@ -72,6 +74,7 @@ for pid in found:
     os.kill(pid, signal.SIGCONT)
 """
 
+__all__ = ["queue"]  # A fixture.
 pytestmark = [pytest.mark.disturbs, pytest.mark.timeout(900)]
 
 
@@ -168,13 +171,48 @@ def progress_of(job: JobUnderTest) -> float:
     return float(view["latest"]["progress"]) / STEPS if view and view["latest"] else 0.0
 
 
+class QueueFaults(Faults):
+    """Makes faults for a job that Kueue queues."""
+
+    def __init__(self, system: System, job: JobUnderTest, queue: Queue) -> None:
+        super().__init__(system, job)
+        self._queue = queue
+
+    def change_quota(self, fault: Fault) -> None:
+        self._queue.set_quota(TARGET_REPLICAS[int(fault.choice * len(TARGET_REPLICAS))])
+
+    def evict(self, fault: Fault) -> None:
+        self._queue.stop("HoldAndDrain")
+        try:
+            time.sleep(fault.seconds)
+        finally:
+            self._queue.stop("None")
+
+
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.release)])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_under_any_faults_each_sample_is_trained_once(
     seed: int, processes: int, system: System, workspace: Workspace
 ) -> None:
+    job = workspace.submit(chaos_manifest(processes))
+    train_under_faults(job, Faults(system, job), draw(seed, FAULTS, KINDS))
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("seed", SEEDS)
+def test_under_any_faults_a_queued_job_trains_each_sample_once(
+    seed: int, system: System, workspace: Workspace, queue: Queue
+) -> None:
+    queue.set_quota(4)
+    job = workspace.submit(in_queue(queue, chaos_manifest(1)))
+    kinds = (*KINDS, "change_quota", "evict")
+    train_under_faults(job, QueueFaults(system, job, queue), draw(seed, FAULTS + 4, kinds))
+
+
+def chaos_manifest(processes: int) -> Manifest:
+    """Return a job of the program of `tests/chaos`, whose replicas have this number of processes."""
     environ = {"CHAOS_FOLDER": "/tmp", "PACE": "0.005", "OMP_NUM_THREADS": "1"}
-    manifest = job_manifest(
+    return job_manifest(
         name="chaos",
         batchSize=8,
         maxBatchSize=32,
@@ -188,11 +226,13 @@ def test_under_any_faults_each_sample_is_trained_once(
             "env": [{"name": name, "value": value} for name, value in environ.items()],
         },
     )
-    job = workspace.submit(manifest)
+
+
+def train_under_faults(job: JobUnderTest, faults: Faults, pending: list[Fault]) -> None:
+    """Make faults while a job trains, and check what it has trained."""
+    planned = len(pending)
     job.wait_for("training", lambda status: status.get("state") == "Running")
     deadline = time.monotonic() + LONGEST
-    faults = Faults(system, job)
-    pending = draw(seed, FAULTS, KINDS)
     applied: list[str] = []
     while attempt(lambda: job.condition("Complete").get("status")) != "True":
         done = f"applied: {'; '.join(applied)}"
@@ -206,7 +246,7 @@ def test_under_any_faults_each_sample_is_trained_once(
             getattr(faults, fault.kind)(fault)
         time.sleep(0.2)
     # Training may reach its end while the service, which knows the progress, is away.
-    assert len(applied) >= FAULTS / 2, f"training has ended before {len(pending)} faults"
+    assert len(applied) >= planned / 2, f"training has ended before {len(pending)} faults"
     assert job.status()["failures"] == 0
     # A pod that is not needed any more may be deleted meanwhile.
     pods = [pod.metadata.name for pod in job.pods(ended=True).values()]

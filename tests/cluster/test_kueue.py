@@ -75,6 +75,12 @@ class Queue:
             GROUP, VERSION, "clusterqueues", self.name, {"spec": self._groups({"": pods, **others})}
         )
 
+    def stop(self, policy: str) -> None:
+        """Set whether it admits: `None`, `Hold`, or `HoldAndDrain`, which evicts what is admitted, too."""
+        self._objects.patch_cluster_custom_object(
+            GROUP, VERSION, "clusterqueues", self.name, {"spec": {"stopPolicy": policy}}
+        )
+
     def reserved(self) -> int:
         """Return the number of pods for which quota is reserved."""
         found = self._objects.get_cluster_custom_object(GROUP, VERSION, "clusterqueues", self.name)
@@ -112,7 +118,11 @@ def queue(system: System, workspace: Workspace) -> Iterator[Queue]:
 
 def queued(queue: Queue, **spec: Any) -> Manifest:
     """Return a job of the queue, which may change its size while it is admitted."""
-    manifest = job_manifest(**spec)
+    return in_queue(queue, job_manifest(**spec))
+
+
+def in_queue(queue: Queue, manifest: Manifest) -> Manifest:
+    """Put a job into the queue, elastic while it is admitted."""
     manifest["metadata"] |= {"labels": {QUEUE_NAME: queue.name}, "annotations": {ELASTIC: "true"}}
     return manifest
 
