@@ -212,6 +212,28 @@ def test_a_step_time_covers_the_latest_fifty_reports(sqlite_store: Store) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("replicas", "reports", "later", "stale"),
+    [
+        (4, 1, 100, False),
+        (4, 1, 101, True),
+        (4, 3, 300, False),
+        (4, 3, 301, True),
+        (4, 10, 1500, False),
+        (1, 1, 500, False),
+    ],
+)
+def test_a_step_time_of_few_reports_at_more_replicas_becomes_stale(
+    sqlite_store: Store, replicas: int, reports: int, later: int, stale: bool
+) -> None:
+    job_id = new_job_id()
+    sqlite_store.post(job_id, [a_report(step, replicas=replicas) for step in range(reports)])
+    sqlite_store.post(job_id, [a_report(reports + step, replicas=2) for step in range(later)])
+    job = sqlite_store.job(job_id)
+    found = {each.replicas: each.stale for each in sqlite_store.read(report_store.step_times, job=job)}
+    assert found == {replicas: stale, 2: False}
+
+
 def test_a_job_keeps_its_newest_reports_and_an_even_part_of_the_earlier_ones(store: Store) -> None:
     job_id = new_job_id()
     retention = report_store.Retention(newest=100, earlier=50)

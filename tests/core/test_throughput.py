@@ -42,6 +42,13 @@ def test_without_measurements_the_model_is_none() -> None:
     assert StepTimeModel.fit([StepTime(1, 8, 1, 0.0)]) is None, "a step time of 0 is not measured yet"
 
 
+def test_a_stale_measurement_counts_only_if_there_is_no_other() -> None:
+    good, slow = StepTime(2, 4, 1, 0.1, 500), StepTime(4, 2, 1, 0.5, 1)
+    stale = replace(slow, stale=True)
+    assert StepTimeModel.fit([good, stale]) == StepTimeModel.fit([good])
+    assert StepTimeModel.fit([stale]) == StepTimeModel.fit([slow])
+
+
 @pytest.mark.parametrize("seconds", [1e-9, 1e-3, 1.0, 1e3, 1e9])
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_the_model_meets_a_single_measurement_and_extrapolates_by_the_prior(

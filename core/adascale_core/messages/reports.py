@@ -121,6 +121,8 @@ class StepTime(Message):
         sync_time: of `step_time`, seconds of gradient exchange that computation does not hide; None if not
             measured.
         accelerator: the type of accelerator of the replicas, as in `GainReport`.
+        stale: whether it is of few reports, of more replicas than the present ones, and so many reports came
+            after them that the plan is worth another try.
     """
 
     replicas: int
@@ -131,6 +133,7 @@ class StepTime(Message):
     nodes: int = 1
     sync_time: float | None = None
     accelerator: str = ""
+    stale: bool = False
 
     @property
     def plan(self) -> BatchPlan:

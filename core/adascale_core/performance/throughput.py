@@ -125,10 +125,14 @@ def _overlapped(compute: float, sync: float, overlap: float) -> float:
 
 @lru_cache(maxsize=16384)
 def usable(measurements: tuple[StepTime, ...]) -> tuple[StepTime, ...]:
-    """Return valid measurements, at most `MAX_MEASUREMENTS`, spread over plans and nodes."""
+    """Return valid measurements, at most `MAX_MEASUREMENTS`, spread over plans and nodes.
+
+    Without the stale ones, if there are others: where a job was slow for a moment, it is tried again.
+    """
     usable = sorted(
         (each for each in measurements if MIN_STEP_TIME <= each.step_time <= MAX_STEP_TIME), key=_order
     )
+    usable = [each for each in usable if not each.stale] or usable
     # Without its communication, a step is one of a single replica.
     alone = {
         (each.local_bsz, each.accumulation): StepTime(

@@ -21,6 +21,10 @@ from adascale_core.messages.reports import GainReport, StepTime
 
 REPORTS_PER_STEP_TIME = 50
 """A step time is the median over this many of the latest reports with the same batch plan."""
+FEW_REPORTS = 10
+"""A step time of fewer reports, at more replicas than the present ones, becomes stale."""
+LATER_REPORTS = 100
+"""It does after this many reports of other plans for each of its own."""
 MIN_STEP_TIME = 1e-9
 """Seconds; a shorter step time is not a measurement, and its inverse may overflow."""
 MAX_PLANS = 256
@@ -189,13 +193,15 @@ def parse_report(job_id: str, row: Row | None) -> GainReport | None:
 
 
 def parse_step_times(job_id: str, rows: Sequence[Row]) -> list[StepTime]:
-    """Return the step times in rows.
+    """Return the step times in rows, of which the last column is the number of reports received since.
 
     Raises:
         UnreadableJobError: a column has no valid value.
     """
+    # The plan of the newest report is the one that none came after.
+    present = max((row[0] for row in rows if row[-1] == 0), default=None)
     try:
-        return [_step_time(*row) for row in rows]
+        return [_step_time(*row, present) for row in rows]
     except (ValueError, TypeError) as error:
         raise UnreadableJobError(job_id, error) from error
 
@@ -221,8 +227,11 @@ def _step_time(
     accelerator: str,
     packed: bytes,
     packed_sync: bytes,
+    later: int,
+    present: int | None,
 ) -> StepTime:
     seconds, sync = _unpack(packed), _unpack(packed_sync)
+    is_larger = present is not None and replicas > present
     return StepTime(
         replicas,
         local_bsz,
@@ -232,6 +241,7 @@ def _step_time(
         nodes,
         median(sync) if sync else None,
         accelerator,
+        is_larger and len(seconds) < FEW_REPORTS and later > LATER_REPORTS * len(seconds),
     )
 
 
@@ -396,14 +406,16 @@ _SPREAD = Sql(
 )
 _STEP_TIMES = Sql(
     f"""
-    SELECT {_PLAN_COLUMNS}, seconds, sync_seconds FROM step_times
-    WHERE job_key = :key ORDER BY {_PLAN_COLUMNS}
+    SELECT {_PLAN_COLUMNS}, seconds, sync_seconds, measurements.received - step_times.received
+    FROM step_times JOIN measurements ON measurements.job_key = step_times.job_key
+    WHERE step_times.job_key = :key ORDER BY {_PLAN_COLUMNS}
     """
 )
 _PAGE_STEP_TIMES = Sql(
     f"""
-    SELECT jobs.id, {_PLAN_COLUMNS}, seconds, sync_seconds
+    SELECT jobs.id, {_PLAN_COLUMNS}, seconds, sync_seconds, measurements.received - step_times.received
     FROM jobs JOIN step_times ON step_times.job_key = jobs.key
+    JOIN measurements ON measurements.job_key = jobs.key
     WHERE jobs.id > :after AND jobs.id <= :last
     ORDER BY jobs.id, {_PLAN_COLUMNS}
     """
