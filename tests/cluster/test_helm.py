@@ -113,7 +113,13 @@ def test_a_job_trains_while_a_release_is_installed_upgraded_rolled_back_and_unin
             continues_to_train(job, uid)
 
             helm.run("uninstall", "--wait", "--timeout", "8m")
-            assert names.CONTROLLER not in succeeded(kubectl("-n", namespace, "get", "deployments,pods"))
+            # Helm does not wait for the end of the pods.
+            wait_until(
+                lambda: (
+                    names.CONTROLLER not in succeeded(kubectl("-n", namespace, "get", "deployments,pods"))
+                ),
+                "the end of the operator",
+            )
             continues_to_train(job, uid)
             succeeded(kubectl("get", "crd", f"{names.PLURAL}.{names.API_GROUP}"))
         finally:
