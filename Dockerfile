@@ -164,8 +164,9 @@ ARG VERSION PROGRAM
 RUN test "$(python -c 'from importlib.metadata import version; print(version("adascale-operator"))')" = "$VERSION" \
     && "$PROGRAM" --help > /dev/null
 USER 0
-RUN --mount=type=bind,from=cyclonedx,source=/opt/cyclonedx,target=/opt/cyclonedx \
-    /opt/cyclonedx/bin/cyclonedx-py environment --output-reproducible --output-format JSON --output-file /sbom.cdx.json \
+# Not a mount: buildah does not mount a stage whose layers it has from an earlier build.
+COPY --from=cyclonedx /opt/cyclonedx /opt/cyclonedx
+RUN /opt/cyclonedx/bin/cyclonedx-py environment --output-reproducible --output-format JSON --output-file /sbom.cdx.json \
         /opt/adascale/bin/python
 
 FROM scratch AS sbom
