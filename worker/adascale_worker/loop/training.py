@@ -54,6 +54,7 @@ from adascale_worker.membership.generations import AgentConnection, Membership
 from adascale_worker.membership.lane_group import LaneGroup
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
+from adascale_worker.process.device_check import check_device
 from adascale_worker.process.device_clock import clock_of
 from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
 from adascale_worker.process.gpu_monitor import monitor_of
@@ -349,11 +350,16 @@ class Training:
     # -- the program --------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Restore the state of training, in the first generation of this trainer."""
+        """Restore the state of training, in the first generation of this trainer.
+
+        Raises:
+            ReplicaCheckError: the device of this replica must not take part.
+        """
         self._backward_guard.install()
         if self.membership is None:
             self.generations.begin_alone()
             return
+        check_device(self._replica.device)
         warm_up()
         if os.environ.get(ENV_JOINS_OTHERS) == "1" and not isinstance(self._replica.group, LaneGroup):
             self.generations.prepare_to_receive()
