@@ -29,6 +29,7 @@ LONG = {"BOUNDS": BOUNDS, "EPOCHS": 10**6, "STEP_SECONDS": 0.02, "ADASCALE_CHECK
 """Options of a job that trains until the test ends it, with a checkpoint on every step."""
 FINISHES = {**LONG, "EPOCHS": 1000}
 """The same for a job that finishes. Its program goes through all epochs, of which the last ones are empty."""
+FAULTY_DEVICE = str(PROGRAM.with_name("faulty_device.py"))
 
 
 class Job:
@@ -132,6 +133,23 @@ def has_exited(pid: int) -> bool:
         return True
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_replica_of_several_processes_does_not_join_if_the_device_of_one_of_them_is_faulty(
+    service: Service, tmp_path: Path, process: int
+) -> None:
+    options = {"ADASCALE_PROCESSES_PER_REPLICA": 2, "FAULTY": process}
+    agent = AgentProcess(
+        0, tmp_path, service.environ, [*PYTHON, FAULTY_DEVICE, "sharded_members.py"], **options
+    )
+    try:
+        assert agent.wait() == EXIT_CHECK_FAILED, agent.log.read_text()
+    finally:
+        agent.end()
+    reason = "does not join: device cpu has failed its check: in a product of float32 matrices"
+    assert reason in agent.log.read_text().splitlines()[-1]
+    assert service.job()["replicas"] == []
+
+
 def test_a_replica_whose_device_computes_wrong_results_does_not_join(job: Job) -> None:
     log = job.folder / "termination-log"
     job.service.allocate(1, 1)
@@ -139,8 +157,9 @@ def test_a_replica_whose_device_computes_wrong_results_does_not_join(job: Job) -
     job.wait_for_training(1)
     job.service.allocate(2, 2)
     options = {**LONG, "ADASCALE_TERMINATION_LOG": log, "ADASCALE_NODE_NAME": "node-7"}
-    command = [*PYTHON, str(PROGRAM.with_name("faulty_device.py"))]
-    faulty = AgentProcess(1, job.folder, job.service.environ, command, **options)
+    faulty = AgentProcess(
+        1, job.folder, job.service.environ, [*PYTHON, FAULTY_DEVICE, "journal.py"], **options
+    )
     job.agents.append(faulty)
     assert faulty.wait() == EXIT_CHECK_FAILED, job.logs()
     message = TerminationMessage.parse(log.read_text())

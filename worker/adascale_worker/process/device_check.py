@@ -11,8 +11,6 @@ from typing import Any, Final
 
 import torch
 
-from adascale_worker.errors import ReplicaCheckError
-
 REPETITIONS: Final = 3
 """How often each product is computed: a device that fails may be right most of the time."""
 _SIZE: Final = 256
@@ -34,39 +32,32 @@ _FACTOR: Final = 0x9E3779B97F4A7C15
 _WORD: Final = 1 << 64
 
 
-def check_device(device: torch.device) -> None:
-    """Check the arithmetic and the memory of a device.
+def find_fault(device: torch.device) -> str | None:
+    """Return what is wrong with the arithmetic or the memory of a device; None if nothing was found.
 
     A device without the little memory that this takes is not checked.
-
-    Raises:
-        ReplicaCheckError: a result is wrong, or the device reports an error.
     """
     if device.type == "cuda":
         # An error of what the program has started before is the program's.
         torch.cuda.synchronize(device)
-    fault = _find_fault(device)
-    if fault is not None:
-        raise ReplicaCheckError(f"{_describe(device)} has failed its check: {fault}")
+    fault = _fault(device)
+    return None if fault is None else f"{_describe(device)} has failed its check: {fault}"
 
 
-def _find_fault(device: torch.device) -> str | None:
+def _fault(device: torch.device) -> str | None:
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            for dtype in _precisions(device):
-                fault = _wrong_product(device, dtype)
-                if fault is not None:
-                    return fault
-            return _wrong_memory(device, _memory_size(device))
+            products = (_wrong_product(device, dtype) for dtype in _precisions(device))
+            fault = next(filter(None, products), None) or _wrong_memory(device, _memory_size(device))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return fault
     except torch.OutOfMemoryError:
         return None
     except torch.AcceleratorError as error:
         if "out of memory" in str(error):
             return None
         return f"it reports an error: {str(error).splitlines()[0]}"
-    finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _precisions(device: torch.device) -> list[torch.dtype]:
