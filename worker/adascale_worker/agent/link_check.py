@@ -39,7 +39,8 @@ class LinkCheck:
     def passes(self, view: AllocationView, *, is_current: bool) -> bool:
         """Connect to the member of rank 0, and return whether the replica may be registered.
 
-        Without a generation that runs there is nobody to connect to, and nobody who would wait.
+        Without a generation that runs there is nobody to connect to, and nobody who would wait. If the
+        replica is a member of it, its earlier trainer is lost, which the service learns by the registration.
 
         Args:
             view: the generations of the job.
@@ -60,10 +61,11 @@ class LinkCheck:
         return True
 
     def _member(self, view: AllocationView) -> Member | None:
-        """Return the first member of the generation that runs, beside this replica."""
-        if view.active is None or view.broken or view.complete:
+        """Return the member of rank 0 in the generation that runs without this replica; None if none does."""
+        active = view.active
+        if active is None or view.broken or view.complete or self._replica in active.indices:
             return None
-        return next((each for each in view.active.members if each.replica != self._replica), None)
+        return next(iter(active.members), None)
 
     def _fail(self, member: Member, generation: int, error: OSError, *, is_current: bool) -> None:
         now = self._clock()
