@@ -20,7 +20,7 @@ from adascale_controller.local.replicas import JobFailure, Replicas, backoff
 from adascale_controller.local.state_dir import StateDir
 from adascale_controller.local.state_lock import StateLock
 from adascale_core import names
-from adascale_core.failures.exit_codes import EXIT_REFUSED
+from adascale_core.failures.exit_codes import EXIT_CHECK_FAILED, EXIT_REFUSED
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.views.jobs import JobView, ReplicaView
@@ -106,6 +106,15 @@ def test_an_agent_of_another_version_is_no_failure_of_the_program(run: Run) -> N
     assert "failure" not in run.output
 
 
+def test_a_replica_that_fails_its_check_is_tried_again_after_longer_and_longer_pauses(run: Run) -> None:
+    run.log(0, "adascale-agent: replica 0 on node n does not join: device cpu has failed its check: nan\n")
+    for _ in range(3):
+        assert run.handle_exit(AgentExit(0, EXIT_CHECK_FAILED, requested=False)) is None
+    assert "has failed its check (adascale-agent: replica 0 on node n does not join: device" in run.output
+    assert [f"restarting it in {pause} s" in run.output for pause in (1, 2, 4, 8)] == [True] * 3 + [False]
+    assert "failure" not in run.output
+
+
 def test_the_run_fails_after_too_many_restarts_without_a_step(run: Run) -> None:
     run.log(0, "Loading the data set\n")
     lost = Registration(0, "agent.4", ReplicaState.LOST, 4, "127.0.0.1", 1, exit_code=-9)
@@ -132,4 +141,4 @@ def test_restarts_without_a_step_in_an_earlier_run_do_not_count(run: Run) -> Non
 
 
 def test_the_delay_before_a_restart_doubles_with_each_failure_up_to_30_seconds() -> None:
-    assert [backoff(failures) for failures in range(1, 9)] == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert [backoff(failures) for failures in (*range(1, 8), 5000)] == [1, 2, 4, 8, 16, 30, 30, 30]

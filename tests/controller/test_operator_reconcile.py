@@ -474,6 +474,18 @@ def test_a_replica_of_another_version_does_not_start_and_the_others_train(pods: 
     assert Reason.REPLICA_REFUSED in events(actions)
 
 
+def test_a_replica_that_has_failed_its_check_does_not_join_and_the_others_train() -> None:
+    fault = "replica 2 on node node1 does not join: device cuda:0 has failed its check: got nan"
+    failed = replace(REFUSED, exit=PodExit(81, termination=TerminationMessage(0, 81, fault)))
+    growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), [pod(0), pod(1), failed])
+    actions = actions_for(growing, 3)
+    assert actions.status["failures"] == 0
+    assert condition(actions, RUNNING).reason == Reason.TRAINING
+    (event,) = (each for each in actions.events if each.reason == Reason.REPLICA_CHECK_FAILED)
+    assert event.warning
+    assert event.message == f"2 -> 3: pod digits-2: {fault}; training continues on 2 replicas"
+
+
 @pytest.mark.parametrize("state", [ReplicaState.WAITING, ReplicaState.LOST])
 def test_a_replica_is_refused_until_the_metrics_service_accepts_it(state: ReplicaState) -> None:
     replicas = (replica(0, generation=5), replica(1, generation=5), replica(2, state))

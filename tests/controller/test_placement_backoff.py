@@ -17,7 +17,7 @@ from adascale_controller.operator.schedule.placement_backoff import (
 )
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import Reason
-from adascale_core.failures.exit_codes import EXIT_REFUSED
+from adascale_core.failures.exit_codes import EXIT_CHECK_FAILED, EXIT_REFUSED
 from support.decisions import decided
 from support.observed_jobs import indexed_job, job, observed, pod, view
 
@@ -107,10 +107,19 @@ def test_a_count_without_a_smaller_valid_count_does_not_fail() -> None:
     assert only.failed_placement(TIMEOUT_TRAINING) is None
 
 
-def test_a_count_is_given_up_if_a_replica_of_another_version_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("code", "reason", "message"),
+    [
+        (EXIT_REFUSED, Reason.REPLICA_REFUSED, "it has 9.9"),
+        (EXIT_CHECK_FAILED, Reason.REPLICA_CHECK_FAILED, "pod digits-2: it has 9.9"),
+    ],
+)
+def test_a_count_is_given_up_if_a_replica_is_refused_or_fails_its_check(
+    code: int, reason: Reason, message: str
+) -> None:
     scheduler = Scheduler()
-    refused = pod(2, uid="refused", phase="Failed", exit=PodExit(EXIT_REFUSED, message="it has 9.9"))
-    pods = (pod(0), pod(1), pod(2), refused)
+    ended = pod(2, uid="ended", phase="Failed", exit=PodExit(code, message="it has 9.9"))
+    pods = (pod(0), pod(1), pod(2), ended)
     growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), pods)
     template = {"spec": {"containers": [{"name": "worker"}]}}
     growing = replace(growing, resource=replace(growing.resource, template=template))
@@ -120,7 +129,7 @@ def test_a_count_is_given_up_if_a_replica_of_another_version_is_refused() -> Non
     failed = scheduler.failed_placement(later)
     assert failed is not None
     assert (failed.count, failed.limit) == (3, 2)
-    assert (failed.reason, failed.message) == (Reason.REPLICA_REFUSED, "it has 9.9")
+    assert (failed.reason, failed.message) == (reason, message)
     # Only a look at the job counts as an observation of it.
     scheduler.note_request(later.resource.id, 2)
     scheduler.set_resources(None, ())

@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from adascale_core.failures.exit_codes import (
+    EXIT_CHECK_FAILED,
     EXIT_FINISHED,
     EXIT_PEER_LOST,
     EXIT_REENTRY,
@@ -30,6 +31,7 @@ from adascale_core.failures.exit_codes import (
         (76, ExitClass.PEER_LOST),
         (79, ExitClass.OUT_OF_MEMORY),
         (80, ExitClass.REFUSED),
+        (81, ExitClass.CHECK_FAILED),
         (126, ExitClass.PROGRAM_FAILURE),
         (127, ExitClass.COMMAND_NOT_FOUND),
         (128, ExitClass.PROGRAM_FAILURE),
@@ -90,7 +92,7 @@ def test_an_agent_reports_a_failure_with_an_exit_code_that_counts(trainer: int, 
 
 def test_the_ignored_exit_codes_are_ascending_and_exclude_success() -> None:
     """The API server requires both of the exit codes in a podFailurePolicy."""
-    assert IGNORED_EXIT_CODES == (69, 75, 76, 79, 80, 129, 130, 137, 143)
+    assert IGNORED_EXIT_CODES == (69, 75, 76, 79, 80, 81, 129, 130, 137, 143)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,14 @@ def test_a_described_signal_has_its_name_on_linux(number: int) -> None:
 
 
 def test_the_projects_own_exit_codes_differ_from_those_of_python_and_shells() -> None:
-    own = [EXIT_FINISHED, EXIT_PEER_LOST, EXIT_REENTRY, EXIT_REFUSED, EXIT_SERVICE_UNAVAILABLE]
+    own = [
+        EXIT_CHECK_FAILED,
+        EXIT_FINISHED,
+        EXIT_PEER_LOST,
+        EXIT_REENTRY,
+        EXIT_REFUSED,
+        EXIT_SERVICE_UNAVAILABLE,
+    ]
     taken = {1, 2, 126, 127, *(128 + number for number in signal.valid_signals())}
     assert len(set(own)) == len(own)
     assert not taken & set(own)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from adascale_controller.operator.apply.certificates import create_authority, renew_authority
-from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_core.failures.exit_codes import EXIT_CHECK_FAILED, EXIT_INVALID_PROGRAM
 from adascale_core.failures.termination_message import TerminationMessage
 from adascale_worker.loop.step_watchdog import EXPLAIN_AFTER
 from support.certificates import TlsFiles, tls_files
-from support.launch import TIMEOUT, AgentProcess, Journal, free_port, wait_until
+from support.fast_python import PYTHON
+from support.launch import PROGRAM, TIMEOUT, AgentProcess, Journal, free_port, wait_until
 from support.service import Service
 
 BOUNDS = json.dumps({"batch_size": 8, "max_batch_size": 16, "local_bsz_bounds": [4, 8]})
@@ -27,6 +29,7 @@ LONG = {"BOUNDS": BOUNDS, "EPOCHS": 10**6, "STEP_SECONDS": 0.02, "ADASCALE_CHECK
 """Options of a job that trains until the test ends it, with a checkpoint on every step."""
 FINISHES = {**LONG, "EPOCHS": 1000}
 """The same for a job that finishes. Its program goes through all epochs, of which the last ones are empty."""
+FAULTY_DEVICE = str(PROGRAM.with_name("faulty_device.py"))
 
 
 class Job:
@@ -128,6 +131,53 @@ def has_exited(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except (ProcessLookupError, FileNotFoundError):
         return True
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_replica_of_several_processes_does_not_join_if_the_device_of_one_of_them_is_faulty(
+    service: Service, tmp_path: Path, process: int
+) -> None:
+    options = {"ADASCALE_PROCESSES_PER_REPLICA": 2, "FAULTY": process}
+    agent = AgentProcess(
+        0, tmp_path, service.environ, [*PYTHON, FAULTY_DEVICE, "sharded_members.py"], **options
+    )
+    try:
+        assert agent.wait() == EXIT_CHECK_FAILED, agent.log.read_text()
+    finally:
+        agent.end()
+    reason = "does not join: device cpu has failed its check: in a product of float32 matrices"
+    assert reason in agent.log.read_text().splitlines()[-1]
+    assert service.job()["replicas"] == []
+
+
+def test_a_replica_whose_device_computes_wrong_results_does_not_join(job: Job) -> None:
+    log = job.folder / "termination-log"
+    job.service.allocate(1, 1)
+    job.start(0, **LONG)
+    job.wait_for_training(1)
+    job.service.allocate(2, 2)
+    options = {**LONG, "ADASCALE_TERMINATION_LOG": log, "ADASCALE_NODE_NAME": "node-7"}
+    faulty = AgentProcess(
+        1, job.folder, job.service.environ, [*PYTHON, FAULTY_DEVICE, "journal.py"], **options
+    )
+    job.agents.append(faulty)
+    assert faulty.wait() == EXIT_CHECK_FAILED, job.logs()
+    message = TerminationMessage.parse(log.read_text())
+    assert message is not None
+    assert (message.generation, message.exit_code) == (0, EXIT_CHECK_FAILED)
+    found = re.match(
+        r"replica 1 on node node-7 does not join: device cpu has failed its check: in a product of float32 "
+        r"matrices, number 1 of 3, 1 of \d+ elements are wrong. Expected (-?\d+) at \[511, 511\], "
+        r"got (-?\d+)\.0",
+        message.log,
+    )
+    assert found is not None, message.log
+    assert int(found[2]) == int(found[1]) + 1
+    assert f"adascale-agent: {message.log}" in faulty.log.read_text()
+    step = job.journal.last_step()
+    wait_until(lambda: job.journal.last_step() > step, "a step of the other replica")
+    assert job.generation() == 1
+    assert (job.service.job()["failures"], job.service.job()["disruptions"]) == (0, 0)
 
 
 def test_a_job_grows_shrinks_and_finishes(job: Job) -> None:

@@ -13,7 +13,13 @@ from urllib.error import HTTPError
 
 import pytest
 
-from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM, EXIT_REENTRY, EXIT_REFUSED, classify_exit
+from adascale_core.failures.exit_codes import (
+    EXIT_CHECK_FAILED,
+    EXIT_INVALID_PROGRAM,
+    EXIT_REENTRY,
+    EXIT_REFUSED,
+    classify_exit,
+)
 from adascale_core.failures.termination_message import TerminationMessage
 from adascale_worker.agent.restart_backoff import RestartBackoff
 from support.launch import PROGRAM, TIMEOUT, wait_until
@@ -311,6 +317,23 @@ def test_another_version_is_refused_with_both_versions(job: Job) -> None:
         job.service.call("PUT", "/replicas/1", registration)
     assert refusal.value.code == 409
     assert re.search("replica 1 has adascale 9.9, but replica 0.*has 0", refusal.value.read().decode())
+
+
+@pytest.mark.slow
+def test_a_replica_that_reaches_no_member_does_not_join_and_the_others_train(job: Job) -> None:
+    log = job.folder / "termination-log"
+    job.service.allocate(1, 1)
+    job.start(0, LISTENS="0")
+    job.wait_for_members(1, 0)
+    job.service.allocate(2, 2)
+    job.start(1, ADASCALE_TERMINATION_LOG=str(log), ADASCALE_NODE_NAME="node-7")
+    assert job.agents[1].wait(TIMEOUT) == EXIT_CHECK_FAILED
+    message = TerminationMessage.parse(log.read_text())
+    assert message is not None
+    assert "replica 1 on node node-7 does not join: it could not connect to replica 0" in message.log
+    assert [each["type"] for each in job.trainer(0).seen()] == ["started", "assign"]
+    job.wait_for_members(1, 0)
+    assert [each["replica"] for each in job.service.job()["replicas"]] == [0]
 
 
 def install_version_9_9(folder: Path) -> str:

@@ -13,6 +13,7 @@ AdaScaleError
     ├── EnvironmentVariableError
     ├── GroupFormationError
     ├── NonFiniteWeightsError
+    ├── ReplicaCheckError            its device, or its network
     ├── ReplicaRefusedError
     ├── ReplicationError             works on one replica
     │   └── DifferentWeightsError
@@ -32,6 +33,7 @@ from adascale_worker.errors import (
     EnvironmentVariableError,
     GroupFormationError,
     NonFiniteWeightsError,
+    ReplicaCheckError,
     ReplicaRefusedError,
     ReplicationError,
     SparseGradientError,
@@ -55,6 +57,7 @@ __all__ = [
     "InvalidJobError",
     "InvalidJobIdError",
     "NonFiniteWeightsError",
+    "ReplicaCheckError",
     "ReplicaRefusedError",
     "ReplicationError",
     "SparseGradientError",

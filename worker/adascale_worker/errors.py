@@ -2,6 +2,7 @@
 
 from adascale_core.errors import AdaScaleError, InvalidJobError
 from adascale_core.failures.exit_codes import (
+    EXIT_CHECK_FAILED,
     EXIT_INVALID_PROGRAM,
     EXIT_PEER_LOST,
     EXIT_REFUSED,
@@ -32,6 +33,12 @@ class ReplicaRefusedError(WorkerError):
     """The metrics service refuses the replica, which has another version than the replicas that train."""
 
     exit_code = EXIT_REFUSED
+
+
+class ReplicaCheckError(WorkerError):
+    """The replica does not join the others: its device computes wrong results, or it does not reach them."""
+
+    exit_code = EXIT_CHECK_FAILED
 
 
 class EnvironmentVariableError(WorkerError):

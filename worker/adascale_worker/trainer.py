@@ -590,6 +590,7 @@ class ElasticTrainer:
                 belongs to another optimizer, the state of an object could not be loaded again, or
                 `program_reentry` was called before.
             UnsupportedOptimizerError: AdaScale does not support the optimizer.
+            ReplicaCheckError: the device computes wrong results, so this replica does not join the others.
         """
         self._uncaught_errors.install()
         if self._training is not None:

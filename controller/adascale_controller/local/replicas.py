@@ -28,7 +28,8 @@ _IN_GENERATION = frozenset({ReplicaState.RUNNING, ReplicaState.HOLDING})
 
 def backoff(failures: int) -> float:
     """Return the seconds before the program is restarted after failure number `failures`: 1, 2, 4, ..."""
-    return min(2.0 ** (failures - 1), MAX_BACKOFF)
+    # Bounded, because floats are.
+    return min(2.0 ** min(failures - 1, 30), MAX_BACKOFF)
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Replicas:
         self._exits: list[AgentExit] = []
         self._finished = False
         self._restart_at: dict[int, float] = {}
+        self._failed_checks: dict[int, int] = {}
+        """Rank -> how often its check before it joins has failed."""
         self._restarts_before = 0
 
     @property
@@ -175,17 +178,23 @@ class Replicas:
         )
 
     def _schedule_restart(self, agent_exit: AgentExit, exit_class: ExitClass, now: float) -> None:
+        rank, delay = agent_exit.rank, RESTART_DELAY
         match exit_class:
             case ExitClass.REENTRY:
                 reason = "exited"
             case ExitClass.SERVICE_UNAVAILABLE:
                 reason = "could not reach the metrics service"
             case ExitClass.REFUSED:
-                reason = f"was refused ({self.agents.log_tail(agent_exit.rank, 1)})"
+                reason = f"was refused ({self.agents.log_tail(rank, 1)})"
+            case ExitClass.CHECK_FAILED:
+                reason = f"has failed its check ({self.agents.log_tail(rank, 1)})"
+                self._failed_checks[rank] = self._failed_checks.get(rank, 0) + 1
+                delay = backoff(self._failed_checks[rank])
             case _:
                 reason = f"was lost ({describe_exit(agent_exit.code)})"
-        self._display.message(f"The agent of replica {agent_exit.rank} {reason}; restarting it", "yellow")
-        self._restart_at[agent_exit.rank] = now + RESTART_DELAY
+        when = f" in {delay:.0f} s" if delay >= 1 else ""
+        self._display.message(f"The agent of replica {rank} {reason}; restarting it{when}", "yellow")
+        self._restart_at[rank] = now + delay
 
     def _count_failure(self, agent_exit: AgentExit, view: JobView, now: float) -> JobFailure | None:
         """Count a failure of the program, once per generation, however many of its replicas fail."""

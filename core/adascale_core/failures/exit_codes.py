@@ -26,6 +26,8 @@ EXIT_OUT_OF_MEMORY: Final = 79
 """Of a trainer whose batch did not fit into memory, and that can be started again with smaller batches."""
 EXIT_REFUSED: Final = 80
 """Of an agent that the metrics service refuses, because replicas that train have another version."""
+EXIT_CHECK_FAILED: Final = 81
+"""Of a trainer or agent whose device or network has failed the check before the replica joins the others."""
 EXIT_COMMAND_NOT_FOUND: Final = 127
 """Of an agent that cannot start the program, as in shells."""
 
@@ -57,6 +59,8 @@ class ExitClass(Enum):
     """The agent could not reach the metrics service."""
     REFUSED = auto()
     """The metrics service has refused the agent: replicas that train have another version of the package."""
+    CHECK_FAILED = auto()
+    """The replica has failed the check before it joins: its device is faulty, or it reaches no member."""
     COMMAND_NOT_FOUND = auto()
     """The program could not be started."""
     INVALID_PROGRAM = auto()
@@ -84,6 +88,7 @@ _CLASSES: Final = {
     EXIT_PEER_LOST: ExitClass.PEER_LOST,
     EXIT_OUT_OF_MEMORY: ExitClass.OUT_OF_MEMORY,
     EXIT_REFUSED: ExitClass.REFUSED,
+    EXIT_CHECK_FAILED: ExitClass.CHECK_FAILED,
     EXIT_INVALID_PROGRAM: ExitClass.INVALID_PROGRAM,
     EXIT_SINGLE_REPLICA: ExitClass.SINGLE_REPLICA_PROGRAM,
     EXIT_COMMAND_NOT_FOUND: ExitClass.COMMAND_NOT_FOUND,

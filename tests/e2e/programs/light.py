@@ -13,6 +13,7 @@ import time
 
 from adascale_core.messages.channel import Assignment, Finished, Holding, Ready, Release, Running
 from adascale_worker.membership.agent_channel import AgentChannel
+from adascale_worker.membership.links import listen
 from adascale_worker.process import environment
 
 descriptor = environment.take_agent_channel(os.environ)
@@ -34,7 +35,8 @@ class Receiver:
 
 
 channel.start(Receiver())
-channel.send(Ready(port=1))
+listener = listen("127.0.0.1")
+channel.send(Ready(listener.getsockname()[1]))
 while channel.newest is None:
     channel.wait(1)
 rank, replicas = os.environ["ADASCALE_RANK"], os.environ["ADASCALE_REPLICAS"]

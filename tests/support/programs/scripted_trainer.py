@@ -1,7 +1,8 @@
 """A trainer without torch: it does what its agent says, and what a test writes to `<SCRIPTED>/<pid>.todo`.
 
 It appends the messages of its agent to `<SCRIPTED>/<pid>.seen`. Each line of the other file is a message that
-it sends, or {"exit": code}. With AUTOMATIC=1 it runs each generation to which it is assigned at once.
+it sends, or {"exit": code}. With AUTOMATIC=1 it runs each generation to which it is assigned at once. With
+LISTENS=0 others cannot connect to it.
 """
 
 import json
@@ -48,7 +49,11 @@ def receive() -> None:
 
 with seen.open("a") as log:
     log.write(json.dumps({"type": "started", "time": time.monotonic_ns(), **environ}) + "\n")
-send({"type": "ready", "port": 1000 + os.getpid() % 1000, "pid": os.getpid()})
+listener = socket.create_server(("127.0.0.1", 0))
+port = listener.getsockname()[1]
+if os.environ.get("LISTENS") == "0":
+    listener.close()
+send({"type": "ready", "port": port, "pid": os.getpid()})
 threading.Thread(target=receive, daemon=True).start()
 done = 0
 while True:

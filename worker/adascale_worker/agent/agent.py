@@ -10,6 +10,7 @@ from types import FrameType
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
 from adascale_core.failures.exit_codes import (
+    EXIT_CHECK_FAILED,
     EXIT_COMMAND_NOT_FOUND,
     EXIT_FINISHED,
     EXIT_INVALID_PROGRAM,
@@ -37,10 +38,11 @@ from adascale_core.rendezvous.instruction import Instruction, instruction
 from adascale_worker.agent.events import Events
 from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.kill_deadline import KILL_INTERVAL, RESCALE_GRACE, KillDeadline, release_grace
+from adascale_worker.agent.link_check import LinkCheck
 from adascale_worker.agent.restart_backoff import RestartBackoff
 from adascale_worker.agent.termination_log import TerminationLog
 from adascale_worker.agent.trainer_process import TrainerProcess
-from adascale_worker.errors import ReplicaRefusedError, WorkerError
+from adascale_worker.errors import ReplicaCheckError, ReplicaRefusedError, WorkerError
 from adascale_worker.process.environment import read_processes
 from adascale_worker.process.package_version import package_version
 
@@ -105,6 +107,7 @@ class Agent:
         self._released = False
         self._deadline = KillDeadline()
         self._terminate_sent = False
+        self._link_check = LinkCheck(replica)
         self._registered: Registration | None = None
 
     def run(self) -> int:
@@ -117,6 +120,7 @@ class Agent:
             ServiceUnreachableError: the metrics service does not answer.
             WorkerError: the program cannot be started, or makes no trainer.
             ReplicaRefusedError: the service refuses the replica.
+            ReplicaCheckError: the replica has failed the check before it joins.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
@@ -229,6 +233,7 @@ class Agent:
         self._trainers += 1
         self._assignment, self._held, self._released = None, 0, False
         self._deadline, self._terminate_sent = KillDeadline(), False
+        self._link_check = LinkCheck(self._replica)
         active = self._view.active
         others_train = active is not None and bool(active.indices - {self._replica})
         environ = {
@@ -271,7 +276,7 @@ class Agent:
                     trainer.send(Terminate())
                 self._deadline.set(now + self._termination_grace)
             self._instruct(trainer, now)
-            if status.port is not None:
+            if status.port is not None and self._may_register(trainer):
                 self._register(self._registration(trainer, status.state))
             if self._deadline.is_exceeded(now):
                 reason = f"it did not leave generation {status.generation} in time"
@@ -279,6 +284,17 @@ class Agent:
                 trainer.kill()
                 self._deadline.set(now + KILL_INTERVAL)
             self._events.wait()
+
+    def _may_register(self, trainer: TrainerProcess) -> bool:
+        """Whether a trainer is registered already, or its replica reaches the members that train."""
+        registered = self._registered
+        if (registered is not None and registered.instance == self._instance) or self._events.terminating:
+            return True
+        try:
+            return self._link_check.passes(self._view, is_current=self._heartbeat.error is None)
+        except ReplicaCheckError as error:
+            trainer.kill()
+            raise self._check_failure(str(error)) from None
 
     def _instruct(self, trainer: TrainerProcess, now: float) -> None:
         """Send the trainer what the generations of the job mean for it."""
@@ -347,6 +363,8 @@ class Agent:
     def _handle_exit(self, trainer: TrainerProcess, code: int) -> int | None:
         """Return the exit code of the agent; None if it starts another trainer."""
         status = trainer.status
+        if code == EXIT_CHECK_FAILED and status.port is None:
+            raise self._check_failure(_error_of(trainer))
         state = self._state_after_exit(trainer, code)
         if state is ReplicaState.FINISHED:
             if self._has_finished_on_rank_0(trainer):
@@ -405,6 +423,9 @@ class Agent:
             self._events.wait()
         return self._view.complete
 
+    def _check_failure(self, reason: str) -> ReplicaCheckError:
+        return ReplicaCheckError(f"replica {self._replica} on node {self._node} does not join: {reason}")
+
     def _preparation_failure(self, trainer: TrainerProcess, code: int) -> WorkerError:
         """Return the error for a trainer that has exited before it was ready for a generation."""
         command = " ".join(self._command)
@@ -450,3 +471,10 @@ class Agent:
         if not self._heartbeat.register(registration, timeout=EXIT_REPORT_TIMEOUT):
             print("adascale-agent: exiting; the metrics service has not answered", flush=True)
         return code
+
+
+def _error_of(trainer: TrainerProcess) -> str:
+    """Return the message of the error that has ended a trainer."""
+    prefix = "adascale: "
+    errors = [line.removeprefix(prefix) for line in trainer.log.splitlines() if line.startswith(prefix)]
+    return errors[-1] if errors else "its program has ended with the exit code of a failed check"

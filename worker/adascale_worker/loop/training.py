@@ -18,7 +18,7 @@ from torch import nn
 from adascale_core.names import ENV_JOINS_OTHERS
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
-from adascale_worker.errors import WorkerError
+from adascale_worker.errors import ReplicaCheckError, WorkerError
 from adascale_worker.gradients.accumulation import Accumulation, GradientAccumulation
 from adascale_worker.gradients.backward_guard import BackwardGuard
 from adascale_worker.gradients.data_parallel import DataParallelModel, ForwardRecord, warm_up
@@ -54,6 +54,7 @@ from adascale_worker.membership.generations import AgentConnection, Membership
 from adascale_worker.membership.lane_group import LaneGroup
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
+from adascale_worker.process.device_check import find_fault
 from adascale_worker.process.device_clock import clock_of
 from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
 from adascale_worker.process.gpu_monitor import monitor_of
@@ -349,16 +350,29 @@ class Training:
     # -- the program --------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Restore the state of training, in the first generation of this trainer."""
+        """Restore the state of training, in the first generation of this trainer.
+
+        Raises:
+            ReplicaCheckError: the device of this replica must not take part.
+        """
         self._backward_guard.install()
         if self.membership is None:
             self.generations.begin_alone()
             return
+        self._require_sound_devices()
         warm_up()
         if os.environ.get(ENV_JOINS_OTHERS) == "1" and not isinstance(self._replica.group, LaneGroup):
             self.generations.prepare_to_receive()
         self.membership.start()
         self.generations.enter()
+
+    def _require_sound_devices(self) -> None:
+        """Check the device of each process of this replica before the agent registers it."""
+        group, fault = self._replica.group, find_fault(self._replica.device)
+        if isinstance(group, LaneGroup):
+            fault = next(filter(None, group.own.exchange(fault)), None)
+        if fault is not None:
+            raise ReplicaCheckError(fault)
 
     def install(self) -> None:
         """Replace methods of the program's objects, and install the handlers of the process.

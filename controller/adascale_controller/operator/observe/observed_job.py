@@ -9,7 +9,7 @@ from typing import Self
 
 from adascale_controller.failing_counts import FailingCount
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.pods import Pod, PodProblem
+from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
 from adascale_controller.operator.observe.queue import QueueView
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
 from adascale_controller.operator.types.kubernetes import (
@@ -23,13 +23,14 @@ from adascale_controller.operator.types.queueing import ELASTIC_JOB, QUEUE_NAME
 from adascale_controller.operator.types.workload import Workload, extra_name
 from adascale_core import names
 from adascale_core.decision.accelerators import Accelerator
-from adascale_core.failures.exit_codes import EXIT_REFUSED, EXIT_SERVICE_UNAVAILABLE
+from adascale_core.failures.exit_codes import EXIT_CHECK_FAILED, EXIT_REFUSED, EXIT_SERVICE_UNAVAILABLE
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.pacing import MAX_INTERVAL
 from adascale_core.rendezvous.rendezvous import DEPARTED_STATES, EXITED_STATES
 from adascale_core.views.jobs import JobView
 
 _AGENT_ERRORS = {
+    EXIT_CHECK_FAILED: Reason.REPLICA_CHECK_FAILED,
     EXIT_REFUSED: Reason.REPLICA_REFUSED,
     EXIT_SERVICE_UNAVAILABLE: Reason.METRICS_SERVICE_UNREACHABLE,
 }
@@ -506,13 +507,11 @@ class ObservedJob(CachedJob):
     def agent_errors(self) -> dict[int, PodProblem]:
         """Why agents have given up, by rank, until the metrics service accepts another one of the replica."""
         by_age = sorted(self.own_pods, key=lambda pod: pod.created_at)
-        newest = {pod.rank: pod.exit for pod in by_age if pod.exit is not None}
+        newest = {pod.rank: (pod.name, pod.exit) for pod in by_age if pod.exit is not None}
         accepted = self._accepted_replicas
         return {
-            rank: PodProblem(
-                _AGENT_ERRORS[end.exit_code], end.termination.log if end.termination else end.message
-            )
-            for rank, end in newest.items()
+            rank: _agent_error(name, end)
+            for rank, (name, end) in newest.items()
             if rank not in accepted and end.of_worker and end.exit_code in _AGENT_ERRORS
         }
 
@@ -578,6 +577,15 @@ class ObservedJob(CachedJob):
                 f"Job {name}, which has the extra pods, waits to be admitted in LocalQueue {extra.queue}"
             )
         return PodProblem(Reason.EXTRA_PODS_SUSPENDED, message)
+
+
+def _agent_error(pod: str, end: PodExit) -> PodProblem:
+    assert end.exit_code is not None
+    message = end.termination.log if end.termination else end.message
+    if end.exit_code == EXIT_CHECK_FAILED:
+        # Another pod of the replica, maybe on another node, has taken its place.
+        message = f"pod {pod}: {message}"
+    return PodProblem(_AGENT_ERRORS[end.exit_code], message)
 
 
 def _live(pods: Iterable[Pod]) -> dict[int, Pod]:

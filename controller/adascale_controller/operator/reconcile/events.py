@@ -170,6 +170,7 @@ _START_PROBLEMS = frozenset(
         Reason.POD_CREATION_FAILED,
         Reason.EXTRA_PODS_SUSPENDED,
         Reason.REPLICA_REFUSED,
+        Reason.REPLICA_CHECK_FAILED,
         Reason.METRICS_SERVICE_UNREACHABLE,
     }
 )

@@ -60,6 +60,7 @@ class Reason(StrEnum):
     EXTRA_PODS_REJECTED = "ExtraPodsRejected"
     EXTRA_PODS_SUSPENDED = "ExtraPodsSuspended"
     REPLICA_REFUSED = "ReplicaRefused"
+    REPLICA_CHECK_FAILED = "ReplicaCheckFailed"
     PROGRAM_FAILED = "ProgramFailed"
     FINISHED = "Finished"
     FAILED = "Failed"

@@ -1,0 +1,117 @@
+"""The check of a device before its replica joins, on devices that are right and on faulty ones."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adascale_worker.process.device_check import REPETITIONS, find_fault
+
+CPU = torch.device("cpu")
+matmul, empty = torch.matmul, torch.empty
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_a_device_passes_with_each_precision_and_random_numbers_stay_the_same(
+    device: torch.device, precision: str
+) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    state = torch.get_rng_state()
+    try:
+        with torch.autocast(device.type, torch.bfloat16), torch.inference_mode():
+            assert find_fault(device) is None
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def becomes_nan(product: Tensor) -> None:
+    product[3, 5] = math.nan
+
+
+def loses_a_bit(product: Tensor) -> None:
+    product[3, 5] += 1
+
+
+@pytest.mark.parametrize("repetition", [1, REPETITIONS])
+@pytest.mark.parametrize(("fault", "got"), [(becomes_nan, r"nan"), (loses_a_bit, r"(-?\d+)\.0")])
+def test_a_device_fails_if_one_element_of_one_product_is_wrong(
+    fault: Callable[[Tensor], None], got: str, repetition: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products = 0
+
+    def faulty(left: Tensor, right: Tensor) -> Tensor:
+        nonlocal products
+        products += 1
+        product = matmul(left, right)
+        if products == repetition:
+            fault(product)
+        return product
+
+    monkeypatch.setattr(torch, "matmul", faulty)
+    described = find_fault(CPU) or ""
+    found = re.fullmatch(
+        rf"device cpu has failed its check: in a product of float32 matrices, number {repetition} of "
+        rf"{REPETITIONS}, 1 of \d+ elements are wrong. Expected (-?\d+) at \[3, 5\], got {got}",
+        described,
+    )
+    assert found is not None, described
+    if fault is loses_a_bit:
+        assert int(found[2]) == int(found[1]) + 1
+
+
+class FaultyMemory(Tensor):
+    """Memory in which a bit of word 1234 is always 0 or always 1, after any operation."""
+
+    stuck_at = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        memory = args[0] if args else None
+        if func is Tensor.__setitem__ and isinstance(memory, cls):
+            words = memory.as_subclass(Tensor)
+            words[1234] = words[1234] & ~1024 if cls.stuck_at == 0 else words[1234] | 1024
+        return result
+
+
+@pytest.mark.parametrize("stuck_at", [0, 1])
+def test_a_device_fails_if_a_bit_of_its_memory_cannot_be_changed(
+    stuck_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FaultyMemory, "stuck_at", stuck_at)
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).as_subclass(FaultyMemory))
+    described = find_fault(CPU) or ""
+    found = re.fullmatch(
+        r"device cpu has failed its check: its memory has changed: word 1234 of \d+ was written as "
+        r"(0x[0-9a-f]{16}) and read as (0x[0-9a-f]{16})",
+        described,
+    )
+    assert found is not None, described
+    written, read = (int(word, 16) for word in found.groups())
+    assert written ^ read == 1024
+    assert bool(read & 1024) == bool(stuck_at)
+
+
+@pytest.mark.parametrize(
+    ("message", "fails"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be", True),
+        ("CUDA error: out of memory\nCUDA kernel errors might be", False),
+    ],
+)
+def test_an_error_of_a_device_is_a_fault_unless_its_memory_is_full(
+    message: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def report_error(*_: Tensor) -> Tensor:
+        raise torch.AcceleratorError(message)
+
+    monkeypatch.setattr(torch, "matmul", report_error)
+    fault = "device cpu has failed its check: it reports an error: CUDA error: uncorrectable ECC error"
+    assert find_fault(CPU) == (f"{fault} encountered" if fails else None)
