@@ -59,4 +59,3 @@ def _ratio(quota: str, period: str) -> float:
         return int(quota) / int(period) if int(quota) > 0 else inf
     except (ValueError, ZeroDivisionError):
         return inf
-
