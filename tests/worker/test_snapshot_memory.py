@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def paths() -> Iterator[list[str]]:
 
 def test_the_newest_copy_is_read_by_another_process_as_it_was_written(paths: list[str]) -> None:
     shared = torch.arange(12.0).reshape(3, 4)
-    state = {
+    state: dict[str, Any] = {
         "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
         "number": torch.tensor(7),
         "nothing": torch.empty(0, 3),
