@@ -21,7 +21,7 @@ from adascale_core.failures.termination_message import TerminationMessage
 from adascale_worker.loop.step_watchdog import EXPLAIN_AFTER
 from support.certificates import TlsFiles, tls_files
 from support.fast_python import PYTHON
-from support.launch import PROGRAM, TIMEOUT, AgentProcess, Journal, free_port, wait_until
+from support.launch import PROGRAM, TIMEOUT, AgentProcess, Journal, Replicas, free_port, wait_until
 from support.service import Service
 
 BOUNDS = json.dumps({"batch_size": 8, "max_batch_size": 16, "local_bsz_bounds": [4, 8]})
@@ -232,6 +232,37 @@ def test_a_killed_trainer_costs_no_step(job: Job) -> None:
     view = job.service.job()
     assert (view["failures"], view["disruptions"]) == (0, 1)
     assert all(agent.process.poll() is None for agent in job.agents)
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_only_trainer_costs_a_step_at_most(job: Job) -> None:
+    """It is killed twice. The only checkpoint is of the first steps."""
+    options = {
+        "BOUNDS": json.dumps({"batch_size": 12}),
+        "EPOCHS": 6,
+        "ADASCALE_CHECKPOINT_INTERVAL": 1000,
+        "SNAPSHOT_SHARE": 1,
+    }
+    undisturbed = Replicas(1, job.folder, **options, JOURNAL=job.folder / "undisturbed")
+    job.service.allocate(1, 1)
+    (agent,) = job.start(
+        0, **options, STEP_SECONDS=0.1, ADASCALE_CHECKPOINT_DIR=job.folder / "other-checkpoints"
+    )
+    for generation in (1, 2):
+        job.wait_for_training(generation, steps=5)
+        os.kill(job.trainer_pid(0), signal.SIGKILL)
+    assert agent.wait() == 0, job.logs()
+    first, second, third = job.journal.attempts()
+    for before, after in ((first, second), (second, third)):
+        assert before.header["pid"] != after.header["pid"]
+        assert before.steps[-1].step - 1 <= after.header["step"] <= before.steps[-1].step
+        assert after.header["restored"]
+    steps = job.journal.effective()
+    assert sorted(steps) == list(range(1, 25)), "every step exactly once"
+    assert undisturbed.wait()[0] == [0]
+    assert job.journal.weights() == Journal(job.folder / "undisturbed").weights()
+    view = job.service.job()
+    assert (view["failures"], view["disruptions"]) == (0, 2)
 
 
 @pytest.mark.slow

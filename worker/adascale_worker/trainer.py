@@ -72,6 +72,7 @@ from adascale_worker.reporting.tracked_run import RunIdentity
 from adascale_worker.reporting.trackers import Tracker, make_tracker
 from adascale_worker.state.checkpoints.best_weights import BestWeights
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+from adascale_worker.state.checkpoints.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
 from adascale_worker.state.program import Stateful, require_choice, require_stateful
 
 if TYPE_CHECKING:
@@ -194,9 +195,10 @@ class ElasticTrainer:
         try:
             channel = environment.take_agent_channel(os.environ)
             store = environment.take_replica_store(os.environ)
+            snapshot_files = environment.take_snapshot_files(os.environ)
             made = make_tracker(tracker)
             self._replica = _make_replica(
-                arguments, channel, store, device, seed, fast_exit, exit_status, made
+                arguments, channel, store, snapshot_files, device, seed, fast_exit, exit_status, made
             )
         except AdaScaleError as error:
             if channel is not None:
@@ -993,6 +995,7 @@ def _make_replica(
     arguments: environment.JobSettings,
     channel: socket.socket | None,
     replica_store: str | None,
+    snapshot_files: Sequence[str],
     device: torch.device | str | None,
     seed: int,
     fast_exit: FastExit,
@@ -1054,6 +1057,7 @@ def _make_replica(
         progress=progress,
         planner=planner,
         checkpointing=checkpointing,
+        snapshot_memory=_open_snapshots(snapshot_files) if processes is None and has_agent else None,
         agent=agent,
         accelerator=accelerator,
         make_reporter=_make_reporter,
@@ -1063,6 +1067,15 @@ def _make_replica(
         fast_exit=fast_exit,
         exit_status=exit_status,
     )
+
+
+def _open_snapshots(files: Sequence[str]) -> SnapshotMemory | None:
+    """Return the agent's memory for copies of the state; None if there is none, or it cannot be used."""
+    try:
+        return SnapshotMemory(files) if files else None
+    except NoSnapshotMemoryError as error:
+        print(f"adascale: the agent keeps no copy of the state: {error}", flush=True)
+        return None
 
 
 def _run_of_job(incarnation: int) -> str | None:

@@ -31,6 +31,7 @@ from adascale_core.names import (
     ENV_JOINS_OTHERS,
     ENV_RANK,
     ENV_REPLICAS,
+    ENV_SNAPSHOT_FILES,
     LAUNCHER_VARIABLES,
     LEAVE_GRACE,
 )
@@ -40,6 +41,7 @@ from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.kill_deadline import KILL_INTERVAL, RESCALE_GRACE, KillDeadline, release_grace
 from adascale_worker.agent.link_check import LinkCheck
 from adascale_worker.agent.restart_backoff import RestartBackoff
+from adascale_worker.agent.snapshot_files import make_snapshot_files
 from adascale_worker.agent.termination_log import TerminationLog
 from adascale_worker.agent.trainer_process import TrainerProcess
 from adascale_worker.errors import ReplicaCheckError, ReplicaRefusedError, WorkerError
@@ -87,6 +89,8 @@ class Agent:
         self._command = list(command)
         # The warnings of c10d about a lost connection have a page of stack frames each.
         self._environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **environ, ENV_ADDRESS: address}
+        if ENV_SNAPSHOT_FILES not in environ:
+            self._environ[ENV_SNAPSHOT_FILES] = make_snapshot_files()
         for name in LAUNCHER_VARIABLES:
             self._environ.pop(name, None)
         self._replica = replica

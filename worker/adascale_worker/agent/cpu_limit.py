@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 from typing import Final
 
-_CGROUP: Final = Path("/sys/fs/cgroup")
-_OWN: Final = Path("/proc/self/cgroup")
+from adascale_worker.process.control_groups import OWN, ROOT, ControlGroup, control_groups
+
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def thread_variables(
-    environ: Mapping[str, str], *, root: Path = _CGROUP, own: Path = _OWN, processors: int | None = None
+    environ: Mapping[str, str], *, root: Path = ROOT, own: Path = OWN, processors: int | None = None
 ) -> dict[str, str]:
     """Return the variable by which torch starts no more threads than the CPU limit allows to run.
 
@@ -23,8 +23,7 @@ def thread_variables(
 
     Args:
         environ: the environment of the agent. Empty if the user has set a number of threads.
-        root: where the control groups are mounted.
-        own: the file that names the control groups of this process.
+        root, own: as for `control_groups`.
         processors: how many processors this process may use. None for what the system says.
     """
     if any(name in environ for name in _THREAD_VARIABLES):
@@ -34,7 +33,7 @@ def thread_variables(
     return {"OMP_NUM_THREADS": str(max(int(limit), 1))} if limit < available else {}
 
 
-def cpu_limit(root: Path = _CGROUP, own: Path = _OWN) -> float:
+def cpu_limit(root: Path = ROOT, own: Path = OWN) -> float:
     """Return how many processors a process may use on average, infinite if that is not limited.
 
     The limit of a control group holds for those in it, so it is the smallest one up to the root. Version 2
@@ -43,43 +42,14 @@ def cpu_limit(root: Path = _CGROUP, own: Path = _OWN) -> float:
     Args:
         root, own: as for `thread_variables`.
     """
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return inf
-    limits = [inf]
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            limits += [_quota_v2(folder) for folder in _folders(root, path)]
-        elif "cpu" in controllers.split(","):
-            for mount in (root / controllers, root / "cpu"):
-                limits += [_quota_v1(folder) for folder in _folders(mount, path)]
-    return min(limits)
+    return min([inf, *map(_quota, control_groups("cpu", root, own))])
 
 
-def _folders(root: Path, path: str) -> Iterator[Path]:
-    """Yield the folder of a control group, and those of the control groups around it.
-
-    In a container the path may be that on the machine, of which only the container's own group is mounted, as
-    the root.
-    """
-    folder = root / path.strip("/")
-    while folder != root:
-        # The path may lead out of what is mounted: `/../other`.
-        if ".." not in folder.parts:
-            yield folder
-        folder = folder.parent
-    yield root
-
-
-def _quota_v2(folder: Path) -> float:
-    words = _words(folder / "cpu.max")
-    return _ratio(words[0], words[1]) if len(words) == 2 else inf
-
-
-def _quota_v1(folder: Path) -> float:
-    quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
+def _quota(group: ControlGroup) -> float:
+    if group.version == 2:
+        words = group.words("cpu.max")
+        return _ratio(words[0], words[1]) if len(words) == 2 else inf
+    quota, period = group.words("cpu.cfs_quota_us"), group.words("cpu.cfs_period_us")
     return _ratio(quota[0], period[0]) if quota and period else inf
 
 
@@ -89,10 +59,3 @@ def _ratio(quota: str, period: str) -> float:
         return int(quota) / int(period) if int(quota) > 0 else inf
     except (ValueError, ZeroDivisionError):
         return inf
-
-
-def _words(file: Path) -> list[str]:
-    try:
-        return file.read_text().split()
-    except OSError:
-        return []

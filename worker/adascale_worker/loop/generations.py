@@ -33,7 +33,9 @@ from adascale_worker.process.exit import FastExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.telemetry import Telemetry
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+from adascale_worker.state.agent_snapshots import AgentSnapshots
+from adascale_worker.state.checkpoints.checkpointing import Checkpointing, State
+from adascale_worker.state.checkpoints.snapshot_memory import KeptSnapshot
 from adascale_worker.state.exchange import StateExchange
 from adascale_worker.state.program import ProgramState
 from adascale_worker.state.saving import StateSaving
@@ -58,6 +60,7 @@ class Generations:
         held: the state in the memory of this process.
         exchange: copies it between the members.
         saving: saves it.
+        snapshots: copies of it in the memory of the agent.
         shortage: whether batches have to be smaller.
         shutdown_request: whether this replica was requested to save and exit.
         fast_exit: ends the process.
@@ -81,6 +84,7 @@ class Generations:
     held: HeldState
     exchange: StateExchange
     saving: StateSaving
+    snapshots: AgentSnapshots
     shortage: MemoryShortage
     shutdown_request: ShutdownRequest
     fast_exit: FastExit
@@ -147,6 +151,7 @@ class Generations:
         trained.begin_generation(rows[formation.sources[0] if formation.sources else 0][1])
         steps.use_trained()
         self.checkpointing.begin_generation()
+        self.snapshots.begin_generation()
         steps.counter.agreement.begin_generation()
         steps.begin_generation()
         self._announce_place()
@@ -193,7 +198,8 @@ class Generations:
     def _load(self) -> bool:
         """Restore the last checkpoint on all ranks, and return whether there is one. A collective call.
 
-        Rank 0 reads it, each process of it its part, and sends the state to the others.
+        Rank 0 reads it, each process of it its part, and sends the state to the others. If the memory of its
+        agent has a later copy, it uses that.
 
         Raises:
             CheckpointError: no intact checkpoint is left, or it was saved by another program.
@@ -201,12 +207,13 @@ class Generations:
         """
         group, checkpointing, trained = self.group, self.checkpointing, self.program.trained
         failure: tuple[str, str] | None = None
-        state, is_elsewhere = None, False
+        state, is_elsewhere, kept = None, False, None
         if group.rank == 0:
             self.exchange.release_memory()
             try:
                 # In the first generation the storage's address may be wrong, so an error is raised at once.
-                state = checkpointing.load(self.state.shards, wait=group.generation > 1)
+                kept = self.snapshots.newest()
+                state = checkpointing.load(self.state.shards, wait=group.generation > 1, kept=kept)
                 is_elsewhere = self._continues_elsewhere()
             except AdaScaleError as error:
                 failure = kind_of_error(error), str(error)
@@ -214,7 +221,7 @@ class Generations:
         if group.rank == 0 and failure is None:
             try:
                 if state is not None:
-                    self.state.load_state_dict(state)
+                    self._restore(state, kept)
                     self.feed.begin_from_checkpoint()
                 else:
                     self.exchange.keep_initial_weights()
@@ -237,6 +244,30 @@ class Generations:
         trained.begin_generation(trained.encoded())
         self.steps.use_trained()
         return bool(is_restored)
+
+    def _restore(self, state: State, kept: KeptSnapshot | None) -> None:
+        """Restore a state on rank 0: of the last checkpoint, or a copy that is later.
+
+        Raises:
+            CheckpointError: it cannot be restored, and neither can the last checkpoint.
+        """
+        checkpointing = self.checkpointing
+        if kept is None or not checkpointing.is_from_memory:
+            self.state.load_state_dict(state)
+            return
+        error = self.snapshots.restore(kept, state)
+        if error is None:
+            print(
+                f"adascale: training continues after step {kept.info.step}, with the state that the agent "
+                "has kept in memory",
+                flush=True,
+            )
+            return
+        print(f"adascale: the state that the agent has kept in memory cannot be used: {error}", flush=True)
+        checkpoint = checkpointing.load(self.state.shards, wait=True)
+        if checkpoint is None:
+            raise error
+        self.state.load_state_dict(checkpoint)
 
     def _continues_elsewhere(self) -> bool:
         """Whether this generation is before that of the restored checkpoint, which it cannot replace.

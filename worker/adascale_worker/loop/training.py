@@ -74,7 +74,9 @@ from adascale_worker.reporting.reporter import Reporter
 from adascale_worker.reporting.telemetry import Telemetry
 from adascale_worker.reporting.tracked_run import RunIdentity
 from adascale_worker.reporting.trackers import Tracker
+from adascale_worker.state.agent_snapshots import AgentSnapshots
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
 from adascale_worker.state.exchange import StateExchange
 from adascale_worker.state.program import ProgramState, Stateful
 from adascale_worker.state.saving import StateSaving
@@ -96,6 +98,7 @@ class Replica:
         progress: of training.
         planner: of the batches.
         checkpointing: saves and restores checkpoints.
+        snapshot_memory: memory of the agent for copies of the state. None without it.
         agent: the connection with the agent. None without an agent.
         accelerator: the type of accelerator, under which measurements are stored.
         make_reporter: returns what posts reports; None if there is no metrics service.
@@ -112,6 +115,7 @@ class Replica:
     progress: TrainingProgress
     planner: BatchPlanner
     checkpointing: Checkpointing
+    snapshot_memory: SnapshotMemory | None
     agent: AgentConnection | None
     accelerator: str
     make_reporter: Callable[[], Reporter | None]
@@ -224,6 +228,9 @@ class Training:
         )
         weights = FiniteWeights(optimizer, job.settings.max_nonfinite_steps, group)
         saving = StateSaving(state, optimizer, weights, checkpointing, group)
+        snapshots = AgentSnapshots(
+            replica.snapshot_memory, group, state, weights, checkpointing, replica.device
+        )
         self.held = held = HeldState(progress, state, saving, gradients.undo, checkpointing)
         finish_request = FinishRequest(progress, group, saving)
         self.membership = membership = (
@@ -278,6 +285,7 @@ class Training:
             held=held,
             exchange=StateExchange(group, program, state, checkpointing),
             saving=saving,
+            snapshots=snapshots,
             shortage=shortage,
             shutdown_request=shutdown_request,
             fast_exit=replica.fast_exit,
@@ -316,6 +324,7 @@ class Training:
             telemetry=telemetry,
             saving=saving,
             checkpointing=checkpointing,
+            snapshots=snapshots,
             shortage=shortage,
             has_agent=channel is not None,
         )

@@ -32,6 +32,7 @@ from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.state.agent_snapshots import AgentSnapshots
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.program import ProgramState
 from adascale_worker.state.saving import StateSaving
@@ -57,6 +58,7 @@ class TrainingLoop:
         planner, feed: plan and load batches.
         telemetry: measures steps.
         saving, checkpointing: save the state.
+        snapshots: copies of it in the memory of the agent.
         shortage: whether batches have to be smaller.
         has_agent: whether an agent changes generations.
     """
@@ -76,6 +78,7 @@ class TrainingLoop:
     telemetry: Telemetry
     saving: StateSaving
     checkpointing: Checkpointing
+    snapshots: AgentSnapshots
     shortage: MemoryShortage
     has_agent: bool
 
@@ -185,6 +188,7 @@ class TrainingLoop:
                     self.ending.leave_loop(early=False)
                     return False
                 if steps.at_boundary:
+                    self.snapshots.keep()
                     seed_generators(self.feed.seed, progress.consumed, self.feed.rank)
                     if self.feed.is_stream:
                         self._follow_stream()

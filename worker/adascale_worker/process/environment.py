@@ -126,6 +126,14 @@ def take_agent_channel(environ: MutableMapping[str, str]) -> socket.socket | Non
     return channel
 
 
+def take_snapshot_files(environ: MutableMapping[str, str]) -> list[str]:
+    """Return the paths of the agent's memory for copies of the state; none if it has no such memory.
+
+    Removes the variable, since programs that this one starts are not trainers of the agent.
+    """
+    return [path for path in environ.pop(names.ENV_SNAPSHOT_FILES, "").split(":") if path]
+
+
 def apply_settings(environ: MutableMapping[str, str], settings: Mapping[str, str | None]) -> None:
     """Set the variables of a generation, where the program finds them; None removes a variable."""
     for name, value in settings.items():

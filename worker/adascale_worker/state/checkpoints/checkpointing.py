@@ -17,6 +17,7 @@ from adascale_worker.errors import CheckpointError, StorageUnavailableError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.checkpoints.best_weights import BestWeights
 from adascale_worker.state.checkpoints.processes import CheckpointProcesses
+from adascale_worker.state.checkpoints.snapshot_memory import KeptSnapshot, number_of
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from adascale_worker.state.shards import Shards
@@ -74,6 +75,8 @@ class Checkpointing:
         self._saved_at = float("-inf")
         self._manifest: Manifest | None = None
         self._result: dict[str, float | str] = {}
+        self._kept: KeptSnapshot | None = None
+        """The copy that is restored, because it is later than the last checkpoint."""
         self._has_final = False
         self._is_final_written = False
 
@@ -115,25 +118,45 @@ class Checkpointing:
         age, self.is_unsaved = self._group.broadcast((time.monotonic() - self._saved_at, self.is_unsaved))
         self._saved_at = time.monotonic() - age
 
-    def load(self, own: Shards | None = None, *, wait: bool = False) -> State | None:
-        """Return the newest intact checkpoint. None if there is none. Called on rank 0 only.
+    @property
+    def result(self) -> dict[str, float | str]:
+        """The result of training, as far as the program has reported it."""
+        return self._result
+
+    def load(
+        self, own: Shards | None = None, *, wait: bool = False, kept: KeptSnapshot | None = None
+    ) -> State | None:
+        """Return the newest intact checkpoint, or a later copy. None if there is none. Called on rank 0 only.
 
         Args:
             own: the part of the state that this process needs; None for the whole state.
             wait: whether to wait for a storage that cannot be read, at most `MAX_WAIT_FOR_STORAGE` seconds.
+            kept: a copy, which is used if it is later than the newest checkpoint.
 
         Raises:
             CheckpointError: there are checkpoints, but all are damaged; or the storage cannot be read.
         """
-        if self._store is None:
-            return None
+        self._kept = None
         store = self._store
-        loaded = self._repeat(lambda: store.load(own=own)) if wait else store.load(own=own)
-        if loaded is None:
-            return None
-        state, self._manifest = loaded
-        self._saved_at = time.monotonic() - max(time.time() - self._manifest.saved_at, 0.0)
+
+        def read() -> tuple[State | None, Manifest | None]:
+            newest = store.newest() if store is not None and kept is not None else None
+            if kept is not None and (newest is None or kept.number > number_of(newest)):
+                return None, newest
+            return (store.load(own=own) if store is not None else None) or (None, None)
+
+        state, manifest = self._repeat(read) if wait else read()
+        if manifest is not None:
+            self._manifest = manifest
+            self._saved_at = time.monotonic() - max(time.time() - manifest.saved_at, 0.0)
+        if state is None and kept is not None:
+            state, self._kept = kept.read(), kept
         return state
+
+    @property
+    def is_from_memory(self) -> bool:
+        """Whether `load` has returned the copy, and not a checkpoint."""
+        return self._kept is not None
 
     def save(
         self,
@@ -262,7 +285,7 @@ class Checkpointing:
     @property
     def has_restored_final(self) -> bool:
         """Whether this replica has restored the checkpoint of the end of training."""
-        return self._manifest is not None and self._manifest.finished
+        return self._manifest is not None and self._manifest.finished and self._kept is None
 
     def keep_final(self, *, is_final: bool) -> None:
         """Use the checkpoint that rank 0 has restored.
@@ -272,8 +295,10 @@ class Checkpointing:
                 an end after which training goes on now is not kept.
         """
         self._has_final = self._is_final_written = is_final
+        # What the program has reported before it restores the state is newer.
+        if self._kept is not None:
+            self._result = {**self._kept.result, **self._result}
         if self._manifest is not None and (is_final or not self._manifest.finished):
-            # What the program has reported before it restores the state is newer.
             self._result = {**self._manifest.result, **self._result}
 
     def postpone(self) -> None:

@@ -306,6 +306,21 @@ class CheckpointStore:
             )
         return loaded
 
+    def newest(self) -> Manifest | None:
+        """Return the manifest of the newest checkpoint, without reading its state. None if there is none.
+
+        Raises:
+            CheckpointError: the storage cannot be read, or another version has written the manifest.
+        """
+        for number in reversed(self.numbers()):
+            try:
+                return self._read_manifest(number)
+            except DamagedError:
+                continue
+            except StorageError as error:
+                raise StorageUnavailableError(f"{self.storage} cannot be read: {error}") from error
+        return None
+
     def numbers(self) -> list[int]:
         """Return the numbers of the saved checkpoints, in ascending order.
 

@@ -1,0 +1,219 @@
+"""Tests of copies of the state in memory that outlives a process: the last complete one is found."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adascale_worker.agent.snapshot_files import make_snapshot_files
+from adascale_worker.process.available_memory import available_memory
+from adascale_worker.state.checkpoints.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
+from adascale_worker.state.checkpoints.store import CheckpointInfo
+from support.fast_python import Program
+from support.launch import wait_until
+
+INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=1, generation=3, finished=False, saved_at=9.5)
+MIB = 2**20
+
+WRITER = """
+import sys
+import torch
+from dataclasses import replace
+from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
+from adascale_worker.state.checkpoints.store import CheckpointInfo
+
+memory = SnapshotMemory(sys.argv[1].split(":"))
+large, small = [torch.empty(2**20) for _ in range(8)], [torch.empty(10) for _ in range(600)]
+for step in range(1, 10**9):
+    for each in [*large, *small]:
+        each.fill_(step)
+    info = CheckpointInfo(
+        step=step, progress=1.0, epoch=0, replicas=1, generation=1, finished=False, saved_at=0.0
+    )
+    memory.save({"large": large, "small": small, "number": step}, info, {})
+"""
+
+
+@pytest.fixture
+def paths() -> Iterator[list[str]]:
+    made = make_snapshot_files().split(":")
+    yield made
+    for path in made:
+        os.close(int(Path(path).name))
+
+
+def test_the_newest_copy_is_read_by_another_process_as_it_was_written(paths: list[str]) -> None:
+    shared = torch.arange(12.0).reshape(3, 4)
+    state: dict[str, Any] = {
+        "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        "number": torch.tensor(7),
+        "nothing": torch.empty(0, 3),
+        "transposed": shared.T,
+        "same": [shared, shared],
+        "values": (1, "text", None, 2.5),
+    }
+    memory = SnapshotMemory(paths)
+    assert memory.newest() is None
+    for step in (1, 2, 3):
+        shared.fill_(step)
+        memory.save(state, replace(INFO, step=step), {"accuracy": 0.25 * step})
+        kept = SnapshotMemory(paths).newest()
+        assert kept is not None
+        assert (kept.info, kept.result) == (replace(INFO, step=step), {"accuracy": 0.25 * step})
+        read = kept.read()
+        for name in ("half", "number", "nothing", "transposed"):
+            assert torch.equal(read[name], state[name]), name
+            assert read[name].dtype == state[name].dtype
+        assert read["same"][0] is read["same"][1]
+        assert read["values"] == state["values"]
+    memory.release()
+    assert SnapshotMemory(paths).newest() is None
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_the_copy_before(
+    paths: list[str], tmp_path: Path
+) -> None:
+    """It is stopped at a moment at which a place is incomplete, and killed there."""
+    (tmp_path / "writer.py").write_text(WRITER)
+    writer = Program([str(tmp_path / "writer.py"), ":".join(paths)], dict(os.environ), tmp_path / "output")
+    try:
+        assert writer.pid is not None
+        before = wait_until(partial(stopped_while_writing, writer.pid, paths), "a stop in a copy", pause=0.0)
+        os.kill(writer.pid, signal.SIGKILL)
+        wait_until(lambda: writer.code is not None, "the end of the writer")
+    finally:
+        writer.close()
+    kept = SnapshotMemory(paths).newest()
+    assert kept is not None
+    state = kept.read()
+    assert kept.info.step == state["number"] == before
+    assert all(bool((each == before).all()) for each in [*state["large"], *state["small"]])
+    # The next process writes over the incomplete copy.
+    memory = SnapshotMemory(paths)
+    memory.save({"number": 99}, replace(INFO, step=99), {})
+    newest = memory.newest()
+    assert newest is not None
+    assert (newest.info.step, newest.read()) == (99, {"number": 99})
+    assert {number for number, _ in conditions(paths)} == {before, before + 1}
+
+
+def stopped_while_writing(pid: int, paths: list[str]) -> int | None:
+    """Stop a writer while a copy is incomplete, and return the number of the one before.
+
+    None if it was complete: try again.
+    """
+    if not is_writing(paths):
+        return None
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "T", "the stop", pause=0.0)
+    if is_writing(paths):
+        return max(number for number, is_valid in conditions(paths) if is_valid)
+    os.kill(pid, signal.SIGCONT)
+    return None
+
+
+def is_writing(paths: list[str]) -> bool:
+    """Whether one of two copies is incomplete, and has been complete before."""
+    return sorted(is_valid for number, is_valid in conditions(paths) if number) == [False, True]
+
+
+def conditions(paths: list[str]) -> list[tuple[int, bool]]:
+    """Return the number of the copy in each file that is not empty, and whether it is valid."""
+    found = []
+    for path in paths:
+        with Path(path).open("rb") as file:
+            header = file.read(16)
+        if header:
+            found.append((int.from_bytes(header[8:], "little"), header[0] == 1))
+    return found
+
+
+def test_a_copy_that_was_being_restored_when_a_process_ended_is_not_used_again(paths: list[str]) -> None:
+    memory = SnapshotMemory(paths)
+    memory.save({"number": 1}, INFO, {})
+    memory.save({"number": 2}, INFO, {})
+    kept = memory.newest()
+    assert kept is not None
+    memory.begin_restoring(kept)
+    assert SnapshotMemory(paths).newest() is None
+    memory.end_restoring(kept)
+    assert SnapshotMemory(paths).newest() is not None
+
+
+def test_memory_for_two_copies_is_taken_only_if_as_much_again_is_left(paths: list[str]) -> None:
+    state = {"weights": torch.ones(MIB)}
+    left = [15.0 * MIB, 17.0 * MIB]
+    memory = SnapshotMemory(paths, lambda: left[0])
+    with pytest.raises(
+        NoSnapshotMemoryError, match=r"two copies need 16 MiB of free memory, .* 15 MiB are left"
+    ):
+        memory.save(state, INFO, {})
+    assert memory.newest() is None
+    left.pop(0)
+    memory.save(state, INFO, {})
+    memory.save(state, INFO, {})
+    left[0] = 0.5 * MIB  # a tenth of the state has to be left when both copies are there
+    memory.save(state, INFO, {})
+    left[0] = 0.3 * MIB
+    with pytest.raises(NoSnapshotMemoryError):
+        memory.save(state, INFO, {})
+
+
+def test_the_files_of_another_container_are_refused() -> None:
+    with pytest.raises(NoSnapshotMemoryError, match="runs in another container or as another user"):
+        SnapshotMemory(["/proc/1/fd/987654321"])
+
+
+# -- available memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "left"),
+    [
+        ("0::/\n", {}, 5000 * 1024),
+        ("0::/\n", {"memory.max": "max", "memory.current": "9", "memory.stat": ""}, 5000 * 1024),
+        ("0::/\n", {"memory.max": "4000", "memory.current": "1500", "memory.stat": "anon 900"}, 2500),
+        (
+            "0::/pod/worker\n",
+            {
+                "pod/worker/memory.max": "max",
+                "pod/worker/memory.current": "1000",
+                "pod/memory.max": "4000",
+                "pod/memory.current": "3000",
+                "pod/memory.stat": "inactive_file 300\nactive_file 50\nshmem 700",
+            },
+            1350,
+        ),
+        (
+            "4:memory:/x\n",
+            {
+                "memory/x/memory.limit_in_bytes": "3000",
+                "memory/x/memory.usage_in_bytes": "1000",
+                "memory/x/memory.stat": "inactive_file 1\nactive_file 0",
+            },
+            2001,
+        ),
+    ],
+)
+def test_the_least_memory_that_a_control_group_or_the_machine_has_left(
+    own: str, files: dict[str, str], left: float, tmp_path: Path
+) -> None:
+    for name, content in {"own": own, "machine": "MemFree: 1 kB\nMemAvailable:  5000 kB\n"}.items():
+        (tmp_path / name).write_text(content)
+    for name, content in files.items():
+        file = tmp_path / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    assert available_memory(tmp_path / "cgroup", tmp_path / "own", tmp_path / "machine") == left
+
+
+def test_the_memory_of_this_machine_is_known() -> None:
+    assert 0 < available_memory() < inf
