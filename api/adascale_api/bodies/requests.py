@@ -161,6 +161,11 @@ class AllocationBody(RequestBody):
 
     generation: Generation = Field(description="The number of the generation, higher than all before.")
     replicas: ReplicasOrZero = Field(description="The number of replicas; 0 suspends the job.")
+    spares: ReplicasOrZero = Field(
+        default=0,
+        description="The number of replicas beyond them that are started and wait, to take the places of lost "
+        "ones.",
+    )
     failed: bool = Field(default=False, description="Whether the job has failed, and so gets no replicas.")
 
     def to_allocation(self) -> Allocation:
