@@ -431,7 +431,9 @@ def test_a_spare_that_ends_interrupts_nothing_and_counts_as_nothing(replica_stat
     state = after(with_spares(2, 1), registration(0, RUNNING, 1, stepped=1))
     for number in range(20):
         state = after(
-            state, registration(2, replica_state, trainer=f"a.{number}"), registration(2, WAITING, trainer="a")
+            state,
+            registration(2, replica_state, trainer=f"a.{number}"),
+            registration(2, WAITING, trainer="a"),
         )
     assert active(state) == (1, [0, 1])
     assert (state.failures, state.disruptions) == (0, 0)
@@ -974,9 +976,7 @@ class SimulatedJob(RuleBasedStateMachine):
 
     # -- without faults
 
-    @initialize(
-        replicas=st.integers(1, REPLICAS), spares=st.integers(0, SPARES), spec=st.sampled_from(SPECS)
-    )
+    @initialize(replicas=st.integers(1, REPLICAS), spares=st.integers(0, SPARES), spec=st.sampled_from(SPECS))
     def submit(self, replicas: int, spares: int, spec: JobSpec | None) -> None:
         self.spec = spec
         for index in range(replicas + spares):

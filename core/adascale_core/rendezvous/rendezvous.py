@@ -13,9 +13,9 @@ ordered set of members: replicas whose trainers take part. It becomes active by 
   The desired count stays, and the missing replicas join by a planned change.
 - A loss of all members that have state: as many replicas as before begin from the last checkpoint.
 
-A spare is a replica that is started and waits. The desired allocation has the indices of `replicas` + `spares`
-replicas, and any of them may be members; the others are the spares. So a spare takes the place of a lost member
-in the generation after the loss, and the replacement of that member is a spare.
+A spare is a replica that is started and waits. The desired allocation has the indices of `replicas` +
+`spares` replicas, and any of them may be members; the others are the spares. So a spare takes the place of a
+lost member in the generation after the loss, and the replacement of that member is a spare.
 
 Invariants, for any order of events, while the service's data is not lost:
 - The generations of `desired` and `active` never decrease, and `active` is never newer than `desired`.

@@ -231,14 +231,14 @@ class Agent:
         self._deadline, self._terminate_sent = KillDeadline(), False
         active = self._view.active
         others_train = active is not None and bool(active.indices - {self._replica})
-        # It is a spare, unless one of the others starts later.
-        is_spare = self._replica >= desired.replicas
+        # Those that start last are the spares.
+        may_be_spare = desired.spares > 0
         environ = {
             **self._environ,
             ENV_RANK: str(self._replica),
             ENV_REPLICAS: str(max(desired.replicas, self._replica + 1)),
             ENV_GENERATION: "0",
-            ENV_JOINS_OTHERS: "1" if others_train or is_spare else "0",
+            ENV_JOINS_OTHERS: "1" if others_train or may_be_spare else "0",
         }
         try:
             return TrainerProcess(
@@ -335,8 +335,8 @@ class Agent:
         if desired is None or self._replica not in desired.indices:
             return False
         # In a planned change to fewer replicas, a member becomes a spare.
-        is_planned = active.replicas == desired.replicas
-        return not (desired.spares and is_planned and before is not None and before.replicas > active.replicas)
+        shrinks = before is not None and before.replicas > active.replicas == desired.replicas
+        return not (desired.spares and shrinks)
 
     def _assign(self, trainer: TrainerProcess, allocation: ActiveAllocation) -> None:
         rank = allocation.rank_of(self._replica, self._instance)
