@@ -153,7 +153,8 @@ def made_steps(steps: Sequence[Step], lost: Collection[int]) -> list[Step]:
 
     A step was made if a process that lived on has made it. The others may have no record of that: a process
     that was killed when it had sent its gradients, or one that took the weights from the process that has
-    made the step. What only a lost process has made is gone with it.
+    made the step. What only a lost process has made is gone with it. A process that has discarded the step,
+    and made it later with as many replicas, says nothing about the first time.
 
     Args:
         steps: of all processes, in order of their end.
@@ -168,15 +169,23 @@ def made_steps(steps: Sequence[Step], lost: Collection[int]) -> list[Step]:
     for step in steps:
         if step.made and not (step.pid in lost and step is last[step.pid]):
             makers.setdefault((step.step, step.replicas), []).append(step)
+    discarded: dict[tuple[int, int], list[Step]] = {}
+    for step in steps:
+        if step.made is False:
+            discarded.setdefault((step.pid, step.step), []).append(step)
+
+    def is_same_time(step: Step, other: Step) -> bool:
+        # The other process has begun the step more than once if it has discarded it.
+        distance = abs(other.begun - step.begun)
+        before = discarded.get((other.pid, other.step), [])
+        is_nearest = all(abs(each.begun - step.begun) >= distance for each in before)
+        return first[other.pid] <= step.begun <= other.ended and is_nearest
+
     own = {(step.pid, step.step) for step in steps if step.made}
     found = []
     for step in steps:
         # Processes that were started later have made it again.
-        others = [
-            other
-            for other in makers.get((step.step, step.replicas), [])
-            if first[other.pid] <= step.begun <= other.ended
-        ]
+        others = [other for other in makers.get((step.step, step.replicas), []) if is_same_time(step, other)]
         if step.made and (others or step.pid not in lost):
             found.append(step)
         elif not step.made and others and (step.pid, step.step) not in own:

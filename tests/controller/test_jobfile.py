@@ -313,7 +313,8 @@ INVALID_FIELDS = [
     (job(backoffLimit=-1), "spec.backoffLimit: must be at least 0, got -1"),
     (
         job(spareReplicas=1, processesPerReplica=2),
-        "spec: spareReplicas and processesPerReplica are both set, which was not tried; set at most one of them",
+        "spec: spareReplicas and processesPerReplica are both set, which was not tried; set at most one of "
+        "them",
     ),
     (
         job(spareReplicas=1, opportunistic={"priorityClassName": "low"}),
@@ -321,8 +322,8 @@ INVALID_FIELDS = [
     ),
     (
         job(spareReplicas=1021),
-        "spec.spareReplicas: must be at most 1016 with maxReplicas 8, since replicas and spares together are at "
-        "most 1024, got 1021",
+        "spec.spareReplicas: must be at most 1016 with maxReplicas 8, since replicas and spares together are "
+        "at most 1024, got 1021",
     ),
     (
         job(checkpoint={"claimName": "a", "path": "/b"}),
