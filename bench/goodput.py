@@ -1,7 +1,8 @@
 """Measures the goodput of training under losses, beside torchrun and torchft.
 
     .venv/bin/python bench/goodput.py [--state tiny|1GB] [--schedules one-a-minute,hang] [--seconds 60]
-        [--replicas 4] [--contenders adascale,torchrun] [--torchft PYTHON] [--json FILE] [--svg FILE]
+        [--replicas 4] [--spares 0] [--contenders adascale,torchrun] [--torchft PYTHON] [--json FILE]
+        [--svg FILE]
 
 The same program (`goodput_model.py`) trains with the same losses, at the same times, of the same ranks,
 which are drawn from --seed. A step has 24 samples. It takes --step-seconds with all replicas, in which each
@@ -17,7 +18,8 @@ minute:
 Contenders:
 
 - adascale: agents, which start lost trainers again, and a metrics service. The batch of 24 stays, and is
-  divided among the replicas that are there;
+  divided among the replicas that are there. With --spares, so many replicas more wait to take the places of
+  lost ones;
 - torchrun: DDP, `--max-restarts`, and `torch.distributed.checkpoint.async_save` every --checkpoint-interval
   seconds, as often as AdaScale saves; collective calls fail after 10 s;
 - torchft: DDP with its defaults (a heartbeat timeout of 5 s, other timeouts of 60 s), and `torchft-tuned`,
@@ -151,7 +153,8 @@ def made_steps(steps: Sequence[Step], lost: Collection[int]) -> list[Step]:
 
     A step was made if a process that lived on has made it. The others may have no record of that: a process
     that was killed when it had sent its gradients, or one that took the weights from the process that has
-    made the step. What only a lost process has made is gone with it.
+    made the step. What only a lost process has made is gone with it. A process that has discarded the step,
+    and made it later with as many replicas, says nothing about the first time.
 
     Args:
         steps: of all processes, in order of their end.
@@ -166,15 +169,23 @@ def made_steps(steps: Sequence[Step], lost: Collection[int]) -> list[Step]:
     for step in steps:
         if step.made and not (step.pid in lost and step is last[step.pid]):
             makers.setdefault((step.step, step.replicas), []).append(step)
+    discarded: dict[tuple[int, int], list[Step]] = {}
+    for step in steps:
+        if step.made is False:
+            discarded.setdefault((step.pid, step.step), []).append(step)
+
+    def is_same_time(step: Step, other: Step) -> bool:
+        # The other process has begun the step more than once if it has discarded it.
+        distance = abs(other.begun - step.begun)
+        before = discarded.get((other.pid, other.step), [])
+        is_nearest = all(abs(each.begun - step.begun) >= distance for each in before)
+        return first[other.pid] <= step.begun <= other.ended and is_nearest
+
     own = {(step.pid, step.step) for step in steps if step.made}
     found = []
     for step in steps:
         # Processes that were started later have made it again.
-        others = [
-            other
-            for other in makers.get((step.step, step.replicas), [])
-            if first[other.pid] <= step.begun <= other.ended
-        ]
+        others = [other for other in makers.get((step.step, step.replicas), []) if is_same_time(step, other)]
         if step.made and (others or step.pid not in lost):
             found.append(step)
         elif not step.made and others and (step.pid, step.step) not in own:
@@ -201,6 +212,7 @@ class Options:
     """What is the same for all contenders."""
 
     replicas: int
+    spares: int
     checkpoint_interval: float
     step_seconds: float
     torchft: Path | None
@@ -224,9 +236,9 @@ def by_agents(folder: Path, options: Options) -> Iterator[Poll]:
                 raise launch.EndedError(f"the agent of replica {replica} has ended with exit code {code}")
 
     with launch.service(folder, lambda _: spec) as (environ, allocate):
-        allocate(1, options.replicas)
+        allocate(1, options.replicas, spares=options.spares)
         try:
-            for replica in range(options.replicas):
+            for replica in range(options.replicas + options.spares):
                 own = {
                     **environ,
                     **launch.settings(spec),
@@ -563,6 +575,7 @@ def main() -> None:
     parser.add_argument("--schedules", default="one-a-minute", help="of those above, or `none`, with commas")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a run (default: %(default)s)")
     parser.add_argument("--replicas", type=int, choices=(2, 3, 4), default=4, help="default: %(default)s")
+    parser.add_argument("--spares", type=int, default=0, help="of adascale (default: %(default)s)")
     parser.add_argument("--contenders", help="with commas; default: all, torchft's with --torchft")
     parser.add_argument("--torchft", type=Path, metavar="PYTHON", help="the Python of an environment with it")
     parser.add_argument("--seed", type=int, default=0)
@@ -576,7 +589,13 @@ def main() -> None:
     if unknown := set(schedules) - {*KINDS, "all", "none"}:
         parser.error(f"--schedules are {', '.join(KINDS)}, all and none, got {', '.join(sorted(unknown))}")
     step_seconds = arguments.step_seconds or STEP_SECONDS[arguments.state]
-    options = Options(arguments.replicas, arguments.checkpoint_interval, step_seconds, arguments.torchft)
+    options = Options(
+        arguments.replicas,
+        arguments.spares,
+        arguments.checkpoint_interval,
+        step_seconds,
+        arguments.torchft,
+    )
     contenders: dict[str, Contender] = {
         "adascale": by_agents,
         "torchrun": by_torchrun,
@@ -622,7 +641,8 @@ def main() -> None:
         reference = run_one(name, [], lambda records, _, last=last: last in read_weights(records))  # type: ignore[misc]
         for each in schedules:
             results[each][name]["weights"] = compare(runs[each, name], reference)
-    load = f"{arguments.state}, {options.replicas} replicas; load {os.getloadavg()[1]:.0f}"
+    sizes = f"{options.replicas} replicas, {options.spares} spares of adascale"
+    load = f"{arguments.state}, {sizes}; load {os.getloadavg()[1]:.0f}"
     print(f"{load}\n{table(results)}")
     save(results, arguments)
     if arguments.svg:

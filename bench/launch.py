@@ -57,7 +57,7 @@ def settings(spec: dict[str, Any]) -> dict[str, str]:
 
 
 @contextmanager
-def service(folder: Path, spec: Spec) -> Iterator[tuple[dict[str, str], Callable[[int, int], None]]]:
+def service(folder: Path, spec: Spec) -> Iterator[tuple[dict[str, str], Callable[..., None]]]:
     """Run a metrics service; yield the environment for agents, and a function that writes allocations."""
     token = secrets.token_hex(16)
     port_file = folder / "port"
@@ -88,7 +88,7 @@ def service(folder: Path, spec: Spec) -> Iterator[tuple[dict[str, str], Callable
             parsed: dict[str, Any] = answer.json()
             return parsed
 
-        def allocate(generation: int, replicas: int) -> None:
+        def allocate(generation: int, replicas: int, *, spares: int = 0) -> None:
             # A loss has raised the generation.
             present = put("", spec(replicas))["desired"]
             put(
@@ -96,6 +96,7 @@ def service(folder: Path, spec: Spec) -> Iterator[tuple[dict[str, str], Callable
                 {
                     "generation": max(generation, (present or {}).get("generation", 0) + 1),
                     "replicas": replicas,
+                    "spares": spares,
                 },
             )
 

@@ -70,6 +70,7 @@ class Job:
         command: the program and its arguments; empty for the image's entry point, on a cluster only.
         env: the environment variables with a literal value.
         working_dir: the program's working directory; None if not set.
+        spare_replicas: the number of replicas that wait to take the places of lost ones.
         replica_limit: the most replicas at once, as `kubectl scale` sets it; None if not limited.
         suspend: whether the job must not run.
         backoff_limit: how many failures of the program are retried.
@@ -92,6 +93,7 @@ class Job:
     command: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     working_dir: str | None = None
+    spare_replicas: int = 0
     replica_limit: int | None = None
     suspend: bool = False
     backoff_limit: int = names.DEFAULT_BACKOFF_LIMIT
@@ -146,6 +148,7 @@ def to_job(document: AdaScaleJobDocument) -> Job:
             {variable.name: variable.value or "" for variable in container.env if variable.value_from is None}
         ),
         working_dir=container.working_dir,
+        spare_replicas=spec.spare_replicas,
         replica_limit=spec.replica_limit,
         suspend=spec.suspend,
         backoff_limit=spec.backoff_limit,

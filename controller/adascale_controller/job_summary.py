@@ -29,6 +29,7 @@ class JobSummary:
         state: what it does.
         replicas: the replicas that train.
         desired: the desired replicas.
+        spares: the spares that wait.
         began: when its first run began, or when it was created, in seconds since 1970.
         batch_size: the global batch size, in samples; None if unknown, as all that follow.
         local_batch_limit: the largest local batch that fits into memory, in samples.
@@ -71,6 +72,7 @@ class JobSummary:
     checkpoint_step: int | None = None
     checkpoint_error: str | None = None
     result: Mapping[str, float | str] = field(default_factory=dict)
+    spares: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the status as members of a JSON object, named as in the status of an AdaScaleJob."""
@@ -80,6 +82,7 @@ class JobSummary:
             "state": self.state.value,
             "replicas": self.replicas,
             "desiredReplicas": self.desired,
+            "spareReplicas": self.spares,
             "batchSize": self.batch_size,
             "localBatchLimit": self.local_batch_limit,
             "gain": self.gain,
@@ -134,13 +137,14 @@ def render_list(summaries: Sequence[JobSummary], now: float) -> str:
 
 def render_status(summary: JobSummary, details: JobDetails, now: float) -> str:
     """Return the status with its replicas and files; `now` is in seconds since 1970."""
-    limit = summary.local_batch_limit
+    limit, spares = summary.local_batch_limit, summary.spares
+    waiting = f", {plural(spares, 'spare')} waiting" if spares else ""
     facts = [
         ("name", f"{summary.namespace}.{summary.name}"),
         ("state", details.state),
         ("reason", summary.reason.replace("\n", " ")),
         ("age", age(now - summary.began)),
-        ("replicas", f"{summary.replicas} of {summary.desired} desired" if details.runs else "0"),
+        ("replicas", f"{summary.replicas} of {summary.desired} desired{waiting}" if details.runs else "0"),
         ("batch size", "" if summary.batch_size is None else count(summary.batch_size)),
         ("memory", "" if limit is None else memory(limit)),
         ("gain", _number(summary.gain)),

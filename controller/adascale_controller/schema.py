@@ -334,6 +334,14 @@ class AdaScaleJobSpec(_ClosedModel):
         "replica equally. If unset, a replica is one process with the whole model. A change replaces all "
         "pods.",
     )
+    spare_replicas: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_REPLICAS,
+        description="The number of replicas that are started beyond those that train, and wait with their "
+        "model built. A spare takes the place of a lost replica at the next step, and the replacement of "
+        "that is the next spare. Each takes the resources of a replica.",
+    )
     replica_limit: int | None = Field(
         default=None,
         ge=0,
@@ -439,6 +447,16 @@ class AdaScaleJobSpec(_ClosedModel):
     def _one_end(self) -> AdaScaleJobSpec:
         if self.scale_invariant_steps is not None and self.train_samples is not None:
             raise _invalid("scaleInvariantSteps and trainSamples are both set; set at most one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _tried_with_spares(self) -> AdaScaleJobSpec:
+        others = {"processesPerReplica": self.processes_per_replica, "opportunistic": self.opportunistic}
+        used = next((field for field, value in others.items() if value is not None), None)
+        if self.spare_replicas and used is not None:
+            raise _invalid(
+                f"spareReplicas and {used} are both set, which was not tried; set at most one of them"
+            )
         return self
 
 

@@ -49,7 +49,28 @@ def validate_document(content: Any) -> AdaScaleJobDocument | list[FieldError]:
     except ValidationError as invalid:
         shape_errors = [_shape_error(error) for error in invalid.errors(include_url=False)]
         return shape_errors + _size_errors(_Sizes.valid_in(content, shape_errors))
-    return [*_size_errors(_Sizes.of(document.spec)), *_name_errors(document)] or document
+    errors = [*_size_errors(_Sizes.of(document.spec)), *_name_errors(document), *_spare_errors(document)]
+    return errors or document
+
+
+def _spare_errors(document: AdaScaleJobDocument) -> list[FieldError]:
+    """Return an error if there are too many spares, or if Kueue is to admit them."""
+    spec = document.spec
+    most = names.MAX_REPLICAS - spec.max_replicas
+    if spec.spare_replicas > most:
+        message = (
+            f"must be at most {most} with maxReplicas {spec.max_replicas}, since replicas and spares "
+            f"together are at most {names.MAX_REPLICAS}, got {spec.spare_replicas}"
+        )
+        return [FieldError(("spec", "spareReplicas"), message)]
+    labels = (document.metadata.model_extra or {}).get("labels")
+    if spec.spare_replicas and isinstance(labels, dict) and labels.get(names.LABEL_QUEUE):
+        message = (
+            f"must be 0 with the label {names.LABEL_QUEUE}, since spares that Kueue admits were not tried, "
+            f"got {spec.spare_replicas}: remove the label, or spareReplicas"
+        )
+        return [FieldError(("spec", "spareReplicas"), message)]
+    return []
 
 
 def _name_errors(document: AdaScaleJobDocument) -> list[FieldError]:

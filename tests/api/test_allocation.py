@@ -64,10 +64,15 @@ def test_the_same_allocation_may_be_written_again(client: Client, job: str) -> N
 
 def test_a_failed_job_is_shown_as_failed(client: Client, job: str) -> None:
     allocate(client, job, 1, 1)
-    desired = {"generation": 2, "replicas": 0, "failed": True}
+    desired = {"generation": 2, "replicas": 0, "spares": 0, "failed": True}
     assert client.put(f"/jobs/{job}/allocation", desired)["desired"] == desired
     assert client.get(f"/jobs/{job}")["desired"] == desired
-    assert allocate(client, job, 3, 1)["desired"] == {"generation": 3, "replicas": 1, "failed": False}
+    assert allocate(client, job, 3, 1)["desired"] == {
+        "generation": 3,
+        "replicas": 1,
+        "spares": 0,
+        "failed": False,
+    }
 
 
 @pytest.mark.parametrize("failed", [1, None, "true"])

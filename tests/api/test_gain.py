@@ -153,7 +153,7 @@ def test_the_answer_to_a_report_has_the_active_allocation(client: Client, job: s
     client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": 2})
     allocation = client.post_gain(job, a_report())["allocation"]
     assert allocation == client.get(f"/jobs/{job}/allocation")
-    assert allocation["desired"] == {"generation": 1, "replicas": 2, "failed": False}
+    assert allocation["desired"] == {"generation": 1, "replicas": 2, "spares": 0, "failed": False}
 
 
 def test_what_does_not_fit_into_memory_limits_predictions_and_the_next_generation(

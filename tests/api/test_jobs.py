@@ -33,7 +33,7 @@ def test_a_job_is_read_with_its_generations_replicas_and_reports(client: Client,
     client.post_gain(job, *[a_report(step, step_time=time) for step, time in enumerate(times)])
     stored = client.get(f"/jobs/{job}")
     assert stored["id"] == job
-    assert stored["desired"] == {"generation": 1, "replicas": 1, "failed": False}
+    assert stored["desired"] == {"generation": 1, "replicas": 1, "spares": 0, "failed": False}
     assert stored["active"]["members"][0]["port"] == 40000
     assert (stored["broken"], stored["complete"], stored["failures"], stored["disruptions"]) == (
         False,

@@ -68,6 +68,16 @@ def test_unset_fields_have_defaults() -> None:
     )
 
 
+def test_spares_are_refused_where_kueue_admits_the_job() -> None:
+    document = copy.deepcopy(VALID)
+    document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "a"}
+    assert parse_job(yaml.safe_dump(document)).spare_replicas == 0
+    document["spec"]["spareReplicas"] = 1
+    with pytest.raises(JobFileError) as raised:
+        parse_job(yaml.safe_dump(document))
+    assert "spec.spareReplicas: must be 0 with the label kueue.x-k8s.io/queue-name" in str(raised.value)
+
+
 def test_a_job_may_end_by_samples() -> None:
     parsed = parse_job(job(trainSamples=96_001), "job.yaml")
     assert (parsed.spec.scale_invariant_steps, parsed.spec.train_samples, parsed.spec.steps) == (
@@ -301,6 +311,20 @@ INVALID_FIELDS = [
     ),
     (job(localBszBounds=[16, 128]), "spec.localBszBounds: must be an object, got a list of 2"),
     (job(backoffLimit=-1), "spec.backoffLimit: must be at least 0, got -1"),
+    (
+        job(spareReplicas=1, processesPerReplica=2),
+        "spec: spareReplicas and processesPerReplica are both set, which was not tried; set at most one of "
+        "them",
+    ),
+    (
+        job(spareReplicas=1, opportunistic={"priorityClassName": "low"}),
+        "spec: spareReplicas and opportunistic are both set, which was not tried; set at most one of them",
+    ),
+    (
+        job(spareReplicas=1021),
+        "spec.spareReplicas: must be at most 1016 with maxReplicas 8, since replicas and spares together are "
+        "at most 1024, got 1021",
+    ),
     (
         job(checkpoint={"claimName": "a", "path": "/b"}),
         "spec.checkpoint: claimName and path are both set; set at most one of them",

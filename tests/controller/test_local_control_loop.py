@@ -17,6 +17,7 @@ from adascale_controller.local.agents import Agents
 from adascale_controller.local.control_loop import ControlLoop
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.local_command import LocalCommand
+from adascale_controller.local.replica_limit import ReplicaLimit
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.scale_requests import ScaleRequests
 from adascale_controller.local.state_dir import StateDir
@@ -75,7 +76,7 @@ def started_loop(
         cast(Any, None),  # It supervises the service later.
         client,
         Replicas(agents, 0, 0, display),
-        2,
+        ReplicaLimit(2, job.spare_replicas),
         None,
         display,
         StopSignals(),

@@ -17,6 +17,7 @@ from adascale_controller.jobfile import load_job
 from adascale_controller.local import run_history, run_registry
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.log_follower import print_log
+from adascale_controller.local.replica_limit import ReplicaLimit
 from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.scale_requests import ScaleError, ScaleRequests, request_limit
 from adascale_controller.local.state_dir import StateDir
@@ -243,7 +244,7 @@ def test_a_scale_request_without_an_answer_is_kept_for_its_run_only(root: Path) 
     for process, limit in ((os.getpid() + 1, 1), (os.getpid(), 2)):
         assert request_limit(folder, 2, process, lambda: True, 0.1) is None
         requests = ScaleRequests(folder, job, [], PlainDisplay(Console(file=io.StringIO())))
-        assert requests.apply(1) == limit
+        assert requests.apply(ReplicaLimit(1)) == ReplicaLimit(limit)
         assert not folder.scale_request_file.exists()
     with pytest.raises(ScaleError, match="has ended before it read the request"):
         request_limit(folder, 2, os.getpid(), lambda: False, 10)

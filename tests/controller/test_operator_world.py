@@ -75,6 +75,11 @@ class OperatorMachine(RuleBasedStateMachine):
     def edit_bounds(self, most: int) -> None:
         self.world.edit(maxReplicas=most)
 
+    @precondition(lambda self: self.world.job is not None and "opportunistic" not in self.world.job["spec"])
+    @rule(spares=st.integers(0, 2))
+    def edit_spares(self, spares: int) -> None:
+        self.world.edit(spareReplicas=spares)
+
     @precondition(lambda self: self.world.job is not None)
     @rule(tag=st.integers(1, 3))
     def edit_template(self, tag: int) -> None:
@@ -224,15 +229,18 @@ class OperatorMachine(RuleBasedStateMachine):
         assert failed == (status["failures"] > 3), "backoffLimit is 3"
         count = 0 if spec.get("suspend") or failed else OperatorMachine.decided
         running = [agent for agent in world.agents.values() if agent.state is ReplicaState.RUNNING]
-        assert sorted(agent.rank for agent in running) == list(range(count))
+        spares = spec.get("spareReplicas", 0) if count else 0
+        assert len({agent.rank for agent in running} & set(range(count + spares))) == len(running) == count
         assert status["replicas"] == status["desiredReplicas"] == count
-        assert len(world.live_pods) == count
+        assert status.get("spareReplicas", 0) == spares
+        assert len(world.live_pods) == count + spares
         images = {raw["spec"]["containers"][0]["image"] for raw in world.live_pods}
         assert images <= {spec["template"]["spec"]["containers"][0]["image"]}
         desired = world.service.state.desired
         if desired is not None:
-            assert status["allocation"] == {"generation": desired.generation, "replicas": desired.replicas}
-            assert desired.failed == failed
+            recorded = {"generation": desired.generation, "replicas": desired.replicas}
+            assert status["allocation"] == recorded | ({"spares": spares} if spares else {})
+            assert (desired.spares, desired.failed) == (spares, failed)
 
 
 class OperatorMachineWithTypes(OperatorMachine):

@@ -13,7 +13,7 @@ from rich.console import Console
 from adascale_controller.job import Job
 from adascale_controller.local import machine
 from adascale_controller.local.display import PlainDisplay
-from adascale_controller.local.replica_limit import ReplicaLimitError, replica_limit
+from adascale_controller.local.replica_limit import ReplicaLimit, ReplicaLimitError, replica_limit
 from adascale_controller.local.runner import RunOptions, run_job
 from adascale_core.messages.job_spec import JobSpec
 
@@ -82,7 +82,22 @@ def test_the_default_is_one_replica_per_gpu_or_core_and_at_least_four_on_the_cpu
 def test_the_replica_limit_of_the_job_lowers_the_limit_as_on_a_cluster(
     replicas: int | None, limit: int
 ) -> None:
-    assert replica_limit(replace(JOB, replica_limit=replicas), 6, []) == limit
+    assert replica_limit(replace(JOB, replica_limit=replicas), 6, []) == ReplicaLimit(limit)
+
+
+@pytest.mark.parametrize(
+    ("machine_limit", "spares", "limit"),
+    [
+        (7, 1, ReplicaLimit(6, 1)),
+        (6, 1, ReplicaLimit(5, 1)),
+        (3, 2, ReplicaLimit(2, 1)),
+        (2, 2, ReplicaLimit(2, 0)),
+    ],
+)
+def test_spares_take_the_places_of_replicas_beyond_the_fewest(
+    machine_limit: int, spares: int, limit: ReplicaLimit
+) -> None:
+    assert replica_limit(replace(JOB, spare_replicas=spares), machine_limit, []) == limit
 
 
 @pytest.mark.parametrize(

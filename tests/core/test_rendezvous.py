@@ -372,6 +372,75 @@ def test_waiting_replicas_fill_the_places_of_the_lost() -> None:
     assert desired(state) == (3, 4)
 
 
+def with_spares(replicas: int, spares: int, *, spec: JobSpec = ELASTIC) -> Rendezvous:
+    """Return the state of a job that trains in generation 1 on the first replicas; the others wait."""
+    return after(
+        Rendezvous(),
+        *(registration(index, WAITING) for index in range(replicas + spares)),
+        Allocation(1, replicas, spares=spares),
+        *(registration(index, RUNNING, 1) for index in range(replicas)),
+        spec=spec,
+    )
+
+
+def test_a_spare_takes_the_place_of_a_lost_member_and_the_replacement_is_the_next_spare() -> None:
+    state = with_spares(3, 1)
+    assert active(state) == (1, [0, 1, 2])
+    state = after(state, holding(0, 1, 1), holding(2, 1, 1))
+    assert (active(state), desired(state)) == ((2, [0, 2, 3]), (2, 3)), "no planned change follows"
+    assert state.active is not None
+    assert [member.holds for member in state.active.members] == [True, True, False]
+    state = after(state, *(registration(index, RUNNING, 2) for index in (0, 2, 3)))
+    state = after(state, registration(1, LOST, 1), registration(1, WAITING, trainer="next"))
+    assert (active(state), state.disruptions) == ((2, [0, 2, 3]), 1), "it waits"
+    state = after(state, holding(2, 2, 0), registration(0, LOST, 2), holding(3, 2, 0))
+    assert active(state) == (3, [2, 3, 1])
+
+
+def test_a_fixed_size_continues_at_once_with_a_spare() -> None:
+    spec = JobSpec(8, max_replicas=8, min_replicas=4)
+    state = after(with_spares(4, 1, spec=spec), *(holding(index, 1, 3) for index in range(3)), spec=spec)
+    assert active(state) == (2, [0, 1, 2, 4])
+
+
+def test_the_first_generation_begins_without_the_last_of_the_replicas_and_spares() -> None:
+    state = after(Rendezvous(), Allocation(1, 2, spares=1), registration(2, WAITING))
+    assert active(state) is None
+    assert active(after(state, registration(0, WAITING))) == (1, [0, 2])
+
+
+def test_growth_uses_spares_and_those_that_are_too_many_after_a_shrink_wait() -> None:
+    state = after(with_spares(2, 1), Allocation(2, 3, spares=1))
+    assert (active(state), desired(state)) == ((2, [0, 1, 2]), (2, 3))
+    state = after(state, *(registration(index, RUNNING, 2) for index in range(3)))
+    state = after(state, Allocation(3, 2, spares=1))
+    assert active(state) == (3, [0, 1])
+    next_spare = registration(2, WAITING, trainer="next")
+    assert active(after(state, registration(2, REENTERING, 2), next_spare)) == (3, [0, 1])
+
+
+def test_a_member_beyond_the_spares_leaves_when_the_count_falls() -> None:
+    state = after(with_spares(3, 1), holding(0, 1, 2), holding(1, 1, 2))
+    assert active(state) == (2, [0, 1, 3])
+    state = after(state, *(registration(index, RUNNING, 2) for index in (0, 1, 3)))
+    assert active(after(state, Allocation(3, 2, spares=1))) == (3, [0, 1])
+
+
+@pytest.mark.parametrize("replica_state", [LOST, FAILED, TERMINATED])
+def test_a_spare_that_ends_interrupts_nothing_and_counts_as_nothing(replica_state: ReplicaState) -> None:
+    state = after(with_spares(2, 1), registration(0, RUNNING, 1, stepped=1))
+    for number in range(20):
+        state = after(
+            state,
+            registration(2, replica_state, trainer=f"a.{number}"),
+            registration(2, WAITING, trainer="a"),
+        )
+    assert active(state) == (1, [0, 1])
+    assert (state.failures, state.disruptions) == (0, 0)
+    following = after(state, Allocation(2, 2, spares=1))
+    assert (active(following), following.restarts_without_progress) == ((2, [0, 1]), 0)
+
+
 def test_after_the_loss_of_all_state_as_many_replicas_begin_from_the_checkpoint() -> None:
     state = after(running(1, 2), Allocation(2, 4), registration(0, LOST, 1), registration(1, LOST, 1))
     state = after(state, registration(1, WAITING, trainer="a"))
@@ -756,7 +825,7 @@ def test_the_state_is_equal_after_a_round_trip_through_json() -> None:
 # -- a job under random faults --------------------------------------------------------------------------
 
 T = TypeVar("T")
-REPLICAS = 4
+REPLICAS, SPARES = 4, 2
 SPECS = (None, ELASTIC, JobSpec(4, max_replicas=4), JobSpec(8, 64, (1, 8), min_replicas=2, max_replicas=8))
 _unique = count(1)
 
@@ -907,22 +976,23 @@ class SimulatedJob(RuleBasedStateMachine):
 
     # -- without faults
 
-    @initialize(replicas=st.integers(1, REPLICAS), spec=st.sampled_from(SPECS))
-    def submit(self, replicas: int, spec: JobSpec | None) -> None:
+    @initialize(replicas=st.integers(1, REPLICAS), spares=st.integers(0, SPARES), spec=st.sampled_from(SPECS))
+    def submit(self, replicas: int, spares: int, spec: JobSpec | None) -> None:
         self.spec = spec
-        for index in range(replicas):
+        for index in range(replicas + spares):
             self.send(self.start_agent(index))
-        self.allocate(replicas)
+        self.allocate(replicas, spares)
 
-    @rule(replicas=st.integers(0, REPLICAS))
-    def allocate(self, replicas: int) -> None:
+    @rule(replicas=st.integers(0, REPLICAS), spares=st.integers(0, SPARES))
+    def allocate(self, replicas: int, spares: int) -> None:
         if replicas and not self.is_valid(replicas):
             return
         newest = self.state.desired or self.published
-        self.published = Allocation(newest.generation + 1 if newest else 1, replicas)
+        generation = newest.generation + 1 if newest else 1
+        self.published = Allocation(generation, replicas, spares=spares if replicas else 0)
         self.publish()
 
-    @rule(index=st.integers(0, REPLICAS - 1))
+    @rule(index=st.integers(0, REPLICAS + SPARES - 1))
     def start(self, index: int) -> None:
         """Start an agent, which may be the second of its replica."""
         self.send(self.start_agent(index))
@@ -1008,7 +1078,7 @@ class SimulatedJob(RuleBasedStateMachine):
         agent.trainer.frozen = not agent.trainer.frozen
 
     @precondition(lambda self: any(agent.trainer.assigned for agent in self.agents))
-    @rule(data=st.data(), index=st.integers(0, REPLICAS - 1))
+    @rule(data=st.data(), index=st.integers(0, REPLICAS + SPARES - 1))
     def suspect(self, data: st.DataObject, index: int) -> None:
         """A trainer takes a peer for lost that is not."""
         agent = self.choose(data, [agent for agent in self.agents if agent.trainer.assigned])
@@ -1016,7 +1086,7 @@ class SimulatedJob(RuleBasedStateMachine):
             agent.trainer.hold(agent.trainer.assigned, frozenset({index}))
             self.send(agent)
 
-    @rule(index=st.integers(0, REPLICAS - 1))
+    @rule(index=st.integers(0, REPLICAS + SPARES - 1))
     def expire_replica(self, index: int) -> None:
         self.change(expire(self.state, [index], self.spec))
 
@@ -1081,7 +1151,12 @@ class SimulatedJob(RuleBasedStateMachine):
         assert active(stable) is not None, "deadlock"
         assert stable.active is not None
         assert stable.active.generation == stable.desired.generation
-        assert stable.active.indices == set(range(stable.desired.replicas))
+        assert stable.active.replicas == stable.desired.replicas
+        assert stable.active.indices <= set(stable.desired.indices)
+        if stable.active.members:
+            spares = set(stable.desired.indices) - stable.active.indices
+            waiting = {index for index in spares if stable.replicas[index].state is WAITING}
+            assert waiting == spares, "spares wait"
         members = [agent.trainer for agent in self.agents if agent.has_trainer and agent.trainer.runs]
         assert {trainer.instance for trainer in members} == {
             member.instance for member in stable.active.members
@@ -1095,7 +1170,7 @@ class SimulatedJob(RuleBasedStateMachine):
             agent.trainer.frozen = False
             if not agent.has_trainer:
                 self.restart(agent)
-        for index in range(self.state.desired.replicas):
+        for index in self.state.desired.indices:
             if self.latest.get(index) not in self.agents:
                 self.start_agent(index)
         instances = {agent.trainer.instance for agent in self.agents}

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,15 @@ class Journal:
         if not attempts:
             return 0
         return attempts[-1].steps[-1].step if attempts[-1].steps else int(attempts[-1].header["step"])
+
+    def last_steps_of(self, pids: Collection[int]) -> set[int]:
+        """Return the last steps that these trainer processes have recorded."""
+        last: dict[int, int] = {}
+        for rank in range(len(list(self.folder.iterdir()))):
+            for attempt in self.attempts(rank):
+                pid = attempt.header["pid"]
+                last[pid] = max([last.get(pid, 0), *(step.step for step in attempt.steps)])
+        return {step for pid, step in last.items() if pid in pids}
 
     def effective(self) -> dict[int, list[Step]]:
         """Return the records of all ranks by step, without the steps that a restart has undone."""

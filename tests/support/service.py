@@ -86,9 +86,9 @@ class Service:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
-    def allocate(self, generation: int, replicas: int) -> None:
+    def allocate(self, generation: int, replicas: int, spares: int = 0) -> None:
         """Set an allocation, as the controller does."""
-        self.call("PUT", "/allocation", {"generation": generation, "replicas": replicas})
+        self.call("PUT", "/allocation", {"generation": generation, "replicas": replicas, "spares": spares})
 
     def job(self) -> dict[str, Any]:
         """Return the stored job."""

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +72,11 @@ class Job:
     def generation(self) -> int:
         active = self.service.job()["active"]
         return active["generation"] if active else 0
+
+    def replica(self, index: int) -> dict[str, Any]:
+        replicas = {each["replica"]: each for each in self.service.job()["replicas"]}
+        found: dict[str, Any] = replicas[index]
+        return found
 
     def trainer_pid(self, rank: int) -> int:
         return int(self.journal.attempts(rank)[-1].header["pid"])
@@ -263,6 +270,36 @@ def test_the_loss_of_the_only_trainer_costs_a_step_at_most(job: Job) -> None:
     assert job.journal.weights() == Journal(job.folder / "undisturbed").weights()
     view = job.service.job()
     assert (view["failures"], view["disruptions"]) == (0, 2)
+
+
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_killed_trainer_whose_replacement_is_the_next_spare(job: Job) -> None:
+    job.service.allocate(1, 2, spares=1)
+    job.start(0, 1, 2, **{**LONG, "BOUNDS": json.dumps({"batch_size": 12})})
+    killed = []
+    for generation in (1, 2):
+        job.wait_for_training(generation, replicas=2, steps=5)
+        members = [member["replica"] for member in job.service.job()["active"]["members"]]
+        (spare,) = {0, 1, 2} - set(members)
+        wait_until(lambda spare=spare: job.replica(spare)["state"] == "waiting", "a spare waits")  # type: ignore[misc]
+        rank = generation % 2
+        killed.append(job.trainer_pid(rank))
+        os.kill(killed[-1], signal.SIGKILL)
+        wait_until(lambda number=generation + 1: job.generation() == number, "the next generation")  # type: ignore[misc]
+        view = job.service.job()
+        assert [member["replica"] for member in view["active"]["members"]] == [members[1 - rank], spare]
+        assert view["desired"] == {"generation": generation + 1, "replicas": 2, "spares": 1, "failed": False}
+    job.wait_for_training(3, replicas=2, steps=8)
+    view = job.service.job()
+    assert (view["failures"], view["disruptions"], view["active"]["generation"]) == (0, 2, 3)
+    # What a process was killed before it could record is the end of its share of one step.
+    steps, lost = job.journal.effective(), job.journal.last_steps_of(killed)
+    counted = range(1, min(job.journal.last_step(rank) for rank in (0, 1)) + 1)
+    for first in counted[: len(counted) - 3 : 4]:
+        numbers = range(first, first + 4)
+        taken = Counter(index for number in numbers for record in steps[number] for index in record.indices)
+        assert max(taken.values()) == 1, "no sample is repeated"
+        assert len(taken) == 48 or lost & {number - 1 for number in numbers}, "no sample is lost"
 
 
 @pytest.mark.slow

@@ -61,6 +61,15 @@ BEFORE = [step(pid, 1, True, at=9) for pid in (A, B, C, D)]
         ),
         pytest.param(
             [
+                *(step(pid, 2, False, at=10) for pid in (A, B, C)),
+                step(D, 2, None, at=10),
+                *(step(pid, 2, True, at=11.5) for pid in (A, B, C, E)),
+            ],
+            {A, B, C, E},
+            id="discarded, and made with a spare",
+        ),
+        pytest.param(
+            [
                 *(step(pid, 2, False, at=10) for pid in (A, B, C, D)),
                 *(step(pid, 2, True, at=10.9) for pid in (A, B, C, D)),
                 *(step(pid, 3, True, at=12) for pid in (A, B, C, D)),

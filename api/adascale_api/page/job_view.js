@@ -162,7 +162,7 @@ export class JobView {
     this.state.dataset.state = job.state;
     const target = job.target === null ? "" : ` of ${count(job.target)} (${Math.floor(100 * Math.min((latest?.progress ?? 0) / job.target, 1))}%)`;
     const values = [
-      job.desired === null || job.desired === job.replicas ? count(job.replicas) : `${count(job.replicas)} of ${count(job.desired)}`,
+      `${job.desired === null || job.desired === job.replicas ? count(job.replicas) : `${count(job.replicas)} of ${count(job.desired)}`}${job.spares ? `, ${count(job.spares)} spare` : ""}`,
       latest ? `${significant(latest.gain)} at scale ${significant(latest.scale)}` : NONE,
       percent(latest ? latest.gain / latest.scale : null),
       latest ? localBatch(latest) : NONE,

@@ -311,7 +311,14 @@ def _of_run(entry: RunEntry, stored: _Stored) -> JobSummary:
         return replace(found, id=entry.id, run=run)
     # A run that was killed has stored no end.
     return replace(
-        found, id=entry.id, state=entry.state, replicas=0, desired=None, seconds_left=None, run=run
+        found,
+        id=entry.id,
+        state=entry.state,
+        replicas=0,
+        spares=0,
+        desired=None,
+        seconds_left=None,
+        run=run,
     )
 
 

@@ -25,8 +25,8 @@ def run(
             "-r",
             metavar="N",
             min=1,
-            help="The most replicas at once. Default: the number of GPUs, or without a GPU the number of CPU "
-            f"cores, but at least {MIN_CPU_REPLICAS}.",
+            help="The most replicas at once, spares included. Default: the number of GPUs, or without a "
+            f"GPU the number of CPU cores, but at least {MIN_CPU_REPLICAS}.",
             show_default=False,
         ),
     ] = None,

@@ -156,6 +156,7 @@ class ClusterJob:
             state=self.state,
             replicas=int(status.get("replicas") or 0),
             desired=int(status.get("desiredReplicas") or 0),
+            spares=int(status.get("spareReplicas") or 0),
             began=seconds(self.raw["metadata"]["creationTimestamp"]) or 0.0,
             batch_size=status.get("batchSize"),
             local_batch_limit=status.get("localBatchLimit"),

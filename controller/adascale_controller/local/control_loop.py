@@ -14,6 +14,7 @@ from adascale_controller.formatting import count, plural
 from adascale_controller.job import Job
 from adascale_controller.local.display import Display, RunStatus
 from adascale_controller.local.event_messages import EventMessages
+from adascale_controller.local.replica_limit import ReplicaLimit
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.run_result import RunResult
 from adascale_controller.local.scale_requests import ScaleRequests
@@ -60,7 +61,7 @@ class ControlLoop:
         service: ServiceSupervisor,
         client: MetricsServiceClient,
         replicas: Replicas,
-        replica_limit: int,
+        replica_limit: ReplicaLimit,
         until: float | None,
         display: Display,
         signals: StopSignals,
@@ -71,7 +72,7 @@ class ControlLoop:
         self._service = service
         self._client = client
         self._replicas = replicas
-        self._replica_limit = replica_limit
+        self._limit = replica_limit
         self._until = until
         self._display = display
         self._signals = signals
@@ -95,7 +96,7 @@ class ControlLoop:
         Raises:
             ServiceError: the service does not answer, or refuses.
         """
-        self._replica_limit = self._scale_requests.apply(self._replica_limit)
+        self._limit = self._scale_requests.apply(self._limit)
         self._client.declare_job(self._job.id, self._job.spec)
         view = self._client.get_job(self._job.id)
         if view.complete:
@@ -120,10 +121,11 @@ class ControlLoop:
         """
         total, now = self._total(view), time.monotonic()
         self._measurements.add_reported(view)
-        decision = decide([self._state(view, now)], self._replica_limit, now)[self._job.id]
+        decision = decide([self._state(view, now)], self._limit.replicas, now)[self._job.id]
         # Trainers of an earlier generation than that of the checkpoint cannot replace it. The metrics service
         # may not know it, if its data were lost, or if the checkpoint is that of another state directory.
-        first = Allocation(max(view.last_generation, self._saved_generation) + 1, decision.replicas)
+        generation = max(view.last_generation, self._saved_generation) + 1
+        first = Allocation(generation, decision.replicas, spares=self._limit.spares)
         self._client.allocate(self._job.id, first)
         self._measurements.ignore_before(first.generation)
         self._replicas.begin(view)
@@ -167,7 +169,7 @@ class ControlLoop:
         if failure is not None:
             return RunResult(failure.message, 1, log=failure.log, permanent=failure.permanent)
         self._measure(view, now)
-        self._replica_limit = self._scale_requests.apply(self._replica_limit)
+        self._limit = self._scale_requests.apply(self._limit)
         self._reallocate(view, now)
         self._replicas.start_and_stop(view, now)
         self._display.update(self._status(view))
@@ -194,27 +196,31 @@ class ControlLoop:
             return
         limit = self._replicas.failing_counts.limit
         state = replace(self._state(view, now), limit=limit)
-        most = self._replica_limit if limit is None else min(self._replica_limit, limit)
+        most = self._limit.replicas if limit is None else min(self._limit.replicas, limit)
         exceeds = view.desired.replicas > most
-        problem = DecisionProblem.of([state], self._replica_limit)
+        problem = DecisionProblem.of([state], self._limit.replicas)
         decision = problem.decide(now)[self._job.id]
         if decision.replicas != view.desired.replicas:
             if exceeds:
                 decision = replace(decision, reason=str(self._replicas.failing_counts.given_up))
-            if view.desired.replicas > self._replica_limit:
-                limited = plural(self._replica_limit, "replica")
+            if view.desired.replicas > self._limit.replicas:
+                limited = plural(self._limit.replicas, "replica")
                 decision = replace(decision, reason=f"limited to {limited} by `adascale scale`")
         self._explain(problem, decision, now)
         self.report_deadline(decision, now)
         if state.stable_since is None and not exceeds:
             return
         self._decided_at = now
-        if decision.replicas in (0, view.desired.replicas):
+        spares, desired = self._limit.spares, view.desired
+        if not decision.replicas or (decision.replicas, spares) == (desired.replicas, desired.spares):
             return
+        following = Allocation(view.generation + 1, decision.replicas, spares=spares)
         try:
-            self._client.allocate(self._job.id, Allocation(view.generation + 1, decision.replicas))
+            self._client.allocate(self._job.id, following)
         except ServiceError:
             return  # The next iteration decides again, from a new view.
+        if decision.replicas == view.desired.replicas:
+            return
         change = f"{view.desired.replicas} -> {decision.replicas}"
         self._display.message(f"Rescaling {change}: {decision.reason}", "cyan")
 
@@ -233,7 +239,7 @@ class ControlLoop:
         if seconds is None:
             return
         target = f"completionDeadlineSeconds ({seconds})"
-        limit = self._replica_limit
+        limit = self._limit.replicas
         if now >= self._started_at + seconds:
             outcome, text = "passed", f"Not complete within {target}; the run goes on"
         elif found is None:

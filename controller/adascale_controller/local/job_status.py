@@ -85,6 +85,7 @@ class JobStatus:
             state=self.state,
             replicas=self.replicas,
             desired=self.desired,
+            spares=self.view.waiting_spares if self.view and self.process else 0,
             began=self.job.runs[0].began,
             batch_size=report.replicas * report.local_bsz * report.accumulation if report else None,
             local_batch_limit=self.view.local_bsz_limit if self.view else None,

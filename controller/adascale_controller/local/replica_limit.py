@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from adascale_controller.formatting import plural
 from adascale_controller.job import Job
@@ -17,12 +18,25 @@ class ReplicaLimitError(AdaScaleError):
     exit_code = 2
 
 
-def replica_limit(job: Job, requested: int | None, devices: Sequence[str]) -> int:
-    """Return the most replicas at once.
+@dataclass(frozen=True)
+class ReplicaLimit:
+    """The most replicas that a run may have at once.
+
+    Args:
+        replicas: the most that train.
+        spares: the number of spares beyond them.
+    """
+
+    replicas: int
+    spares: int = 0
+
+
+def replica_limit(job: Job, requested: int | None, devices: Sequence[str]) -> ReplicaLimit:
+    """Return the most replicas at once. Spares take the places of others, but not of the fewest.
 
     Args:
         job: the job.
-        requested: the limit that the user set with --replicas; None for the machine's default.
+        requested: the limit that the user set with --replicas, with spares; None for the machine's default.
         devices: the GPUs of this machine; empty to train on the CPU.
 
     Raises:
@@ -50,4 +64,5 @@ def replica_limit(job: Job, requested: int | None, devices: Sequence[str]) -> in
             f"{needs}, but spec.replicaLimit is {specified}: raise spec.replicaLimit to {fewest} or more, or "
             "lower spec.minReplicas"
         )
-    return min(limit, specified, spec.max_replicas)
+    spares = min(job.spare_replicas, limit - fewest)
+    return ReplicaLimit(min(limit - spares, specified, spec.max_replicas), spares)

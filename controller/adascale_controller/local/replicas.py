@@ -67,6 +67,7 @@ class Replicas:
         self._max_restarts_without_progress = max_restarts_without_progress
         self._failures = FailureCount()
         self._false_starts: dict[int, int] = {}
+        self._false_starts_of_spares: dict[int, int] = {}
         self._program_failures: list[ProgramFailure] = []
         self._display = display
         self._exits: list[AgentExit] = []
@@ -126,6 +127,8 @@ class Replicas:
                     f"({describe_exit(agent_exit.code)})",
                     "yellow",
                 )
+            elif exit_class.is_failure and view.is_spare(agent_exit.rank):
+                self._restart_spare(agent_exit, now)
             elif exit_class.is_failure:
                 failure = self._count_failure(agent_exit, view, now)
                 if failure is not None:
@@ -146,11 +149,11 @@ class Replicas:
         if view.complete or self._finished:
             self._stop_idle(view, from_rank=0)
             return
-        for rank in range(view.desired.replicas):
+        for rank in view.desired.indices:
             if rank not in self.agents.ranks and now >= self._restart_at.get(rank, 0.0):
                 self.agents.start(rank)
         if view.active is not None and view.active.generation == view.generation:
-            self._stop_idle(view, from_rank=view.desired.replicas)
+            self._stop_idle(view, from_rank=view.desired.indices.stop)
 
     def _stop_idle(self, view: JobView, from_rank: int) -> None:
         """Stop agents whose trainer is in no generation; no later generation has a place for them."""
@@ -195,6 +198,18 @@ class Replicas:
         when = f" in {delay:.0f} s" if delay >= 1 else ""
         self._display.message(f"The agent of replica {rank} {reason}; restarting it{when}", "yellow")
         self._restart_at[rank] = now + delay
+
+    def _restart_spare(self, agent_exit: AgentExit, now: float) -> None:
+        """Restart a spare whose program has failed. The others train without it, so that is no failure."""
+        rank = agent_exit.rank
+        self._false_starts_of_spares[rank] = self._false_starts_of_spares.get(rank, 0) + 1
+        delay = backoff(self._false_starts_of_spares[rank])
+        self._restart_at[rank] = now + delay
+        self._display.message(
+            f"The program failed on the spare replica {rank} ({describe_exit(agent_exit.code)}); the others "
+            f"train; restarting it in {delay:.0f} s",
+            "yellow",
+        )
 
     def _count_failure(self, agent_exit: AgentExit, view: JobView, now: float) -> JobFailure | None:
         """Count a failure of the program, once per generation, however many of its replicas fail."""

@@ -13,6 +13,7 @@ from adascale_controller.local.display import Display
 from adascale_controller.local.generations import GenerationSummary
 from adascale_controller.local.generations_table import generations_table, repeated_steps
 from adascale_controller.local.local_command import LocalCommand
+from adascale_controller.local.replica_limit import ReplicaLimit
 from adascale_controller.local.replicas import output_text
 from adascale_controller.local.run_result import RunResult
 from adascale_controller.local.state_dir import StateDir
@@ -50,16 +51,19 @@ def print_start(
     url: str,
     page: str,
     folder: StateDir,
-    replica_limit: int,
+    limit: ReplicaLimit,
     command: LocalCommand,
     checkpoint: Manifest | None,
 ) -> None:
     """Print the job's settings, where its page, state and output are, and the step that it resumes at."""
-    display.message(f"{job.short_id}: {describe_size(job.spec, replica_limit)}", "bold")
+    display.message(f"{job.short_id}: {describe_size(job.spec, limit.replicas)}", "bold")
     display.message(f"page     {page}")
     display.message(f"metrics  curl {url}/jobs/{job.short_id}/gain")
     display.message(f"state    {folder.path}")
     display.message(f"output   {folder.replica_log(0)}")
+    if job.spare_replicas:
+        reason = "" if limit.spares == job.spare_replicas else ", as many as this machine has room for"
+        display.message(f"spares   {limit.spares} of spareReplicas {job.spare_replicas}{reason}")
     for setting in command.ignored:
         display.message(f"Ignored on this machine: {setting}", "yellow")
     if checkpoint is not None and checkpoint.finished and job.spec.steps is None:

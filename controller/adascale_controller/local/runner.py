@@ -21,7 +21,7 @@ from adascale_controller.local.display import Display
 from adascale_controller.local.generations import summarize_generations
 from adascale_controller.local.local_command import LocalCommand, resolve_command
 from adascale_controller.local.machine import cpu_cores, package_versions, visible_gpus
-from adascale_controller.local.replica_limit import replica_limit
+from adascale_controller.local.replica_limit import ReplicaLimit, replica_limit
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.run_history import RunRecord
 from adascale_controller.local.run_report import completed_message, print_start, print_summary
@@ -81,7 +81,7 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
     environ = _inherited_environ(os.environ)
     devices = visible_gpus(environ)
     limit = replica_limit(job, options.replicas, devices)
-    processes = limit * (job.spec.processes_per_replica or 1)
+    processes = (limit.replicas + limit.spares) * (job.spec.processes_per_replica or 1)
     command = resolve_command(job, checkpoints, environ, max(1, cpu_cores() // processes))
     preferred = names.DEFAULT_API_PORT if options.port is None else options.port
     versions = package_versions()
@@ -175,7 +175,7 @@ class _Run:
         self._started_at = time.monotonic()
 
     def execute(
-        self, command: LocalCommand, environ: Mapping[str, str], devices: Sequence[str], limit: int
+        self, command: LocalCommand, environ: Mapping[str, str], devices: Sequence[str], limit: ReplicaLimit
     ) -> RunResult:
         """Start the metrics service, train, stop all processes; return the result."""
         folder, job = self._folder, self._job
@@ -200,7 +200,7 @@ class _Run:
         self,
         command: LocalCommand,
         devices: Sequence[str],
-        limit: int,
+        limit: ReplicaLimit,
         service: ServiceProcess,
         checkpoint: Manifest | None,
     ) -> RunResult:

@@ -18,7 +18,7 @@ from typing import Any
 from adascale_controller.formatting import plural
 from adascale_controller.job import Job
 from adascale_controller.local.display import Display
-from adascale_controller.local.replica_limit import ReplicaLimitError, replica_limit
+from adascale_controller.local.replica_limit import ReplicaLimit, ReplicaLimitError, replica_limit
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.errors import AdaScaleError
 
@@ -44,7 +44,7 @@ class ScaleRequests:
         self._devices = devices
         self._display = display
 
-    def apply(self, limit: int) -> int:
+    def apply(self, limit: ReplicaLimit) -> ReplicaLimit:
         """Return the limit of replicas: of a new request if it is valid, else `limit`."""
         request = _read(self._folder.scale_request_file)
         if request is None:
@@ -58,9 +58,11 @@ class ScaleRequests:
             self._answer(request, {"error": str(error)})
             self._display.message(f"A request of `adascale scale` is refused: {error}")
             return limit
-        self._answer(request, {"limit": requested})
+        self._answer(request, {"limit": requested.replicas})
         if requested != limit:
-            self._display.message(f"Scaled to at most {plural(requested, 'replica')}, was {limit}")
+            self._display.message(
+                f"Scaled to at most {plural(requested.replicas, 'replica')}, was {limit.replicas}"
+            )
         return requested
 
     def _answer(self, request: dict[str, Any], answer: dict[str, Any]) -> None:

@@ -17,13 +17,20 @@ class Allocation(Message):
 
     Args:
         generation: the number of the generation, from 1.
-        replicas: the number of replicas.
+        replicas: the number of replicas that train.
+        spares: the number of replicas beyond them that are started and wait, to take the places of lost ones.
         failed: whether the job has failed, and so gets no replicas.
     """
 
     generation: int
     replicas: int
+    spares: int = field(default=0, kw_only=True)
     failed: bool = field(default=False, kw_only=True)
+
+    @property
+    def indices(self) -> range:
+        """The indices of the replicas that are started. Any of them may train."""
+        return range(self.replicas + self.spares)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ ordered set of members: replicas whose trainers take part. It becomes active by 
   The desired count stays, and the missing replicas join by a planned change.
 - A loss of all members that have state: as many replicas as before begin from the last checkpoint.
 
+A spare is a replica that is started and waits. The desired allocation has the indices of `replicas` +
+`spares` replicas, and any of them may be members; the others are the spares. So a spare takes the place of a
+lost member in the generation after the loss, and the replacement of that member is a spare.
+
 Invariants, for any order of events, while the service's data is not lost:
 - The generations of `desired` and `active` never decrease, and `active` is never newer than `desired`.
 - Only the trainers that were there when a generation became active take part in it, and a trainer that was
@@ -390,6 +394,11 @@ def _count_death(state: Rendezvous, registration: Registration, before: Registra
         died = registration if registration.state is ReplicaState.LOST and is_new else None
     if died is None or died.stepped:
         return state
+    active = state.active
+    trains = active is not None and not state.broken and state.stepped >= active.generation > 0
+    if active is not None and trains and not active.admits(died.replica, died.instance):
+        # The others train without it.
+        return state
     deaths = dict(state.deaths)
     deaths[died.replica] = deaths.get(died.replica, 0) + 1
     return replace(state, deaths=MappingProxyType(deaths))
@@ -523,7 +532,7 @@ def _activate_if_ready(state: Rendezvous, declared: JobSpec | None) -> Rendezvou
             # No batch of this count fits into memory. The controller chooses another count.
             return state
     if active is None or not active.members:
-        members = [each for each in _joiners(state) if each.replica < desired.replicas]
+        members = _joiners(state)[: desired.replicas]
         is_ready = len(members) == desired.replicas and _trainers_are_known(state)
         return _activate(state, members, declared) if is_ready else state
     chosen = _after_a_loss(state, active, spec) if state.broken else _planned(state, active, spec)
@@ -544,8 +553,8 @@ def _planned(state: Rendezvous, active: ActiveAllocation, spec: JobSpec | None) 
     ]
     if len(running) < active.replicas:
         return []
-    staying = [registration for registration in running if registration.replica < count]
-    joining = [registration for registration in _joiners(state) if registration.replica < count]
+    staying = [registration for registration in running if registration.replica in state.desired.indices]
+    joining = _joiners(state)
     chosen = [*staying, *joining][:count]
     if len(chosen) < count:
         return []
@@ -561,7 +570,7 @@ def _planned(state: Rendezvous, active: ActiveAllocation, spec: JobSpec | None) 
 def _after_a_loss(state: Rendezvous, active: ActiveAllocation, spec: JobSpec | None) -> list[Registration]:
     """Return the members of the generation after a loss by rank; an empty list if they are not all there."""
     assert state.desired is not None
-    desired = state.desired.replicas
+    desired, indices = state.desired.replicas, state.desired.indices
     # Only members with state: another one could report the only member that has it.
     reported = {
         index
@@ -590,21 +599,17 @@ def _after_a_loss(state: Rendezvous, active: ActiveAllocation, spec: JobSpec | N
         for registration in _joiners(state)
         if registration.replica in reported and active.admits(registration.replica, registration.instance)
     ]
-    joining = [
-        registration
-        for registration in _joiners(state)
-        if registration.replica < desired and registration not in suspected
-    ]
+    joining = [registration for registration in _joiners(state) if registration not in suspected]
     if holding:
         # A member that has finished one more step than others must stay. Of the others, those whose index is
-        # below the desired count stay first: the others must go afterwards.
-        ordered = sorted(holding, key=lambda each: (-(each.step or 0), each.replica >= desired))
+        # desired stay first: the others must go afterwards.
+        ordered = sorted(holding, key=lambda each: (-(each.step or 0), each.replica not in indices))
         candidates = [*ordered, *joining]
         least = min(active.replicas if spec is None else spec.min_replicas, desired)
         size = _largest_valid(spec, min(desired, len(candidates)), least)
         if not size:
             # Without them the others would wait forever: such a joiner was late, but it answers.
-            candidates += [each for each in suspected if _answers(each, active) and each.replica < desired]
+            candidates += [each for each in suspected if _answers(each, active)]
             size = _largest_valid(spec, min(desired, len(candidates)), least)
         ranks = {member.replica: rank for rank, member in enumerate(active.members)}
         chosen = candidates[:size]
@@ -633,11 +638,13 @@ def _is_valid(spec: JobSpec | None, count: int) -> bool:
 
 
 def _joiners(state: Rendezvous) -> list[Registration]:
-    """Return the replicas that are ready to join without state, by index."""
+    """Return the desired replicas that are ready to join without state, by index."""
+    indices = state.desired.indices if state.desired is not None else ()
     return [
         registration
-        for _, registration in sorted(state.replicas.items())
-        if registration.instance not in state.left_out
+        for index, registration in sorted(state.replicas.items())
+        if index in indices
+        and registration.instance not in state.left_out
         and (
             registration.state is ReplicaState.WAITING
             or (registration.state is ReplicaState.HOLDING and not registration.holds)
@@ -657,7 +664,7 @@ def _activate(state: Rendezvous, chosen: Sequence[Registration], declared: JobSp
     )
     members = tuple(map(_member, chosen))
     active = ActiveAllocation(generation, len(members), members)
-    is_desired = {member.replica for member in members} == set(range(desired.replicas))
+    is_desired = _is_desired(members, desired)
     remaining = {member.instance for member in members}
     left_out = [
         *state.left_out,
@@ -679,6 +686,11 @@ def _activate(state: Rendezvous, chosen: Sequence[Registration], declared: JobSp
         broken=False,
         left_out=tuple(left_out[-_HISTORY_LENGTH:]),
     )
+
+
+def _is_desired(members: Collection[Member], desired: Allocation) -> bool:
+    """Whether these members are as many as desired, and each of them is desired."""
+    return len(members) == desired.replicas and all(each.replica in desired.indices for each in members)
 
 
 def _member(registration: Registration) -> Member:
@@ -721,13 +733,13 @@ def _adopt(state: Rendezvous, declared: JobSpec | None) -> Rendezvous:
     size = max(trainer.replicas or 1 for trainer in trainers)
     present = {trainer.replica for trainer in trainers}
     lost = {index for trainer in trainers for index in trainer.lost} - present
-    all_registered = all(index in state.replicas for index in range(state.desired.replicas))
+    all_registered = all(index in state.replicas for index in state.desired.indices)
     if len(present) + len(lost) < size and not all_registered:
         return state
     members = tuple(map(_member, trainers))
     active = ActiveAllocation(generation, len(members), members).with_spec(declared, None)
     broken = len(members) < size or any(trainer.state is ReplicaState.HOLDING for trainer in trainers)
-    is_desired = not broken and {member.replica for member in members} == set(range(state.desired.replicas))
+    is_desired = not broken and _is_desired(members, state.desired)
     least = generation if is_desired else generation + 1
     desired = replace(state.desired, generation=max(state.desired.generation, least))
     return replace(state, active=active, broken=broken, desired=desired)

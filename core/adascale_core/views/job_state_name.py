@@ -46,6 +46,34 @@ def training_replicas(active: ActiveAllocation | None, replicas: Collection[Regi
     )
 
 
+def is_spare(
+    desired: Allocation | None, active: ActiveAllocation | None, replica: int, *, broken: bool
+) -> bool:
+    """Whether a replica is beyond those that train, while as many as desired do.
+
+    Args:
+        desired, active, broken: as of `registered_state`.
+        replica: its index.
+    """
+    if desired is None or active is None or broken or not desired.spares:
+        return False
+    return active.replicas == desired.replicas and replica not in active.indices
+
+
+def waiting_spares(
+    desired: Allocation | None,
+    active: ActiveAllocation | None,
+    replicas: Collection[Registration],
+    *,
+    broken: bool,
+) -> int:
+    """Return how many spares are ready to take the place of a lost replica."""
+    return sum(
+        replica.state is ReplicaState.WAITING and is_spare(desired, active, replica.replica, broken=broken)
+        for replica in replicas
+    )
+
+
 def registered_state(
     desired: Allocation | None,
     active: ActiveAllocation | None,

@@ -8,7 +8,12 @@ from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.message import Message
 from adascale_core.messages.reports import GainReport
 from adascale_core.rendezvous.rendezvous import Rendezvous
-from adascale_core.views.job_state_name import JobStateName, registered_state, training_replicas
+from adascale_core.views.job_state_name import (
+    JobStateName,
+    registered_state,
+    training_replicas,
+    waiting_spares,
+)
 from adascale_core.views.runs import RunView
 
 MAX_SECONDS_LEFT = 1e9
@@ -24,6 +29,7 @@ class JobSummary(Message):
         state: what it does.
         replicas: the number of replicas that train.
         desired: the desired number of replicas; None before the first allocation.
+        spares: the number of spare replicas that wait.
         max_replicas: the most replicas that it may get; None if it is not declared.
         created_at: when the service created it, in seconds since 1970.
         generation: the active generation; 0 if there is none.
@@ -50,6 +56,7 @@ class JobSummary(Message):
     latest: GainReport | None
     seconds_left: float | None
     run: RunView | None = None
+    spares: int = 0
 
 
 def summarize(
@@ -77,4 +84,5 @@ def summarize(
         target=target,
         latest=latest,
         seconds_left=seconds_left if seconds_left is not None and seconds_left < MAX_SECONDS_LEFT else None,
+        spares=waiting_spares(desired, active, replicas, broken=rendezvous.broken),
     )

@@ -12,6 +12,7 @@ from adascale_core.messages.message import Message
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.names import WAITS_FOR_OTHERS
+from adascale_core.views.job_state_name import is_spare, waiting_spares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,15 @@ class JobView(Message):
     created_at: float
     local_bsz_limits: Sequence[LocalBszLimit] = ()
     local_bsz_limit: int | None = None
+
+    def is_spare(self, replica: int) -> bool:
+        """Whether a replica is beyond those that train, while as many as desired do."""
+        return is_spare(self.desired, self.active, replica, broken=self.broken)
+
+    @property
+    def waiting_spares(self) -> int:
+        """The number of spares that are ready to take the place of a lost replica."""
+        return waiting_spares(self.desired, self.active, self.replicas, broken=self.broken)
 
     def local_bsz_limit_on(self, accelerator: str | None) -> int | None:
         """Return the limit that holds on a type of accelerator; None if none has failed there.

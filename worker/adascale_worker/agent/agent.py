@@ -21,7 +21,7 @@ from adascale_core.failures.exit_codes import (
     describe_exit,
 )
 from adascale_core.failures.termination_message import TerminationMessage
-from adascale_core.messages.allocation import ActiveAllocation, AllocationView
+from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView
 from adascale_core.messages.channel import Assignment, Hold, Release, Terminate
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.names import (
@@ -220,10 +220,10 @@ class Agent:
             desired = self._view.desired
             if (
                 desired is not None
-                and self._replica < desired.replicas
+                and self._replica in desired.indices
                 and time.monotonic() >= self._restart_at
             ):
-                return self._start_trainer(desired.replicas)
+                return self._start_trainer(desired)
             self._raise_refusal()
             self._events.wait()
         return None
@@ -233,19 +233,21 @@ class Agent:
             return self._exit(None, ReplicaState.FINISHED, EXIT_FINISHED)
         return self._exit(None, ReplicaState.TERMINATED, EXIT_REENTRY)
 
-    def _start_trainer(self, replicas: int) -> TrainerProcess:
+    def _start_trainer(self, desired: Allocation) -> TrainerProcess:
         self._trainers += 1
         self._assignment, self._held, self._released = None, 0, False
         self._deadline, self._terminate_sent = KillDeadline(), False
         self._link_check = LinkCheck(self._replica)
         active = self._view.active
         others_train = active is not None and bool(active.indices - {self._replica})
+        # Those that start last are the spares.
+        may_be_spare = desired.spares > 0
         environ = {
             **self._environ,
             ENV_RANK: str(self._replica),
-            ENV_REPLICAS: str(replicas),
+            ENV_REPLICAS: str(max(desired.replicas, self._replica + 1)),
             ENV_GENERATION: "0",
-            ENV_JOINS_OTHERS: "1" if others_train else "0",
+            ENV_JOINS_OTHERS: "1" if others_train or may_be_spare else "0",
         }
         try:
             return TrainerProcess(
@@ -344,8 +346,17 @@ class Agent:
                 # With no members, nobody else keeps the state.
                 last = not active.members
                 trainer.send(Release(active.generation, last=last))
-                was_lost = view.desired is not None and self._replica < view.desired.replicas
+                was_lost = self._was_lost(active)
                 self._deadline.advance(now + release_grace(was_lost=was_lost, last=last))
+
+    def _was_lost(self, active: ActiveAllocation) -> bool:
+        """Whether the others have taken the trainer for lost, which is not in the active generation."""
+        desired, before = self._view.desired, self._assignment
+        if desired is None or self._replica not in desired.indices:
+            return False
+        # In a planned change to fewer replicas, a member becomes a spare.
+        shrinks = before is not None and before.replicas > active.replicas == desired.replicas
+        return not (desired.spares and shrinks)
 
     def _assign(self, trainer: TrainerProcess, allocation: ActiveAllocation) -> None:
         rank = allocation.rank_of(self._replica, self._instance)

@@ -192,7 +192,7 @@ class Applier:
                 raise
             return False
         self._on_stored(job_id, lambda read: read.version >= view.version)
-        return view.active is None or view.broken or view.active.replicas <= allocation.replicas
+        return view.active is None or view.broken or view.active.replicas <= allocation.indices.stop
 
     async def _record_event(self, observed: ObservedJob, event: Event) -> None:
         job = observed.resource

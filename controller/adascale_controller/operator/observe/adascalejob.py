@@ -81,7 +81,9 @@ class AdaScaleJob:
     def recorded_allocation(self) -> Allocation | None:
         """The allocation in the status."""
         recorded = self.status.get("allocation")
-        return Allocation(recorded["generation"], recorded["replicas"]) if recorded else None
+        if not recorded:
+            return None
+        return Allocation(recorded["generation"], recorded["replicas"], spares=recorded.get("spares", 0))
 
     @property
     def valid_job(self) -> Job:
@@ -95,24 +97,28 @@ class AdaScaleJob:
         return self.job
 
 
+_Version = tuple[int, str | None]
+"""The generation of a spec, and the queue of its AdaScaleJob, which is in a label."""
+
+
 class SpecReader:
     """Parses specs, each generation of each AdaScaleJob once: parsing takes about a millisecond."""
 
     def __init__(self) -> None:
-        self._parsed: dict[str, tuple[int, Job | None, str | None]] = {}
+        self._parsed: dict[str, tuple[_Version, Job | None, str | None]] = {}
 
     def read(self, raw: ApiObject) -> tuple[Job | None, str | None]:
         """Return the parsed spec of an object of the API, or None and why it is invalid."""
         meta = raw["metadata"]
-        parsed = self._parsed.get(meta["uid"])
-        if parsed is None or parsed[0] != meta["generation"]:
-            parsed = (meta["generation"], *_parse(raw))
+        parsed, version = self._parsed.get(meta["uid"]), (meta["generation"], Queueing.read(meta).queue)
+        if parsed is None or parsed[0] != version:
+            parsed = (version, *_parse(raw))
             self._parsed[meta["uid"]] = parsed
         return parsed[1], parsed[2]
 
     def reject(self, job: AdaScaleJob, reason: str) -> None:
         """Record that the API server rejects an object made from this generation of a spec."""
-        self._parsed[job.uid] = (job.generation, None, reason)
+        self._parsed[job.uid] = ((job.generation, job.queueing.queue), None, reason)
 
     def retain(self, uids: Collection[str]) -> None:
         """Drop the specs of all other AdaScaleJobs."""
@@ -124,7 +130,11 @@ def _parse(raw: ApiObject) -> tuple[Job | None, str | None]:
     content = {
         "apiVersion": names.GROUP_VERSION,
         "kind": names.KIND,
-        "metadata": {"name": raw["metadata"]["name"], "namespace": raw["metadata"]["namespace"]},
+        "metadata": {
+            "name": raw["metadata"]["name"],
+            "namespace": raw["metadata"]["namespace"],
+            "labels": raw["metadata"].get("labels"),
+        },
         "spec": raw.get("spec"),
     }
     document = validate_document(content)

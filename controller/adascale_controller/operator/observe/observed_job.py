@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 from typing import Self
 
@@ -426,6 +427,28 @@ class ObservedJob(CachedJob):
         return view.active.replicas
 
     @property
+    def spares(self) -> int:
+        """The number of replicas of its allocation beyond those that train."""
+        current = self.current_allocation
+        return current.spares if current is not None else 0
+
+    @property
+    def replica_pods(self) -> tuple[Mapping[int, str], Sequence[str]]:
+        """The nodes of its pods: by rank, and those of the spares, which are pods of any ranks.
+
+        With spares, the first ranks stand for the pods that train.
+        """
+        nodes = {rank: pod.node for rank, pod in self.live_pods.items() if pod.node}
+        current, view = self.current_allocation, self.service
+        if current is None or not current.spares:
+            return nodes, ()
+        active = view.active.indices if view is not None and view.active is not None else frozenset()
+        ordered = sorted(nodes, key=lambda rank: (rank not in active, rank))
+        training, spares = ordered[: current.replicas], ordered[current.replicas : current.indices.stop]
+        placed = {rank: nodes[index] for rank, index in enumerate(sorted(training))}
+        return placed, [nodes[index] for index in spares]
+
+    @property
     def lacks_only_extra_pods(self) -> bool:
         """Whether pods of its allocation are missing or start, and all of them are extra pods."""
         core, allocation = self.core, self.current_allocation
@@ -534,32 +557,46 @@ class ObservedJob(CachedJob):
         gone = DEPARTED_STATES | EXITED_STATES
         return {replica.replica for replica in replicas if replica.state not in gone}
 
-    def placement_problem(self, ranks: range) -> PodProblem | None:
-        """Return why one of these ranks can't start, the lowest first. None if all can."""
+    def placement_problem(self, ranks: range, spares: int = 0) -> PodProblem | None:
+        """Return why one of these ranks can't start, the lowest first. None if all can.
+
+        Args:
+            ranks: the ranks.
+            spares: how many of them need not start.
+        """
+        problems = list(islice(self._placement_problems(ranks), spares + 1))
+        return problems[-1] if len(problems) > spares else self._suspension_problem(ranks)
+
+    def _placement_problems(self, ranks: range) -> Iterator[PodProblem]:
+        """Yield why ranks can't start, in their order."""
         live, errors, rejections = self.live_pods, self.agent_errors, self._rejections
         for rank in ranks:
-            if rank in errors:
-                return errors[rank]
             pod = live.get(rank)
-            if pod is None and rank in rejections:
-                return rejections[rank]
-            if pod is None and self.pod_creation_failure is not None:
-                return self.pod_creation_failure
-            if (
+            if rank in errors:
+                yield errors[rank]
+            elif pod is None and rank in rejections:
+                yield rejections[rank]
+            elif pod is None and self.pod_creation_failure is not None:
+                yield self.pod_creation_failure
+            elif (
                 pod is None
                 and self.refusal is not None
                 and (not self.refusal.extra or rank >= (self.core or 0))
             ):
-                return self.refusal.problem
-            if pod is not None and pod.problem is not None and pod.problem.blocks:
-                return pod.problem
-        return self._suspension_problem(ranks)
+                yield self.refusal.problem
+            elif pod is not None and pod.problem is not None and pod.problem.blocks:
+                yield pod.problem
 
-    def start_problem(self, ranks: range) -> PodProblem | None:
-        """Return why one of these ranks can't start, or else why one of them starts slowly."""
+    def start_problem(self, ranks: range, spares: int = 0) -> PodProblem | None:
+        """Return why one of these ranks can't start, or else why one of them starts slowly.
+
+        Args:
+            ranks, spares: as of `placement_problem`.
+        """
         live = self.live_pods
-        problems = [live[rank].problem for rank in ranks if rank in live]
-        return self.placement_problem(ranks) or next((problem for problem in problems if problem), None)
+        problems = [problem for rank in ranks if rank in live and (problem := live[rank].problem)]
+        slow = problems[spares] if len(problems) > spares else None
+        return self.placement_problem(ranks, spares) or slow
 
     def _suspension_problem(self, ranks: range) -> PodProblem | None:
         """Return that somebody, such as Kueue, has suspended the Job of extra pods, if a rank is one."""

@@ -8,7 +8,7 @@ Indexed Job is created again, the count stays, and later failures are added to i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from adascale_controller.operator.observe.failed_pods import failed_pods, is_program_failure
@@ -36,7 +36,20 @@ def count_failures(observed: ObservedJob) -> FailureCount:
     Pods that fail after the program has finished on rank 0 do not count.
     """
     recorded = read_failures(observed.resource.status)
-    return recorded if observed.program_finished else with_pods(recorded, observed.own_pods)
+    return recorded if observed.program_finished else with_pods(recorded, _counted_pods(observed))
+
+
+def _counted_pods(observed: ObservedJob) -> Sequence[Pod]:
+    """Return the pods whose ends count: not those of spares that have failed before they trained."""
+    view = observed.service
+    if view is None or not observed.spares:
+        return observed.own_pods
+
+    def counts(pod: Pod) -> bool:
+        message = pod.exit.termination if pod.exit is not None else None
+        return not view.is_spare(pod.rank) or (message is not None and message.generation > 0)
+
+    return [pod for pod in observed.own_pods if counts(pod)]
 
 
 def with_pods(recorded: FailureCount, pods: Iterable[Pod]) -> FailureCount:
@@ -60,7 +73,7 @@ def has_permanent_failure(observed: ObservedJob) -> bool:
         and pod.exit.of_worker
         and pod.exit.exit_code is not None
         and is_permanent(classify_exit(pod.exit.exit_code), measured)
-        for pod in failed_pods(observed.own_pods)
+        for pod in failed_pods(_counted_pods(observed))
     )
 
 
@@ -70,7 +83,7 @@ def has_repeated_failure(observed: ObservedJob) -> bool:
     if observed.program_finished or view is None:
         return False
     failures = []
-    for pod in failed_pods(observed.own_pods):
+    for pod in failed_pods(_counted_pods(observed)):
         end = pod.exit.termination if pod.exit is not None else None
         if pod.exit is not None and end is not None:
             failures.append(ProgramFailure(pod.rank, end.generation, pod.exit.exit_code, end.log))

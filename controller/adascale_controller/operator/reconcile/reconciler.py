@@ -74,7 +74,7 @@ def reconcile(
     queued = assessment.phase is JobPhase.QUEUED
     adopts = template_rollout.is_between_jobs(observed) and allocation is not None
     if adopts and allocation is not None:
-        parallelism = allocation.replicas
+        parallelism = allocation.indices.stop
     creates = observed.indexed_job is None and (runnable or queued or adopts) and bool(parallelism)
     # The Job controller has to delete pods with another owner: the garbage collector does not with the Job.
     deletes = (
@@ -222,16 +222,19 @@ def _allocation(
     if decision is not None and assessment.phase is JobPhase.RUNNABLE:
         # Kueue has admitted it, so its pods wait for nodes as those of any other Job.
         count = decision.replicas or (_admission_count(observed) if observed.is_queued else 0)
+    job = observed.resource.job
+    spares = job.spare_replicas if job is not None and count else 0
     if current is None:
         last = observed.service.last_generation if observed.service is not None else 0
-        return Allocation(last + 1, count) if count else None
+        return Allocation(last + 1, count, spares=spares) if count else None
     if decision is not None and observed.service is not None and observed.service.complete:
         # The program has finished; its pods are about to end.
-        count = current.replicas
+        count, spares = current.replicas, current.spares
     # A generation that the metrics service does not have yet applies the new bounds anyway.
     published = observed.service is not None and observed.service.desired == current
-    if count != current.replicas or current.failed or (count and published and has_new_bounds(observed)):
-        return Allocation(current.generation + 1, count)
+    is_same = (count, spares) == (current.replicas, current.spares) and not current.failed
+    if not is_same or (count and published and has_new_bounds(observed)):
+        return Allocation(current.generation + 1, count, spares=spares)
     return current
 
 
@@ -314,7 +317,7 @@ def _pod_count(observed: ObservedJob, assessment: Assessment, allocation: Alloca
         indexed_job = observed.own_indexed_job
         is_elastic = indexed_job is not None and indexed_job.is_elastic
         return indexed_job.parallelism if indexed_job and is_elastic else _admission_count(observed)
-    count, current = allocation.replicas if allocation is not None else 0, observed.pod_count
+    count, current = allocation.indices.stop if allocation is not None else 0, observed.pod_count
     # No pod is removed before its trainer has saved its state.
     return count if count >= current else max(count, min(observed.required_pods, current))
 

@@ -50,6 +50,7 @@ STATUS_FIELDS = TELEMETRY | {
     "replicas",
     "desiredReplicas",
     "extraReplicas",
+    "spareReplicas",
     "selector",
     "rescales",
     "disruptions",
@@ -92,9 +93,15 @@ class ScheduledJob:
     capacity_request: CapacityRequest | None = None
     feasibility: Feasibility | None = None
 
-    def start_problem(self, observed: ObservedJob, ranks: range) -> PodProblem | None:
-        """Return why one of these ranks does not start, and what is done about it."""
-        problem, request = observed.start_problem(ranks), self.capacity_request
+    def start_problem(self, observed: ObservedJob, ranks: range, spares: int = 0) -> PodProblem | None:
+        """Return why one of these ranks does not start, and what is done about it.
+
+        Args:
+            observed: the job.
+            ranks: the ranks.
+            spares: how many of them need not start.
+        """
+        problem, request = observed.start_problem(ranks, spares), self.capacity_request
         if problem is None and request is not None and any(rank not in observed.live_pods for rank in ranks):
             # The pods are not made yet, and may be placed at once.
             return PodProblem(request.reason, request.message)
@@ -137,6 +144,11 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         status["extraReplicas"] = extra if training else 0
     if allocation is not None:
         status["allocation"] = {"generation": allocation.generation, "replicas": allocation.replicas}
+        if allocation.spares:
+            status["allocation"]["spares"] = allocation.spares
+            current_spares = current.get("spareReplicas", 0)
+            waiting = observed.service.waiting_spares if observed.service is not None else current_spares
+            status["spareReplicas"] = waiting if training else 0
         status["startTime"] = current.get("startTime") or timestamp(observed.now)
     if ended:
         status["completionTime"] = timestamp(_ended_at(observed, scheduled))
@@ -299,12 +311,12 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
         if outdated:
             left = f"{plural(outdated, 'pod')} of the template before {'is' if outdated == 1 else 'are'} left"
             return condition(True, Reason.TEMPLATE_CHANGED, f"{message}; {left}, replaced one by one")
-        return condition(True, Reason.TRAINING, message)
+        return condition(True, Reason.TRAINING, f"{message}{_describe_spares(observed, allocation)}")
     if assessment.phase is not JobPhase.RUNNABLE:
         return condition(False, assessment.reason, assessment.message)
     if allocation is None or allocation.replicas == 0:
         return condition(False, Reason.INSUFFICIENT_CAPACITY, scheduled.reason)
-    problem = scheduled.start_problem(observed, range(allocation.replicas))
+    problem = scheduled.start_problem(observed, allocation.indices, allocation.spares)
     if problem is not None:
         return condition(False, problem.reason, problem.message)
     failures = assessment.failures.count
@@ -318,13 +330,23 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
     return condition(False, Reason.STARTING, f"Starting on {replicas}")
 
 
+def _describe_spares(observed: ObservedJob, allocation: Allocation | None) -> str:
+    """Return how many spares wait, and why others do not; empty without spares."""
+    if allocation is None or not allocation.spares or observed.service is None:
+        return ""
+    waiting, problem = observed.service.waiting_spares, observed.start_problem(allocation.indices)
+    found = f"; {waiting} of {plural(allocation.spares, 'spare')} {'waits' if waiting == 1 else 'wait'}"
+    return found if waiting == allocation.spares or problem is None else f"{found}: {problem.message}"
+
+
 def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) -> Condition:
     kind = ConditionType.RESCALING
     allocation, failed = scheduled.allocation, scheduled.failed_placement
     runnable = scheduled.phase is JobPhase.RUNNABLE
     if runnable and training and allocation is not None and allocation.replicas != training:
         change = f"{training} -> {allocation.replicas}"
-        problem = scheduled.start_problem(observed, range(training, allocation.replicas))
+        ranks = range(training, allocation.replicas) if not allocation.spares else allocation.indices
+        problem = scheduled.start_problem(observed, ranks, allocation.spares)
         if problem is not None:
             continues = f"training continues on {plural(training, 'replica')}"
             return Condition(kind, True, problem.reason, f"{change}: {problem.message}; {continues}")

@@ -85,14 +85,18 @@ def _is_settled(observed: ObservedJob) -> bool:
         return False
     if view.desired != allocation or view.active.generation != allocation.generation:
         return False
-    ranks = set(range(allocation.replicas))
+    members, live = view.active.indices, observed.live_pods
     running = {
         replica.replica
         for replica in view.replicas
         if replica.state is ReplicaState.RUNNING and replica.generation == allocation.generation
     }
-    resized = indexed_job.suspended or indexed_job.parallelism != allocation.replicas
-    return not resized and ranks == running == view.active.indices == observed.live_pods.keys()
+    ready = {replica.replica for replica in view.replicas if replica.state is ReplicaState.WAITING}
+    resized = indexed_job.suspended or indexed_job.parallelism != allocation.indices.stop
+    is_whole = len(members) == allocation.replicas and set(allocation.indices) == live.keys()
+    # A spare that is placed must have started: otherwise those that train would be replaced by such pods.
+    starting = {rank for rank, pod in live.items() if pod.is_placed} - members - ready
+    return not resized and is_whole and running == members and not starting
 
 
 def _can_spare_one(observed: ObservedJob) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from adascale_controller.formatting import plural
 from adascale_controller.measurements import training_target
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.accelerator_types import TypedDemands
@@ -131,7 +133,15 @@ def make_candidate(
     extra_limit = max(job.core_replicas, observed.training_replicas) if extra is not None else None
     quota, current = quota_limit(observed), observed.current_allocation
     backoff = memory.backoff.limit(fitting, observed.now)
-    limits = [extra_limit, job.replica_limit, backoff, memory.failing_counts.limit, quota]
+    spares_limit = _limit_beside_spares(observed, fitting) if job.spare_replicas else None
+    limits = [
+        extra_limit,
+        job.replica_limit,
+        backoff,
+        memory.failing_counts.limit,
+        quota,
+        spares_limit,
+    ]
     limit = min((limit for limit in limits if limit is not None), default=None)
     limit_reason = None
     if limit is not None and limit == job.replica_limit:
@@ -153,7 +163,7 @@ def make_candidate(
         replicas=replicas if requested is None else requested,
         stable_since=state.stable_since if trains_current and requested is None else None,
         limit=limit,
-        limit_reason=describe_quota(observed, quota) if quota is not None and limit == quota else "",
+        limit_reason=_describe_limit(observed, limit, quota, spares_limit),
         min_replicas=fixed_count(observed) or state.min_replicas,
     )
     states = {
@@ -172,27 +182,80 @@ def make_candidate(
     return Candidate(observed, demand, state, types, states, measured.template.reported, limit_reason)
 
 
+def _describe_limit(
+    observed: ObservedJob, limit: int | None, quota: int | None, spares_limit: int | None
+) -> str:
+    """Return what a limit comes from. Empty if that is not known."""
+    if quota is not None and limit == quota:
+        return describe_quota(observed, quota)
+    if spares_limit is not None and limit == spares_limit:
+        return f"beside {plural(observed.resource.valid_job.spare_replicas, 'spare')}"
+    return ""
+
+
+def _limit_beside_spares(observed: ObservedJob, fitting: Callable[[], int]) -> int:
+    """Return the largest count beside which the spares fit, but not less than the job has.
+
+    So spares keep a job from growing, and a job on too few nodes trains without them.
+    """
+    job, current = observed.resource.valid_job, observed.current_allocation
+    missing = job.spare_replicas - len(observed.replica_pods[1])
+    replicas = current.replicas if current is not None else 0
+    return max(fitting() - max(missing, 0), replicas, job.core_replicas)
+
+
+@dataclass(frozen=True)
+class SparePods:
+    """The spares of a job that are on nodes, and so take what they request.
+
+    Args:
+        request: of one of them.
+        nodes: the node of each.
+    """
+
+    request: Mapping[str, int]
+    nodes: Sequence[str]
+
+
 class Resources:
     """The nodes and the pods on them that a decision can't change.
 
     Args:
         nodes: all nodes. None if the operator may not read nodes.
         pods: the pods that belong to no job that may run.
+        spares: the spares of jobs that may run.
     """
 
-    def __init__(self, nodes: Sequence[ApiObject] | None, pods: Sequence[ApiObject]) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[ApiObject] | None,
+        pods: Sequence[ApiObject],
+        spares: Collection[SparePods] = (),
+    ) -> None:
         self.nodes = nodes
         self._pods = pods
+        self._spares = spares
+
+    def with_spares(self, spares: Collection[SparePods]) -> Resources:
+        """Return the same with other spares."""
+        return Resources(self.nodes, self._pods, spares)
 
     @cached_property
     def free(self) -> Sequence[Node] | None:
         """The nodes with their free resources."""
-        return None if self.nodes is None else free_nodes(self.nodes, self._pods, ())
+        return None if self.nodes is None else self._free(self._pods)
 
     def free_below(self, priority: int) -> Sequence[Node]:
         """Return the nodes as if no pod of a lower priority were on them that no decision changes."""
-        pods = [pod for pod in self._pods if _priority(pod) >= priority]
-        return free_nodes(self.nodes or (), pods, ())
+        return self._free([pod for pod in self._pods if _priority(pod) >= priority])
+
+    def _free(self, pods: Sequence[ApiObject]) -> Sequence[Node]:
+        taken: dict[str, Counter[str]] = {}
+        for spares in self._spares:
+            for node in spares.nodes:
+                taken.setdefault(node, Counter()).update(spares.request)
+        free = free_nodes(self.nodes or (), pods, ())
+        return [_without(node, taken[node.name]) if node.name in taken else node for node in free]
 
     @cached_property
     def lowest_priority(self) -> int | None:
@@ -218,6 +281,10 @@ class Resources:
         bounds = (problem.bound for problem in known)
         before = next((bound for bound in bounds if isinstance(bound, NodeCapacity)), None)
         return NodeCapacity(self.free, demands, before)
+
+
+def _without(node: Node, taken: Mapping[str, int]) -> Node:
+    return replace(node, free={name: units - taken.get(name, 0) for name, units in node.free.items()})
 
 
 def _priority(pod: ApiObject) -> int:

@@ -98,8 +98,10 @@ class JobMemory:
     ) -> None:
         current, spec = observed.current_allocation, observed.resource.valid_job.spec
         live, errors = observed.live_pods, observed.agent_errors
+        spares = observed.spares
+        ready = {rank for rank, pod in live.items() if pod.is_placed and rank not in errors}
         placed = 0
-        while placed in live and live[placed].is_placed and placed not in errors:
+        while len(ready.intersection(range(placed + 1 + spares))) > placed:
             placed += 1
         self.requests.update(placed, observed.now)
         extra = observed.own_extra_job
@@ -110,7 +112,7 @@ class JobMemory:
             self.backoff.allow(Reason.QUOTA_EXCEEDED, observed.admission.asked_at)
         if current is None or current.replicas == 0:
             return
-        problem = observed.placement_problem(range(current.replicas))
+        problem = observed.placement_problem(current.indices, spares)
         if (
             problem is not None
             and problem.reason is Reason.UNSCHEDULABLE

@@ -17,6 +17,7 @@ from adascale_controller.operator.schedule.accelerator_types import AcceleratorT
 from adascale_controller.operator.schedule.candidate import (
     Candidate,
     Resources,
+    SparePods,
     find_growth,
     find_preempting,
     make_candidate,
@@ -131,6 +132,8 @@ class Scheduler:
         self._requested: dict[str, int] = {}
         """Job id -> the replica count that is being requested since the job was observed."""
         self._resources = Resources(None, ())
+        self._spares: dict[str, SparePods] = {}
+        """Job id -> its spares that are on nodes."""
         self._standing = StandingDecisions()
         self._result: DecisionResult | None = None
         self._adopted_at = -inf
@@ -166,14 +169,15 @@ class Scheduler:
             nodes: all nodes. None if the operator may not read nodes.
             pods: the pods that belong to no job that may run.
         """
-        self._resources = Resources(nodes, pods)
+        self._resources = Resources(nodes, pods, tuple(self._spares.values()))
         self._resources_changed = True
         selects_others = self._node_selection.update(nodes or ())
         if selects_others:
             self._accelerator_types = AcceleratorTypes(self._accelerator_label, nodes or ())
         for candidate in list(self._candidates.values()):
             job, memory = candidate.observed, self._memories[candidate.observed.resource.uid]
-            if selects_others or memory.backoff.failed_placement(job.now) is not None:
+            has_spares = job.resource.valid_job.spare_replicas > 0
+            if selects_others or has_spares or memory.backoff.failed_placement(job.now) is not None:
                 self._replace(candidate, self._candidate(job, *self._demands(job)))
 
     def update(self, job: ObservedJob) -> None:
@@ -186,9 +190,22 @@ class Scheduler:
             before = None
         memory = self._memories.setdefault(job.resource.uid, JobMemory())
         memory.observe_spec(job, self._templates)
+        self._update_spares(job)
         demand, types = self._demands(job)
         memory.observe(job, types, lambda: self._fitting(job_id, demand, types))
         self._replace(before, self._candidate(job, demand, types))
+
+    def _update_spares(self, job: ObservedJob) -> None:
+        """Count the spares of a job that are on nodes as taken."""
+        _, nodes = job.replica_pods
+        spares = SparePods(self._memories[job.resource.uid].request, nodes) if nodes else None
+        if spares != self._spares.get(job.resource.id):
+            if spares is not None:
+                self._spares[job.resource.id] = spares
+            else:
+                del self._spares[job.resource.id]
+            self._resources = self._resources.with_spares(tuple(self._spares.values()))
+            self._resources_changed = True
 
     def _replace(self, before: Candidate | None, candidate: Candidate) -> None:
         """Use another state of a job, and record whether that makes a decision due."""
@@ -227,6 +244,8 @@ class Scheduler:
         self._postponed.discard(job_id)
         self._held_since.pop(job_id, None)
         self._granted_after.pop(job_id, None)
+        if self._spares.pop(job_id, None) is not None:
+            self._resources = self._resources.with_spares(tuple(self._spares.values()))
         if self._candidates.pop(job_id, None) is not None:
             self._standing.discard(job_id)
             self._present_types.pop(job_id, None)
@@ -463,8 +482,9 @@ class Scheduler:
                 continue
             standing = self._standing.get(other.state.id)
             kept = standing.replicas if standing is not None else other.state.replicas
+            end = kept + other.observed.spares
             for pod in other.observed.own_pods:
-                if pod.rank >= kept and not pod.has_ended and (nodes is None or pod.node in nodes):
+                if pod.rank >= end and not pod.has_ended and (nodes is None or pod.node in nodes):
                     return other.state.id
         return None
 
@@ -617,7 +637,7 @@ class Scheduler:
         demand = Demand(
             request=self._memories[observed.resource.uid].request,
             nodes=self._node_selection.eligible(observed.placement_spec),
-            placed={rank: pod.node for rank, pod in observed.live_pods.items() if pod.node},
+            placed=observed.replica_pods[0],
             one_node=observed.single_node,
         )
         if self._resources.nodes is None:

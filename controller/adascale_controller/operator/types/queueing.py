@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import Final, Self
 
 from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_core import names
 
 KUEUE_GROUP: Final = "kueue.x-k8s.io"
-QUEUE_NAME: Final = f"{KUEUE_GROUP}/queue-name"
-"""Label of a Job: the LocalQueue that it waits in."""
+QUEUE_NAME: Final = names.LABEL_QUEUE
 ELASTIC_JOB: Final = f"{KUEUE_GROUP}/elastic-job"
 """Annotation of a Job whose replica count may change while it is admitted, and the scheduling gate of its
 pods until their quota is reserved."""
