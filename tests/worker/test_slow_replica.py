@@ -13,17 +13,17 @@ PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "slow_replica.py"
 
 
 def _found(output: str) -> list[tuple[int, int, float]]:
-    """Return which replica was found at which step, and its factor."""
-    pattern = r"replica (\d+) is slow, found at step (\d+): in each step it computes ([\d.]+) times as long"
+    """Return at which steps a replica was found, which, and its factor."""
+    pattern = r"adascale: step (\d+): replica (\d+) is slow: in each step it computes ([\d.]+) times as long"
     return [(int(found[1]), int(found[2]), float(found[3])) for found in re.finditer(pattern, output)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("slow", "where"), [(0, "loading"), (1, "forward"), (1, "backward")])
 def test_a_replica_that_is_slower_by_20_percent_is_found_within_50_steps(slow: int, where: str) -> None:
-    """Others wait for the buffers of rank 0 at the forward pass, and for all gradients at the backward pass."""
+    """Others wait in the forward pass for the buffers of rank 0, and in the backward pass for gradients."""
     output = run_python(PROGRAM, replicas=2, SLOW=slow, WHERE=where, PACE=0.1, FACTOR=1.2)
-    ((replica, step, factor),) = _found(output)
+    ((step, replica, factor),) = _found(output)
     assert replica == slow
     assert step <= 50
     assert 1.15 <= factor < 1.3

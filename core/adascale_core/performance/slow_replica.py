@@ -35,6 +35,12 @@ class SlowReplica:
     replica: int
     factor: float
 
+    def __str__(self) -> str:
+        return (
+            f"replica {self.replica} is slow: in each step it computes {self.factor:.2f} times as long as "
+            "the others, which wait for it"
+        )
+
 
 class RecentTimes:
     """The times in which one replica has computed its last steps."""

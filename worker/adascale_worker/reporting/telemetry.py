@@ -69,7 +69,7 @@ class Telemetry:
         self._clock = clock
         self.step_timer = StepTimer(accelerator, clock)
         self._slow: SlowReplica | None = None
-        """The rank that is slower than the others; None if none is."""
+        """The replica that is slower than the others, by its index; None if none is."""
         self._measure_sync = measure_sync
         self._gpu = gpu
 
@@ -121,19 +121,18 @@ class Telemetry:
             self.report(plan, progress, optimizer)
 
     def compare(self, slow: SlowReplica | None, step: int) -> None:
-        """Keep for the next reports which rank is slower than the others, and print it on rank 0 if it is new.
+        """Keep for the next reports which rank is slower than the others. On rank 0, print another one.
 
         Args:
             slow: the rank; None if none is.
             step: after which that was found.
         """
-        before, self._slow = self._slow, slow
-        if slow is not None and self._group.is_main and (before is None or before.replica != slow.replica):
-            print(
-                f"adascale: replica {self._group.indices[slow.replica]} is slow, found at step {step}: in each "
-                f"step it computes {slow.factor:.2f} times as long as the others, which wait for it",
-                flush=True,
-            )
+        before, self._slow = self._slow, None
+        if slow is None:
+            return
+        self._slow = SlowReplica(self._group.indices[slow.replica], slow.factor)
+        if self._group.is_main and (before is None or before.replica != self._slow.replica):
+            print(f"adascale: step {step}: {self._slow}", flush=True)
 
     def report_last(self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers) -> None:
         """Report the last step, unless it is reported, or no step was made."""
@@ -178,7 +177,7 @@ class Telemetry:
             metrics=metrics,
             accelerator=self._accelerator,
             counts_samples=progress.counts_samples,
-            slow_replica=self._group.indices[self._slow.replica] if self._slow is not None else None,
+            slow_replica=self._slow.replica if self._slow is not None else None,
             slow_factor=self._slow.factor if self._slow is not None else None,
         )
         for each in self._receivers():
