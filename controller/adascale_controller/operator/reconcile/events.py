@@ -191,6 +191,7 @@ _RECORDED = {
     ConditionType.SUSPENDED: frozenset({Reason.SUSPENDED, Reason.SCALED_TO_ZERO, Reason.JOB_SUSPENDED}),
     ConditionType.COMPLETE: frozenset({Reason.FINISHED}),
     ConditionType.FAILED: frozenset(Reason),
+    ConditionType.SLOW_REPLICA: frozenset({Reason.REPLICA_SLOW}),
 }
 """The reasons of each condition that are recorded as an Event when the condition changes to them."""
 

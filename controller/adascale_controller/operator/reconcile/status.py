@@ -277,6 +277,9 @@ def _conditions(
     deadline = _deadline_feasible(observed, scheduled)
     if deadline is not None:
         conditions.append(deadline)
+    slow = _slow_replica(observed, scheduled)
+    if slow is not None:
+        conditions.append(slow)
     return conditions
 
 
@@ -374,6 +377,25 @@ def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> Condit
     counts = plural(found.count, "replica")
     message = f"{counts} or more, from now on, meet {target}, as predicted from {found.source}"
     return Condition(kind, True, Reason.COUNT_SUFFICES, message)
+
+
+def _slow_replica(observed: ObservedJob, scheduled: ScheduledJob) -> Condition | None:
+    """Return which replica the others wait for; None if none was slow yet."""
+    kind = ConditionType.SLOW_REPLICA
+    before = condition_of(observed.resource.status, kind)
+    if observed.service is None and not scheduled.assessment.ended:
+        return before
+    slow = observed.service.slow if observed.service is not None else None
+    if slow is None or scheduled.assessment.ended:
+        return Condition(kind, False, Reason.NO_REPLICA_SLOW) if before is not None else None
+    pod = observed.live_pods.get(slow.replica)
+    place = "" if pod is None else f" (pod {pod.name}, node {pod.node})"
+    named = f"Replica {slow.replica}{place} is slow"
+    if before is not None and before.status and before.message.startswith(named):
+        # The factor changes a little with each report.
+        return before
+    message = f"{named}: in each step it computes {slow.factor:.2f} times as long as the others"
+    return Condition(kind, True, Reason.REPLICA_SLOW, f"{message}, which wait for it")
 
 
 def _suspended(assessment: Assessment, training: int, observed: ObservedJob) -> Condition:

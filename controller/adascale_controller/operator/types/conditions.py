@@ -22,6 +22,7 @@ class ConditionType(StrEnum):
     COMPLETE = "Complete"
     FAILED = "Failed"
     DEADLINE_FEASIBLE = "DeadlineFeasible"
+    SLOW_REPLICA = "SlowReplica"
 
 
 class Reason(StrEnum):
@@ -71,6 +72,8 @@ class Reason(StrEnum):
     NO_COUNT_SUFFICES = "NoCountSuffices"
     DEADLINE_MET = "DeadlineMet"
     DEADLINE_MISSED = "DeadlineMissed"
+    REPLICA_SLOW = "ReplicaSlow"
+    NO_REPLICA_SLOW = "NoReplicaSlow"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,53 @@
+"""A slow replica in the operator: the condition, its Event, and the node that is avoided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.types.conditions import ConditionType, condition_of
+from support.observed_jobs import (
+    actions_for,
+    condition,
+    observed,
+    report,
+    training_job,
+    with_status,
+)
+
+SLOW = ConditionType.SLOW_REPLICA
+
+
+def with_slow(job: ObservedJob, replica: int | None, factor: float | None = 1.25) -> ObservedJob:
+    """Return a job whose latest report names a slow replica."""
+    assert job.service is not None
+    latest = replace(report(1, 2), slow_replica=replica, slow_factor=factor if replica is not None else None)
+    return replace(job, service=replace(job.service, latest=latest))
+
+
+def test_a_slow_replica_is_named_in_the_condition_and_in_one_event() -> None:
+    job = training_job()
+    assert condition_of(actions_for(job, 2).status, SLOW) is None
+    actions = actions_for(with_slow(job, 1), 2)
+    found = condition(actions, SLOW)
+    pod = job.live_pods[1]
+    assert (found.status, found.reason) == (True, "ReplicaSlow")
+    assert found.message == (
+        f"Replica 1 (pod {pod.name}, node {pod.node}) is slow: in each step it computes 1.25 times as long "
+        "as the others, which wait for it"
+    )
+    (event,) = (each for each in actions.events if each.reason == "ReplicaSlow")
+    assert (event.message, event.warning) == (found.message, True)
+    # The factor changes with each report. That is no other status.
+    later = actions_for(with_slow(with_status(job, actions), 1, 1.31), 2)
+    assert condition(later, SLOW) == found
+    assert not later.status_changed
+    ended = actions_for(with_slow(with_status(job, actions), None), 2)
+    assert (condition(ended, SLOW).status, condition(ended, SLOW).reason) == (False, "NoReplicaSlow")
+    assert not [each for each in ended.events if "Slow" in each.reason]
+
+
+def test_the_condition_stays_while_the_metrics_service_does_not_answer() -> None:
+    before = with_status(training_job(), actions_for(with_slow(training_job(), 1), 2))
+    silent = observed(before.resource, None, before.indexed_job)
+    assert condition(actions_for(silent), SLOW).status
