@@ -266,9 +266,8 @@ export class JobView {
 
   // The replica for which the others wait, in the active generation.
   get slowReplica() {
-    const { latest, generation, state } = this.job ?? {};
-    const isSlow = latest?.slow_replica !== null && latest?.slow_replica !== undefined && latest.generation === generation;
-    return isSlow && !ENDED.includes(state) ? latest.slow_replica : null;
+    const { latest, generation, replicas } = this.job ?? {};
+    return replicas && latest && latest.generation === generation ? latest.slow_replica : null;
   }
 
   showSlow() {

@@ -13,6 +13,7 @@ from adascale_controller.operator.observe.pods import PodProblem
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
 from adascale_controller.operator.reconcile.replica_limit import replica_limit_problem
 from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement, Status
+from adascale_controller.operator.types.avoided_node import AvoidedNode
 from adascale_controller.operator.types.conditions import (
     Condition,
     ConditionType,
@@ -60,6 +61,7 @@ STATUS_FIELDS = TELEMETRY | {
     "accelerator",
     "conditions",
     "allocation",
+    "avoidedNode",
     "startTime",
     "completionTime",
     "claim",
@@ -80,6 +82,7 @@ class ScheduledJob:
         accelerator: the type of accelerator that it gets. None if it is not known now.
         capacity_request: the count, if it is requested although it does not fit.
         feasibility: whether it can meet its deadline. None if it has none, or if that is not known.
+        avoided_node: the node of a slow replica, if new pods avoid it from now on.
     """
 
     assessment: Assessment
@@ -91,6 +94,7 @@ class ScheduledJob:
     accelerator: Accelerator | None = None
     capacity_request: CapacityRequest | None = None
     feasibility: Feasibility | None = None
+    avoided_node: AvoidedNode | None = None
 
     def start_problem(self, observed: ObservedJob, ranks: range) -> PodProblem | None:
         """Return why one of these ranks does not start, and what is done about it."""
@@ -152,6 +156,9 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         accelerator = scheduled.accelerator.type
     if accelerator is not None and status["desiredReplicas"]:
         status["accelerator"] = accelerator
+    avoided = scheduled.avoided_node or observed.resource.avoided_node
+    if avoided is not None:
+        status["avoidedNode"] = avoided.to_json()
     if observed.claim is not None:
         status["claim"] = observed.claim.name
     return status
