@@ -174,6 +174,11 @@ def test_a_slow_replica_is_replaced_on_another_node_while_the_others_train(slow:
         f"Goodput is predicted to be higher without the slow replica on node {before[name]}: its pods there "
         "are replaced, and new pods avoid the node for 30 minutes"
     )
+    explained = world.service.decision
+    assert explained is not None
+    assert f"its pods avoid node {before[name]} for a time, because a replica was slow there" in [
+        limit.reason for limit in explained.limits
+    ]
     # After that time, new pods may use the node again. The pods stay.
     assert world.indexed_job is not None
     assert world.indexed_job["metadata"]["annotations"][ANNOTATION_AVOIDED_NODE] == before[name]

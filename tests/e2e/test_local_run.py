@@ -307,6 +307,11 @@ def test_a_slow_replica_is_named_in_the_output_and_the_status(tmp_path: Path, st
         status = adascale_in_process("status", "test", "--state-dir", state)
         assert re.search(rf"slow +r{named}", status.stdout), status.stdout + status.stderr
 
+        def explained() -> str:
+            return adascale_in_process("explain", "test", "--state-dir", state).stdout
+
+        assert "replica 1 is slow" in wait_until(explained, "the first explained decision")
+
 
 @pytest.mark.slow
 def test_two_stops_at_once_do_not_prevent_saving(tmp_path: Path, state: Path) -> None:

@@ -390,7 +390,19 @@ class Scheduler:
         pause = 0.0 if self._is_explained else self._explain_cost / MAX_SHARE
         self._explain_at = time.monotonic() + pause
         candidates = result.input.candidates
-        return [self._with_extra_pods(candidates[job], each) for job, each in found.items()]
+        return [
+            self._with_avoided_node(candidates[job], self._with_extra_pods(candidates[job], each))
+            for job, each in found.items()
+        ]
+
+    @staticmethod
+    def _with_avoided_node(candidate: Candidate, explained: DecisionView) -> DecisionView:
+        """Return an explained decision that says which node the job avoids."""
+        node = candidate.observed.avoided_node
+        if node is None:
+            return explained
+        reason = f"its pods avoid node {node[:100]} for a time, because a replica was slow there"
+        return replace(explained, limits=(*explained.limits, LimitView(LimitKind.NODES, reason)))
 
     @staticmethod
     def _with_extra_pods(candidate: Candidate, explained: DecisionView) -> DecisionView:
