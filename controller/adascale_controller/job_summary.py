@@ -110,6 +110,7 @@ class JobDetails:
         state: the state, with what explains it.
         runs: whether it runs, or waits to run.
         stall: where replicas are while no step ends; empty while steps end.
+        slow: which replica the others wait for in each step; empty if none is slow.
         checkpoint: its newest checkpoint, or where its checkpoints are.
         places: names and values of more facts, such as files; empty values are left out.
         replicas: the last registrations of its replicas; empty if they are unknown.
@@ -118,6 +119,7 @@ class JobDetails:
     state: str
     runs: bool
     stall: str = ""
+    slow: str = ""
     checkpoint: str = ""
     places: Sequence[tuple[str, str]] = ()
     replicas: Sequence[ReplicaView] = ()
@@ -152,6 +154,7 @@ def render_status(summary: JobSummary, details: JobDetails, now: float) -> str:
         ("progress", _progress(summary)),
         ("restarts", "" if summary.restarts is None else str(summary.restarts)),
         ("stall", details.stall),
+        ("slow", details.slow),
         ("checkpoint", details.checkpoint),
         ("result", format_result(summary.result)),
         *details.places,

@@ -14,11 +14,14 @@ NUMBERS = [
     "generation", "step", "progress", "epoch", "replicas", "local_bsz", "accumulation", "scale", "gain",
     "grad_sqr", "grad_var", "step_time", "time", "loss", "target", "nodes", "sync_time",
     "grad_sqr_error",
-    "lr_factor", "lr", "gpu_use", "gpu_memory",
+    "lr_factor", "lr", "gpu_use", "gpu_memory", "slow_replica", "slow_factor",
 ]  # fmt: skip
-INTEGERS = ["generation", "step", "epoch", "replicas", "local_bsz", "accumulation", "nodes"]
+INTEGERS = ["generation", "step", "epoch", "replicas", "local_bsz", "accumulation", "nodes", "slow_replica"]
 NEVER_NEGATIVE = [name for name in NUMBERS if name not in {"grad_sqr", "grad_var", "grad_sqr_error", "loss"}]
-OPTIONAL = {"loss", "target", "sync_time", "lr_factor", "lr", "gpu_use", "gpu_memory"}
+OPTIONAL = {
+    *("loss", "target", "sync_time", "lr_factor", "lr", "gpu_use", "gpu_memory"),
+    *("slow_replica", "slow_factor"),
+}
 NEVER_ZERO = ["replicas", "local_bsz", "accumulation", "scale", "gain", "nodes"]
 
 REPORT_CASES = [

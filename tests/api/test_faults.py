@@ -33,7 +33,10 @@ from support.small_disk import fill, small_disk
 TO_SCHEMA_13 = (
     *(
         f"ALTER TABLE reports DROP COLUMN {column}"
-        for column in ("goodput", "lr", "grad_sqr_error", "gpu_use", "gpu_memory", "counts_samples")
+        for column in (
+            *("goodput", "lr", "grad_sqr_error", "gpu_use", "gpu_memory", "counts_samples"),
+            *("slow_replica", "slow_factor"),
+        )
     ),
     "ALTER TABLE adascale_schema DROP COLUMN readable_from",
     "UPDATE adascale_schema SET version = 13",

@@ -40,6 +40,14 @@ def test_the_unit_of_the_progress_is_in_the_gain_the_job_and_the_history(client:
     assert [point["counts_samples"] for point in points] == [False, True]
 
 
+def test_the_slow_replica_is_in_the_gain_the_job_and_the_history(client: Client, job: str) -> None:
+    client.post_gain(job, a_report(1), a_report(2, slow_replica=1, slow_factor=1.25))
+    assert client.get(f"/jobs/{job}/gain")["slow_replica"] == 1
+    assert client.get(f"/jobs/{job}")["latest"]["slow_factor"] == 1.25
+    points = client.get(f"/jobs/{job}/gain/history")["points"]
+    assert [point["slow_replica"] for point in points] == [None, 1]
+
+
 def test_metrics_of_a_report_are_in_the_gain_the_job_and_the_history(client: Client, job: str) -> None:
     client.post_gain(job, a_report(1), a_report(2, metrics={"accuracy": 0.9, "_lr": -1.5e-9}))
     assert client.get(f"/jobs/{job}/gain")["metrics"] == {"accuracy": 0.9, "_lr": -1.5e-9}

@@ -242,6 +242,25 @@ def test_a_job_shows_the_stored_decision_and_follows_it(page: Page, shown: Servi
         client.put("/jobs/team.queued/decision", decision)
 
 
+def test_a_slow_replica_is_named_until_it_is_slow_no_more(page: Page, shown: ServiceProcess) -> None:
+    with Client(shown.port) as client:
+        client.put("/jobs/team.slow/allocation", {"generation": 1, "replicas": 2})
+        for rank in range(2):
+            client.register("team.slow", a_registration(rank))
+        for rank in range(2):
+            client.register("team.slow", running(rank, 1, 2))
+        client.post_gain("team.slow", a_report(40, generation=1, slow_replica=1, slow_factor=1.234))
+        show(page, shown, "#/jobs/team.slow")
+        named = page.get_by_text(
+            "Replica 1 is slow: in each step it computes 1.23 times as long as the others"
+        )
+        expect(named).to_be_visible()
+        expect(page.get_by_role("cell", name="running, slow")).to_be_visible()
+        client.post_gain("team.slow", a_report(41, generation=1))
+        expect(named).to_be_hidden()
+        client.call("DELETE", "/jobs/team.slow")
+
+
 def test_counts_are_predicted_until_the_controller_has_decided(page: Page, shown: ServiceProcess) -> None:
     spec = JobSpec(8, 256, (4, 64), 1, 4, 20_000)
     predictions = page.get_by_role("region", name="Predictions for other replica counts")

@@ -15,6 +15,7 @@ from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.failures.exit_codes import EXIT_PEER_LOST
+from adascale_core.messages.allocation import ActiveAllocation
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.jobs import JobView, ReplicaView
@@ -141,4 +142,20 @@ def test_a_loss_that_others_survive_costs_no_state(tmp_path: Path) -> None:
     run.events.report_losses(replace(VIEW, disruptions=1, replicas=replicas), 2.0)
     assert run.messages == [
         "The trainer of replica 0 was lost (killed by SIGKILL); the others keep their state"
+    ]
+
+
+def test_a_slow_replica_is_reported_once_and_again_if_it_is_another_one(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    view = replace(VIEW, active=ActiveAllocation(2, 2))
+    for slow, factor in ((None, None), (1, 1.25), (1, 1.3), (0, 1.2), (None, None)):
+        run.events.report_slow(replace(view, latest=replace(REPORT, slow_replica=slow, slow_factor=factor)))
+    # This report is of the replicas before.
+    run.events.report_slow(
+        replace(view, latest=replace(REPORT, generation=1, slow_replica=1, slow_factor=1.5))
+    )
+    assert run.messages == [
+        f"Replica {slow} is slow: in each step it computes {factor} times as long as the others, which wait "
+        "for it"
+        for slow, factor in ((1, "1.25"), (0, "1.20"))
     ]

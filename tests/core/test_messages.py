@@ -75,6 +75,8 @@ messages: st.SearchStrategy[Message] = st.one_of(
         loss=st.none() | numbers,
         target=st.none() | numbers,
         counts_samples=st.booleans(),
+        slow_replica=st.none() | sizes,
+        slow_factor=st.none() | numbers,
     ),
     st.builds(
         StepTime, replicas=sizes, local_bsz=sizes, accumulation=sizes, step_time=numbers, reports=sizes

@@ -297,6 +297,23 @@ def test_a_running_job_is_listed_scaled_and_stopped(tmp_path: Path, state: Path)
 
 
 @pytest.mark.slow
+def test_a_slow_replica_is_named_in_the_output_and_the_status(tmp_path: Path, state: Path) -> None:
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.1, slow=1, minReplicas=2, maxReplicas=2)
+    named = r"eplica 1 is slow: in each step it computes 1\.\d+ times as long as the others"
+    with running(job, state) as run:
+        run.wait_for_output("Replica 1 is slow: in each step")
+        assert re.search(named, run.output)
+        assert run.job()["latest"]["slow_replica"] == 1
+        status = adascale_in_process("status", "test", "--state-dir", state)
+        assert re.search(rf"slow +r{named}", status.stdout), status.stdout + status.stderr
+
+        def explained() -> str:
+            return adascale_in_process("explain", "test", "--state-dir", state).stdout
+
+        assert "replica 1 is slow" in wait_until(explained, "the first explained decision")
+
+
+@pytest.mark.slow
 def test_two_stops_at_once_do_not_prevent_saving(tmp_path: Path, state: Path) -> None:
     job = write_paced_job(tmp_path / "job.yaml", pace=0.005)
     with running(job, state) as run:

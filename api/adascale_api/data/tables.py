@@ -4,7 +4,7 @@ Rows refer to a job by its `key`, which is never reused: rows of a deleted job c
 with the same id.
 """
 
-SCHEMA_VERSION = 16
+SCHEMA_VERSION = 17
 """Raised with every change of a table, or of a document in one; `MIGRATIONS` has the way to the next one."""
 
 READABLE_FROM = 15
@@ -70,6 +70,8 @@ TABLES: dict[str, str] = {
         metrics TEXT NOT NULL,
         accelerator TEXT NOT NULL,
         counts_samples INTEGER NOT NULL DEFAULT 0,
+        slow_replica INTEGER,
+        slow_factor {double},
         PRIMARY KEY (job_key, generation, step)
     """,
     # The latest step times of a batch plan on a number of nodes and a type of accelerator, and their latest
@@ -132,6 +134,10 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {
     ),
     14: (f"ALTER TABLE {SCHEMA} ADD COLUMN readable_from INTEGER NOT NULL DEFAULT 14",),
     15: ("ALTER TABLE reports ADD COLUMN counts_samples INTEGER NOT NULL DEFAULT 0",),
+    16: (
+        "ALTER TABLE reports ADD COLUMN slow_replica INTEGER",
+        "ALTER TABLE reports ADD COLUMN slow_factor {double}",
+    ),
 }
 """The statements that change the tables of a version to those of the next one."""
 

@@ -58,6 +58,7 @@ export class JobView {
     this.isLog = element("input", { type: "checkbox", id: "log-scale", onchange: () => this.draw() });
     this.whole = element("button", { type: "button", hidden: true, onclick: () => this.cursor.show(null) }, "Show all");
     this.download = element("button", { type: "button", onclick: () => this.downloadReports() }, "Download CSV");
+    this.slow = element("p", { class: "notice", role: "status", hidden: true });
     this.result = element("p", { class: "notice", hidden: true });
     this.declaration = element("div");
     this.versions = element("div");
@@ -89,6 +90,7 @@ export class JobView {
       element("h1", {}, jobName(id)),
       element("p", {}, this.state),
       this.notice,
+      this.slow,
       this.result,
       this.unknown = element("p", { hidden: true }, "There is no job ", element("strong", {}, jobName(id)), " here. ", element("a", { href: "#/" }, "All jobs"), " are in the list. ", ...howToStart()),
       this.content = element("div"),
@@ -173,6 +175,7 @@ export class JobView {
     ];
     this.job = job;
     this.showResult();
+    this.showSlow();
     this.facts.forEach(({ value }, at) => setText(value, values[at]));
     const last = this.reports.at(-1);
     // Only the history has what came while this page was hidden or disconnected, and all reports of a new job of this name.
@@ -261,6 +264,18 @@ export class JobView {
     setText(this.result, parts.join(""));
   }
 
+  // The replica for which the others wait, in the active generation.
+  get slowReplica() {
+    const { latest, generation, replicas } = this.job ?? {};
+    return replicas && latest && latest.generation === generation ? latest.slow_replica : null;
+  }
+
+  showSlow() {
+    const slow = this.slowReplica;
+    this.slow.hidden = slow === null;
+    setText(this.slow, slow === null ? "" : `Replica ${count(slow)} is slow: in each step it computes ${this.job.latest.slow_factor.toFixed(2)} times as long as the others, which wait for it.`);
+  }
+
   showDeclaration(spec) {
     if (!spec) return this.declaration.replaceChildren(element("p", { class: "muted" }, "The job has no declaration."));
     const rows = Object.entries(spec).filter(([, value]) => value !== null && value !== "").map(([name, value]) => [name, Array.isArray(value) ? value.join(" to ") : typeof value === "object" ? JSON.stringify(value) : String(value)]);
@@ -269,7 +284,7 @@ export class JobView {
 
   downloadReports() {
     const metrics = [...this.metrics].sort();
-    const fields = ["time", "generation", "step", "progress", "epoch", "replicas", "local_bsz", "accumulation", "scale", "gain", "grad_sqr", "grad_sqr_error", "grad_var", "step_time", "sync_time", "goodput", "lr", "lr_factor", "gpu_use", "gpu_memory", "loss"];
+    const fields = ["time", "generation", "step", "progress", "epoch", "replicas", "local_bsz", "accumulation", "scale", "gain", "grad_sqr", "grad_sqr_error", "grad_var", "step_time", "sync_time", "goodput", "lr", "lr_factor", "gpu_use", "gpu_memory", "slow_replica", "slow_factor", "loss"];
     const quoted = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
     const lines = [[...fields, ...metrics], ...this.reports.map((each) => [...fields.map((field) => each[field] ?? ""), ...metrics.map((name) => each.metrics[name] ?? "")])];
     const text = lines.map((line) => line.map((value) => quoted(String(value))).join(",")).join("\n") + "\n";
@@ -386,7 +401,7 @@ export class JobView {
     if (!job.replicas.length) return this.replicas.replaceChildren(element("p", { class: "muted" }, "No replica is registered."));
     const columns = ["Replica", "State", "Generation", "How it ended", "Heartbeat"].map((title, at) => ({ title, isText: at === 1 || at === 3 }));
     const rows = job.replicas.map((each) => [
-      count(each.replica), each.state, count(each.generation), each.exit_code === null ? NONE : ended(each.exit_code),
+      count(each.replica), each.replica === this.slowReplica ? `${each.state}, slow` : each.state, count(each.generation), each.exit_code === null ? NONE : ended(each.exit_code),
       each.seconds_since_heartbeat === null ? NONE : `${duration(each.seconds_since_heartbeat)} ago`,
     ]);
     const open = new Set([...this.replicas.querySelectorAll("details[open]")].map((node) => node.dataset.replica));

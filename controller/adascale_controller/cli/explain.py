@@ -39,12 +39,13 @@ def explain(
     if target is not None:
         with open_cluster(target) as connection:
             found = connection.jobs.find(job)
-            view = connection.metrics(system_namespace, url).get_decision(found.id)
+            client = connection.metrics(system_namespace, url)
+            view, slow = client.get_decision(found.id), client.get_job(found.id).slow
     else:
         job_id = parse_job_id(job)
         with connect(job, url, state_dir) as client:
-            view = client.get_decision(job_id)
+            view, slow = client.get_decision(job_id), client.get_job(job_id).slow
     if output is Output.JSON:
         print(json.dumps(view.to_json(), indent=2))
     else:
-        Console(highlight=False).print(render_decision(view, time.time()))
+        Console(highlight=False).print(render_decision(view, time.time(), slow))

@@ -182,6 +182,7 @@ class ClusterJob:
             state=f"{self.state} ({condition.message})" if explained and condition else self.state,
             runs=self.runs,
             stall=(view.stall if view else None) or "",
+            slow=str((view.slow if view else None) or ""),
             checkpoint=self.checkpoints,
             places=[
                 ("accelerator", str(self.status.get("accelerator") or "")),

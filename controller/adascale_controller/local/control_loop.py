@@ -178,6 +178,7 @@ class ControlLoop:
     def _measure(self, view: JobView, now: float) -> None:
         self._events.report_losses(view, now)
         self._events.report_limit(view)
+        self._events.report_slow(view)
         first_report = self._measurements.update(view, now)
         if first_report is not None:
             self._events.report_generation(first_report, self._downtime(first_report.generation))

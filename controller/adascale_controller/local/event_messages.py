@@ -31,6 +31,7 @@ class EventMessages:
         self._disruptions: int | None = None
         self._disrupted_at: float | None = None
         self._limit: int | None = None
+        self._slow: int | None = None
         self._last_step: tuple[int, int] | None = None
         self._last_step_at: float | None = now
 
@@ -65,6 +66,14 @@ class EventMessages:
         previous, self._limit = self._limit, view.local_bsz_limit
         if self._limit is not None and (previous is None or self._limit < previous):
             self._display.message(describe_limit(self._limit), "yellow")
+
+    def report_slow(self, view: JobView) -> None:
+        """Report that a replica is slow, or another one than before."""
+        slow, previous = view.slow, self._slow
+        self._slow = slow.replica if slow is not None else None
+        if slow is not None and slow.replica != previous:
+            text = str(slow)
+            self._display.message(f"{text[0].upper()}{text[1:]}", "yellow")
 
     def report_generation(self, first: GainReport, downtime: float | None) -> None:
         """Report a new generation.

@@ -46,6 +46,9 @@ class GainReport(Message):
         gpu_use: of the GPU of rank 0, the share of the time in which it computed, from 0 to 1; None without a
             GPU that measures it.
         gpu_memory: of the memory of that GPU, the share that all its processes use, from 0 to 1; None too.
+        slow_replica: the index of the replica for which the others wait in each step; None if no replica is
+            slow.
+        slow_factor: the time in which that replica computes a step, over that of the others; None too.
         accelerator: the type of accelerator of the replicas, as in the `Registration` of rank 0.
         counts_samples: whether a step adds its scale to the progress, and not its gain.
     """
@@ -73,18 +76,23 @@ class GainReport(Message):
     grad_sqr_error: float = 0.0
     gpu_use: float | None = None
     gpu_memory: float | None = None
+    slow_replica: int | None = None
+    slow_factor: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     accelerator: str = ""
     counts_samples: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report's JSON object, without `counts_samples` unless it is set.
+        """Return the report's JSON object, without members that metrics services of version 0.1.0 refuse.
 
-        Metrics services of earlier versions refuse reports with it.
+        These are left out unless they are set.
         """
         members = super().to_json()
         if not self.counts_samples:
             del members["counts_samples"]
+        for name in ("slow_replica", "slow_factor"):
+            if members[name] is None:
+                del members[name]
         return members
 
     @property

@@ -12,6 +12,7 @@ from adascale_core.messages.message import Message
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.names import WAITS_FOR_OTHERS
+from adascale_core.performance.slow_replica import SlowReplica
 from adascale_core.views.job_state_name import is_spare, waiting_spares
 
 
@@ -155,6 +156,17 @@ class JobView(Message):
             if each.stall and each.state is ReplicaState.RUNNING
         ]
         return "; ".join(text for _, text in sorted(stalls)) or None
+
+    @property
+    def slow(self) -> SlowReplica | None:
+        """The replica for which the others wait in each step, by its index; None if none is slow."""
+        latest, active = self.latest, self.active
+        if latest is None or latest.slow_replica is None or latest.slow_factor is None or self.complete:
+            return None
+        if active is None or self.broken or latest.generation != active.generation:
+            # The report is of other replicas.
+            return None
+        return SlowReplica(latest.slow_replica, latest.slow_factor)
 
     def replica(self, index: int) -> ReplicaView | None:
         """The last registration of a replica; None if there is none."""

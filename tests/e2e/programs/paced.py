@@ -1,6 +1,7 @@
 """A training program whose steps take a given time.
 
 PACE: seconds that a micro-batch takes, at least.
+SLOW: the index of a replica on which it takes 1.3 times as long.
 NOISE: noise of the targets; with more noise the gain of a larger batch is higher.
 FAIL: files, separated by colons; while one of them exists, the program fails with the exit code in it.
 UNUSED: if set, the model has parameters without gradients, with which it fails on several replicas.
@@ -21,7 +22,8 @@ from torch.utils.data import TensorDataset
 from adascale import ElasticTrainer
 
 trainer = ElasticTrainer()
-pace = float(os.environ["PACE"])
+replica = os.environ.get("ADASCALE_REPLICA", "0")
+pace = float(os.environ["PACE"]) * (1.3 if replica == os.environ.get("SLOW") else 1.0)
 noise = float(os.environ.get("NOISE", "1"))
 fails = [Path(file) for file in os.environ.get("FAIL", "/nonexistent").split(":")]
 hungry = Path(os.environ.get("HUNGRY", "/nonexistent"))
@@ -35,7 +37,7 @@ if os.environ.get("UNUSED"):
     model.unused = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-while os.environ.get("ADASCALE_REPLICA", "0") != "0" and not join_after.exists():
+while replica != "0" and not join_after.exists():
     time.sleep(0.05)
 state = trainer.program_reentry(model, optimizer)
 generation = trainer.generation

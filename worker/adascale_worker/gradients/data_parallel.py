@@ -15,14 +15,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.errors import WorkerError
+from adascale_worker.gradients.compute_timer import ComputeTimer
 from adascale_worker.gradients.out_of_memory import forward_without_activations
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.device_clock import clock_of
 from adascale_worker.program.other_parallelism import OtherParallelism
 from adascale_worker.program.patching import MethodOverride, is_traced
 from adascale_worker.program.trained_parameters import Flags, TrainedParameters
-from adascale_worker.torch_private.autograd import accumulates_gradient
+from adascale_worker.torch_private.autograd import accumulates_gradient, call_at_end_of_backward
 from adascale_worker.torch_private.ddp import (
     abandon,
     rebuild_buckets,
@@ -77,6 +79,7 @@ class DataParallelModel:
     Attributes:
         ddp: the DDP module that wraps the model. None on one replica, and without a trained parameter.
         device: the replica's device.
+        compute: measures how long this replica computes in a step.
         other_parallelism: finds wrappers around the model.
     """
 
@@ -99,6 +102,8 @@ class DataParallelModel:
         self.other_parallelism = OtherParallelism([model], own=_OriginalForward)
         self.ddp: DistributedDataParallel | None = None
         self.device = device
+        self.compute = ComputeTimer(clock_of(device))
+        self._has_buffers = any(True for _ in model.buffers())
         self._group = group
         self._failure = failure or StepFailure(group)
         self._local_bsz = local_bsz
@@ -121,7 +126,14 @@ class DataParallelModel:
         """The graphs of the forward passes of this step that exist, and whose backward pass has not run."""
         self._unknown_graphs: list[_Graph] = []
         """Those of outputs in which no tensor was found. They may exist until the step ends."""
-        self._wrapped = _OriginalForward(model, before_forward, reverse_parameters=not find_unused_parameters)
+
+        def begin_original_forward() -> None:
+            self.compute.resume()
+            before_forward()
+
+        self._wrapped = _OriginalForward(
+            model, begin_original_forward, reverse_parameters=not find_unused_parameters
+        )
         if not group.is_elastic and group.replicas > 1:
             # With others, torch's error would name nothing.
             self._trained.require_equal()
@@ -252,7 +264,12 @@ class DataParallelModel:
     def _observe_graph(self, output: Any) -> None:
         """Find out later whether the backward pass of a forward pass has run."""
         tensors = list(_tensors_in(output))
-        graph = _Graph(self._graphs, next(p for p in self._wrapped.model.parameters() if p.requires_grad))
+        exchanges = self.ddp is not None and bool(self.ddp.require_backward_grad_sync)
+        graph = _Graph(
+            self._graphs,
+            next(p for p in self._wrapped.model.parameters() if p.requires_grad),
+            self.compute.end_backward if exchanges else None,
+        )
         if not tensors:
             self._unknown_graphs.append(graph)
         for tensor in tensors:
@@ -294,6 +311,9 @@ class DataParallelModel:
                 # A backward pass may need what an earlier forward pass has saved of the buffers.
                 self.ddp.broadcast_buffers = not self._has_forward
                 self._has_forward = True
+                if self._has_buffers:
+                    # DDP waits for those of rank 0.
+                    self.compute.suspend()
                 output = self.ddp(*args, **kwargs)
                 self._observe_graph(output)
                 return output
@@ -370,17 +390,25 @@ class _Graph:
     Args:
         graphs: contains this one until its backward pass begins.
         parameter: one that is trained.
+        at_end: called at the end of the backward pass, before DDP waits for the other replicas.
     """
 
-    def __init__(self, graphs: weakref.WeakSet[_Graph], parameter: Tensor) -> None:
+    def __init__(
+        self, graphs: weakref.WeakSet[_Graph], parameter: Tensor, at_end: Callable[[], None] | None
+    ) -> None:
         self._graphs = graphs
         self._parameter = parameter
+        self._at_end = at_end
         graphs.add(self)
 
     def __call__(self, *_: Any) -> None:
         # torch.autograd.grad, as for a gradient penalty, does not accumulate gradients.
         if accumulates_gradient(self._parameter):
             self._graphs.discard(self)
+            if self._at_end is not None:
+                # DDP queues its own when the last gradient is there, which is later.
+                call_at_end_of_backward(self._at_end)
+                self._at_end = None
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adascale_worker.gradients.compute_timer import ComputeTimer
 from adascale_worker.gradients.out_of_memory import forward_without_activations
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -55,6 +56,8 @@ class ModelSet:
         self._failure = failure
         self._local_bsz = local_bsz
         self._clock = clock_of(device)
+        self.compute = ComputeTimer(self._clock)
+        """Measures nothing: the replicas wait for each other several times in a step."""
         self._exchanges: list[tuple[Any, Any]] = []
         """The exchanges of gradients of the present step: marks of the clock at their beginning and end."""
         self._measured: PendingTimes[None] = PendingTimes(self._clock)

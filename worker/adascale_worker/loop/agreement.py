@@ -7,9 +7,12 @@ call for it.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
+from typing import Final
 
+from adascale_core.performance.slow_replica import SlowReplica, slow_replica
 from adascale_worker.batches.planning import BatchPlanner
+from adascale_worker.gradients.compute_timer import ComputeTimer
 from adascale_worker.loop.finish_request import FinishRequest
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -47,6 +50,10 @@ class Requests:
     def flags(self) -> tuple[float, ...]:
         """Return the requests as numbers to be summed over the replicas."""
         return tuple(map(float, astuple(self)))
+
+
+REQUESTS: Final = len(fields(Requests))
+"""Number of requests of a replica."""
 
 
 @dataclass
@@ -102,12 +109,15 @@ class StepAgreement:
         optimizer: exchanges the requests in its all-reduce.
         group: the replicas.
         planner, checkpointing, comparison: rank 0 requests what is due.
+        compute: measures how long this replica computes in a step. With the requests, the replicas exchange
+            these times.
         finish_request: whether the program has called `finish`.
         shutdown_request: whether this replica was requested to save and exit.
         membership: whether a newer generation is there. None without an agent.
 
     Attributes:
         agreed: what all replicas do.
+        slow: the rank that is slower than the others; None if none is.
         steps_are_slow: whether steps take so long that requests are exchanged in each.
     """
 
@@ -116,19 +126,27 @@ class StepAgreement:
     planner: BatchPlanner
     checkpointing: Checkpointing
     comparison: WeightComparison
+    compute: ComputeTimer
     finish_request: FinishRequest
     shutdown_request: ShutdownRequest
     membership: Membership | None
     agreed: Agreement = field(default_factory=Agreement, init=False)
+    slow: SlowReplica | None = field(default=None, init=False)
     steps_are_slow: bool = field(default=True, init=False)
 
     def begin_generation(self) -> None:
         """Begin with other replicas, which have agreed on nothing yet."""
         self.agreed = Agreement()
+        self.slow = None
 
     def flags(self) -> tuple[float, ...]:
-        """Return what this replica requests, as numbers to be summed over the replicas."""
-        return self._requests().flags()
+        """Return what this replica requests, as numbers to be summed over the replicas.
+
+        They are followed by a number for each replica, the time in which it computes. The others add 0.
+        """
+        times = [0.0] * self.group.replicas
+        times[self.group.rank] = self.compute.typical
+        return (*self._requests().flags(), *times)
 
     def withdraw(self) -> None:
         """Replace requests that are fulfilled, so that the next all-reduce does not sum them again."""
@@ -148,9 +166,10 @@ class StepAgreement:
             # AdaScale does not measure every step, and the next measured one may be a minute away. Of a
             # replica of several processes, the first requests, and the others learn it here.
             sums = self.group.sum(flags)
-        self.agreed.update(sums, self.group.replicas)
+        self.agreed.update(sums[:REQUESTS] if sums is not None else None, self.group.replicas)
         if sums is not None:
             self.checkpointing.is_unsaved = self.agreed.is_unsaved
+            self.slow = slow_replica(sums[REQUESTS:], self.slow)
 
     def _requests(self) -> Requests:
         """Return what this replica requests. Some requests are made by rank 0 only."""

@@ -108,7 +108,12 @@ class StepCounter:
             WorkerError: the weights of the replicas differ or are not finite.
         """
         self._skipped_steps = 0
-        planner = self.planner
+        planner, compute = self.planner, self.agreement.compute
+        is_divided = planner.step_plan != planner.plan
+        compute.finish_step(
+            (self.agreement.group.generation, planner.plan),
+            counts=self.telemetry.step_timer.is_running and not is_divided,
+        )
         self.progress.advance(
             self.optimizer.gain(), planner.plan.global_bsz, planner.bounds.batch_size, self.loop.delivered
         )
@@ -116,12 +121,14 @@ class StepCounter:
             self.planner.plan,
             self.progress,
             self.optimizer,
-            is_divided=self.planner.step_plan != self.planner.plan,
+            is_divided=is_divided,
         )
         if self.membership is not None:
             self.membership.report_step()
         try:
             self.agreement.exchange(flags)
+            self.telemetry.compare(self.agreement.slow, self.progress.step)
+            compute.begin_step()
             now = time.monotonic()
             self.agreement.steps_are_slow = now - self._stepped_at >= SLOW_STEP
             self._stepped_at = now

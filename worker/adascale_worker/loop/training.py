@@ -245,7 +245,15 @@ class Training:
         )
         comparison = WeightComparison(program.model, optimizer, group, self._other_optimizers.parameters)
         agreement = StepAgreement(
-            optimizer, group, planner, checkpointing, comparison, finish_request, shutdown_request, membership
+            optimizer,
+            group,
+            planner,
+            checkpointing,
+            comparison,
+            models.compute,
+            finish_request,
+            shutdown_request,
+            membership,
         )
         counter = StepCounter(
             optimizer,

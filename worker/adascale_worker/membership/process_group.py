@@ -97,6 +97,8 @@ class ReplicaGroup:
         """Index of this process in its replica, from 0."""
         self.processes = 1
         """Number of processes of a replica (G)."""
+        self.indices: Sequence[int] = range(self.replicas)
+        """The index of the replica of each rank."""
         self.generation = 0
         self.nodes = 1
         """Number of nodes that the replicas run on."""
@@ -191,6 +193,7 @@ class ReplicaGroup:
         """
         self._replace_group_of_program()
         self.rank, self.replicas = assignment.rank, len(assignment.members)
+        self.indices = [member.replica for member in assignment.members]
         self.generation = assignment.generation
         self.nodes = len({member.node or member.address for member in assignment.members})
         self._failed = False

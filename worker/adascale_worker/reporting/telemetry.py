@@ -11,6 +11,7 @@ import torch
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import REPORT_INTERVAL
+from adascale_core.performance.slow_replica import SlowReplica
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import DeviceClock
 from adascale_worker.process.gpu_monitor import NO_GPU, GpuMonitor
@@ -67,6 +68,8 @@ class Telemetry:
         self._accelerator = accelerator
         self._clock = clock
         self.step_timer = StepTimer(accelerator, clock)
+        self._slow: SlowReplica | None = None
+        """The replica that is slower than the others, by its index; None if none is."""
         self._measure_sync = measure_sync
         self._gpu = gpu
 
@@ -77,6 +80,7 @@ class Telemetry:
             bounds: the job's present batch size and bounds.
         """
         self._bounds = bounds
+        self._slow = None
         self.step_timer.pause()
         if self._group.is_main:
             if self._reporter is None:
@@ -115,6 +119,20 @@ class Telemetry:
         asked_for = 0.0 if self._reporter is None else self._reporter.interval
         if time.monotonic() - self._reported_at >= max(REPORT_INTERVAL, asked_for):
             self.report(plan, progress, optimizer)
+
+    def compare(self, slow: SlowReplica | None, step: int) -> None:
+        """Keep for the next reports which rank is slower than the others. On rank 0, print another one.
+
+        Args:
+            slow: the rank; None if none is.
+            step: after which that was found.
+        """
+        before, self._slow = self._slow, None
+        if slow is None:
+            return
+        self._slow = SlowReplica(self._group.indices[slow.replica], slow.factor)
+        if self._group.is_main and (before is None or before.replica != self._slow.replica):
+            print(f"adascale: step {step}: {self._slow}", flush=True)
 
     def report_last(self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers) -> None:
         """Report the last step, unless it is reported, or no step was made."""
@@ -159,6 +177,8 @@ class Telemetry:
             metrics=metrics,
             accelerator=self._accelerator,
             counts_samples=progress.counts_samples,
+            slow_replica=self._slow.replica if self._slow is not None else None,
+            slow_factor=self._slow.factor if self._slow is not None else None,
         )
         for each in self._receivers():
             each.report(report)

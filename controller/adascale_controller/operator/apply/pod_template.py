@@ -66,6 +66,7 @@ def build_pod_template(
     accelerator: str | None = None,
     fs_group: bool = True,
     extra: OpportunisticSettings | None = None,
+    avoided_node: str | None = None,
 ) -> BuiltPodTemplate:
     """Return the pod template of one of a job's Indexed Jobs.
 
@@ -75,6 +76,7 @@ def build_pod_template(
         accelerator: the type of accelerator that the pods require. None if they require none.
         fs_group: whether volumes get a group that may write to them, where the template sets none.
         extra: how extra pods run, if the template is theirs.
+        avoided_node: the node where no pod may run. None if they may run on all.
     """
     template: Manifest = copy.deepcopy(dict(workload.template))
     warnings: list[str] = []
@@ -95,6 +97,8 @@ def build_pod_template(
     _mount_volumes(worker, spec, workload, warnings)
     _add_credentials(worker, workload)
     _restrict(spec)
+    if avoided_node is not None:
+        _avoid_node(spec, avoided_node)
     if fs_group and workload.settings.fs_group:
         _share_volumes(spec)
     _tolerate_lost_nodes(spec)
@@ -243,15 +247,25 @@ def _require_accelerator(spec: Manifest, label: str, accelerator: str) -> None:
     expression: Manifest = {"key": label, "operator": "In", "values": [accelerator]}
     if accelerator == names.NO_ACCELERATOR_LABEL:
         expression = {"key": label, "operator": "DoesNotExist"}
+    _require_of_node(spec, "matchExpressions", expression)
+
+
+def _avoid_node(spec: Manifest, node: str) -> None:
+    """Keep pods from one node, in addition to their own requirements."""
+    requirement = {"key": "metadata.name", "operator": "NotIn", "values": [node]}
+    _require_of_node(spec, "matchFields", requirement)
+
+
+def _require_of_node(spec: Manifest, kind: str, requirement: Manifest) -> None:
     affinity = _section(_section(spec, "affinity"), "nodeAffinity")
     terms = _items(_section(affinity, "requiredDuringSchedulingIgnoredDuringExecution"), "nodeSelectorTerms")
     if not terms:
-        terms.append({"matchExpressions": [expression]})
+        terms.append({kind: [requirement]})
         return
     # A node must match all expressions of one of the terms. A term without expressions matches no node.
     for term in _objects(terms):
         if term.get("matchExpressions") or term.get("matchFields"):
-            _items(term, "matchExpressions").append(dict(expression))
+            _items(term, kind).append(dict(requirement))
 
 
 def _same_topology(workload: Workload, topology: str) -> Manifest:

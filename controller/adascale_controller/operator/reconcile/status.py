@@ -13,6 +13,7 @@ from adascale_controller.operator.observe.pods import PodProblem
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
 from adascale_controller.operator.reconcile.replica_limit import replica_limit_problem
 from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement, Status
+from adascale_controller.operator.types.avoided_node import AvoidedNode
 from adascale_controller.operator.types.conditions import (
     Condition,
     ConditionType,
@@ -61,6 +62,7 @@ STATUS_FIELDS = TELEMETRY | {
     "accelerator",
     "conditions",
     "allocation",
+    "avoidedNode",
     "startTime",
     "completionTime",
     "claim",
@@ -81,6 +83,7 @@ class ScheduledJob:
         accelerator: the type of accelerator that it gets. None if it is not known now.
         capacity_request: the count, if it is requested although it does not fit.
         feasibility: whether it can meet its deadline. None if it has none, or if that is not known.
+        avoided_node: the node of a slow replica, if new pods avoid it from now on.
     """
 
     assessment: Assessment
@@ -92,6 +95,7 @@ class ScheduledJob:
     accelerator: Accelerator | None = None
     capacity_request: CapacityRequest | None = None
     feasibility: Feasibility | None = None
+    avoided_node: AvoidedNode | None = None
 
     def start_problem(self, observed: ObservedJob, ranks: range, spares: int = 0) -> PodProblem | None:
         """Return why one of these ranks does not start, and what is done about it.
@@ -164,6 +168,9 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         accelerator = scheduled.accelerator.type
     if accelerator is not None and status["desiredReplicas"]:
         status["accelerator"] = accelerator
+    avoided = scheduled.avoided_node or observed.resource.avoided_node
+    if avoided is not None:
+        status["avoidedNode"] = avoided.to_json()
     if observed.claim is not None:
         status["claim"] = observed.claim.name
     return status
@@ -289,6 +296,9 @@ def _conditions(
     deadline = _deadline_feasible(observed, scheduled)
     if deadline is not None:
         conditions.append(deadline)
+    slow = _slow_replica(observed, scheduled)
+    if slow is not None:
+        conditions.append(slow)
     return conditions
 
 
@@ -396,6 +406,25 @@ def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> Condit
     counts = plural(found.count, "replica")
     message = f"{counts} or more, from now on, meet {target}, as predicted from {found.source}"
     return Condition(kind, True, Reason.COUNT_SUFFICES, message)
+
+
+def _slow_replica(observed: ObservedJob, scheduled: ScheduledJob) -> Condition | None:
+    """Return which replica the others wait for; None if none was slow yet."""
+    kind = ConditionType.SLOW_REPLICA
+    before = condition_of(observed.resource.status, kind)
+    if observed.service is None and not scheduled.assessment.ended:
+        return before
+    slow = observed.service.slow if observed.service is not None else None
+    if slow is None or scheduled.assessment.ended:
+        return Condition(kind, False, Reason.NO_REPLICA_SLOW) if before is not None else None
+    pod = observed.live_pods.get(slow.replica)
+    place = "" if pod is None else f" (pod {pod.name}, node {pod.node})"
+    named = f"Replica {slow.replica}{place} is slow"
+    if before is not None and before.status and before.message.startswith(named):
+        # The factor changes a little with each report.
+        return before
+    message = f"{named}: in each step it computes {slow.factor:.2f} times as long as the others"
+    return Condition(kind, True, Reason.REPLICA_SLOW, f"{message}, which wait for it")
 
 
 def _suspended(assessment: Assessment, training: int, observed: ObservedJob) -> Condition:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from adascale_controller.operator.types.kubernetes import timestamp
+from adascale_controller.operator.types.kubernetes import seconds, timestamp
 
 MAX_MESSAGE = 4096
 """The maximum length of a message, in characters. The API allows 32768, which is too long to read."""
@@ -22,6 +22,7 @@ class ConditionType(StrEnum):
     COMPLETE = "Complete"
     FAILED = "Failed"
     DEADLINE_FEASIBLE = "DeadlineFeasible"
+    SLOW_REPLICA = "SlowReplica"
 
 
 class Reason(StrEnum):
@@ -72,6 +73,8 @@ class Reason(StrEnum):
     NO_COUNT_SUFFICES = "NoCountSuffices"
     DEADLINE_MET = "DeadlineMet"
     DEADLINE_MISSED = "DeadlineMissed"
+    REPLICA_SLOW = "ReplicaSlow"
+    NO_REPLICA_SLOW = "NoReplicaSlow"
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,12 @@ def is_true(status: Mapping[str, Any], kind: ConditionType) -> bool:
     """Whether a status has the condition with status True."""
     condition = condition_of(status, kind)
     return condition is not None and condition.status
+
+
+def since(status: Mapping[str, Any], kind: ConditionType) -> float | None:
+    """Return since when a condition is true, in seconds since 1970; None if it is not."""
+    raw = next((each for each in status.get("conditions") or () if each["type"] == kind), None)
+    return seconds(raw["lastTransitionTime"]) if raw is not None and raw["status"] == "True" else None
 
 
 def has_ended(status: Mapping[str, Any]) -> bool:

@@ -111,8 +111,12 @@ class StatisticsAllReduce:
         header = torch.stack([total * total, torch.full_like(total, float(local.complete))])
         parts = [header, local.summed, local.averaged]
         if flags:
-            # Filled on the device: making a tensor of numbers on a GPU waits for it.
-            parts.append(torch.stack([torch.full_like(total, flag) for flag in flags]))
+            # Filled on the device: making a tensor of numbers on a GPU waits for it. Few are not zero.
+            numbers = total.new_zeros(len(flags))
+            for index, flag in enumerate(flags):
+                if flag:
+                    numbers[index] = flag
+            parts.append(numbers)
         self._vector = torch.cat(parts)
         self._work: dist.Work | None = None
         self._result: ReducedStatistics | None = None

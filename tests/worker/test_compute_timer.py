@@ -1,0 +1,70 @@
+"""The time in which a replica computes, on a device that is behind the program."""
+
+from __future__ import annotations
+
+import pytest
+
+from adascale_core.batch.plans import BatchPlan
+from adascale_core.performance.slow_replica import WINDOW
+from adascale_worker.gradients.compute_timer import ComputeTimer
+
+PLACE = (1, BatchPlan(2, 8, 1))
+
+
+class LateClock:
+    """A clock of a device that passes a mark when `reached` is set to its time."""
+
+    def __init__(self) -> None:
+        self.now = self.reached = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds_between(self, start: float, end: float) -> float | None:
+        return end - start if end <= self.reached else None
+
+
+def step(timer: ComputeTimer, clock: LateClock, place: tuple[int, BatchPlan] = PLACE, **ends: bool) -> None:
+    """Make a step: 3 s of computation around 5 s of waiting for buffers, and 7 s of waiting for gradients."""
+    timer.begin_step()
+    clock.now += 1.0
+    timer.suspend()
+    clock.now += 5.0
+    timer.resume()
+    clock.now += 2.0
+    if ends.get("backward", True):
+        timer.end_backward()
+    clock.now += 7.0
+    timer.resume()
+    timer.finish_step(place, counts=ends.get("counts", True))
+
+
+def test_the_time_of_waiting_is_left_out_and_the_device_is_not_waited_for() -> None:
+    clock = LateClock()
+    timer = ComputeTimer(clock)
+    for _ in range(WINDOW):
+        step(timer, clock)
+    assert timer.typical == 0.0, "the device has passed no mark"
+    clock.reached = clock.now
+    step(timer, clock)
+    assert timer.typical == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("ends", [{"counts": False}, {"backward": False}])
+def test_a_step_with_a_pause_or_without_an_exchange_is_left_out(ends: dict[str, bool]) -> None:
+    clock = LateClock()
+    clock.reached = float("inf")
+    timer = ComputeTimer(clock)
+    for _ in range(WINDOW + 1):
+        step(timer, clock, **ends)
+    assert timer.typical == 0.0
+
+
+def test_times_of_other_replicas_or_of_another_batch_do_not_count() -> None:
+    clock = LateClock()
+    timer = ComputeTimer(clock)
+    for _ in range(WINDOW):
+        step(timer, clock)
+    clock.reached = float("inf")
+    step(timer, clock, (2, BatchPlan(2, 8, 1)))
+    assert timer.typical == 0.0

@@ -1,0 +1,81 @@
+"""How long this replica computes in a step, without the time for which it waits for others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adascale_core.batch.plans import BatchPlan
+from adascale_core.performance.slow_replica import RecentTimes
+from adascale_worker.process.device_clock import DeviceClock, PendingTimes
+
+Place = tuple[int, BatchPlan]
+"""The generation and the batch plan of a step: times are compared within these."""
+
+
+class ComputeTimer:
+    """Measures the time from the beginning of a step to the end of its last backward pass.
+
+    That is loading the batch, what the program does between two steps, and its forward and backward passes.
+    All replicas begin a step at the same time, because all of them have waited for the same exchange. Where a
+    replica waits in between, the timer is suspended. The optimizer's own step is left out.
+
+    Args:
+        clock: of the device.
+    """
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
+        self._spans: list[tuple[Any, Any]] = []
+        """Of the present step: marks of the clock at the beginning and end of computation."""
+        self._since: Any = None
+        """Mark of the clock at the beginning of the present span; None while it is suspended."""
+        self._is_running = self._is_complete = False
+        self._measured: PendingTimes[Place] = PendingTimes(clock)
+        self._recent = RecentTimes()
+        self._place: Place | None = None
+
+    def begin_step(self) -> None:
+        """Begin with a step, when all replicas have made the one before."""
+        self._spans = []
+        self._since = self._clock.mark()
+        self._is_running, self._is_complete = True, False
+
+    def suspend(self) -> None:
+        """Leave out the time until `resume`, in which this replica may wait for others."""
+        if self._since is not None:
+            self._spans.append((self._since, self._clock.mark()))
+            self._since = None
+
+    def resume(self) -> None:
+        """Continue after `suspend`."""
+        if self._is_running and self._since is None:
+            self._since = self._clock.mark()
+
+    def end_backward(self) -> None:
+        """End the measurement: all gradients of this replica are computed, and it waits for the others."""
+        if self._is_running:
+            self.suspend()
+            self._is_running, self._is_complete = False, True
+
+    def finish_step(self, place: Place, *, counts: bool) -> None:
+        """Record the time of a step that was made. Does not wait for the device.
+
+        Args:
+            place: of the step.
+            counts: whether nothing but the step was done since the one before.
+        """
+        if place != self._place:
+            self._place = place
+            self._recent.clear()
+        if counts and self._is_complete:
+            self._measured.add(place, *self._spans)
+        for measured_in, seconds in self._measured.take():
+            if measured_in == place:
+                self._recent.add(seconds)
+        self._is_running = self._is_complete = False
+        self._since = None
+
+    @property
+    def typical(self) -> float:
+        """The typical time of the last steps, in seconds; 0 as long as it is not measured."""
+        return self._recent.typical
