@@ -31,6 +31,7 @@ from adascale_controller.simulation.competitors import (
 from adascale_controller.simulation.deadlines import with_deadlines
 from adascale_controller.simulation.elasticflow import ElasticFlow
 from adascale_controller.simulation.engine import Policy, Settings, Submission, simulate
+from adascale_controller.simulation.isolated_cluster import IsolatedCluster
 from adascale_controller.simulation.pictures import draw
 from adascale_controller.simulation.profiles import Costs, read_costs, read_workload
 from adascale_controller.simulation.recording import read_recording, record
@@ -53,6 +54,10 @@ class PolicyName(StrEnum):
     SIA = "sia"
     EDF = "edf"
     ELASTICFLOW = "elasticflow"
+
+
+FIXED_SIZE = (PolicyName.TIRESIAS, PolicyName.FCFS, PolicyName.EDF)
+"""The policies that run a job on the number of replicas of the workload only."""
 
 
 class ResultFormat(StrEnum):
@@ -150,6 +155,13 @@ def simulate_workload(
             show_default=False,
         ),
     ] = None,
+    isolated: Annotated[
+        bool,
+        typer.Option(
+            "--isolated",
+            help="Simulate each job alone on its fair share too, for finish-time fairness as Sia reports it.",
+        ),
+    ] = False,
     output: Annotated[
         ResultFormat, typer.Option("--output", "-o", metavar="FORMAT", help="table or json.")
     ] = ResultFormat.TABLE,
@@ -186,11 +198,11 @@ def simulate_workload(
     _require_room(submissions, settings, policy)
     if deadlines is not None:
         submissions = with_deadlines(submissions, settings, _tightness(deadlines), seed)
+    new_policy = partial(_policy, policy, placement)
     with output_on_stderr():
-        jobs = simulate(
-            submissions, _policy(policy, placement), settings, lambda: random.lognormvariate(0.0, noise)
-        )
-    results = Results.of(jobs, settings)
+        jobs = simulate(submissions, new_policy(), settings, lambda: random.lognormvariate(0.0, noise))
+        alone = IsolatedCluster(settings, new_policy, fixed_size=policy in FIXED_SIZE) if isolated else None
+        results = Results.of(jobs, settings, alone)
     if pictures is not None:
         for path in draw(jobs, settings, pictures):
             typer.echo(f"saved {path}", err=True)
@@ -268,7 +280,7 @@ def _require_room(submissions: Sequence[Submission], settings: Settings, policy:
     Raises:
         ProfileError: a job does not fit.
     """
-    is_fixed = policy in (PolicyName.TIRESIAS, PolicyName.FCFS, PolicyName.EDF)
+    is_fixed = policy in FIXED_SIZE
     needed = {each.name: each.replicas if is_fixed else each.application.min_replicas for each in submissions}
     largest = max(needed, key=lambda name: needed[name])
     if needed[largest] > settings.total:

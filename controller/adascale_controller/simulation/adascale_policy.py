@@ -237,10 +237,9 @@ def _job(job: SimulatedJob, total: int) -> Job:
 
 
 def _most_replicas(application: Application, total: int) -> int:
-    if application.max_replicas is not None:
-        return min(application.max_replicas, total)
-    most = application.bounds.max_batch_size
-    return total if most is None else min(total, most // application.bounds.lower)
+    bounds = application.bounds
+    most = total if bounds.max_batch_size is None else bounds.max_batch_size // bounds.lower
+    return min(total, most if application.max_replicas is None else min(most, application.max_replicas))
 
 
 def _view(job: SimulatedJob, spec: Job) -> JobView:
