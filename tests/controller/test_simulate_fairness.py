@@ -155,3 +155,16 @@ def test_the_table_has_it_only_if_it_is_asked_for(files: Path) -> None:
     once = partial(run, files, "--nodes", "2", "--policy", "fcfs")
     assert "isolated" in once("--isolated")
     assert "isolated" not in once()
+
+
+def test_the_setting_changes_the_results_of_the_decision_and_is_refused_elsewhere(files: Path) -> None:
+    def completed(*arguments: str) -> list[float]:
+        text = run(files, "--nodes", "2", "--noise", "0", "--output", "json", *arguments)
+        return [job["completed"] for job in json.loads(text)["jobs"]]
+
+    assert completed("--fairness", "0") == completed()
+    assert completed("--fairness", "1") != completed()
+    command = ["simulate", str(files / "workload.csv"), "--policy", "fcfs", "--fairness", "1"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "a setting of the policy adascale" in " ".join(result.output.replace("│", " ").split())

@@ -114,6 +114,16 @@ def operator(
             "the fewest of a job, or one step of growth. spec.requestNodes of a job takes precedence.",
         ),
     ] = False,
+    fairness: Annotated[
+        float,
+        typer.Option(
+            "--fairness",
+            metavar="X",
+            min=0,
+            max=1,
+            help="0: short jobs first, for the lowest mean completion time. 1: equal weights of all jobs.",
+        ),
+    ] = names.DEFAULT_FAIRNESS,
     no_fs_group: Annotated[
         bool,
         typer.Option(
@@ -176,6 +186,7 @@ def operator(
             liveness=liveness,
             accelerator_label=accelerator_label,
             request_nodes=request_nodes,
+            fairness=fairness,
             fs_group=not no_fs_group,
             tls_secret=secret,
             tls_external=tls_external,

@@ -38,6 +38,7 @@ from adascale_controller.simulation.recording import read_recording, record
 from adascale_controller.simulation.results import Results
 from adascale_controller.simulation.results_table import render_results
 from adascale_controller.simulation.sia import Sia
+from adascale_core.names import DEFAULT_FAIRNESS
 
 MAX_SECONDS = 86400.0
 """The largest restart, interval and preparation that can be simulated."""
@@ -145,6 +146,16 @@ def simulate_workload(
             help="adascale, tiresias, optimus, fcfs, equal, sia, edf or elasticflow.",
         ),
     ] = PolicyName.ADASCALE,
+    fairness: Annotated[
+        float,
+        typer.Option(
+            "--fairness",
+            metavar="X",
+            min=0,
+            max=1,
+            help="Of the policy adascale: 0 for short jobs first, 1 for equal weights of all jobs.",
+        ),
+    ] = DEFAULT_FAIRNESS,
     deadlines: Annotated[
         str | None,
         typer.Option(
@@ -193,12 +204,17 @@ def simulate_workload(
             f"{policy} knows no types of accelerators: leave out --cluster, or use adascale or sia",
             param_hint="--policy",
         )
+    if fairness != DEFAULT_FAIRNESS and policy is not PolicyName.ADASCALE:
+        raise typer.BadParameter(
+            f"it is a setting of the policy adascale, and {policy} has none: leave it out",
+            param_hint="--fairness",
+        )
     random = Random(seed)
     submissions = _submissions(workload, profiles, from_service, types, costs)
     _require_room(submissions, settings, policy)
     if deadlines is not None:
         submissions = with_deadlines(submissions, settings, _tightness(deadlines), seed)
-    new_policy = partial(_policy, policy, placement)
+    new_policy = partial(_policy, policy, placement, fairness)
     with output_on_stderr():
         jobs = simulate(submissions, new_policy(), settings, lambda: random.lognormvariate(0.0, noise))
         alone = IsolatedCluster(settings, new_policy, fixed_size=policy in FIXED_SIZE) if isolated else None
@@ -292,10 +308,10 @@ def _require_room(submissions: Sequence[Submission], settings: Settings, policy:
         )
 
 
-def _policy(name: PolicyName, placement: PlacementMode) -> Policy:
+def _policy(name: PolicyName, placement: PlacementMode, fairness: float) -> Policy:
     match name:
         case PolicyName.ADASCALE:
-            return AdaScalePolicy(placement)
+            return AdaScalePolicy(placement, fairness)
         case PolicyName.TIRESIAS:
             return Tiresias()
         case PolicyName.OPTIMUS:
