@@ -41,7 +41,7 @@ class Setting:
     def ratios(self) -> list[float]:
         """The finish-time fairness of all jobs, ascending."""
         return sorted(
-            job["isolated_finish_time_fairness"] for result in self.results for job in result["jobs"]
+            float(job["isolated_finish_time_fairness"]) for result in self.results for job in result["jobs"]
         )
 
     @property
@@ -51,7 +51,7 @@ class Setting:
 
     def mean(self, name: str) -> float:
         """Return the mean of a number over the workloads."""
-        return statistics.mean(result[name] for result in self.results)
+        return statistics.mean(float(result[name]) for result in self.results)
 
 
 def read(folder: Path) -> list[Setting]:

@@ -168,3 +168,11 @@ def test_the_setting_changes_the_results_of_the_decision_and_is_refused_elsewher
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2
     assert "a setting of the policy adascale" in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("command", [["simulate", "workload.csv"], ["operator"]])
+@pytest.mark.parametrize("value", ["-0.1", "1.1", "nan"])
+def test_an_invalid_fairness_is_refused(command: Sequence[str], value: str) -> None:
+    result = CliRunner().invoke(app, [*command, "--fairness", value])
+    assert result.exit_code == 2
+    assert f"a number from 0 to 1 is needed, got {value}" in " ".join(result.output.replace("│", " ").split())

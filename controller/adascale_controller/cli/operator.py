@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from adascale_controller.cli.fairness_option import Fairness
 from adascale_core import names
 from adascale_core.extras import requires_extra
 
@@ -114,16 +115,7 @@ def operator(
             "the fewest of a job, or one step of growth. spec.requestNodes of a job takes precedence.",
         ),
     ] = False,
-    fairness: Annotated[
-        float,
-        typer.Option(
-            "--fairness",
-            metavar="X",
-            min=0,
-            max=1,
-            help="0: short jobs first, for the lowest mean completion time. 1: equal weights of all jobs.",
-        ),
-    ] = names.DEFAULT_FAIRNESS,
+    fairness: Fairness = names.DEFAULT_FAIRNESS,
     no_fs_group: Annotated[
         bool,
         typer.Option(

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from adascale_controller.cli.fairness_option import Fairness
 from adascale_controller.cli.service_client import client_at
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy
 from adascale_controller.simulation.application import ProfileError
@@ -146,16 +147,7 @@ def simulate_workload(
             help="adascale, tiresias, optimus, fcfs, equal, sia, edf or elasticflow.",
         ),
     ] = PolicyName.ADASCALE,
-    fairness: Annotated[
-        float,
-        typer.Option(
-            "--fairness",
-            metavar="X",
-            min=0,
-            max=1,
-            help="Of the policy adascale: 0 for short jobs first, 1 for equal weights of all jobs.",
-        ),
-    ] = DEFAULT_FAIRNESS,
+    fairness: Fairness = DEFAULT_FAIRNESS,
     deadlines: Annotated[
         str | None,
         typer.Option(
