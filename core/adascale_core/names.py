@@ -210,6 +210,8 @@ removes them from the environment of trainers, and the adapters of frameworks do
 # -- defaults of settings -------------------------------------------------------------------------------
 
 DEFAULT_EFFICIENCY_TARGET = 0.5
+DEFAULT_FAIRNESS = 0.0
+"""Of the weights of jobs in the decision: 0 for short jobs first, 1 for equal weights."""
 DEFAULT_BACKOFF_LIMIT = 3
 DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS = 10
 """Restarts after losses, since the last step, after which a job fails."""

@@ -319,3 +319,17 @@ def test_explanations_take_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) 
         scheduler.update(waiting(number, None, None))
     scheduler.adopt(scheduler.solve(scheduler.decision_input()), NOW)
     assert [len(scheduler.explain()) for _ in range(3)] == [MAX_JOBS, 0, 0]
+
+
+@pytest.mark.parametrize(("fairness", "weights"), [(0.0, [0.5, 1.5]), (1.0, [1.0, 1.0])])
+@pytest.mark.parametrize("cluster", [None, nodes_of_types("h200", "l4")], ids=["no nodes", "two types"])
+def test_the_weights_of_jobs_follow_the_fairness_of_the_operator(
+    fairness: float, weights: Sequence[float], cluster: Nodes | None
+) -> None:
+    scheduler = Scheduler(fairness=fairness)
+    scheduler.set_resources(cluster, ())
+    for number, accelerator in enumerate(("h200", "l4")):
+        scheduler.update(_on_type(training(number, 2, None, 1, measured=True), accelerator))
+    result = scheduler.solve(scheduler.decision_input())
+    found = [utility.weight for problem in result.problems for utility in problem.queue]
+    assert sorted(found) == weights

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from adascale_controller.cli.fairness_option import Fairness
 from adascale_core import names
 from adascale_core.extras import requires_extra
 
@@ -114,6 +115,7 @@ def operator(
             "the fewest of a job, or one step of growth. spec.requestNodes of a job takes precedence.",
         ),
     ] = False,
+    fairness: Fairness = names.DEFAULT_FAIRNESS,
     no_fs_group: Annotated[
         bool,
         typer.Option(
@@ -176,6 +178,7 @@ def operator(
             liveness=liveness,
             accelerator_label=accelerator_label,
             request_nodes=request_nodes,
+            fairness=fairness,
             fs_group=not no_fs_group,
             tls_secret=secret,
             tls_external=tls_external,

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from adascale_controller.cli.fairness_option import Fairness
 from adascale_controller.cli.service_client import client_at
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy
 from adascale_controller.simulation.application import ProfileError
@@ -31,12 +32,14 @@ from adascale_controller.simulation.competitors import (
 from adascale_controller.simulation.deadlines import with_deadlines
 from adascale_controller.simulation.elasticflow import ElasticFlow
 from adascale_controller.simulation.engine import Policy, Settings, Submission, simulate
+from adascale_controller.simulation.isolated_cluster import IsolatedCluster
 from adascale_controller.simulation.pictures import draw
 from adascale_controller.simulation.profiles import Costs, read_costs, read_workload
 from adascale_controller.simulation.recording import read_recording, record
 from adascale_controller.simulation.results import Results
 from adascale_controller.simulation.results_table import render_results
 from adascale_controller.simulation.sia import Sia
+from adascale_core.names import DEFAULT_FAIRNESS
 
 MAX_SECONDS = 86400.0
 """The largest restart, interval and preparation that can be simulated."""
@@ -53,6 +56,10 @@ class PolicyName(StrEnum):
     SIA = "sia"
     EDF = "edf"
     ELASTICFLOW = "elasticflow"
+
+
+FIXED_SIZE = (PolicyName.TIRESIAS, PolicyName.FCFS, PolicyName.EDF)
+"""The policies that run a job on the number of replicas of the workload only."""
 
 
 class ResultFormat(StrEnum):
@@ -140,6 +147,7 @@ def simulate_workload(
             help="adascale, tiresias, optimus, fcfs, equal, sia, edf or elasticflow.",
         ),
     ] = PolicyName.ADASCALE,
+    fairness: Fairness = DEFAULT_FAIRNESS,
     deadlines: Annotated[
         str | None,
         typer.Option(
@@ -150,6 +158,13 @@ def simulate_workload(
             show_default=False,
         ),
     ] = None,
+    isolated: Annotated[
+        bool,
+        typer.Option(
+            "--isolated",
+            help="Simulate each job alone on its fair share too, for finish-time fairness as Sia reports it.",
+        ),
+    ] = False,
     output: Annotated[
         ResultFormat, typer.Option("--output", "-o", metavar="FORMAT", help="table or json.")
     ] = ResultFormat.TABLE,
@@ -181,16 +196,21 @@ def simulate_workload(
             f"{policy} knows no types of accelerators: leave out --cluster, or use adascale or sia",
             param_hint="--policy",
         )
+    if fairness != DEFAULT_FAIRNESS and policy is not PolicyName.ADASCALE:
+        raise typer.BadParameter(
+            f"it is a setting of the policy adascale, and {policy} has none: leave it out",
+            param_hint="--fairness",
+        )
     random = Random(seed)
     submissions = _submissions(workload, profiles, from_service, types, costs)
     _require_room(submissions, settings, policy)
     if deadlines is not None:
         submissions = with_deadlines(submissions, settings, _tightness(deadlines), seed)
+    new_policy = partial(_policy, policy, placement, fairness)
     with output_on_stderr():
-        jobs = simulate(
-            submissions, _policy(policy, placement), settings, lambda: random.lognormvariate(0.0, noise)
-        )
-    results = Results.of(jobs, settings)
+        jobs = simulate(submissions, new_policy(), settings, lambda: random.lognormvariate(0.0, noise))
+        alone = IsolatedCluster(settings, new_policy, fixed_size=policy in FIXED_SIZE) if isolated else None
+        results = Results.of(jobs, settings, alone)
     if pictures is not None:
         for path in draw(jobs, settings, pictures):
             typer.echo(f"saved {path}", err=True)
@@ -268,7 +288,7 @@ def _require_room(submissions: Sequence[Submission], settings: Settings, policy:
     Raises:
         ProfileError: a job does not fit.
     """
-    is_fixed = policy in (PolicyName.TIRESIAS, PolicyName.FCFS, PolicyName.EDF)
+    is_fixed = policy in FIXED_SIZE
     needed = {each.name: each.replicas if is_fixed else each.application.min_replicas for each in submissions}
     largest = max(needed, key=lambda name: needed[name])
     if needed[largest] > settings.total:
@@ -280,10 +300,10 @@ def _require_room(submissions: Sequence[Submission], settings: Settings, policy:
         )
 
 
-def _policy(name: PolicyName, placement: PlacementMode) -> Policy:
+def _policy(name: PolicyName, placement: PlacementMode, fairness: float) -> Policy:
     match name:
         case PolicyName.ADASCALE:
-            return AdaScalePolicy(placement)
+            return AdaScalePolicy(placement, fairness)
         case PolicyName.TIRESIAS:
             return Tiresias()
         case PolicyName.OPTIMUS:

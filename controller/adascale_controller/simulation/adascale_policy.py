@@ -19,6 +19,7 @@ from adascale_core.decision.type_choice import TypeChoice
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.reports import StepTime
+from adascale_core.names import DEFAULT_FAIRNESS
 from adascale_core.performance.batched_fit import fit_all
 from adascale_core.performance.goodput_table import PlanGrid, goodputs
 from adascale_core.performance.throughput import StepTimeModel
@@ -34,10 +35,14 @@ class AdaScalePolicy:
 
     Args:
         placement: how new replicas are placed.
+        fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`).
     """
 
-    def __init__(self, placement: PlacementMode = PlacementMode.PACKED) -> None:
+    def __init__(
+        self, placement: PlacementMode = PlacementMode.PACKED, fairness: float = DEFAULT_FAIRNESS
+    ) -> None:
         self._placement = placement
+        self._fairness = fairness
         self._templates = TemplateMeasurements()
         self._measurements: dict[str, JobMeasurements] = {}
         self._jobs: dict[str, Job] = {}
@@ -69,7 +74,7 @@ class AdaScalePolicy:
         demands = {job.name: self._demand(job) for job in jobs}
         self._capacity = NodeCapacity(self._nodes, demands, self._capacity)
         states = [self._state(job, settings, now) for job in jobs]
-        problem = DecisionProblem.of(states, self._capacity, self._problems)
+        problem = DecisionProblem.of(states, self._capacity, self._problems, fairness=self._fairness)
         self._problems = (problem,)
         counts = {name: decision.replicas for name, decision in problem.decide(now).items()}
         self._fit_trainer_models(jobs)
@@ -81,12 +86,14 @@ class AdaScalePolicy:
     ) -> Mapping[str, tuple[int, ...]]:
         """Return job name -> node of each replica, on a cluster with several types of accelerators."""
         options = sorted((self._options(job, settings, now) for job in jobs), key=_admission_order)
-        self._choice = TypeChoice.of(options, self._nodes, now, self._choice)
+        self._choice = TypeChoice.of(options, self._nodes, now, self._choice, fairness=self._fairness)
         types = self._choice.types
         demands = {each.job: each.demands[types[each.job]] for each in options}
         states = [each.states[types[each.job]] for each in options]
         self._capacity = NodeCapacity(self._nodes, demands, self._capacity)
-        self._problems = DecisionProblem.independent(states, self._capacity, self._problems, self._choice)
+        self._problems = DecisionProblem.independent(
+            states, self._capacity, self._problems, self._choice, fairness=self._fairness
+        )
         counts = {
             name: decision.replicas
             for problem in self._problems
@@ -237,10 +244,9 @@ def _job(job: SimulatedJob, total: int) -> Job:
 
 
 def _most_replicas(application: Application, total: int) -> int:
-    if application.max_replicas is not None:
-        return min(application.max_replicas, total)
-    most = application.bounds.max_batch_size
-    return total if most is None else min(total, most // application.bounds.lower)
+    bounds = application.bounds
+    most = total if bounds.max_batch_size is None else bounds.max_batch_size // bounds.lower
+    return min(total, most if application.max_replicas is None else min(most, application.max_replicas))
 
 
 def _view(job: SimulatedJob, spec: Job) -> JobView:

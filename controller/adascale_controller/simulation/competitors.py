@@ -22,6 +22,12 @@ class FixedBatch:
         return fixed_plan(job.application, len(job.training_nodes), job.submission.batch_size)
 
 
+def most_replicas(job: SimulatedJob) -> int:
+    """Return how many replicas a job can use with the batch size of the workload."""
+    most = job.submission.batch_size // job.application.bounds.lower
+    return min(most, job.application.max_replicas or most)
+
+
 def place_emptiest_first(free: list[int], replicas: int) -> tuple[int, ...]:
     """Return nodes for the replicas, the emptiest node first, and take them from `free`."""
     nodes: list[int] = []
@@ -112,7 +118,7 @@ class Optimus(FixedBatch):
 
         def marginal_gain(name: str) -> float:
             job, count = by_name[name], counts[name]
-            if count + 1 > self._most(job) or free < 1:
+            if count + 1 > most_replicas(job) or free < 1:
                 return 0.0
             times = [self._step_time(job, replicas, node) for replicas in (count, count + 1)]
             return (times[0] - times[1]) * remaining[name]
@@ -131,10 +137,6 @@ class Optimus(FixedBatch):
             gains[name] = marginal_gain(name)
             free -= 1
         return _place(sorted(jobs, key=lambda job: counts.get(job.name, 0)), counts, settings)
-
-    def _most(self, job: SimulatedJob) -> int:
-        application = job.application
-        return application.max_replicas or job.submission.batch_size // application.bounds.lower
 
     def _remaining_steps(self, job: SimulatedJob) -> float:
         last = len(job.application.epoch_ends) - 1
@@ -207,7 +209,7 @@ class EqualShares(FixedBatch):
         """Return job name -> node of each replica."""
         del now
         counts = dict.fromkeys((job.name for job in jobs), 0)
-        most = {job.name: self._most(job) for job in jobs}
+        most = {job.name: most_replicas(job) for job in jobs}
         free = settings.total
         growing = [job.name for job in jobs]
         while free and growing:
@@ -220,7 +222,3 @@ class EqualShares(FixedBatch):
                     counts[name] += 1
                     free -= 1
         return _place(jobs, counts, settings)
-
-    def _most(self, job: SimulatedJob) -> int:
-        application = job.application
-        return application.max_replicas or job.submission.batch_size // application.bounds.lower

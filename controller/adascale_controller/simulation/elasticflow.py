@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adascale_controller.simulation.application import ProfileError
-from adascale_controller.simulation.competitors import FixedBatch
+from adascale_controller.simulation.competitors import FixedBatch, most_replicas
 from adascale_controller.simulation.deadlines import packed, step_seconds
 from adascale_controller.simulation.engine import Settings, SimulatedJob, SimulationError
 
@@ -113,7 +113,7 @@ def remaining_steps(job: SimulatedJob) -> float:
 
 def _throughputs(job: SimulatedJob, settings: Settings) -> dict[int, float]:
     application, size = job.application, job.submission.batch_size
-    most = application.max_replicas or size // application.bounds.lower
+    most = most_replicas(job)
     found: dict[int, float] = {}
     count = 1
     while count <= min(most, settings.total):

@@ -12,6 +12,7 @@ from typing import Any
 from adascale_controller.simulation.application import Application, fixed_plan
 from adascale_controller.simulation.cluster import shape
 from adascale_controller.simulation.engine import Settings, SimulatedJob, Submission
+from adascale_controller.simulation.isolated_cluster import IsolatedCluster
 from adascale_core.batch.plans import candidate_plans
 
 
@@ -29,12 +30,15 @@ class JobResult:
         finish_time_fairness: its completion time divided by that on an equal share of the cluster, among as
             many jobs as there were on average (Mahajan et al. 2020, Themis, section 3.1); at most 1 is fair.
             On a cluster with several types of accelerators, the share is on one type, and its time is the
-            mean over the types, each as often as it has GPUs.
+            mean over the types, each as often as it has GPUs. The share is at least one replica and a whole
+            number, and its time is that of training with the best batch in each epoch and one restart.
         gpu_hours_by_type: type of accelerator -> replicas times hours there. Empty if types are not
             distinguished.
         moves: how often it moved to another type.
         deadline: when it should have been complete, in seconds from the begin of the workload; None if it
             had no deadline.
+        isolated_finish_time_fairness: its completion time divided by that in an isolated cluster of its fair
+            share with the same policy (`isolated_cluster`); None if that was not simulated.
     """
 
     name: str
@@ -50,6 +54,7 @@ class JobResult:
     gpu_hours_by_type: Mapping[str, float]
     moves: int
     deadline: float | None = None
+    isolated_finish_time_fairness: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,16 +87,24 @@ class Results:
     gpus: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
-    def of(cls, jobs: Sequence[SimulatedJob], settings: Settings) -> Results:
-        """Return the results of the jobs of a simulation."""
-        alone = _IsolatedTimes(settings)
+    def of(
+        cls, jobs: Sequence[SimulatedJob], settings: Settings, isolated: IsolatedCluster | None = None
+    ) -> Results:
+        """Return the results of the jobs of a simulation.
+
+        Args:
+            jobs: the jobs.
+            settings: the cluster.
+            isolated: simulates each job alone, for `isolated_finish_time_fairness`.
+        """
+        equal_share = _EqualShare(settings)
         contention = _Contention(jobs)
         gpus = {
             name: sum(settings.nodes[node] for node in nodes)
             for name, nodes in settings.nodes_by_type().items()
             if name
         }
-        return cls([_result(job, contention.of(job), alone, settings) for job in jobs], gpus)
+        return cls([_result(job, contention.of(job), equal_share, isolated, settings) for job in jobs], gpus)
 
     @property
     def makespan(self) -> float:
@@ -113,6 +126,11 @@ class Results:
         times = sorted(job.completion_time for job in self.jobs)
         queueing = [job.queueing_time for job in self.jobs]
         fairness = [job.finish_time_fairness for job in self.jobs]
+        isolated = [
+            job.isolated_finish_time_fairness
+            for job in self.jobs
+            if job.isolated_finish_time_fairness is not None
+        ]
         met = [float(job.completed <= job.deadline) for job in self.jobs if job.deadline is not None]
         return {
             "mean_completion_time": _mean(times),
@@ -126,7 +144,15 @@ class Results:
             "mean_queueing_time": _mean(queueing),
             "max_queueing_time": max(queueing),
             "worst_finish_time_fairness": max(fairness),
-            "unfairly_treated_share": _mean([float(value > 1.0) for value in fairness]),
+            "unfairly_treated_share": _above_one(fairness),
+            **(
+                {
+                    "worst_isolated_finish_time_fairness": max(isolated),
+                    "isolated_unfairly_treated_share": _above_one(isolated),
+                }
+                if isolated
+                else {}
+            ),
             **({"deadlines_met_share": _mean(met)} if met else {}),
         }
 
@@ -152,7 +178,18 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _result(job: SimulatedJob, contention: float, alone: _IsolatedTimes, settings: Settings) -> JobResult:
+def _above_one(fairness: Sequence[float]) -> float:
+    """Return the share of jobs that are treated unfairly."""
+    return _mean([float(value > 1.0) for value in fairness])
+
+
+def _result(
+    job: SimulatedJob,
+    contention: float,
+    equal_share: _EqualShare,
+    isolated: IsolatedCluster | None,
+    settings: Settings,
+) -> JobResult:
     assert job.completed_at is not None
     assert job.started_at is not None
     time = job.completed_at - job.submission.time
@@ -166,12 +203,15 @@ def _result(job: SimulatedJob, contention: float, alone: _IsolatedTimes, setting
         queueing_time=job.started_at - job.submission.time,
         restarts=job.restarts,
         gpu_hours=job.replica_seconds / 3600,
-        finish_time_fairness=time / alone.of(job.submission, contention),
+        finish_time_fairness=time / equal_share.completion_time(job.submission, contention),
         gpu_hours_by_type={
             name: seconds / 3600 for name, seconds in sorted(job.replica_seconds_on.items()) if name
         },
         moves=_moves(job, settings),
         deadline=job.submission.deadline,
+        isolated_finish_time_fairness=(
+            None if isolated is None else time / isolated.completion_time(job.submission, contention)
+        ),
     )
 
 
@@ -210,7 +250,7 @@ class _Contention:
         return max((self._until(end) - self._until(start)) / (end - start), 1.0) if end > start else 1.0
 
 
-class _IsolatedTimes:
+class _EqualShare:
     """How long an application takes on an equal share of the cluster, with the best batch in each epoch."""
 
     def __init__(self, settings: Settings) -> None:
@@ -221,7 +261,7 @@ class _IsolatedTimes:
         }
         self._memory: dict[tuple[str, str, int], float] = {}
 
-    def of(self, job: Submission, contention: float) -> float:
+    def completion_time(self, job: Submission, contention: float) -> float:
         """Return the seconds on `1 / contention` of the cluster, rounded down, at least one replica."""
         return sum(gpus * self._on(name, job, contention) for name, gpus in self._gpus.items()) / sum(
             self._gpus.values()

@@ -31,6 +31,10 @@ def render_results(results: Results, settings: Settings) -> RenderableType:
         ("finish-time fairness, worst", significant(summary["worst_finish_time_fairness"])),
         ("jobs treated unfairly", percent(summary["unfairly_treated_share"])),
     ]
+    if "worst_isolated_finish_time_fairness" in summary:
+        worst = significant(summary["worst_isolated_finish_time_fairness"])
+        unfair = percent(summary["isolated_unfairly_treated_share"])
+        rows += [("isolated finish-time fairness, worst", worst), ("jobs above 1", unfair)]
     if "deadlines_met_share" in summary:
         rows.append(("deadlines met", percent(summary["deadlines_met_share"])))
     for name, each in results.types.items():

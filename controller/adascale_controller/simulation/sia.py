@@ -162,10 +162,11 @@ class Sia:
 
     def _most_replicas(self, job: SimulatedJob) -> int:
         """Return twice as many as were measured on any type, and no more than the batch allows."""
-        bounds = job.submission.application.bounds
+        application = job.submission.application
+        bounds = application.bounds
         largest = max((each.replicas for each in job.step_times), default=0)
         most = (bounds.max_batch_size or job.submission.batch_size) // bounds.lower
-        return max(min(max(2 * largest, 1), MAX_COUNT, most), 1)
+        return max(min(max(2 * largest, 1), MAX_COUNT, most, application.max_replicas or most), 1)
 
     def _speed(self, job: SimulatedJob, name: str) -> float:
         """Return the samples per second of one GPU with the largest batch, which are measured beforehand."""

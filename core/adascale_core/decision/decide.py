@@ -37,6 +37,7 @@ from adascale_core.decision.job_utility import (
 )
 from adascale_core.decision.slot_allocation import allocate_slots
 from adascale_core.decision.type_choice import TypeChoice
+from adascale_core.names import DEFAULT_FAIRNESS
 from adascale_core.performance.goodput_table import candidate_counts
 from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.placement.node_slots import SlotCapacity
@@ -103,6 +104,8 @@ class DecisionProblem:
         capacity: int | Capacity,
         before: Iterable[DecisionProblem] = (),
         choice: TypeChoice | None = None,
+        *,
+        fairness: float = DEFAULT_FAIRNESS,
     ) -> Self:
         """Return the problem.
 
@@ -111,6 +114,7 @@ class DecisionProblem:
             before: the problems of the decision before. What is the same is not computed again.
             choice: of the type of accelerator of each job, with their weights among all jobs; None if types
                 are not known.
+            fairness: as for `decide`. With weights of `choice`, it is that of these.
         """
         before = list(before)
         bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
@@ -131,6 +135,7 @@ class DecisionProblem:
                 before=known,
             ),
             None if choice is None else choice.weights,
+            fairness,
         )
         return cls(queue, bound, valid, slots, [each for problem in before for each in problem.solutions])
 
@@ -141,6 +146,8 @@ class DecisionProblem:
         capacity: int | Capacity,
         before: Iterable[DecisionProblem] = (),
         choice: TypeChoice | None = None,
+        *,
+        fairness: float = DEFAULT_FAIRNESS,
     ) -> list[Self]:
         """Return the problems that can be solved one by one, because their jobs share no node.
 
@@ -151,7 +158,10 @@ class DecisionProblem:
         by_id = {job.id: job for job in jobs}
         groups = bound.independent(list(by_id))
         before = list(before)
-        return [cls.of([by_id[name] for name in group], bound, before, choice) for group in groups]
+        return [
+            cls.of([by_id[name] for name in group], bound, before, choice, fairness=fairness)
+            for group in groups
+        ]
 
     def solve(self, now: float) -> list[int]:
         """Return the count of each job of the queue."""
@@ -192,18 +202,21 @@ class DecisionProblem:
         }
 
 
-def decide(jobs: Iterable[JobState], capacity: int | Capacity, now: float) -> dict[str, Decision]:
+def decide(
+    jobs: Iterable[JobState], capacity: int | Capacity, now: float, *, fairness: float = DEFAULT_FAIRNESS
+) -> dict[str, Decision]:
     """Return the replica count of every job.
 
     Args:
         jobs: all jobs that may run.
         capacity: how many replicas fit, or what they have to fit into, including those that run already.
         now: the time, in seconds on the clock of `JobState.stable_since`.
+        fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`).
 
     Returns:
         job id -> decision. A count is valid for its job, or 0. All counts fit at the same time.
     """
     decisions: dict[str, Decision] = {}
-    for problem in DecisionProblem.independent(jobs, capacity):
+    for problem in DecisionProblem.independent(jobs, capacity, fairness=fairness):
         decisions |= problem.decide(now)
     return decisions

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from adascale_core.batch.plans import is_valid_replicas
 from adascale_core.decision.deadline import DeadlineOutlook, Feasibility
 from adascale_core.decision.job_state import JobState
+from adascale_core.names import DEFAULT_FAIRNESS
 from adascale_core.performance.batched_fit import fit_all
 from adascale_core.performance.goodput_table import Floats, Goodputs, candidate_counts, goodputs
 from adascale_core.performance.prediction import Prediction
@@ -479,15 +480,20 @@ def utilities_of(
 _measured = attrgetter("step_times", "template_step_times")
 
 
-def weights_by_size(sizes: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the weights of jobs by remaining size, as the optimal policy for jobs of known size has them.
+def weights_by_size(
+    sizes: Mapping[str, float | None], fairness: float = DEFAULT_FAIRNESS
+) -> dict[str, float]:
+    """Return the weights of jobs by remaining size.
 
-    Of m jobs of known size, the i-th largest has the weight m * ((i / m)^q - ((i - 1) / m)^q) with
-    q = 1 / (1 - p) for goodput that grows with the power p of the replicas (heSRPT, Berg, Vesilo and
-    Harchol-Balter 2020, theorem 4). The weights are 1 on average, and a job of unknown size has the weight 1.
+    With a fairness of 0 they are those of the optimal policy for jobs of known size: of m jobs, the i-th
+    largest has the weight m * ((i / m)^q - ((i - 1) / m)^q) with q = 1 / (1 - p) for goodput that grows with
+    the power p of the replicas (heSRPT, Berg, Vesilo and Harchol-Balter 2020, theorem 4). With a fairness of
+    1 all are equal, and the decision is proportionally fair (Kelly 1997). Between them the objective is the
+    weighted mean of both. The weights are 1 on average, and a job of unknown size has the weight 1.
 
     Args:
         sizes: job id -> its remaining size, in any unit; None if not known.
+        fairness: from 0, for the lowest mean completion time, to 1, for equal weights.
     """
     ranked = sorted(((size, name) for name, size in sizes.items() if size is not None), reverse=True)
     number, exponent = len(ranked), 1 / (1 - SPEEDUP_EXPONENT)
@@ -495,18 +501,21 @@ def weights_by_size(sizes: Mapping[str, float | None]) -> dict[str, float]:
         name: number * ((i / number) ** exponent - ((i - 1) / number) ** exponent)
         for i, (_, name) in enumerate(ranked, 1)
     }
-    return {name: weights.get(name, 1.0) for name in sizes}
+    return {name: (1 - fairness) * weights.get(name, 1.0) + fairness for name in sizes}
 
 
-def weighted(jobs: Sequence[JobUtility], weights: Mapping[str, float] | None = None) -> list[JobUtility]:
+def weighted(
+    jobs: Sequence[JobUtility], weights: Mapping[str, float] | None = None, fairness: float = DEFAULT_FAIRNESS
+) -> list[JobUtility]:
     """Return the jobs with weights.
 
     Args:
         jobs: the jobs.
         weights: job id -> weight; None for those by the remaining sizes of these jobs.
+        fairness: of these, as for `weights_by_size`.
     """
     if weights is None:
-        weights = weights_by_size({utility.job.id: utility.remaining_seconds for utility in jobs})
+        weights = weights_by_size({utility.job.id: utility.remaining_seconds for utility in jobs}, fairness)
     return [
         each if each.weight == weights[each.job.id] else each._with(each.job, weights[each.job.id])
         for each in jobs

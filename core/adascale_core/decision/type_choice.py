@@ -33,6 +33,7 @@ from adascale_core.decision.job_utility import (
     weighted,
     weights_by_size,
 )
+from adascale_core.names import DEFAULT_FAIRNESS
 from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Node
 
@@ -71,6 +72,8 @@ class TypeChoice:
         nodes: Sequence[Node],
         now: float,
         before: TypeChoice | None = None,
+        *,
+        fairness: float = DEFAULT_FAIRNESS,
     ) -> TypeChoice:
         """Return the types of the highest total utility that is found.
 
@@ -79,12 +82,13 @@ class TypeChoice:
             nodes: all nodes.
             now: the time, in seconds on the clock of `JobState.stable_since`.
             before: of the decision before. What is the same is not computed again.
+            fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`).
         """
         if all(len(job.states) < 2 for job in jobs):
             return cls(admit(jobs, nodes)[0])
         capacity = typed_capacity(jobs, nodes)
         types, waiting = admit(jobs, nodes, capacity=capacity)
-        market = _Market.of(jobs, capacity, now, {} if before is None else before.known)
+        market = _Market.of(jobs, capacity, now, {} if before is None else before.known, fairness)
         chosen = market.improve({job: name for job, name in types.items() if job not in waiting})
         if not market.has_equal_replicas and any(chosen[job] != types[job] for job in chosen):
             types = admit(jobs, nodes, chosen, capacity)[0]
@@ -129,6 +133,7 @@ class _Market:
         capacity: NodeCapacity,
         now: float,
         before: Mapping[tuple[str, str], JobUtility],
+        fairness: float,
     ) -> _Market:
         names = sorted({name for job in jobs for name in job.states})
         known: dict[tuple[str, str], JobUtility] = {}
@@ -150,7 +155,7 @@ class _Market:
             totals.append(float(most))
             # Replicas that stay on nodes without a slot take none.
             shares.append({job: most / slots if slots else 0.0 for job, slots in number.items()})
-        weights = weights_by_size({job.job: _size(job, known) for job in jobs})
+        weights = weights_by_size({job.job: _size(job, known) for job in jobs}, fairness)
         for name in names:
             present = [known[job.job, name] for job in jobs if (job.job, name) in known]
             for utility in weighted(present, weights):

@@ -137,7 +137,9 @@ class ControlLoop:
         self._queue_views: Mapping[str, QueueView] = {}
         """What Kueue says about Indexed Jobs, by their uid, as jobs were looked at last."""
         self._fetcher = LookupFetcher(cluster, self._look_at, may_create_pods=may_create_pods)
-        self._scheduler = Scheduler(settings.accelerator_label, request_nodes=settings.request_nodes)
+        self._scheduler = Scheduler(
+            settings.accelerator_label, request_nodes=settings.request_nodes, fairness=settings.fairness
+        )
         self._follower = JobFollower(reader or service, cache.changed.set)
         self._applier = Applier(
             cluster, service, self._store_written, settings.identity, self._follower.expect

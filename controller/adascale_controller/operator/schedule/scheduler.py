@@ -38,7 +38,7 @@ from adascale_core.decision.accelerators import Accelerator
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.type_choice import TypeChoice
-from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
+from adascale_core.names import DEFAULT_ACCELERATOR_LABEL, DEFAULT_FAIRNESS
 from adascale_core.performance.goodput_table import candidate_counts
 from adascale_core.placement.packing import Demand
 from adascale_core.views.decision import DecisionView, LimitKind, LimitView
@@ -115,13 +115,19 @@ class Scheduler:
             not distinguished.
         request_nodes: whether replicas that do not fit are requested for an autoscaler, where the spec of a
             job does not say.
+        fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`).
     """
 
     def __init__(
-        self, accelerator_label: str = DEFAULT_ACCELERATOR_LABEL, *, request_nodes: bool = False
+        self,
+        accelerator_label: str = DEFAULT_ACCELERATOR_LABEL,
+        *,
+        request_nodes: bool = False,
+        fairness: float = DEFAULT_FAIRNESS,
     ) -> None:
         self._accelerator_label = accelerator_label
         self._request_nodes = request_nodes
+        self._fairness = fairness
         self._accelerator_types = AcceleratorTypes(accelerator_label)
         self._memories: dict[str, JobMemory] = {}
         self._templates = TemplateMeasurements()
@@ -311,12 +317,16 @@ class Scheduler:
         choice: TypeChoice | None = None
         if resources.free is not None:
             known = before.choice if before else None
-            choice = TypeChoice.of([each.options for each in ordered], resources.free, now, known)
+            choice = TypeChoice.of(
+                [each.options for each in ordered], resources.free, now, known, fairness=self._fairness
+            )
         types = choice.types if choice is not None else {}
         demands = {job_id: each.demand_on(types.get(job_id)) for job_id, each in candidates.items()}
         states = [each.state_on(types.get(job_id)) for job_id, each in candidates.items()]
         capacity = resources.capacity(candidates, demands, before.problems if before else ())
-        problems = DecisionProblem.independent(states, capacity, before.problems if before else (), choice)
+        problems = DecisionProblem.independent(
+            states, capacity, before.problems if before else (), choice, fairness=self._fairness
+        )
         decisions: dict[str, Decision] = {}
         for problem in problems:
             decisions |= problem.decide(now)

@@ -1,0 +1,25 @@
+"""The option `--fairness` of the operator and the simulator."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def _require_fairness(fairness: float) -> float:
+    # Not a range of the option, which would allow nan.
+    if not 0 <= fairness <= 1:
+        raise typer.BadParameter(f"a number from 0 to 1 is needed, got {fairness}")
+    return fairness
+
+
+Fairness = Annotated[
+    float,
+    typer.Option(
+        "--fairness",
+        metavar="X",
+        callback=_require_fairness,
+        help="0: short jobs first, for the lowest mean completion time. 1: equal weights of all jobs.",
+    ),
+]
