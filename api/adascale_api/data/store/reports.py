@@ -201,7 +201,7 @@ def parse_step_times(job_id: str, rows: Sequence[Row]) -> list[StepTime]:
     # The plan of the newest report is the one that none came after.
     present = max((row[0] for row in rows if row[-1] == 0), default=None)
     try:
-        return [_step_time(*row, present) for row in rows]
+        return [_step_time(present, *row) for row in rows]
     except (ValueError, TypeError) as error:
         raise UnreadableJobError(job_id, error) from error
 
@@ -220,6 +220,7 @@ def _parse_report(job_id: str, row: Row) -> GainReport:
 
 
 def _step_time(
+    present: int | None,
     replicas: int,
     local_bsz: int,
     accumulation: int,
@@ -228,7 +229,6 @@ def _step_time(
     packed: bytes,
     packed_sync: bytes,
     later: int,
-    present: int | None,
 ) -> StepTime:
     seconds, sync = _unpack(packed), _unpack(packed_sync)
     is_larger = present is not None and replicas > present
