@@ -58,7 +58,7 @@ def measure_steps(blocks: int, steps: int) -> None:
     def save(*arguments: Any) -> None:
         copies.append(timed(lambda: own(*arguments)))
 
-    memory.save = save  # type: ignore[method-assign]
+    memory.save = save  # type: ignore[method-assign, assignment]
     batches = endless(trainer, data)
 
     def block(*, with_copies: bool) -> float:
