@@ -429,6 +429,17 @@ OWN_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
         f"replicas of 2 processes: {COUNTS}; no count above 3 is valid",
     ),
     (
+        {"spareReplicas": 1, "opportunistic": {"priorityClassName": "low"}},
+        "spec",
+        "spareReplicas and opportunistic are both set, which was not tried; set at most one of them",
+    ),
+    (
+        {"spareReplicas": 1024, "maxReplicas": 8},
+        "spec.spareReplicas",
+        "must be at most 1016 with maxReplicas 8, since replicas and spares together are at most 1024, got "
+        "1024",
+    ),
+    (
         {"checkpoint": {"claimName": "a", "path": "/b", "storage": "1Gi"}},
         "spec.checkpoint",
         "claimName and path are both set; set at most one of them",
