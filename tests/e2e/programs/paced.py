@@ -1,7 +1,7 @@
 """A training program whose steps take a given time.
 
 PACE: seconds that a micro-batch takes, at least.
-SLOW: the index of a replica on which it takes 1.3 times as long.
+SLOW: the index of a replica on which it takes 3 times as long.
 NOISE: noise of the targets; with more noise the gain of a larger batch is higher.
 FAIL: files, separated by colons; while one of them exists, the program fails with the exit code in it.
 UNUSED: if set, the model has parameters without gradients, with which it fails on several replicas.
@@ -23,7 +23,7 @@ from adascale import ElasticTrainer
 
 trainer = ElasticTrainer()
 replica = os.environ.get("ADASCALE_REPLICA", "0")
-pace = float(os.environ["PACE"]) * (1.3 if replica == os.environ.get("SLOW") else 1.0)
+pace = float(os.environ["PACE"]) * (3.0 if replica == os.environ.get("SLOW") else 1.0)
 noise = float(os.environ.get("NOISE", "1"))
 fails = [Path(file) for file in os.environ.get("FAIL", "/nonexistent").split(":")]
 hungry = Path(os.environ.get("HUNGRY", "/nonexistent"))

@@ -1,7 +1,7 @@
 """A program whose steps take longer on one of its replicas. Run with torchrun.
 
 SLOW: the rank that is slow.
-WHERE: "loading", "forward" or "backward".
+WHERE: "loading" or "backward".
 PACE, FACTOR: seconds of a step, and how many times as long it takes on that rank.
 """
 
@@ -28,8 +28,6 @@ class Paced(nn.Module):
         self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        if os.environ["WHERE"] == "forward":
-            time.sleep(pause)
         output: Tensor = self.layers(x)
         if os.environ["WHERE"] == "backward" and output.requires_grad:
             output.register_hook(lambda _: time.sleep(pause))
@@ -42,7 +40,7 @@ dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 model = Paced()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 trainer.program_reentry(model, optimizer)
-for _ in trainer.epochs(4):
+for _ in trainer.epochs(3):
     for x, y in trainer.dataloader(dataset):
         if os.environ["WHERE"] == "loading":
             time.sleep(pause)
