@@ -23,7 +23,7 @@ REPORTS_PER_STEP_TIME = 50
 """A step time is the median over this many of the latest reports with the same batch plan."""
 FEW_REPORTS = 10
 """A step time of fewer reports, at more replicas than the present ones, becomes stale."""
-LATER_REPORTS = 100
+LATER_REPORTS = 30
 """It does after this many reports of other plans for each of its own."""
 MIN_STEP_TIME = 1e-9
 """Seconds; a shorter step time is not a measurement, and its inverse may overflow."""
