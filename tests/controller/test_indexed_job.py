@@ -981,31 +981,3 @@ def test_a_resize_leaves_suspension_as_it_is_unless_it_is_meant(suspend: bool | 
     mark = {True: "true", False: None}
     annotations = patch.get("metadata", {}).get("annotations", {})
     assert annotations == ({} if suspend is None else {names.ANNOTATION_SUSPENDED: mark[suspend]})
-
-
-@pytest.mark.parametrize(
-    ("terms", "accepting"),
-    [
-        (None, {"a", "b", "c"}),
-        ([{"matchExpressions": [{"key": "zone", "operator": "In", "values": ["x"]}]}], {"a", "b"}),
-        ([{"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["a"]}]}, {}], {"a"}),
-    ],
-)
-def test_pods_avoid_a_node_besides_what_the_template_requires(
-    terms: list[dict[str, Any]] | None, accepting: set[str]
-) -> None:
-    spec: dict[str, Any] = {}
-    if terms is not None:
-        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
-        spec["affinity"] = {"nodeAffinity": required}
-    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
-    nodes = [
-        {"metadata": {"name": name, "labels": {"zone": zone}}, "spec": {}, "status": ready}
-        for name, zone in (("a", "x"), ("b", "x"), ("c", "y"))
-    ]
-    for avoided in (None, "a", "b", "c"):
-        manifest = indexed_job_manifest(
-            workload(template(**spec)), 2, suspend=False, single_node=False, avoided_node=avoided
-        )
-        assert eligible_nodes(manifest["spec"]["template"]["spec"], nodes) == accepting - {avoided}
-        assert manifest["metadata"]["annotations"].get(names.ANNOTATION_AVOIDED_NODE) == avoided
