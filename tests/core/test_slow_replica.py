@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.messages.reports import GainReport
 from adascale_core.performance.slow_replica import (
     END_FACTOR,
     SLOW_FACTOR,
     WINDOW,
     RecentTimes,
     SlowReplica,
-    is_faster_without,
     slow_replica,
 )
 
@@ -134,22 +132,3 @@ def test_replica_that_is_slower_by_20_percent_is_found_within_50_steps(replicas:
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_no_replica_is_slow_in_100_000_steps_of_equal_replicas(replicas: int) -> None:
     assert _simulated(replicas, 100_000, 0.1, 7, lambda rank, step: 1.0, 4) is None
-
-
-@pytest.mark.parametrize(
-    ("factor", "replicas", "counts_samples", "is_faster"),
-    [
-        (1.2, 8, False, True),  # a place elsewhere
-        (1.04, 8, False, False),
-        (1.2, 7, False, True),  # 7 of 8 replicas make more than 1 / 1.2 of the progress
-        (1.25, 6, True, False),  # 6 / 8 of the samples are less than 1 / 1.25
-        (1.25, 6, False, True),  # but their smaller batch is worth 0.86 of the gain
-        (1.2, 1, False, False),
-        (3.0, 4, True, True),
-    ],
-)
-def test_a_slow_replica_is_left_out_where_goodput_is_higher_without_it(
-    factor: float, replicas: int, counts_samples: bool, is_faster: bool
-) -> None:
-    report = GainReport(1, 1, 1.0, 0, 8, 8, 1, 16.0, 9.0, 1.0, 16.0, 0.1, 1.0, counts_samples=counts_samples)
-    assert is_faster_without(report, factor, replicas) is is_faster

@@ -267,7 +267,7 @@ export class JobView {
   // The replica for which the others wait, in the active generation.
   get slowReplica() {
     const { latest, generation, replicas } = this.job ?? {};
-    return replicas && latest && latest.generation === generation ? latest.slow_replica : null;
+    return replicas && latest && latest.generation === generation ? (latest.slow_replica ?? null) : null;
   }
 
   showSlow() {

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final
 
-from adascale_core.messages.reports import GainReport
-
 WINDOW: Final = 32
 """The steps over which the time of a replica is compared. With the steps until the replicas exchange it, at
 most 16, a slow replica is found within 50 steps."""
@@ -23,8 +21,6 @@ SLOW_FACTOR: Final = 1.15
 """From this factor on, the time of the slowest replica over that of the others, it is slow."""
 END_FACTOR: Final = 1.1
 """Below this factor, a replica that was slow is no longer slow: it is not named again and again."""
-MARGIN: Final = 1.05
-"""How much higher goodput has to be without a slow replica, to leave it out."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +78,3 @@ def slow_replica(times: Sequence[float], previous: SlowReplica | None = None) ->
     factor = times[slowest] / median(others)
     was_slow = previous is not None and previous.replica == slowest
     return SlowReplica(slowest, factor) if factor >= (END_FACTOR if was_slow else SLOW_FACTOR) else None
-
-
-def is_faster_without(report: GainReport, factor: float, replicas: int) -> bool:
-    """Whether goodput is higher without a slow replica, by `MARGIN`.
-
-    A synchronous step takes as long as on its slowest replica, so without it a step with the same local batch
-    takes 1 / `factor` of the time. It is worth the gain of the smaller batch.
-
-    Args:
-        report: the latest, with the slow replica.
-        factor: the time of the slow replica over that of the others.
-        replicas: how many replicas train without it, which may be as many as now.
-    """
-    scale = report.scale * replicas / report.replicas
-    worth = scale / report.scale
-    if not report.counts_samples:
-        worth = report.estimate.gain(scale) / report.estimate.gain(report.scale)
-    return worth * factor >= MARGIN

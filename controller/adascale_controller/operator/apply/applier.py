@@ -249,7 +249,6 @@ class Applier:
             accelerator=indexed_job.accelerator,
             fs_group=not observed.admission.forbids_fs_group,
             adopts=True,
-            avoided_node=observed.avoided_node,
         )
         try:
             await self._cluster.try_indexed_job(manifest)
@@ -316,7 +315,6 @@ class Applier:
             fs_group=not observed.admission.forbids_fs_group,
             adopts=actions.adopts_pods,
             extra=extra,
-            avoided_node=observed.avoided_node,
         )
         try:
             created = await self._cluster.create_indexed_job(manifest)

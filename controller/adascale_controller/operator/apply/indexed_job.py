@@ -34,7 +34,6 @@ def indexed_job_manifest(
     fs_group: bool = True,
     adopts: bool = False,
     extra: bool = False,
-    avoided_node: str | None = None,
 ) -> Manifest:
     """Return the Indexed Job whose pods are the replicas, or the extra pods.
 
@@ -47,16 +46,10 @@ def indexed_job_manifest(
         fs_group: whether volumes get a group that may write to them, where the template sets none.
         adopts: whether it takes over pods of this AdaScaleJob that have no controller, in no queue.
         extra: whether its pods are extra pods.
-        avoided_node: the node where its pods may not run. None if they may run on all.
     """
     settings = workload.job.opportunistic if extra else None
     template = build_pod_template(
-        workload,
-        single_node=single_node,
-        accelerator=accelerator,
-        fs_group=fs_group,
-        extra=settings,
-        avoided_node=avoided_node,
+        workload, single_node=single_node, accelerator=accelerator, fs_group=fs_group, extra=settings
     )
     annotations = {names.ANNOTATION_TEMPLATE: template_digest(workload, single_node=single_node)}
     if accelerator is not None:
@@ -103,8 +96,6 @@ def indexed_job_manifest(
         queueing = Queueing()
     metadata = _metadata(workload, workload.name if settings is None else workload.extra_name)
     metadata["annotations"] = dict(annotations)
-    if avoided_node is not None:
-        metadata["annotations"][names.ANNOTATION_AVOIDED_NODE] = avoided_node
     if queueing.queue is not None and queueing.request is not None:
         metadata["labels"] |= queueing.labels
         metadata["annotations"] |= {**queueing.annotations, names.ANNOTATION_QUEUE: queueing.request}

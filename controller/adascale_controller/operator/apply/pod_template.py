@@ -66,7 +66,6 @@ def build_pod_template(
     accelerator: str | None = None,
     fs_group: bool = True,
     extra: OpportunisticSettings | None = None,
-    avoided_node: str | None = None,
 ) -> BuiltPodTemplate:
     """Return the pod template of one of a job's Indexed Jobs.
 
@@ -76,7 +75,6 @@ def build_pod_template(
         accelerator: the type of accelerator that the pods require. None if they require none.
         fs_group: whether volumes get a group that may write to them, where the template sets none.
         extra: how extra pods run, if the template is theirs.
-        avoided_node: the node where no pod may run. None if they may run on all.
     """
     template: Manifest = copy.deepcopy(dict(workload.template))
     warnings: list[str] = []
@@ -97,8 +95,6 @@ def build_pod_template(
     _mount_volumes(worker, spec, workload, warnings)
     _add_credentials(worker, workload)
     _restrict(spec)
-    if avoided_node is not None:
-        _avoid_node(spec, avoided_node)
     if fs_group and workload.settings.fs_group:
         _share_volumes(spec)
     _tolerate_lost_nodes(spec)
@@ -247,25 +243,15 @@ def _require_accelerator(spec: Manifest, label: str, accelerator: str) -> None:
     expression: Manifest = {"key": label, "operator": "In", "values": [accelerator]}
     if accelerator == names.NO_ACCELERATOR_LABEL:
         expression = {"key": label, "operator": "DoesNotExist"}
-    _require_of_node(spec, "matchExpressions", expression)
-
-
-def _avoid_node(spec: Manifest, node: str) -> None:
-    """Keep pods from one node, in addition to their own requirements."""
-    requirement = {"key": "metadata.name", "operator": "NotIn", "values": [node]}
-    _require_of_node(spec, "matchFields", requirement)
-
-
-def _require_of_node(spec: Manifest, kind: str, requirement: Manifest) -> None:
     affinity = _section(_section(spec, "affinity"), "nodeAffinity")
     terms = _items(_section(affinity, "requiredDuringSchedulingIgnoredDuringExecution"), "nodeSelectorTerms")
     if not terms:
-        terms.append({kind: [requirement]})
+        terms.append({"matchExpressions": [expression]})
         return
     # A node must match all expressions of one of the terms. A term without expressions matches no node.
     for term in _objects(terms):
         if term.get("matchExpressions") or term.get("matchFields"):
-            _items(term, kind).append(dict(requirement))
+            _items(term, "matchExpressions").append(dict(expression))
 
 
 def _same_topology(workload: Workload, topology: str) -> Manifest:

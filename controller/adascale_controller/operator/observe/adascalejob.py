@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from adascale_controller.job import Job, to_job
 from adascale_controller.operator.observe.shared_storage import why_not_shared
-from adascale_controller.operator.types.avoided_node import AvoidedNode
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, seconds
 from adascale_controller.operator.types.queueing import Queueing
 from adascale_controller.validation import validate_document
@@ -85,11 +84,6 @@ class AdaScaleJob:
         if not recorded:
             return None
         return Allocation(recorded["generation"], recorded["replicas"], spares=recorded.get("spares", 0))
-
-    @property
-    def avoided_node(self) -> AvoidedNode | None:
-        """The node that it avoids, or has avoided last."""
-        return AvoidedNode.read(self.status)
 
     @property
     def valid_job(self) -> Job:

@@ -65,7 +65,6 @@ class IndexedJob:
         queue_request: `Queueing.request` of its AdaScaleJob when it was created.
         is_elastic: whether Kueue lets its parallelism change while it is admitted, and gates new pods.
         gates_checked_at: when it was changed last because of gated pods, in seconds since 1970.
-        avoided_node: the node that its new pods avoid. None if they avoid none.
         scheduling: `nodeSelector` and `tolerations` of its pods, to which Kueue adds those of a flavor.
     """
 
@@ -89,7 +88,6 @@ class IndexedJob:
     queue_request: str | None = None
     is_elastic: bool = False
     gates_checked_at: float = 0.0
-    avoided_node: str | None = None
     scheduling: ApiObject = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
@@ -129,7 +127,6 @@ class IndexedJob:
             # Kueue gates the pods only where its feature gate is on.
             is_elastic=any(gate["name"] == ELASTIC_JOB for gate in pod_spec.get("schedulingGates") or ()),
             gates_checked_at=seconds(annotations.get(names.ANNOTATION_GATES)) or 0.0,
-            avoided_node=annotations.get(names.ANNOTATION_AVOIDED_NODE),
             scheduling={name: pod_spec[name] for name in SCHEDULING_FIELDS if name in pod_spec},
         )
 
@@ -354,12 +351,6 @@ class ObservedJob(CachedJob):
             return self.admission.spec
         spec: ApiObject = self.resource.template["spec"]
         return spec
-
-    @property
-    def avoided_node(self) -> str | None:
-        """The node that new pods avoid now, because a replica was slow there. None if they avoid none."""
-        avoided = self.resource.avoided_node
-        return avoided.name if avoided is not None and self.now < avoided.until else None
 
     @property
     def priority(self) -> int:

@@ -9,7 +9,6 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.failures import LONG_LIFE, is_lost
 from adascale_controller.operator.reconcile.job_phase import Assessment
 from adascale_controller.operator.reconcile.reconciler import TERMINATION_OVERDUE
-from adascale_controller.operator.reconcile.slow_replicas import confirmed_at
 from adascale_controller.operator.reconcile.stale_gates import stale_gates
 from adascale_controller.operator.types.kubernetes import seconds
 
@@ -26,7 +25,6 @@ def next_deadline(observed: ObservedJob, assessment: Assessment) -> float:
         *(due for _, due in stale_gates(observed)),
         *_expiry(observed, assessment),
         *_target(observed, assessment),
-        *_slow_replica(observed, assessment),
     )
     return min(times, default=inf)
 
@@ -59,13 +57,3 @@ def _target(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
     due = observed.resource.deadline
     if due is not None and due > observed.now and not assessment.ended:
         yield due
-
-
-def _slow_replica(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
-    avoided, confirmed = observed.resource.avoided_node, confirmed_at(observed)
-    if assessment.ended:
-        return
-    if avoided is not None and avoided.until > observed.now:
-        yield avoided.until
-    if confirmed is not None and confirmed > observed.now:
-        yield confirmed

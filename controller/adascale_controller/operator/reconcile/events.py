@@ -64,13 +64,6 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
         yield Event("ProgramFailed", message[:MAX_MESSAGE], warning=True)
     if status["observedGeneration"] != current.get("observedGeneration"):
         yield from _without_effect(observed, scheduled)
-    if scheduled.avoided_node is not None:
-        avoided = scheduled.avoided_node
-        message = (
-            f"Goodput is predicted to be higher without the slow replica on node {avoided.name}: its pods "
-            f"there are replaced, and new pods avoid the node for {avoided.pause // 60} minutes"
-        )
-        yield Event("NodeAvoided", message, warning=True)
     finished = observed.finished_beside_others
     if finished is not None and not is_true(current, ConditionType.COMPLETE):
         yield container_runs_on(finished)

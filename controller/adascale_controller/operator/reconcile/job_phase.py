@@ -156,19 +156,8 @@ def _last_losses(observed: ObservedJob) -> str:
 def _between_jobs(observed: ObservedJob) -> _Finding | None:
     """Whether the next Indexed Job has to be created before anything else: nothing controls the pods."""
     if template_rollout.is_between_jobs(observed):
-        return _adopting(observed)
-    return None
-
-
-def _adopting(observed: ObservedJob) -> _Finding:
-    """Return that the Indexed Job is created again, and adopts the pods."""
-    if not template_rollout.avoids_other_node(observed):
         return JobPhase.BLOCKED, Reason.TEMPLATE_CHANGED, _ONE_BY_ONE
-    node = observed.avoided_node
-    message = "The node of a slow replica is no longer avoided: the Job is created again, and all pods stay"
-    if node is not None:
-        message = f"Replacing the pods on node {node}, where a replica is slow; the others train"
-    return JobPhase.BLOCKED, Reason.REPLICA_SLOW, message
+    return None
 
 
 _CHANGED = "spec.template or spec.stepTimeoutSeconds has changed"
@@ -226,7 +215,7 @@ def _blocked(observed: ObservedJob) -> _Finding | None:
             "The metrics service does not answer; running replicas continue",
         )
     if indexed_job is not None and indexed_job.leaves_pods:
-        return _adopting(observed)
+        return JobPhase.BLOCKED, Reason.TEMPLATE_CHANGED, _ONE_BY_ONE
     is_gone = indexed_job is None and extra_job is not None and extra_job.deleting
     if is_gone or (indexed_job is not None and indexed_job.deleting):
         return JobPhase.STOPPING, Reason.TEMPLATE_CHANGED, "Waiting for the old Job to be deleted"
@@ -265,8 +254,6 @@ def _stopped(observed: ObservedJob) -> _Finding | None:
             Reason.TEMPLATE_CHANGED,
             f"{what} has changed: saving state, then replacing all pods",
         )
-    if template_rollout.begins(observed):
-        return _adopting(observed)
     if indexed_job is not None and indexed_job.queue_request != observed.resource.queueing.request:
         return (
             JobPhase.STOPPING,

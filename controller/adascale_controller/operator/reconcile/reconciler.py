@@ -21,7 +21,6 @@ from adascale_controller.operator.types.actions import (
     FailedPlacement,
     Status,
 )
-from adascale_controller.operator.types.avoided_node import AvoidedNode
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import seconds
 from adascale_core.batch.plans import valid_replicas
@@ -41,7 +40,6 @@ def reconcile(
     failed_placement: FailedPlacement | None = None,
     failing_count: FailingCount | None = None,
     capacity_request: CapacityRequest | None = None,
-    avoided_node: str | None = None,
 ) -> Actions:
     """Return the actions for one job.
 
@@ -52,7 +50,6 @@ def reconcile(
         failed_placement: a larger count that could not be placed.
         failing_count: a larger count on which the program fails at once.
         capacity_request: the count, if it is requested although it does not fit.
-        avoided_node: the node of a slow replica, if new pods avoid it from now on.
     """
     if belongs_to_predecessor(observed):
         return _deregister_predecessor(observed, assessment)
@@ -69,11 +66,6 @@ def reconcile(
         accelerator=accelerator,
         capacity_request=capacity_request,
         feasibility=decision.feasibility if decision is not None else None,
-        avoided_node=(
-            AvoidedNode.begin(avoided_node, observed.resource.avoided_node, observed.now)
-            if avoided_node is not None
-            else None
-        ),
     )
     status = status_of(observed, scheduled)
     parallelism, extra = _sizes(observed, assessment, allocation)
@@ -499,11 +491,9 @@ def _pods_without_worker(observed: ObservedJob) -> Iterator[tuple[str, Event]]:
 
 
 def _retired_pods(observed: ObservedJob, scheduled: ScheduledJob) -> Iterator[str]:
-    """Yield the pod that one of a changed template, or one on another node, replaces next."""
+    """Yield the pod that one of a changed template replaces next."""
     if scheduled.phase is JobPhase.RUNNABLE and not scheduled.changed:
         pod = template_rollout.next_pod(observed, scheduled.failed_placement)
-        if pod is None:
-            pod = template_rollout.pod_on_avoided_node(observed)
         if pod is not None:
             yield pod.name
 

@@ -13,7 +13,6 @@ from adascale_controller.operator.observe.pods import PodProblem
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
 from adascale_controller.operator.reconcile.replica_limit import replica_limit_problem
 from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement, Status
-from adascale_controller.operator.types.avoided_node import AvoidedNode
 from adascale_controller.operator.types.conditions import (
     Condition,
     ConditionType,
@@ -62,7 +61,6 @@ STATUS_FIELDS = TELEMETRY | {
     "accelerator",
     "conditions",
     "allocation",
-    "avoidedNode",
     "startTime",
     "completionTime",
     "claim",
@@ -83,7 +81,6 @@ class ScheduledJob:
         accelerator: the type of accelerator that it gets. None if it is not known now.
         capacity_request: the count, if it is requested although it does not fit.
         feasibility: whether it can meet its deadline. None if it has none, or if that is not known.
-        avoided_node: the node of a slow replica, if new pods avoid it from now on.
     """
 
     assessment: Assessment
@@ -95,7 +92,6 @@ class ScheduledJob:
     accelerator: Accelerator | None = None
     capacity_request: CapacityRequest | None = None
     feasibility: Feasibility | None = None
-    avoided_node: AvoidedNode | None = None
 
     def start_problem(self, observed: ObservedJob, ranks: range, spares: int = 0) -> PodProblem | None:
         """Return why one of these ranks does not start, and what is done about it.
@@ -168,9 +164,6 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         accelerator = scheduled.accelerator.type
     if accelerator is not None and status["desiredReplicas"]:
         status["accelerator"] = accelerator
-    avoided = scheduled.avoided_node or observed.resource.avoided_node
-    if avoided is not None:
-        status["avoidedNode"] = avoided.to_json()
     if observed.claim is not None:
         status["claim"] = observed.claim.name
     return status

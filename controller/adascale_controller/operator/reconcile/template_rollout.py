@@ -19,31 +19,9 @@ from adascale_core.messages.registration import ReplicaState
 
 
 def begins(observed: ObservedJob) -> bool:
-    """Whether the Indexed Job is of another template, and one of the new template may adopt its pods.
-
-    Which node its new pods avoid is a part of the template too.
-    """
+    """Whether the Indexed Job is of another template, and one of the new template may adopt its pods."""
     indexed_job, check = observed.own_indexed_job, observed.template_check
-    if indexed_job is None:
-        return False
-    if indexed_job.digest != observed.digest:
-        return check is not None and check.done and may_replace_pods(observed)
-    return indexed_job.avoided_node != observed.avoided_node and _may_adopt_pods(observed)
-
-
-def avoids_other_node(observed: ObservedJob) -> bool:
-    """Whether all pods are of the present template, so that only the node that new ones avoid changes."""
-    return all(pod.template == observed.digest for pod in observed.pods if pod.exit is None)
-
-
-def may_replace_pods(observed: ObservedJob) -> bool:
-    """Whether another Indexed Job may adopt the pods, to replace some of them while the others train."""
-    return _may_adopt_pods(observed) and _can_spare_one(observed)
-
-
-def _may_adopt_pods(observed: ObservedJob) -> bool:
-    indexed_job = observed.own_indexed_job
-    if indexed_job is None:
+    if indexed_job is None or indexed_job.digest == observed.digest or check is None or not check.done:
         return False
     queueing = observed.workload.queueing if observed.workload is not None else None
     if indexed_job.queue is not None or (queueing is not None and queueing.queue is not None):
@@ -55,7 +33,7 @@ def _may_adopt_pods(observed: ObservedJob) -> bool:
     # Pods of an earlier version of the operator do not say what they were made from.
     uid = observed.resource.uid
     marked = all(pod.job_uid == uid and pod.template is not None for pod in observed.live_pods.values())
-    return marked and _is_settled(observed)
+    return marked and _is_settled(observed) and _can_spare_one(observed)
 
 
 def is_between_jobs(observed: ObservedJob) -> bool:
@@ -86,17 +64,6 @@ def next_pod(observed: ObservedJob, failed_placement: FailedPlacement | None) ->
         # The first pod of the new template may be what could not be placed.
         return None
     return outdated[-1]
-
-
-def pod_on_avoided_node(observed: ObservedJob) -> Pod | None:
-    """Return a pod on the node that is avoided, to be replaced now. None if there is none."""
-    indexed_job, live = observed.own_indexed_job, observed.live_pods
-    if indexed_job is None or observed.avoided_node is None:
-        return None
-    if indexed_job.avoided_node != observed.avoided_node or not _is_settled(observed):
-        return None
-    found = [rank for rank, pod in live.items() if pod.node == observed.avoided_node]
-    return live[max(found)] if found and _can_spare_one(observed) else None
 
 
 def is_given_up(observed: ObservedJob) -> bool:

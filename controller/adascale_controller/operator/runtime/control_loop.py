@@ -20,7 +20,6 @@ from adascale_controller.operator.observe.queue import QueueView
 from adascale_controller.operator.reconcile.deadlines import next_deadline
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, assess
 from adascale_controller.operator.reconcile.reconciler import reconcile, reconcile_undecided
-from adascale_controller.operator.reconcile.slow_replicas import is_left_out, node_of_slow_replica
 from adascale_controller.operator.runtime.deregistration import Deregistration
 from adascale_controller.operator.runtime.error_isolation import ErrorIsolation
 from adascale_controller.operator.runtime.job_follower import JobFollower
@@ -597,10 +596,7 @@ class ControlLoop:
         failed_placement = self._scheduler.failed_placement(job)
         failing_count = self._scheduler.failing_count(job)
         request = self._scheduler.capacity_request(job)
-        node = node_of_slow_replica(job) if assessment.phase is JobPhase.RUNNABLE else None
-        if node is not None and not is_left_out(job, self._scheduler.count_without(job, node)):
-            node = None
-        return reconcile(job, assessment, decision, failed_placement, failing_count, request, node)
+        return reconcile(job, assessment, decision, failed_placement, failing_count, request)
 
     async def _store_decisions(self) -> None:
         """Store the explained decisions with the metrics service, or else explain them again later.

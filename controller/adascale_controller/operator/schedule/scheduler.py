@@ -39,7 +39,6 @@ from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.type_choice import TypeChoice
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL, DEFAULT_FAIRNESS
-from adascale_core.performance.goodput_table import candidate_counts
 from adascale_core.placement.packing import Demand
 from adascale_core.views.decision import DecisionView, LimitKind, LimitView
 
@@ -419,19 +418,7 @@ class Scheduler:
         pause = 0.0 if self._is_explained else self._explain_cost / MAX_SHARE
         self._explain_at = time.monotonic() + pause
         candidates = result.input.candidates
-        return [
-            self._with_avoided_node(candidates[job], self._with_extra_pods(candidates[job], each))
-            for job, each in found.items()
-        ]
-
-    @staticmethod
-    def _with_avoided_node(candidate: Candidate, explained: DecisionView) -> DecisionView:
-        """Return an explained decision that says which node the job avoids."""
-        node = candidate.observed.avoided_node
-        if node is None:
-            return explained
-        reason = f"its pods avoid node {node[:100]} for a time, because a replica was slow there"
-        return replace(explained, limits=(*explained.limits, LimitView(LimitKind.NODES, reason)))
+        return [self._with_extra_pods(candidates[job], each) for job, each in found.items()]
 
     @staticmethod
     def _with_extra_pods(candidate: Candidate, explained: DecisionView) -> DecisionView:
@@ -657,10 +644,9 @@ class Scheduler:
 
     def _demands(self, observed: ObservedJob) -> tuple[Demand, TypedDemands]:
         """Return the requests of a job to nodes of any type of accelerator, and to nodes of each type."""
-        avoided = observed.avoided_node
         demand = Demand(
             request=self._memories[observed.resource.uid].request,
-            nodes=self._node_selection.eligible(observed.placement_spec) - {avoided},
+            nodes=self._node_selection.eligible(observed.placement_spec),
             placed=observed.replica_pods[0],
             one_node=observed.single_node,
         )
@@ -679,32 +665,6 @@ class Scheduler:
             lambda: self._fitting(job_id, demand, types),
             self._requested.get(job_id),
         )
-
-    def count_without(self, job: ObservedJob, node: str) -> int:
-        """Return the largest count of a job, up to its present one, that fits without a node.
-
-        Other jobs keep their replicas. Where nodes are not known, the replicas on other nodes count.
-        """
-        job_id, allocation = job.resource.id, job.current_allocation
-        candidate = self._candidates.get(job_id)
-        if candidate is None or allocation is None:
-            return 0
-        state = candidate.decided_state(self._standing.get(job_id))
-        counts = candidate_counts(state.bounds, state.min_replicas, allocation.replicas)
-        placed = {rank: pod.node for rank, pod in job.live_pods.items() if pod.node and pod.node != node}
-        if self._resources.free is None:
-            return max((count for count in counts if count <= len(placed)), default=0)
-        demands, others = {}, {}
-        for other_id, other in self._candidates.items():
-            standing = self._standing.get(other_id)
-            demands[other_id] = other.demand_on(other.decided_type(standing))
-            others[other_id] = max(other.state.replicas, standing.replicas if standing is not None else 0)
-        nodes = demands[job_id].nodes
-        without = None if nodes is None else nodes - {node}
-        demands[job_id] = replace(demands[job_id], nodes=without, placed=placed)
-        capacity = self._resources.capacity(self._candidates, demands)
-        others = {other_id: count for other_id, count in others.items() if count and other_id != job_id}
-        return max((count for count in counts if capacity.fits({**others, job_id: count})), default=0)
 
     def _fitting(self, job_id: str, demand: Demand, types: TypedDemands) -> int:
         """Return how many replicas of a job seem to fit."""

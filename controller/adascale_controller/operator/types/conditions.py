@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from adascale_controller.operator.types.kubernetes import seconds, timestamp
+from adascale_controller.operator.types.kubernetes import timestamp
 
 MAX_MESSAGE = 4096
 """The maximum length of a message, in characters. The API allows 32768, which is too long to read."""
@@ -99,12 +99,6 @@ def is_true(status: Mapping[str, Any], kind: ConditionType) -> bool:
     """Whether a status has the condition with status True."""
     condition = condition_of(status, kind)
     return condition is not None and condition.status
-
-
-def since(status: Mapping[str, Any], kind: ConditionType) -> float | None:
-    """Return since when a condition is true, in seconds since 1970; None if it is not."""
-    raw = next((each for each in status.get("conditions") or () if each["type"] == kind), None)
-    return seconds(raw["lastTransitionTime"]) if raw is not None and raw["status"] == "True" else None
 
 
 def has_ended(status: Mapping[str, Any]) -> bool:
