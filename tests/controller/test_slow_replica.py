@@ -47,6 +47,25 @@ def test_a_slow_replica_is_named_in_the_condition_and_in_one_event() -> None:
     assert not [each for each in ended.events if "Slow" in each.reason]
 
 
+def test_another_slow_replica_is_another_message_and_event() -> None:
+    job = training_job()
+    before = with_status(job, actions_for(with_slow(job, 1), 2))
+    actions = actions_for(with_slow(before, 0), 2)
+    found = condition(actions, SLOW)
+    assert found.message.startswith(f"Replica 0 (pod {job.live_pods[0].name}, ")
+    (event,) = (each for each in actions.events if each.reason == "ReplicaSlow")
+    assert event.message == found.message
+
+
+def test_a_report_names_nobody_once_no_step_ends() -> None:
+    job = training_job()
+    before = with_slow(with_status(job, actions_for(with_slow(job, 1), 2)), 1)
+    assert before.service is not None
+    stalled = tuple(replace(each, stall="waits for the others") for each in before.service.replicas)
+    actions = actions_for(replace(before, service=replace(before.service, replicas=stalled)), 2)
+    assert not condition(actions, SLOW).status
+
+
 def test_the_condition_stays_while_the_metrics_service_does_not_answer() -> None:
     before = with_status(training_job(), actions_for(with_slow(training_job(), 1), 2))
     silent = observed(before.resource, None, before.indexed_job)

@@ -159,12 +159,12 @@ class JobView(Message):
 
     @property
     def slow(self) -> SlowReplica | None:
-        """The replica for which the others wait in each step, by its index; None if none is slow."""
+        """The replica for which the others wait in each step, by its index; None if none is slow, or no step ends."""
         latest, active = self.latest, self.active
         if latest is None or latest.slow_replica is None or latest.slow_factor is None or self.complete:
             return None
-        if active is None or self.broken or latest.generation != active.generation:
-            # The report is of other replicas.
+        if active is None or self.broken or latest.generation != active.generation or self.stall is not None:
+            # The report is of other replicas, or of long ago.
             return None
         return SlowReplica(latest.slow_replica, latest.slow_factor)
 

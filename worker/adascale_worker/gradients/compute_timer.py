@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_core.performance.slow_replica import RecentTimes
+from adascale_core.performance.slow_replica import RecentTimes, TypicalTime
 from adascale_worker.process.device_clock import DeviceClock, PendingTimes
 
 Place = tuple[int, BatchPlan]
@@ -76,6 +76,6 @@ class ComputeTimer:
         self._since = None
 
     @property
-    def typical(self) -> float:
-        """The typical time of the last steps, in seconds; 0 as long as it is not measured."""
+    def typical(self) -> TypicalTime:
+        """The typical time of the last steps."""
         return self._recent.typical

@@ -142,10 +142,11 @@ class StepAgreement:
     def flags(self) -> tuple[float, ...]:
         """Return what this replica requests, as numbers to be summed over the replicas.
 
-        They are followed by a number for each replica, the time in which it computes. The others add 0.
+        They are followed by two numbers for each replica, the time in which it computes and the error of that
+        time. The others add 0.
         """
-        times = [0.0] * self.group.replicas
-        times[self.group.rank] = self.compute.typical
+        times, first, typical = [0.0] * 2 * self.group.replicas, 2 * self.group.rank, self.compute.typical
+        times[first : first + 2] = typical.seconds, typical.error
         return (*self._requests().flags(), *times)
 
     def withdraw(self) -> None:
@@ -169,7 +170,7 @@ class StepAgreement:
         self.agreed.update(sums[:REQUESTS] if sums is not None else None, self.group.replicas)
         if sums is not None:
             self.checkpointing.is_unsaved = self.agreed.is_unsaved
-            self.slow = slow_replica(sums[REQUESTS:], self.slow)
+            self.slow = slow_replica(sums[REQUESTS::2], sums[REQUESTS + 1 :: 2], self.slow)
 
     def _requests(self) -> Requests:
         """Return what this replica requests. Some requests are made by rank 0 only."""

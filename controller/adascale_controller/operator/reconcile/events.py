@@ -210,4 +210,7 @@ def _changed_conditions(current: Mapping[str, Any], status: Status) -> Iterator[
 
 
 def _is_same(new: Condition, old: Condition | None) -> bool:
-    return old is not None and (old.reason, old.status) == (new.reason, new.status)
+    if old is None or (old.reason, old.status) != (new.reason, new.status):
+        return False
+    # The message on a slow replica stays while it is the same one.
+    return new.type is not ConditionType.SLOW_REPLICA or old.message == new.message
