@@ -15,13 +15,14 @@ from rich.console import Console
 
 from adascale_controller.local.agents import AgentExit, Agents
 from adascale_controller.local.display import PlainDisplay
+from adascale_controller.local.failed_checks import FIRST_PAUSE, MAX_PAUSE
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.replicas import JobFailure, Replicas, backoff
 from adascale_controller.local.state_dir import StateDir
 from adascale_controller.local.state_lock import StateLock
 from adascale_core import names
 from adascale_core.failures.exit_codes import EXIT_CHECK_FAILED, EXIT_REFUSED
-from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.allocation import ActiveAllocation, Allocation, Member
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.views.jobs import JobView, ReplicaView
 
@@ -49,17 +50,22 @@ class Run:
         display = PlainDisplay(Console(file=self._output, width=200))
         self._replicas = Replicas(self._agents, 0, MAX_RESTARTS, display)
 
-    def handle_exit(self, agent_exit: AgentExit) -> JobFailure | None:
+    def handle_exit(
+        self, agent_exit: AgentExit, view: JobView = VIEW, now: float | None = None
+    ) -> JobFailure | None:
         """Handle the exit of an agent that was started elsewhere."""
         self._replicas.agents.collect_exits = lambda: [agent_exit]  # type: ignore[method-assign]
         self._replicas.collect_exits()
-        return self.handle_exits(VIEW)
+        return self.handle_exits(view, now)
+
+    def limit(self, now: float) -> tuple[int | None, str]:
+        return self._replicas.limit(now)
 
     def begin(self, view: JobView) -> None:
         self._replicas.begin(view)
 
-    def handle_exits(self, view: JobView) -> JobFailure | None:
-        return self._replicas.handle_exits(view, time.monotonic())
+    def handle_exits(self, view: JobView, now: float | None = None) -> JobFailure | None:
+        return self._replicas.handle_exits(view, time.monotonic() if now is None else now)
 
     def start_and_wait_for_exit(self) -> JobFailure | None:
         """Start the replica, wait for its exit and return the failure of the job, if it failed."""
@@ -113,6 +119,82 @@ def test_a_replica_that_fails_its_check_is_tried_again_after_longer_and_longer_p
     assert "has failed its check (adascale-agent: replica 0 on node n does not join: device" in run.output
     assert [f"restarting it in {pause} s" in run.output for pause in (1, 2, 4, 8)] == [True] * 3 + [False]
     assert "failure" not in run.output
+
+
+def growing(count: int, trains: int = 1, spares: int = 0, *, without: int | None = None) -> JobView:
+    """A job that trains on the first replicas except one, and of which more are desired."""
+    ranks = [rank for rank in range(count) if rank != without][:trains]
+    members = tuple(Member(rank, f"agent.{rank}", "127.0.0.1", 1) for rank in ranks)
+    replicas = tuple(
+        ReplicaView.of(Registration(rank, f"agent.{rank}", ReplicaState.RUNNING, 1, "127.0.0.1", 1), 0.0)
+        for rank in ranks
+    )
+    return replace(
+        VIEW,
+        desired=Allocation(2, count, spares=spares),
+        active=ActiveAllocation(1, trains, members),
+        replicas=replicas,
+    )
+
+
+def fails_check(run: Run, rank: int, view: JobView, *times: float) -> None:
+    for now in times:
+        assert run.handle_exit(AgentExit(rank, EXIT_CHECK_FAILED, requested=False), view, now) is None
+
+
+def test_a_count_is_given_up_for_longer_and_longer_pauses_if_a_replica_fails_its_check_twice(
+    run: Run,
+) -> None:
+    view = growing(2)
+    fails_check(run, 1, view, 0.0)
+    assert run.limit(0.0) == (None, "")
+    fails_check(run, 1, view, 5.0)
+    reason = "replica 1 has failed its check 2 times in a row; it is tried again in 60 s at the earliest"
+    assert run.limit(5.0) == run.limit(5.0 + FIRST_PAUSE - 1) == (1, reason)
+    now = 5.0 + FIRST_PAUSE
+    assert run.limit(now) == (None, "")
+    for pause in (120, 240, 480, MAX_PAUSE, MAX_PAUSE):
+        fails_check(run, 1, view, now)
+        assert run.limit(now + pause - 1)[0] == 1
+        now += pause
+        assert run.limit(now) == (None, "")
+
+
+def test_the_failed_checks_of_a_replica_that_has_joined_are_forgotten(run: Run) -> None:
+    fails_check(run, 1, growing(2), 0.0, 1.0)
+    run.handle_exits(growing(2, trains=2), 2.0)
+    assert run.limit(2.0) == (None, "")
+    fails_check(run, 1, growing(2), 3.0)
+    assert run.limit(3.0) == (None, "")
+    assert run.output.count("restarting it in 1 s") == 2
+    fails_check(run, 1, growing(2), 4.0)
+    assert run.limit(4.0 + FIRST_PAUSE - 1)[0] == 1
+    assert run.limit(4.0 + FIRST_PAUSE) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("failing", "view", "limit"),
+    [
+        ([1], growing(4), 1),
+        ([3], growing(4), 3),
+        ([2, 3], growing(4), 2),
+        ([3, 2], growing(4), 2),
+        # The others train on more replicas than there are below the faulty one.
+        ([1], growing(4, trains=2, without=1), 2),
+        # A member was lost, and the others wait for it.
+        ([1], replace(growing(3, trains=3), broken=True, replicas=()), 1),
+        # No count can do without the first replica, and none needs a spare.
+        ([0], replace(growing(2), active=None, replicas=()), None),
+        ([2], growing(2, trains=2, spares=1), None),
+    ],
+)
+def test_the_count_that_is_given_up_is_the_smallest_that_needs_the_faulty_replica(
+    failing: list[int], view: JobView, limit: int | None, run: Run
+) -> None:
+    for now in (0.0, 1.0):
+        for rank in failing:
+            fails_check(run, rank, view, now)
+    assert run.limit(1.0)[0] == limit
 
 
 def test_the_run_fails_after_too_many_restarts_without_a_step(run: Run) -> None:

@@ -60,10 +60,11 @@ def write_paced_job(
     join_after: Path | None = None,
     command: Sequence[str] | None = None,
     slow: int | None = None,
+    faulty: int | None = None,
     **spec: Any,
 ) -> Path:
     """Write an elastic job of `programs/paced.py`, whose micro-batches take `pace` seconds."""
-    files = {"FAIL": fail, "JOIN_AFTER": join_after, "SLOW": slow}
+    files = {"FAIL": fail, "JOIN_AFTER": join_after, "SLOW": slow, "FAULTY": faulty}
     env = {"PACE": str(pace)} | {name: str(file) for name, file in files.items() if file is not None}
     bounds = {"maxBatchSize": 64, "localBszBounds": {"lower": 4, "upper": 32}}
     command = [*PYTHON, str(PACED)] if command is None else command

@@ -441,6 +441,17 @@ def test_a_job_is_scaled_while_a_new_replica_has_not_joined(tmp_path: Path, stat
         run.wait_for_output("Rescaling 2 -> 1: limited to 1 replica by `adascale scale`")
 
 
+@pytest.mark.slow
+def test_a_job_is_scaled_back_if_a_new_replica_fails_its_check(tmp_path: Path, state: Path) -> None:
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.01, faulty=1, maxReplicas=4)
+    with running(job, state, "--replicas", 4) as run:
+        first = "The agent of replica 1 has failed its check (adascale-agent: replica 1 on node "
+        run.wait_for_output(first, timeout=150.0)
+        given_up = "-> 1: replica 1 has failed its check 2 times in a row; it is tried again in 60 s"
+        run.wait_for_output(given_up, timeout=150.0)
+        assert run.job()["failures"] == 0
+
+
 def test_a_request_to_scale_before_training_begins_is_kept_and_carried_out(
     tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

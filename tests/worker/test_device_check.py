@@ -100,18 +100,61 @@ def test_a_device_fails_if_a_bit_of_its_memory_cannot_be_changed(
 
 
 @pytest.mark.parametrize(
-    ("message", "fails"),
+    ("kind", "message", "fails"),
     [
-        ("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be", True),
-        ("CUDA error: out of memory\nCUDA kernel errors might be", False),
+        (torch.AcceleratorError, "CUDA error: uncorrectable ECC error\nCUDA kernel errors might be", True),
+        (torch.AcceleratorError, "CUDA error: out of memory\nCUDA kernel errors might be", False),
+        (RuntimeError, "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`", True),
     ],
 )
 def test_an_error_of_a_device_is_a_fault_unless_its_memory_is_full(
-    message: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+    kind: type[RuntimeError], message: str, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def report_error(*_: Tensor) -> Tensor:
-        raise torch.AcceleratorError(message)
+        raise kind(message)
 
     monkeypatch.setattr(torch, "matmul", report_error)
-    fault = "device cpu has failed its check: it reports an error: CUDA error: uncorrectable ECC error"
-    assert find_fault(CPU) == (f"{fault} encountered" if fails else None)
+    fault = f"device cpu has failed its check: it reports an error: {message.splitlines()[0]}"
+    assert find_fault(CPU) == (fault if fails else None)
+
+
+def test_a_device_on_which_an_operation_is_refused_is_not_checked_and_the_program_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Tensor) -> Tensor:
+        raise RuntimeError("this product is not implemented\nSee the documentation")
+
+    monkeypatch.setattr(torch, "matmul", refuse)
+    assert find_fault(CPU) is None
+    assert capsys.readouterr().err == (
+        "adascale: device cpu was not checked: this product is not implemented\n"
+    )
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_device_is_checked_with_any_algorithms_and_the_mode_of_the_program_stays_the_same(
+    device: torch.device,
+    mode: int,
+    passes: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the modes 1 and 2, cuBLAS warns and refuses, unless it is told how to be deterministic."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    modes = set()
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        modes.add(torch.get_deterministic_debug_mode())
+        return matmul(left, right) + (0 if passes else 1)
+
+    monkeypatch.setattr(torch, "matmul", product)
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        assert (find_fault(device) is None) == passes
+        assert torch.get_deterministic_debug_mode() == mode
+    finally:
+        torch.set_deterministic_debug_mode(0)
+    assert modes == {0}
+    assert "was not checked" not in capsys.readouterr().err

@@ -195,15 +195,15 @@ class ControlLoop:
         """Request another replica count if the decision is for one."""
         if view.complete or view.desired is None or now - self._decided_at < DECISION_INTERVAL:
             return
-        limit = self._replicas.failing_counts.limit
-        state = replace(self._state(view, now), limit=limit)
+        limit, limit_reason = self._replicas.limit(now)
+        state = replace(self._state(view, now), limit=limit, limit_reason=limit_reason)
         most = self._limit.replicas if limit is None else min(self._limit.replicas, limit)
         exceeds = view.desired.replicas > most
         problem = DecisionProblem.of([state], self._limit.replicas)
         decision = problem.decide(now)[self._job.id]
         if decision.replicas != view.desired.replicas:
             if exceeds:
-                decision = replace(decision, reason=str(self._replicas.failing_counts.given_up))
+                decision = replace(decision, reason=limit_reason)
             if view.desired.replicas > self._limit.replicas:
                 limited = plural(self._limit.replicas, "replica")
                 decision = replace(decision, reason=f"limited to {limited} by `adascale scale`")

@@ -13,6 +13,7 @@ from adascale_controller.failing_counts import FailingCounts
 from adascale_controller.formatting import plural
 from adascale_controller.local.agents import AgentExit, Agents
 from adascale_controller.local.display import Display
+from adascale_controller.local.failed_checks import FailedChecks
 from adascale_core.failures.count import FailureCount
 from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit
 from adascale_core.failures.retries import ProgramFailure, is_permanent, repeats_early_failure
@@ -73,8 +74,7 @@ class Replicas:
         self._exits: list[AgentExit] = []
         self._finished = False
         self._restart_at: dict[int, float] = {}
-        self._failed_checks: dict[int, int] = {}
-        """Rank -> how often its check before it joins has failed."""
+        self._failed_checks = FailedChecks()
         self._restarts_before = 0
 
     @property
@@ -86,6 +86,18 @@ class Replicas:
     def all_exited(self) -> bool:
         """Whether no agent runs."""
         return not self.agents.ranks
+
+    def limit(self, now: float) -> tuple[int | None, str]:
+        """Return the largest count that may be used, and why; None and an empty text if any may be.
+
+        Args:
+            now: seconds on a monotonic clock.
+        """
+        given_up = [
+            each for each in (self.failing_counts.given_up, self._failed_checks.given_up(now)) if each
+        ]
+        lowest = min(given_up, key=lambda each: each.limit, default=None)
+        return (None, "") if lowest is None else (lowest.limit, str(lowest))
 
     def begin(self, view: JobView) -> None:
         """Begin to count restarts without progress. Restarts of an earlier run do not count.
@@ -114,6 +126,7 @@ class Replicas:
             the failure of the job, if the program failed too often.
         """
         self.failing_counts.update(view)
+        self._failed_checks.update(view)
         exits, self._exits = self._exits, []
         for agent_exit in exits:
             exit_class = classify_exit(agent_exit.code)
@@ -134,7 +147,7 @@ class Replicas:
                 if failure is not None:
                     return failure
             else:
-                self._schedule_restart(agent_exit, exit_class, now)
+                self._schedule_restart(agent_exit, exit_class, view, now)
         return self._lack_of_progress(view)
 
     def start_and_stop(self, view: JobView, now: float) -> None:
@@ -180,7 +193,9 @@ class Replicas:
             self.agents.log_tail(lost[0].replica if lost else 0),
         )
 
-    def _schedule_restart(self, agent_exit: AgentExit, exit_class: ExitClass, now: float) -> None:
+    def _schedule_restart(
+        self, agent_exit: AgentExit, exit_class: ExitClass, view: JobView, now: float
+    ) -> None:
         rank, delay = agent_exit.rank, RESTART_DELAY
         match exit_class:
             case ExitClass.REENTRY:
@@ -191,8 +206,7 @@ class Replicas:
                 reason = f"was refused ({self.agents.log_tail(rank, 1)})"
             case ExitClass.CHECK_FAILED:
                 reason = f"has failed its check ({self.agents.log_tail(rank, 1)})"
-                self._failed_checks[rank] = self._failed_checks.get(rank, 0) + 1
-                delay = backoff(self._failed_checks[rank])
+                delay = backoff(self._failed_checks.fail(rank, view, now))
             case _:
                 reason = f"was lost ({describe_exit(agent_exit.code)})"
         when = f" in {delay:.0f} s" if delay >= 1 else ""

@@ -2,11 +2,14 @@
 
 Products of matrices of small integers are exact in each precision, in any order of additions, so every
 correct device has the same ones. They are compared with products of integers, which the CPU computes. The
-check does not change the state of random generators.
+check does not change the state of random generators, nor the program's settings.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -35,7 +38,8 @@ _WORD: Final = 1 << 64
 def find_fault(device: torch.device) -> str | None:
     """Return what is wrong with the arithmetic or the memory of a device; None if nothing was found.
 
-    A device without the little memory that this takes is not checked.
+    A device without the little memory that this takes is not checked, nor one on which PyTorch refuses an
+    operation of the check.
     """
     if device.type == "cuda":
         # An error of what the program has started before is the program's.
@@ -46,7 +50,7 @@ def find_fault(device: torch.device) -> str | None:
 
 def _fault(device: torch.device) -> str | None:
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), _any_algorithms():
             products = (_wrong_product(device, dtype) for dtype in _precisions(device))
             fault = next(filter(None, products), None) or _wrong_memory(device, _memory_size(device))
         if device.type == "cuda":
@@ -58,6 +62,27 @@ def _fault(device: torch.device) -> str | None:
         if "out of memory" in str(error):
             return None
         return f"it reports an error: {str(error).splitlines()[0]}"
+    except RuntimeError as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if "CUBLAS_STATUS_EXECUTION_FAILED" in reason:
+            return f"it reports an error: {reason}"
+        print(f"adascale: device {device} was not checked: {reason}", file=sys.stderr, flush=True)
+        return None
+
+
+@contextmanager
+def _any_algorithms() -> Iterator[None]:
+    """Allow all algorithms: cuBLAS has deterministic ones only with a variable in the environment."""
+    mode = torch.get_deterministic_debug_mode()
+    if not mode:
+        yield
+        return
+    # Not `use_deterministic_algorithms`, which imports the compiler.
+    torch.set_deterministic_debug_mode(0)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 def _precisions(device: torch.device) -> list[torch.dtype]:
