@@ -159,7 +159,7 @@ class JobView(Message):
 
     @property
     def slow(self) -> SlowReplica | None:
-        """The replica for which the others wait in each step, by its index; None if none is slow, or no step ends."""
+        """The replica for which the others wait, by its index; None if none is slow, or no step ends."""
         latest, active = self.latest, self.active
         if latest is None or latest.slow_replica is None or latest.slow_factor is None or self.complete:
             return None

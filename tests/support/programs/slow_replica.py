@@ -40,7 +40,7 @@ dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 model = Paced()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 trainer.program_reentry(model, optimizer)
-for _ in trainer.epochs(30):
+for _ in trainer.epochs(6):
     for x, y in trainer.dataloader(dataset):
         if os.environ["WHERE"] == "loading":
             time.sleep(pause)
