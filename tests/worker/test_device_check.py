@@ -143,11 +143,13 @@ def test_a_device_is_checked_with_any_algorithms_and_the_mode_of_the_program_sta
 ) -> None:
     """In the modes 1 and 2, cuBLAS warns and refuses, unless it is told how to be deterministic."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    modes = set()
+    modes: set[int] = set()
 
     def product(left: Tensor, right: Tensor) -> Tensor:
         modes.add(torch.get_deterministic_debug_mode())
-        return matmul(left, right) + (0 if passes else 1)
+        result = matmul(left, right)
+        result[0, 0] += 0 if passes else 1
+        return result
 
     monkeypatch.setattr(torch, "matmul", product)
     torch.set_deterministic_debug_mode(mode)

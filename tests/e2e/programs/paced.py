@@ -32,7 +32,13 @@ join_after = Path(os.environ.get("JOIN_AFTER", "/"))
 
 if replica == os.environ.get("FAULTY"):
     matmul = torch.matmul
-    torch.matmul = lambda left, right: matmul(left, right) + 1
+
+    def wrong(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        product = matmul(left, right)
+        product[-1, -1] += 1
+        return product
+
+    torch.matmul = wrong  # type: ignore[assignment]
 
 torch.manual_seed(0)
 inputs = torch.randn(512, 8)
