@@ -21,7 +21,7 @@ from adascale_controller.local.state_dir import StateDir
 from adascale_controller.local.state_lock import StateLock
 from adascale_core import names
 from adascale_core.failures.exit_codes import EXIT_CHECK_FAILED, EXIT_REFUSED
-from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.allocation import ActiveAllocation, Allocation, Member
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.views.jobs import JobView, ReplicaView
 
@@ -49,11 +49,11 @@ class Run:
         display = PlainDisplay(Console(file=self._output, width=200))
         self._replicas = Replicas(self._agents, 0, MAX_RESTARTS, display)
 
-    def handle_exit(self, agent_exit: AgentExit) -> JobFailure | None:
+    def handle_exit(self, agent_exit: AgentExit, view: JobView = VIEW) -> JobFailure | None:
         """Handle the exit of an agent that was started elsewhere."""
         self._replicas.agents.collect_exits = lambda: [agent_exit]  # type: ignore[method-assign]
         self._replicas.collect_exits()
-        return self.handle_exits(VIEW)
+        return self.handle_exits(view)
 
     def begin(self, view: JobView) -> None:
         self._replicas.begin(view)
@@ -138,6 +138,26 @@ def test_restarts_without_a_step_in_an_earlier_run_do_not_count(run: Run) -> Non
     assert [fails(before + more) for more in range(MAX_RESTARTS + 2)] == [False] * (MAX_RESTARTS + 1) + [True]
     # After a step the service counts from 0 again.
     assert [fails(restarts) for restarts in range(MAX_RESTARTS + 2)] == [False] * (MAX_RESTARTS + 1) + [True]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_failure_counts_if_the_replica_trained_though_a_spare_has_its_place(
+    run: Run, *, trained: bool
+) -> None:
+    registrations = [
+        Registration(rank, f"agent{rank}.1", ReplicaState.RUNNING, 2, "127.0.0.1", 1) for rank in (0, 2)
+    ]
+    members = tuple(Member(each.replica, each.instance, each.address, each.port) for each in registrations)
+    failed = Registration(1, "agent1.1", ReplicaState.FAILED, int(trained), "127.0.0.1", 1, exit_code=3)
+    view = replace(
+        VIEW,
+        desired=Allocation(1, 2, spares=1),
+        active=ActiveAllocation(2, 2, members),
+        replicas=tuple(ReplicaView.of(each, 0.0) for each in (*registrations, failed)),
+    )
+    failure = run.handle_exit(AgentExit(1, 3, requested=False), view)
+    assert (failure is not None) == trained
+    assert ("failed on the spare replica 1" in run.output) != trained
 
 
 def test_the_delay_before_a_restart_doubles_with_each_failure_up_to_30_seconds() -> None:
