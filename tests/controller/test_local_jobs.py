@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from adascale_controller.cli.scale import scaled_text
 from adascale_controller.jobfile import load_job
 from adascale_controller.local import run_history, run_registry
 from adascale_controller.local.display import PlainDisplay
@@ -248,6 +249,28 @@ def test_a_scale_request_without_an_answer_is_kept_for_its_run_only(root: Path) 
         assert not folder.scale_request_file.exists()
     with pytest.raises(ScaleError, match="has ended before it read the request"):
         request_limit(folder, 2, os.getpid(), lambda: False, 10)
+
+
+@pytest.mark.parametrize(
+    ("most", "text"),
+    [
+        (8, "a scaled to at most 2 replicas and 2 spares"),
+        (1, "a scaled to at most 1 replica and 2 spares (spec.maxReplicas is 1)"),
+    ],
+)
+def test_the_answer_to_a_scale_request_has_the_spares(root: Path, most: int, text: str) -> None:
+    folder, output = StateDir(root / "a"), io.StringIO()
+    job = load_job(write_light_job(root / "job.yaml", "sleep", maxReplicas=most, spareReplicas=2))
+    requests = ScaleRequests(folder, job, [], PlainDisplay(Console(file=output)))
+
+    def runs() -> bool:
+        requests.apply(ReplicaLimit(1))
+        return True
+
+    limit = request_limit(folder, 4, os.getpid(), runs, 10)
+    assert limit is not None
+    assert scaled_text("a", 4, limit) == text
+    assert f"Scaled to at most {limit}, was 1 replica" in output.getvalue()
 
 
 def test_status_has_the_whole_reason_of_a_failure(root: Path) -> None:

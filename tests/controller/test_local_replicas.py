@@ -222,5 +222,25 @@ def test_restarts_without_a_step_in_an_earlier_run_do_not_count(run: Run) -> Non
     assert [fails(restarts) for restarts in range(MAX_RESTARTS + 2)] == [False] * (MAX_RESTARTS + 1) + [True]
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_failure_counts_if_the_replica_trained_though_a_spare_has_its_place(
+    run: Run, *, trained: bool
+) -> None:
+    registrations = [
+        Registration(rank, f"agent{rank}.1", ReplicaState.RUNNING, 2, "127.0.0.1", 1) for rank in (0, 2)
+    ]
+    members = tuple(Member(each.replica, each.instance, each.address, each.port) for each in registrations)
+    failed = Registration(1, "agent1.1", ReplicaState.FAILED, int(trained), "127.0.0.1", 1, exit_code=3)
+    view = replace(
+        VIEW,
+        desired=Allocation(1, 2, spares=1),
+        active=ActiveAllocation(2, 2, members),
+        replicas=tuple(ReplicaView.of(each, 0.0) for each in (*registrations, failed)),
+    )
+    failure = run.handle_exit(AgentExit(1, 3, requested=False), view)
+    assert (failure is not None) == trained
+    assert ("failed on the spare replica 1" in run.output) != trained
+
+
 def test_the_delay_before_a_restart_doubles_with_each_failure_up_to_30_seconds() -> None:
     assert [backoff(failures) for failures in (*range(1, 8), 5000)] == [1, 2, 4, 8, 16, 30, 30, 30]

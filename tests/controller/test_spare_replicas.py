@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,19 @@ import pytest
 
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.reconcile.failures import count_failures
+from adascale_controller.operator.reconcile.failures import (
+    count_failures,
+    has_permanent_failure,
+    has_repeated_failure,
+)
+from adascale_controller.operator.reconcile.job_phase import JobPhase, assess
+from adascale_controller.operator.schedule.nodes import free_nodes
 from adascale_controller.operator.schedule.placement_backoff import TIMEOUT_TRAINING
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_core.failures.count import FailureCount
+from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.views.jobs import JobView
@@ -29,6 +37,7 @@ from support.observed_jobs import (
     pending_pod,
     pod,
     replica,
+    report,
     training_job,
     view,
 )
@@ -145,11 +154,76 @@ def test_a_job_starts_if_any_of_its_pods_but_the_spares_can_start() -> None:
 # -- failures -----------------------------------------------------------------------------------------------
 
 
-def test_the_failure_of_a_spare_before_it_trained_does_not_count() -> None:
-    pods = [pod(0), pod(1), failed_pod(2)]
-    assert count_failures(with_spares(pods=pods)).count == 0
-    assert count_failures(with_spares(members=[0, 2], pods=pods)).count == 1
+def failed_starts(rank: int, count: int, **changes: Any) -> list[Pod]:
+    return [failed_pod(rank, created_at=NOW - 50 - each, **changes) for each in range(count)]
+
+
+SPARE_FAILED = [pod(0), pod(1), *failed_starts(2, 8), pod(2)]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param(lambda each: each, id="the spare waits"),
+        pytest.param(lambda each: replace(each, service=replace(each.service, broken=True)), id="a loss"),
+        pytest.param(
+            lambda _: with_spares(members=[0, 2], pods=SPARE_FAILED), id="the spare has taken the place"
+        ),
+        pytest.param(lambda each: replace(each, service=None), id="the metrics service is away"),
+        pytest.param(
+            lambda each: replace(
+                each,
+                resource=job((1, 0), spare_replicas=1, suspend=True),
+                service=view((1, 0), (1, 2)),
+            ),
+            id="suspended",
+        ),
+    ],
+)
+def test_failures_of_a_spare_before_it_trained_never_end_the_job(
+    changed: Callable[[ObservedJob], ObservedJob],
+) -> None:
+    training = changed(with_spares(pods=SPARE_FAILED))
+    assert count_failures(training).count == 0
+    assert assess(training).phase is not JobPhase.FAILED
+
+
+def test_with_spares_a_failure_counts_if_the_replica_trained_or_too_few_can_start() -> None:
     assert count_failures(with_spares(pods=[pod(0), pod(1), failed_pod(2, 1)])).count == 1
+    all_fail = [failed_pod(rank, created_at=NOW - each) for rank in range(3) for each in (1, 2)]
+    starting = replace(with_spares(pods=all_fail), service=view((1, 2)))
+    assert count_failures(starting).count == 2
+    assert has_repeated_failure(starting)
+
+
+def test_the_failed_starts_of_spares_that_came_before_a_step_of_all_do_not_count_later() -> None:
+    """Two replicas, one after the other, have been spares that failed."""
+    pods = [pod(0), *failed_starts(1, 8), *failed_starts(2, 8), pod(1), pod(2)]
+    training = with_spares(pods=pods)
+    assert training.service is not None
+    stepped = replace(training, service=replace(training.service, latest=report(1)))
+    counted = count_failures(stepped)
+    assert counted == FailureCount(0, 0, 8)
+    recorded = {**training.resource.status, "attempts": {"falseStarts": 8}}
+    for later in (None, replace(training.service, broken=True)):
+        lost = replace(stepped, resource=replace(training.resource, status=recorded), service=later)
+        assert count_failures(lost) == counted
+        assert not has_repeated_failure(lost)
+    edited = replace(job((1, 2)), status={**job((1, 2)).status, "attempts": {"falseStarts": 8}})
+    no_spares = replace(stepped, resource=edited, service=view((1, 2), (1, 2)))
+    assert count_failures(no_spares) == counted
+    assert not has_repeated_failure(no_spares)
+
+
+def test_an_invalid_program_ends_the_job_only_if_more_than_the_spares_fail() -> None:
+    def fails(rank: int) -> Pod:
+        failed = failed_pod(rank)
+        assert failed.exit is not None
+        return replace(failed, exit=replace(failed.exit, exit_code=EXIT_INVALID_PROGRAM))
+
+    one = with_spares(pods=[pod(0), pod(1), fails(2)])
+    assert not has_permanent_failure(replace(one, service=None))
+    assert has_permanent_failure(with_spares(pods=[fails(0), pod(1), fails(2)]))
 
 
 # -- the decision -------------------------------------------------------------------------------------------
@@ -216,3 +290,25 @@ def test_a_spare_that_can_not_be_placed_for_long_is_no_failed_placement() -> Non
     for passed in (0.0, TIMEOUT_TRAINING + 1):
         scheduler.update(replace(waiting, now=NOW + passed))
     assert scheduler.failed_placement(replace(waiting, now=NOW + TIMEOUT_TRAINING + 1)) is None
+
+
+def test_the_free_resources_are_computed_once_however_many_jobs_have_spares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed = []
+
+    def count(*given: Any) -> Any:
+        computed.append(given)
+        return free_nodes(*given)
+
+    monkeypatch.setattr("adascale_controller.operator.schedule.candidate.free_nodes", count)
+    scheduler = Scheduler()
+    scheduler.set_resources([node(9)], ())
+    for index in range(3):
+        # The second spare of each job is on no node.
+        each = with_spares(1, 2, pods=[pod(0), pod(1)])
+        resource = replace(each.resource, name=f"job{index}", uid=f"uid{index}")
+        resource = replace(resource, job=replace(resource.valid_job, id=resource.id))
+        scheduler.update(replace(each, resource=resource))
+    scheduler.adopt(scheduler.solve(scheduler.decision_input()), NOW)
+    assert len(computed) == 1

@@ -157,6 +157,12 @@ def test_a_report_says_that_it_counts_samples_only_if_it_does(counts_samples: bo
     assert ("counts_samples" in sent) == counts_samples
 
 
+@pytest.mark.parametrize(("spares", "names"), [(0, set()), (1, {"spares"})])
+def test_an_allocation_has_spares_only_if_there_are_some(spares: int, names: set[str]) -> None:
+    """Metrics services of version 0.1.0 refuse the member."""
+    assert Allocation(1, 2, spares=spares).to_json().keys() == {"generation", "replicas", "failed"} | names
+
+
 def test_an_unknown_replica_state_is_rejected() -> None:
     members = Registration(0, "a", ReplicaState.WAITING, 0, "127.0.0.1", 1).to_json()
     with pytest.raises(ValueError, match="dozing"):

@@ -141,7 +141,8 @@ def _simulated(
             stall = rng.uniform(2.0, 20.0) if rng.random() < 0.01 else 1.0
             times.add(rng.lognormvariate(0.0, noise) * stall * factor(rank, step))
         if step % interval == 0:
-            found = slow_replica(*zip(*(times.typical for times in recent), strict=True))
+            typical, errors = zip(*(times.typical for times in recent), strict=True)
+            found = slow_replica(typical, errors)
             if found is not None:
                 return step, found
     return None

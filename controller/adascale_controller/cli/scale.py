@@ -19,6 +19,7 @@ from adascale_controller.cli.stop import STOP_TIMEOUT, report_stopped, stop_and_
 from adascale_controller.cluster.api import ClusterTarget
 from adascale_controller.formatting import plural
 from adascale_controller.local.local_jobs import find_job
+from adascale_controller.local.replica_limit import ReplicaLimit
 from adascale_controller.local.scale_requests import request_limit
 
 ANSWER_TIMEOUT = 30.0
@@ -65,19 +66,26 @@ def scale(
             f"{plural(replicas, 'replica')} is kept, and carried out as soon as the run reads it"
         )
         return
-    typer.echo(_scaled(found.short_id, replicas, limit))
+    typer.echo(scaled_text(found.short_id, replicas, limit))
 
 
 def _scale_cluster(target: ClusterTarget, job: str, replicas: int) -> None:
     with open_cluster(target) as connection:
         found = connection.jobs.find(job)
-        limit = connection.jobs.scale(found, replicas)
+        limit = ReplicaLimit(connection.jobs.scale(found, replicas))
         if replicas == 0:
             report_stopped(connection.jobs.wait_until_stopped(found, STOP_TIMEOUT))
             return
-    typer.echo(_scaled(found.name, replicas, limit))
+    typer.echo(scaled_text(found.name, replicas, limit))
 
 
-def _scaled(name: str, replicas: int, limit: int) -> str:
-    lowered = f" (spec.maxReplicas is {limit})" if limit < replicas else ""
-    return f"{name} scaled to at most {plural(limit, 'replica')}{lowered}"
+def scaled_text(name: str, replicas: int, limit: ReplicaLimit) -> str:
+    """Return what a job was scaled to.
+
+    Args:
+        name: of the job.
+        replicas: the requested limit.
+        limit: the limit that it uses.
+    """
+    lowered = f" (spec.maxReplicas is {limit.replicas})" if limit.replicas + limit.spares < replicas else ""
+    return f"{name} scaled to at most {limit}{lowered}"

@@ -30,6 +30,11 @@ class ReplicaLimit:
     replicas: int
     spares: int = 0
 
+    def __str__(self) -> str:
+        """Return both numbers in words."""
+        spares = f" and {plural(self.spares, 'spare')}" if self.spares else ""
+        return f"{plural(self.replicas, 'replica')}{spares}"
+
 
 def replica_limit(job: Job, requested: int | None, devices: Sequence[str]) -> ReplicaLimit:
     """Return the most replicas at once. Spares take the places of others, but not of the fewest.

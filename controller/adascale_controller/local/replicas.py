@@ -18,7 +18,7 @@ from adascale_core.failures.count import FailureCount
 from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit
 from adascale_core.failures.retries import ProgramFailure, is_permanent, repeats_early_failure
 from adascale_core.messages.registration import ReplicaState
-from adascale_core.views.jobs import JobView
+from adascale_core.views.jobs import JobView, ReplicaView
 
 RESTART_DELAY = 0.5
 """Seconds before an agent that was lost is restarted."""
@@ -140,7 +140,7 @@ class Replicas:
                     f"({describe_exit(agent_exit.code)})",
                     "yellow",
                 )
-            elif exit_class.is_failure and view.is_spare(agent_exit.rank):
+            elif exit_class.is_failure and _is_untrained_spare(view, agent_exit.rank):
                 self._restart_spare(agent_exit, now)
             elif exit_class.is_failure:
                 failure = self._count_failure(agent_exit, view, now)
@@ -228,8 +228,7 @@ class Replicas:
     def _count_failure(self, agent_exit: AgentExit, view: JobView, now: float) -> JobFailure | None:
         """Count a failure of the program, once per generation, however many of its replicas fail."""
         rank = agent_exit.rank
-        replica = view.replica(rank)
-        failed = replica if replica is not None and replica.state is ReplicaState.FAILED else None
+        failed = _failed_registration(view, rank)
         before = self._failures
         if failed is not None and failed.generation > 0:
             self._failures = before.with_generations([failed.generation])
@@ -274,6 +273,21 @@ class Replicas:
         if count == 1 and log:
             self._display.print(output_text(log))
         return None
+
+
+def _failed_registration(view: JobView, rank: int) -> ReplicaView | None:
+    """Return the registration of a replica whose program has failed; None if none has arrived."""
+    replica = view.replica(rank)
+    return replica if replica is not None and replica.state is ReplicaState.FAILED else None
+
+
+def _is_untrained_spare(view: JobView, rank: int) -> bool:
+    """Whether a replica has failed as a spare, before it trained.
+
+    A replica that trained also looks like a spare as soon as a spare has taken its place.
+    """
+    failed = _failed_registration(view, rank)
+    return view.is_spare(rank) and (failed is None or failed.generation == 0)
 
 
 def output_text(log: str) -> Text:

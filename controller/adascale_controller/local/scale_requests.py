@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from adascale_controller.formatting import plural
 from adascale_controller.job import Job
 from adascale_controller.local.display import Display
 from adascale_controller.local.replica_limit import ReplicaLimit, ReplicaLimitError, replica_limit
@@ -58,11 +57,10 @@ class ScaleRequests:
             self._answer(request, {"error": str(error)})
             self._display.message(f"A request of `adascale scale` is refused: {error}")
             return limit
-        self._answer(request, {"limit": requested.replicas})
+        self._answer(request, {"limit": requested.replicas, "spares": requested.spares})
         if requested != limit:
-            self._display.message(
-                f"Scaled to at most {plural(requested.replicas, 'replica')}, was {limit.replicas}"
-            )
+            was = limit if requested.spares or limit.spares else limit.replicas
+            self._display.message(f"Scaled to at most {requested}, was {was}")
         return requested
 
     def _answer(self, request: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -71,7 +69,7 @@ class ScaleRequests:
 
 def request_limit(
     folder: StateDir, replicas: int, process: int, runs: Callable[[], bool], timeout: float
-) -> int | None:
+) -> ReplicaLimit | None:
     """Request the run in a state folder to use at most `replicas`, and return the limit that it uses.
 
     Args:
@@ -93,7 +91,7 @@ def request_limit(
             folder.scale_answer_file.unlink(missing_ok=True)
             if "error" in answer:
                 raise ScaleError(answer["error"])
-            return int(answer["limit"])
+            return ReplicaLimit(int(answer["limit"]), int(answer["spares"]))
         if not runs():
             raise ScaleError("the run has ended before it read the request")
         time.sleep(0.05)

@@ -1,7 +1,9 @@
 """How often the program of a job has failed.
 
 A generation counts once, however many of its replicas fail in it. A program that fails before it is in any
-generation counts once for each round of starts: as often as on the replica that was started most often.
+generation counts once for each round of starts: as often as on the replica that was started most often. With
+N spares, the N replicas that were started most often are left out.
+
 Disruptions, and agents that could not reach the metrics service, never count (`ExitClass.is_failure`).
 """
 
@@ -18,7 +20,8 @@ class FailureCount:
     Args:
         count: how often the program has failed.
         generation: the newest generation whose failure is counted; 0 if none is.
-        false_starts: the rounds of starts that are counted, of the replicas that are still observed.
+        false_starts: the rounds of starts that are counted, or are never to be counted, of the replicas that
+            are still observed.
     """
 
     count: int = 0
@@ -34,17 +37,31 @@ class FailureCount:
         new = {generation for generation in generations if generation > self.generation}
         return FailureCount(self.count + len(new), max([self.generation, *new]), self.false_starts)
 
-    def with_false_starts(self, starts: Iterable[int]) -> FailureCount:
+    def with_false_starts(self, starts: Iterable[int], *, spares: int = 0) -> FailureCount:
         """Return the count after failures before any generation.
+
+        As many replicas as there are spares may fail to start without keeping the others from training. So a
+        round counts only if more have failed in it.
 
         Args:
             starts: for each replica, how many of its observed starts have failed before any generation. The
                 observed starts may become fewer, as when pods are deleted: then the count stays, and later
                 failures are added to it.
+            spares: the number of the job's spares.
         """
-        rounds = max(starts, default=0)
+        most = sorted(starts, reverse=True)
+        rounds = most[spares] if spares < len(most) else 0
         new = max(rounds - self.false_starts, 0)
-        return FailureCount(self.count + new, self.generation, rounds)
+        observed = max(rounds, min(self.false_starts, max(most, default=0)))
+        return FailureCount(self.count + new, self.generation, observed)
+
+    def without_false_starts(self, starts: Iterable[int]) -> FailureCount:
+        """Return this count, in which failures before any generation are not counted now, nor later.
+
+        Args:
+            starts: as of `with_false_starts`.
+        """
+        return FailureCount(self.count, self.generation, max(starts, default=0))
 
     def exceeds(self, limit: int) -> bool:
         """Whether the program has failed more often than `limit` (`backoffLimit`) allows."""

@@ -27,6 +27,13 @@ class Allocation(Message):
     spares: int = field(default=0, kw_only=True)
     failed: bool = field(default=False, kw_only=True)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object, without `spares` if there are none: version 0.1.0 refuses that member."""
+        members = super().to_json()
+        if not self.spares:
+            del members["spares"]
+        return members
+
     @property
     def indices(self) -> range:
         """The indices of the replicas that are started. Any of them may train."""

@@ -449,6 +449,11 @@ class ObservedJob(CachedJob):
         return placed, [nodes[index] for index in spares]
 
     @property
+    def missing_spares(self) -> int:
+        """The number of spares of its spec that are on no node."""
+        return max(self.resource.valid_job.spare_replicas - len(self.replica_pods[1]), 0)
+
+    @property
     def lacks_only_extra_pods(self) -> bool:
         """Whether pods of its allocation are missing or start, and all of them are extra pods."""
         core, allocation = self.core, self.current_allocation

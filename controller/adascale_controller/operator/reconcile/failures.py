@@ -8,7 +8,7 @@ Indexed Job is created again, the count stays, and later failures are added to i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from adascale_controller.operator.observe.failed_pods import failed_pods, is_program_failure
@@ -36,33 +36,68 @@ def count_failures(observed: ObservedJob) -> FailureCount:
     Pods that fail after the program has finished on rank 0 do not count.
     """
     recorded = read_failures(observed.resource.status)
-    return recorded if observed.program_finished else with_pods(recorded, _counted_pods(observed))
+    if observed.program_finished:
+        return recorded
+    pods, spares = observed.own_pods, _spares(observed)
+    if spares and _all_train(observed):
+        return with_generations(recorded, pods).without_false_starts(false_starts(pods).values())
+    return with_pods(recorded, pods, spares)
 
 
-def _counted_pods(observed: ObservedJob) -> Sequence[Pod]:
-    """Return the pods whose ends count: not those of spares that have failed before they trained."""
-    view = observed.service
-    if view is None or not observed.spares:
-        return observed.own_pods
+def with_pods(recorded: FailureCount, pods: Iterable[Pod], spares: int = 0) -> FailureCount:
+    """Return the recorded failures, and the failures of the pods of the job's own Indexed Job.
 
-    def counts(pod: Pod) -> bool:
-        message = pod.exit.termination if pod.exit is not None else None
-        return not view.is_spare(pod.rank) or (message is not None and message.generation > 0)
+    Args:
+        recorded: the failures.
+        pods: the pods.
+        spares: the number of the job's spares.
+    """
+    pods = list(pods)
+    starts = false_starts(pods)
+    return with_generations(recorded, pods).with_false_starts(starts.values(), spares=spares)
 
-    return [pod for pod in observed.own_pods if counts(pod)]
+
+def with_generations(recorded: FailureCount, pods: Iterable[Pod]) -> FailureCount:
+    """Return the recorded failures, and those of pods that have trained."""
+    return recorded.with_generations({_generation(pod) for pod in failed_pods(pods)})
 
 
-def with_pods(recorded: FailureCount, pods: Iterable[Pod]) -> FailureCount:
-    """Return the recorded failures, and the failures of the pods of the job's own Indexed Job."""
-    generations: set[int] = set()
-    starts: Counter[int] = Counter()
-    for pod in failed_pods(pods):
-        message = pod.exit.termination if pod.exit is not None else None
-        if message is not None and message.generation > 0:
-            generations.add(message.generation)
-        else:
-            starts[pod.rank] += 1
-    return recorded.with_generations(generations).with_false_starts(starts.values())
+def false_starts(pods: Iterable[Pod]) -> Counter[int]:
+    """Return rank -> how many of its pods have failed before they trained."""
+    return Counter(pod.rank for pod in failed_pods(pods) if _generation(pod) == 0)
+
+
+def _generation(pod: Pod) -> int:
+    """Return the last generation in which the program of an ended pod has trained; 0 if it has in none."""
+    message = pod.exit.termination if pod.exit is not None else None
+    return message.generation if message is not None else 0
+
+
+def _spares(observed: ObservedJob) -> int:
+    """Return the number of spares. A suspended job has none, but its pods may have been spares."""
+    job = observed.resource.job
+    return max(observed.spares, job.spare_replicas if job is not None else 0)
+
+
+def _all_train(observed: ObservedJob) -> bool:
+    """Whether as many replicas as allocated have made a step together, whichever starts failed before."""
+    view, current = observed.service, observed.current_allocation
+    if view is None or view.active is None or view.latest is None or current is None:
+        return False
+    replicas = observed.training_replicas
+    return 0 < current.replicas <= replicas and view.latest.generation >= view.active.generation
+
+
+def _final_failures(observed: ObservedJob) -> list[Pod]:
+    """Return the failed pods that show whether the program would fail again.
+
+    Pods that have failed before they trained, of as many ranks as there are spares, do not show it: another
+    replica takes their place. Nor do those that the status has: the job continued after them.
+    """
+    starts, recorded = false_starts(observed.own_pods), read_failures(observed.resource.status)
+    excused = set(sorted(starts, key=lambda rank: (-starts[rank], -rank))[: _spares(observed)])
+    excused |= {rank for rank, count in starts.items() if count <= recorded.false_starts}
+    return [pod for pod in failed_pods(observed.own_pods) if _generation(pod) or pod.rank not in excused]
 
 
 def has_permanent_failure(observed: ObservedJob) -> bool:
@@ -73,7 +108,7 @@ def has_permanent_failure(observed: ObservedJob) -> bool:
         and pod.exit.of_worker
         and pod.exit.exit_code is not None
         and is_permanent(classify_exit(pod.exit.exit_code), measured)
-        for pod in failed_pods(_counted_pods(observed))
+        for pod in _final_failures(observed)
     )
 
 
@@ -83,7 +118,7 @@ def has_repeated_failure(observed: ObservedJob) -> bool:
     if observed.program_finished or view is None:
         return False
     failures = []
-    for pod in failed_pods(_counted_pods(observed)):
+    for pod in _final_failures(observed):
         end = pod.exit.termination if pod.exit is not None else None
         if pod.exit is not None and end is not None:
             failures.append(ProgramFailure(pod.rank, end.generation, pod.exit.exit_code, end.log))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -133,7 +134,7 @@ def make_candidate(
     extra_limit = max(job.core_replicas, observed.training_replicas) if extra is not None else None
     quota, current = quota_limit(observed), observed.current_allocation
     backoff = memory.backoff.limit(fitting, observed.now)
-    spares_limit = _limit_beside_spares(observed, fitting) if job.spare_replicas else None
+    spares_limit = _limit_beside_spares(observed, fitting) if observed.missing_spares else None
     limits = [
         extra_limit,
         job.replica_limit,
@@ -194,14 +195,14 @@ def _describe_limit(
 
 
 def _limit_beside_spares(observed: ObservedJob, fitting: Callable[[], int]) -> int:
-    """Return the largest count beside which the spares fit, but not less than the job has.
+    """Return the largest count beside which the missing spares fit, but not less than the job has.
 
-    So spares keep a job from growing, and a job on too few nodes trains without them.
+    So spares keep a job from growing, and a job on too few nodes trains without them. Spares that are on
+    nodes take their places from all jobs (`Resources.free`).
     """
-    job, current = observed.resource.valid_job, observed.current_allocation
-    missing = job.spare_replicas - len(observed.replica_pods[1])
+    current = observed.current_allocation
     replicas = current.replicas if current is not None else 0
-    return max(fitting() - max(missing, 0), replicas, job.core_replicas)
+    return max(fitting() - observed.missing_spares, replicas, observed.resource.valid_job.core_replicas)
 
 
 @dataclass(frozen=True)
@@ -237,24 +238,32 @@ class Resources:
         self._spares = spares
 
     def with_spares(self, spares: Collection[SparePods]) -> Resources:
-        """Return the same with other spares."""
-        return Resources(self.nodes, self._pods, spares)
+        """Return the same with other spares. What the other pods take is not computed again."""
+        changed = copy(self)
+        changed._spares = spares
+        vars(changed).pop("free", None)
+        return changed
 
     @cached_property
     def free(self) -> Sequence[Node] | None:
         """The nodes with their free resources."""
-        return None if self.nodes is None else self._free(self._pods)
+        return None if self.nodes is None else self._beside_spares(self._beside_pods)
+
+    @cached_property
+    def _beside_pods(self) -> Sequence[Node]:
+        """The nodes with what the pods leave."""
+        return free_nodes(self.nodes or (), self._pods, ())
 
     def free_below(self, priority: int) -> Sequence[Node]:
         """Return the nodes as if no pod of a lower priority were on them that no decision changes."""
-        return self._free([pod for pod in self._pods if _priority(pod) >= priority])
+        pods = [pod for pod in self._pods if _priority(pod) >= priority]
+        return self._beside_spares(free_nodes(self.nodes or (), pods, ()))
 
-    def _free(self, pods: Sequence[ApiObject]) -> Sequence[Node]:
+    def _beside_spares(self, free: Sequence[Node]) -> Sequence[Node]:
         taken: dict[str, Counter[str]] = {}
         for spares in self._spares:
             for node in spares.nodes:
                 taken.setdefault(node, Counter()).update(spares.request)
-        free = free_nodes(self.nodes or (), pods, ())
         return [_without(node, taken[node.name]) if node.name in taken else node for node in free]
 
     @cached_property

@@ -182,8 +182,7 @@ class Scheduler:
             self._accelerator_types = AcceleratorTypes(self._accelerator_label, nodes or ())
         for candidate in list(self._candidates.values()):
             job, memory = candidate.observed, self._memories[candidate.observed.resource.uid]
-            has_spares = job.resource.valid_job.spare_replicas > 0
-            if selects_others or has_spares or memory.backoff.failed_placement(job.now) is not None:
+            if selects_others or job.missing_spares or memory.backoff.failed_placement(job.now) is not None:
                 self._replace(candidate, self._candidate(job, *self._demands(job)))
 
     def update(self, job: ObservedJob) -> None:
