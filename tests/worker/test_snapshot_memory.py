@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from adascale_storage.folder import Folder
 from adascale_worker.agent.snapshot_files import make_snapshot_files
 from adascale_worker.process.available_memory import available_memory
+from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
-from adascale_worker.state.checkpoints.store import CheckpointInfo
+from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from support.fast_python import Program
 from support.launch import wait_until
 
@@ -75,6 +77,26 @@ def test_the_newest_copy_is_read_by_another_process_as_it_was_written(paths: lis
         assert read["values"] == state["values"]
     memory.release()
     assert SnapshotMemory(paths).newest() is None
+
+
+def test_a_default_device_of_the_program_does_not_change_what_is_read(
+    paths: list[str], tmp_path: Path
+) -> None:
+    weights = torch.arange(8.0)
+    state = {"weights": weights, "nothing": b""}
+    with torch.device("meta"):
+        memory = SnapshotMemory(paths, lambda: inf)
+        memory.save(state, INFO, {})
+        kept = memory.newest()
+        assert kept is not None
+        snapshot, store = Snapshot(), CheckpointStore(Folder(tmp_path))
+        snapshot.copy(state)
+        store.save(snapshot, INFO)
+        loaded = store.load()
+        assert loaded is not None
+        for read in (kept.read(), loaded[0]):
+            assert torch.equal(read["weights"], weights)
+            assert read["nothing"] == b""
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_the_copy_before(

@@ -235,7 +235,7 @@ class _Place:
         """Return the tensors of the copy in new memory."""
         tensors, position = [], _DATA_START
         for layout in layouts:
-            tensor = torch.empty(layout.shape, dtype=layout.dtype)
+            tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
             memory = _bytes_of(tensor)
             while memory:
                 count = os.preadv(self._descriptor, [memory], position)
