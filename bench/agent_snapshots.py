@@ -30,6 +30,7 @@ from torch.utils.data import TensorDataset
 from adascale import ElasticTrainer
 from adascale_storage.folder import Folder
 from adascale_worker.agent.snapshot_files import make_snapshot_files
+from adascale_worker.state import agent_snapshots
 from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
@@ -45,6 +46,7 @@ def tiny() -> tuple[nn.Module, TensorDataset]:
 
 def measure_steps(blocks: int, steps: int) -> None:
     """Print what copies cost."""
+    agent_snapshots.DELAY = 0.0
     trainer = ElasticTrainer(batch_size=BATCH, device="cpu")
     memory = SnapshotMemory(make_snapshot_files().split(":"))
     trainer._replica = replace(trainer._replica, snapshot_memory=memory)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from adascale import ElasticTrainer
 from adascale_storage.folder import Folder
@@ -61,6 +62,7 @@ def run(
 ) -> Callable[..., Outcome]:
     """Trains from one step to another, as one process after the other of the same agent does."""
     monkeypatch.setattr(agent_snapshots, "SHARE", 1.0)
+    monkeypatch.setattr(agent_snapshots, "DELAY", 0.0)
 
     def run(
         begins: int,
@@ -68,11 +70,12 @@ def run(
         *,
         memory: SnapshotMemory | None = None,
         registered: Registered | None = None,
+        has_own_batches: bool = False,
         after_step: Callable[[ElasticTrainer, nn.Module], None] = lambda *_: None,
         **arguments: Any,
     ) -> Outcome:
         trainer = make_trainer(**{**FIXED, **arguments})
-        memory = SnapshotMemory(paths) if memory is None else memory
+        memory = SnapshotMemory(paths, lambda: inf) if memory is None else memory
         trainer._replica = replace(trainer._replica, snapshot_memory=memory)
         model, registered = network(dropout=0.2), registered or Registered()
         optimizer = adamw(model)
@@ -80,7 +83,8 @@ def run(
         assert (state.step, state.restored) == (begins, begins > 0)
         with suppress(KilledError):
             for epoch in range(state.epoch, 10):
-                for _, x, y in trainer.dataloader(samples()):
+                own = DataLoader(samples(48), batch_size=trainer.get_local_bsz())
+                for _, x, y in own if has_own_batches else trainer.dataloader(samples()):
                     if trainer.steps == until:
                         raise KilledError
                     optimizer.zero_grad()
@@ -119,9 +123,20 @@ def test_a_later_checkpoint_is_used(run: Callable[..., Outcome], tmp_path: Path)
     run(0, 4, checkpoint_dir=tmp_path, checkpoint_interval=1000)
     without = make_snapshot_files().split(":")
     # Another agent, with memory of its own, continues from the checkpoint of the first step.
-    run(1, 6, memory=SnapshotMemory(without), checkpoint_dir=tmp_path, checkpoint_interval=0)
+    run(1, 6, memory=SnapshotMemory(without, lambda: inf), checkpoint_dir=tmp_path, checkpoint_interval=0)
     run(6, 8, checkpoint_dir=tmp_path, checkpoint_interval=1000)
     run(8, 9, checkpoint_dir=tmp_path, checkpoint_interval=1000)
+
+
+def info_of(number: tuple[int, int, int]) -> CheckpointInfo:
+    incarnation, generation, step = number
+    return CheckpointInfo(step, 1.0, 0, 1, generation, finished=False, saved_at=0.0, incarnation=incarnation)
+
+
+def save_checkpoint(folder: Path, number: tuple[int, int, int]) -> None:
+    snapshot = Snapshot()
+    snapshot.copy({"is": "checkpoint"})
+    CheckpointStore(Folder(folder)).save(snapshot, info_of(number))
 
 
 @pytest.mark.parametrize(
@@ -147,21 +162,60 @@ def test_a_copy_is_used_only_if_no_later_job_generation_or_step_is_saved(
     paths: list[str],
     tmp_path: Path,
 ) -> None:
-    def info(number: tuple[int, int, int]) -> CheckpointInfo:
-        incarnation, generation, step = number
-        return CheckpointInfo(
-            step, 1.0, 0, 1, generation, finished=False, saved_at=0.0, incarnation=incarnation
-        )
-
-    snapshot = Snapshot()
-    snapshot.copy({"is": "checkpoint"})
-    CheckpointStore(Folder(tmp_path)).save(snapshot, info(checkpoint))
-    memory = SnapshotMemory(paths)
-    memory.save({"is": "copy"}, info(copy), {})
+    save_checkpoint(tmp_path, checkpoint)
+    memory = SnapshotMemory(paths, lambda: inf)
+    memory.save({"is": "copy"}, info_of(copy), {})
     checkpointing = Checkpointing(tmp_path, 30.0, make_trainer(**FIXED)._replica.group)
     loaded = checkpointing.load(kept=memory.newest())
     assert loaded == {"is": "copy" if is_copy_used else "checkpoint"}
     assert checkpointing.is_from_memory == is_copy_used
+
+
+@pytest.mark.parametrize(
+    ("intact", "copy", "is_copy_used"), [((5,), 6, True), ((5,), 4, False), ((), 4, True)]
+)
+def test_a_damaged_checkpoint_does_not_count(
+    intact: tuple[int, ...],
+    copy: int,
+    is_copy_used: bool,
+    make_trainer: MakeTrainer,
+    paths: list[str],
+    tmp_path: Path,
+) -> None:
+    for step in intact:
+        save_checkpoint(tmp_path, (100, 3, step))
+    before = set(tmp_path.rglob("*"))
+    save_checkpoint(tmp_path, (100, 3, 9))
+    (state,) = (path for path in set(tmp_path.rglob("*")) - before if path.suffix == ".safetensors")
+    state.write_bytes(b"damaged")
+    memory = SnapshotMemory(paths, lambda: inf)
+    memory.save({"is": "copy"}, info_of((100, 3, copy)), {})
+    checkpointing = Checkpointing(tmp_path, 30.0, make_trainer(**FIXED)._replica.group)
+    assert checkpointing.load(kept=memory.newest()) == {"is": "copy" if is_copy_used else "checkpoint"}
+
+
+def test_after_a_lack_of_memory_copies_are_made_again(
+    run: Callable[..., Outcome], paths: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = [1000.0]
+
+    def free(trainer: ElasticTrainer, _: nn.Module) -> None:
+        if trainer.steps == 3:
+            left[0] = inf
+
+    run(0, 5, memory=SnapshotMemory(paths, lambda: left[0]), after_step=free)
+    output = capsys.readouterr().out
+    assert output.count("the agent keeps no copy of the state") == 1
+    assert output.count("the agent keeps copies of the state now") == 1
+    run(5, 6)
+
+
+def test_memory_is_not_taken_in_the_first_minute(
+    run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_snapshots, "DELAY", 3600.0)
+    run(0, 3)
+    run(0, 1)
 
 
 @pytest.mark.usefixtures("durable_checkpoints")
@@ -183,6 +237,13 @@ def test_without_a_checkpoint_a_copy_that_cannot_be_restored_ends_the_job(
     run(0, 4)
     with pytest.raises(UnusableCheckpointError, match="the registered 'registered'"):
         run(0, 1, registered=Registered(accepts=3))
+
+
+def test_a_program_with_batches_of_its_own_has_copies_at_the_ends_of_epochs(
+    run: Callable[..., Outcome],
+) -> None:
+    run(0, 8, has_own_batches=True)
+    run(6, 7, has_own_batches=True)
 
 
 def test_weights_that_are_not_finite_are_not_kept(run: Callable[..., Outcome]) -> None:

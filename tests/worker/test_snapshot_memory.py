@@ -12,15 +12,20 @@ from typing import Any
 import pytest
 import torch
 
+from adascale_storage.folder import Folder
 from adascale_worker.agent.snapshot_files import make_snapshot_files
-from adascale_worker.process.available_memory import available_memory
+from adascale_worker.errors import CheckpointError
+from adascale_worker.process.available_memory import unused_memory
+from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
-from adascale_worker.state.checkpoints.store import CheckpointInfo
+from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from support.fast_python import Program
 from support.launch import wait_until
 
 INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=1, generation=3, finished=False, saved_at=9.5)
 MIB = 2**20
+PEAK_LEFT = 400
+"""The memory that is left in a test with a peak."""
 
 WRITER = """
 import sys
@@ -59,7 +64,7 @@ def test_the_newest_copy_is_read_by_another_process_as_it_was_written(paths: lis
         "same": [shared, shared],
         "values": (1, "text", None, 2.5),
     }
-    memory = SnapshotMemory(paths)
+    memory = SnapshotMemory(paths, lambda: inf)
     assert memory.newest() is None
     for step in (1, 2, 3):
         shared.fill_(step)
@@ -75,6 +80,26 @@ def test_the_newest_copy_is_read_by_another_process_as_it_was_written(paths: lis
         assert read["values"] == state["values"]
     memory.release()
     assert SnapshotMemory(paths).newest() is None
+
+
+def test_a_default_device_of_the_program_does_not_change_what_is_read(
+    paths: list[str], tmp_path: Path
+) -> None:
+    weights = torch.arange(8.0)
+    state = {"weights": weights, "nothing": b""}
+    with torch.device("meta"):
+        memory = SnapshotMemory(paths, lambda: inf)
+        memory.save(state, INFO, {})
+        kept = memory.newest()
+        assert kept is not None
+        snapshot, store = Snapshot(), CheckpointStore(Folder(tmp_path))
+        snapshot.copy(state)
+        store.save(snapshot, INFO)
+        loaded = store.load()
+        assert loaded is not None
+        for read in (kept.read(), loaded[0]):
+            assert torch.equal(read["weights"], weights)
+            assert read["nothing"] == b""
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_the_copy_before(
@@ -96,7 +121,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_copy_before(
     assert kept.info.step == state["number"] == before
     assert all(bool((each == before).all()) for each in [*state["large"], *state["small"]])
     # The next process writes over the incomplete copy.
-    memory = SnapshotMemory(paths)
+    memory = SnapshotMemory(paths, lambda: inf)
     memory.save({"number": 99}, replace(INFO, step=99), {})
     newest = memory.newest()
     assert newest is not None
@@ -137,7 +162,7 @@ def conditions(paths: list[str]) -> list[tuple[int, bool]]:
 
 
 def test_a_copy_that_was_being_restored_when_a_process_ended_is_not_used_again(paths: list[str]) -> None:
-    memory = SnapshotMemory(paths)
+    memory = SnapshotMemory(paths, lambda: inf)
     memory.save({"number": 1}, INFO, {})
     memory.save({"number": 2}, INFO, {})
     kept = memory.newest()
@@ -148,12 +173,12 @@ def test_a_copy_that_was_being_restored_when_a_process_ended_is_not_used_again(p
     assert SnapshotMemory(paths).newest() is not None
 
 
-def test_memory_for_two_copies_is_taken_only_if_as_much_again_is_left(paths: list[str]) -> None:
+def test_memory_for_two_copies_is_taken_only_if_it_is_a_quarter_of_what_is_left(paths: list[str]) -> None:
     state = {"weights": torch.ones(MIB)}
-    left = [15.0 * MIB, 17.0 * MIB]
+    left = [32.0 * MIB, 33.0 * MIB]
     memory = SnapshotMemory(paths, lambda: left[0])
     with pytest.raises(
-        NoSnapshotMemoryError, match=r"two copies need 16 MiB of free memory, .* 15 MiB are left"
+        NoSnapshotMemoryError, match=r"two copies need 32 MiB of free memory, .* 32 MiB are left"
     ):
         memory.save(state, INFO, {})
     assert memory.newest() is None
@@ -170,6 +195,30 @@ def test_memory_for_two_copies_is_taken_only_if_as_much_again_is_left(paths: lis
 def test_the_files_of_another_container_are_refused() -> None:
     with pytest.raises(NoSnapshotMemoryError, match="runs in another container or as another user"):
         SnapshotMemory(["/proc/1/fd/987654321"])
+
+
+def test_a_file_that_an_agent_has_not_made_is_refused_and_not_changed(tmp_path: Path) -> None:
+    """In another container, the number of the agent may be that of another process."""
+    (tmp_path / "foreign").write_text("content")
+    with (
+        (tmp_path / "foreign").open("rb+") as file,
+        pytest.raises(NoSnapshotMemoryError, match="is not the memory of the agent"),
+    ):
+        SnapshotMemory([f"/proc/{os.getpid()}/fd/{file.fileno()}"])
+    assert (tmp_path / "foreign").read_text() == "content"
+
+
+def test_a_copy_that_is_too_short_is_an_error_and_an_unknown_one_is_none(paths: list[str]) -> None:
+    memory = SnapshotMemory(paths, lambda: inf)
+    memory.save({"weights": torch.ones(MIB)}, INFO, {})
+    kept = memory.newest()
+    assert kept is not None
+    os.truncate(next(path for path in paths if Path(path).stat().st_size), MIB)
+    with pytest.raises(CheckpointError, match="shorter"):
+        kept.read()
+    for path in paths:
+        Path(path).write_bytes(b"text")
+    assert memory.newest() is None
 
 
 # -- available memory --------------------------------------------------------------------------------------
@@ -193,6 +242,16 @@ def test_the_files_of_another_container_are_refused() -> None:
             1350,
         ),
         (
+            "0::/\n",
+            {
+                "memory.max": "4000",
+                "memory.current": "1500",
+                "memory.peak": "3700",
+                "memory.stat": "active_file 100",
+            },
+            PEAK_LEFT,
+        ),
+        (
             "4:memory:/x\n",
             {
                 "memory/x/memory.limit_in_bytes": "3000",
@@ -203,7 +262,7 @@ def test_the_files_of_another_container_are_refused() -> None:
         ),
     ],
 )
-def test_the_least_memory_that_a_control_group_or_the_machine_has_left(
+def test_the_least_memory_that_a_control_group_or_the_machine_has_never_used(
     own: str, files: dict[str, str], left: float, tmp_path: Path
 ) -> None:
     for name, content in {"own": own, "machine": "MemFree: 1 kB\nMemAvailable:  5000 kB\n"}.items():
@@ -212,8 +271,13 @@ def test_the_least_memory_that_a_control_group_or_the_machine_has_left(
         file = tmp_path / "cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
-    assert available_memory(tmp_path / "cgroup", tmp_path / "own", tmp_path / "machine") == left
+    (tmp_path / "process").write_text("Name: python\nVmHWM: 7 kB\nVmRSS: 7 kB\n")
+    found = [tmp_path / name for name in ("cgroup", "own", "machine", "process")]
+    assert unused_memory(*found) == left
+    # This process has used more before. The peak of a group includes that.
+    (tmp_path / "process").write_text("VmHWM: 8 kB\nVmRSS: 7 kB\n")
+    assert unused_memory(*found) == (left if left == PEAK_LEFT else left - 1024)
 
 
-def test_the_memory_of_this_machine_is_known() -> None:
-    assert 0 < available_memory() < inf
+def test_the_unused_memory_of_this_machine_is_known() -> None:
+    assert 0 < unused_memory() < inf

@@ -5,7 +5,7 @@ STEP_SECONDS, the minimum duration of a step; FAIL_AT, a step at which rank FAIL
 unless FAIL_ALWAYS is set), or exits with FAIL_CODE; EXIT_SECONDS, the time that it takes to exit then;
 COMPARISON_INTERVAL, seconds between comparisons of the weights; FINISH_FILE, a file whose existence ends
 training after the current epoch, for a job on a single replica; SNAPSHOT_SHARE, the share of the time that
-copies in the memory of the agent may take, of which 1 is one after each step.
+copies in the memory of the agent may take, of which 1 is one after each step, from the first one on.
 """
 
 import atexit
@@ -26,7 +26,9 @@ from adascale_worker.state import agent_snapshots
 
 if "COMPARISON_INTERVAL" in os.environ:
     weight_checks.COMPARISON_INTERVAL = float(os.environ["COMPARISON_INTERVAL"])
-agent_snapshots.SHARE = float(os.environ.get("SNAPSHOT_SHARE", agent_snapshots.SHARE))
+if "SNAPSHOT_SHARE" in os.environ:
+    agent_snapshots.SHARE = float(os.environ["SNAPSHOT_SHARE"])
+    agent_snapshots.DELAY = 0.0
 folder = Path(os.environ["JOURNAL"])
 trainer = ElasticTrainer(**json.loads(os.environ.get("BOUNDS", '{"batch_size": 8}')))
 

@@ -188,7 +188,7 @@ class TrainingLoop:
                     self.ending.leave_loop(early=False)
                     return False
                 if steps.at_boundary:
-                    self.snapshots.keep()
+                    self.telemetry.step_timer.leave_out(self.snapshots.keep())
                     seed_generators(self.feed.seed, progress.consumed, self.feed.rank)
                     if self.feed.is_stream:
                         self._follow_stream()
@@ -303,6 +303,8 @@ class TrainingLoop:
             if group.has_failed:
                 raise PeersLostError
             self._begin_next_epoch()
+            if not self.job.finished:
+                self.telemetry.step_timer.leave_out(self.snapshots.keep())
         except PeersLostError:
             self.generations.recover()
             if self.job.finished:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Final
@@ -9,40 +10,59 @@ from typing import Final
 from adascale_worker.process.control_groups import OWN, ROOT, ControlGroup, control_groups
 
 _MACHINE: Final = Path("/proc/meminfo")
+_PROCESS: Final = Path("/proc/self/status")
 _FILES: Final = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    2: ("memory.max", "memory.current"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes"),
+    2: ("memory.max", "memory.current", "memory.peak"),
 }
-"""Limit and usage of a control group, by version."""
+"""Limit, usage and its peak of a control group, by version. Linux before 5.19 has no peak in version 2."""
 
 
-def available_memory(root: Path = ROOT, own: Path = OWN, machine: Path = _MACHINE) -> float:
-    """Return how many bytes are left on this machine, and in the control groups of this process.
+def unused_memory(
+    root: Path = ROOT, own: Path = OWN, machine: Path = _MACHINE, process: Path = _PROCESS
+) -> float:
+    """Return how many bytes of this machine and of the control groups of this process were never used so far.
 
-    What the kernel keeps of files on disk counts as left: it is released when memory is needed.
+    These are those that are left, less what this process has used at most beyond its present use; and the
+    limit of a control group less its own peak. What the kernel keeps of files on disk counts as left: it is
+    released when memory is needed. The kernel counts it in the peak, from which what it keeps now is taken
+    off.
 
     Args:
         root, own: as for `control_groups`.
         machine: the file with the memory of the machine.
+        process: the file with the memory of this process.
     """
-    left = [_left_in(group) for group in control_groups("memory", root, own)]
-    return min([_left_on(machine), *left])
+    status = _kibibytes(process)
+    more = max(status.get("VmHWM", 0.0) - status.get("VmRSS", 0.0), 0.0)
+    left = [_left_in(group, more) for group in control_groups("memory", root, own)]
+    return min([_kibibytes(machine).get("MemAvailable", inf) - more, *left])
 
 
-def _left_in(group: ControlGroup) -> float:
-    limit, usage = map(group.words, _FILES[group.version])
+def _left_in(group: ControlGroup, more: float) -> float:
+    limit, usage, peak = map(group.words, _FILES[group.version])
     statistics = group.words("memory.stat")
     try:
         values = {name: int(value) for name, value in zip(statistics[::2], statistics[1::2], strict=True)}
         cached = sum(values.get(f"{prefix}_file", 0) for prefix in ("active", "inactive"))
-        return int(limit[0]) - int(usage[0]) + cached
+        used = max(int(usage[0]) + more, _number(peak))
+        return int(limit[0]) - used + cached
     except (ValueError, IndexError):
         return inf
 
 
-def _left_on(machine: Path) -> float:
+def _number(words: Sequence[str]) -> int:
+    return int(words[0]) if words else 0
+
+
+def _kibibytes(file: Path) -> dict[str, float]:
+    """Return the values in kB of a file of /proc, in bytes."""
     try:
-        lines = machine.read_text().splitlines()
-        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, IndexError, StopIteration):
-        return inf
+        lines = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {
+        words[0].rstrip(":"): float(words[1]) * 1024
+        for words in lines
+        if len(words) == 3 and words[2] == "kB"
+    }

@@ -34,9 +34,11 @@ class StepTimer:
         self._accelerator = accelerator
         self._times: dict[Key, deque[float]] = {}
         self._sync_times: dict[Key, deque[float]] = {}
-        self._measured: PendingTimes[Key] = PendingTimes(clock or HostClock())
+        self._measured: PendingTimes[tuple[Key, float]] = PendingTimes(clock or HostClock())
         self._last_mark: Any = None
         """Of the clock, at the end of the last step; None after a pause."""
+        self._left_out = 0.0
+        """Seconds since then that do not count."""
         self._warm = False
         self._since_lap: list[float] = []
         self._recent: deque[float] = deque(maxlen=MAX_STEPS_PER_PLAN)
@@ -62,11 +64,11 @@ class StepTimer:
             nodes: on how many nodes the replicas run.
         """
         if self._last_mark is not None and self._warm and plan is not None:
-            self._measured.add((plan, nodes), (self._last_mark, mark))
-        for key, seconds in self._measured.take():
-            self._record(key, seconds)
+            self._measured.add(((plan, nodes), self._left_out), (self._last_mark, mark))
+        for (key, left_out), seconds in self._measured.take():
+            self._record(key, max(seconds - left_out, 0.0))
         self._warm = self._warm or self._last_mark is not None
-        self._last_mark = mark
+        self._last_mark, self._left_out = mark, 0.0
         self.steps += 1
 
     def _record(self, key: Key, seconds: float) -> None:
@@ -86,6 +88,10 @@ class StepTimer:
     def pause(self) -> None:
         """Leave out the time between the last step and the next step."""
         self._last_mark = None
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count some time since the last step, in which the device was idle."""
+        self._left_out += seconds
 
     def lap(self) -> float:
         """Return the mean time of the steps measured since the last lap, in seconds; 0 if there are none."""

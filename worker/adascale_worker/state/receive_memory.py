@@ -37,7 +37,7 @@ class ReceiveMemory:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         for size in sizes:
             if size > SMALL:
-                memory = torch.empty(size, dtype=torch.uint8)
+                memory = torch.empty(size, dtype=torch.uint8, device="cpu")
                 _populate(memory)
                 self._free[size].append(memory)
 
@@ -54,7 +54,7 @@ class ReceiveMemory:
         """
         free = self._free.get(layout.bytes)
         if not free:
-            return torch.empty(layout.shape, dtype=layout.dtype)
+            return torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
         return free.pop().view(layout.dtype).view(layout.shape)
 
     def clear(self) -> None:

@@ -142,7 +142,7 @@ def receive(
         link.exchange(buffer)
         link.wait_until_received()
         for layout, received in zip(together, buffer.cpu().split(sizes), strict=True):
-            tensor = torch.empty(layout.shape, dtype=layout.dtype)
+            tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
             _bytes_of(tensor).copy_(received)
             tensors.append(tensor)
     link.finish()

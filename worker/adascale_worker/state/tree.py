@@ -249,7 +249,9 @@ class _Encoder:
             return self._array(value, path)
         if kind in (bytes, bytearray):
             content = (
-                torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0).byte()
+                torch.frombuffer(bytearray(value), dtype=torch.uint8)
+                if value
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
             )
             return {kind.__name__: self._add(content)}
         if kind in _ATOMS:

@@ -22,7 +22,9 @@ def plain_weights(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     Tensors that share memory, such as tied weights, become copies of their own, which the format requires.
     """
     return {
-        name.replace(_COMPILED, ""): torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        name.replace(_COMPILED, ""): torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(
+            value.detach()
+        )
         for name, value in state_dict.items()
         if isinstance(value, Tensor)
     }

@@ -13,7 +13,7 @@ from adascale_client import Backoff
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_storage import open_storage
 from adascale_storage.interface import Storage, UnusableStorageError
-from adascale_worker.errors import CheckpointError, StorageUnavailableError
+from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.checkpoints.best_weights import BestWeights
 from adascale_worker.state.checkpoints.processes import CheckpointProcesses
@@ -131,10 +131,11 @@ class Checkpointing:
         Args:
             own: the part of the state that this process needs; None for the whole state.
             wait: whether to wait for a storage that cannot be read, at most `MAX_WAIT_FOR_STORAGE` seconds.
-            kept: a copy, which is used if it is later than the newest checkpoint.
+            kept: a copy, which is used if it is later than the newest intact checkpoint.
 
         Raises:
-            CheckpointError: there are checkpoints, but all are damaged; or the storage cannot be read.
+            CheckpointError: there are checkpoints, but all are damaged, and there is no copy; or the storage
+                cannot be read.
         """
         self._kept = None
         store = self._store
@@ -143,14 +144,31 @@ class Checkpointing:
             newest = store.newest() if store is not None and kept is not None else None
             if kept is not None and (newest is None or kept.number > number_of(newest)):
                 return None, newest
-            return (store.load(own=own) if store is not None else None) or (None, None)
+            try:
+                state, found = (store.load(own=own) if store is not None else None) or (None, None)
+            except UnusableCheckpointError as error:
+                if kept is None:
+                    raise
+                print(f"adascale: {error}", flush=True)
+                return None, newest
+            if kept is not None and found is not None and kept.number > number_of(found):
+                # The newest one is damaged.
+                return None, newest
+            return state, found
 
         state, manifest = self._repeat(read) if wait else read()
         if manifest is not None:
             self._manifest = manifest
             self._saved_at = time.monotonic() - max(time.time() - manifest.saved_at, 0.0)
         if state is None and kept is not None:
-            state, self._kept = kept.read(), kept
+            try:
+                state, self._kept = kept.read(), kept
+            except CheckpointError as error:
+                print(
+                    f"adascale: the state that the agent has kept in memory cannot be used: {error}",
+                    flush=True,
+                )
+                return self.load(own, wait=wait)
         return state
 
     @property

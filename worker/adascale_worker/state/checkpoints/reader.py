@@ -151,7 +151,7 @@ class _Regrouping:
         layouts = list(index.layouts)
         for number, (_, division, extent) in divided.items():
             layouts[number] = TensorLayout(layouts[number].dtype, division.part_shape(extent))
-        tensors = [torch.empty(layout.shape, dtype=layout.dtype) for layout in layouts]
+        tensors = [torch.empty(layout.shape, dtype=layout.dtype, device="cpu") for layout in layouts]
         unused = index.numbers_below(PREVIOUS_GRADIENT)
         whole = [number for number in range(len(layouts)) if number not in divided and number not in unused]
         for process, file in enumerate(self._files):
@@ -252,7 +252,7 @@ class _File:
         """Return the state, or the part of a process."""
         if count > 1:
             self.shards(process, count)
-        tensors = [torch.empty(each.shape, dtype=each.dtype) for each in self.layout.layouts]
+        tensors = [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in self.layout.layouts]
         self.read_into(
             target for number, tensor in enumerate(tensors) for target in self.whole(number, tensor)
         )

@@ -29,7 +29,7 @@ class Snapshot:
     def __init__(self) -> None:
         self._spec = b""
         self._layouts: Sequence[TensorLayout] = ()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._views: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -141,8 +141,8 @@ class Snapshot:
             return
         if not is_large_enough:
             # The old memory is released before more is allocated.
-            self._layouts, self._views, self._memory = (), [], torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
+            self._layouts, self._views, self._memory = (), [], torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._memory = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._layouts = layouts
         self._views = [
             self._memory[offset : offset + layout.bytes].view(layout.dtype).view(layout.shape)

@@ -18,27 +18,30 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from adascale_core.checkpoint_manifest import Manifest
+from adascale_core.names import SNAPSHOT_FILE
 from adascale_worker.errors import CheckpointError
-from adascale_worker.process.available_memory import available_memory
+from adascale_worker.process.available_memory import unused_memory
 from adascale_worker.process.package_version import package_version
 from adascale_worker.state import tree
 from adascale_worker.state.checkpoints.store import CheckpointInfo
 
 State = dict[str, Any]
+_LINK: Final = f"/memfd:{SNAPSHOT_FILE}"
+"""What the path of a file of the agent links to."""
 _HEADER: Final = struct.Struct("<QQQ")
 _HEADER_START: Final = 8
 _DATA_START: Final = 4096
 _BUFFERS: Final = 512
 """Of one call of the kernel, which takes at most 1024."""
-RESERVE: Final = 1.0
-"""Memory that must be left when memory for copies is taken, in parts of it: for the copy of a checkpoint, and
-what training needs more than at the beginning."""
+LARGEST_PART: Final = 0.25
+"""The largest part of the memory that training has never used, as far as known, that copies take."""
 MARGIN: Final = 0.1
 """Memory that must be left later on, in parts of a state."""
 
@@ -78,7 +81,11 @@ class KeptSnapshot:
         return number_of(self.info)
 
     def read(self) -> State:
-        """Return the state. Its tensors are copies."""
+        """Return the state. Its tensors are copies.
+
+        Raises:
+            CheckpointError: the copy is not complete.
+        """
         state: State = tree.unflatten(self.spec, self.place.read_tensors(tree.layouts(self.spec)))
         return state
 
@@ -97,21 +104,30 @@ class SnapshotMemory:
 
     Args:
         paths: of the files, which exist.
-        available: returns the bytes that can be used.
+        available: returns the bytes that can be used, and have not been used so far.
 
     Raises:
-        NoSnapshotMemoryError: a file cannot be opened.
+        NoSnapshotMemoryError: a file cannot be opened, or is not one that an agent has made.
     """
 
-    def __init__(self, paths: Sequence[str], available: Callable[[], float] = available_memory) -> None:
+    def __init__(self, paths: Sequence[str], available: Callable[[], float] = unused_memory) -> None:
         self._available = available
         try:
-            self._places = [_Place(os.open(path, os.O_RDWR | os.O_CLOEXEC)) for path in paths]
+            foreign = next((path for path in paths if not str(Path(path).readlink()).startswith(_LINK)), None)
+            self._places = (
+                [] if foreign else [_Place(os.open(path, os.O_RDWR | os.O_CLOEXEC)) for path in paths]
+            )
         except OSError as error:
             raise NoSnapshotMemoryError(
                 f"the memory of the agent cannot be opened ({error.strerror}): this program runs in another "
                 "container or as another user than its agent"
             ) from error
+        if foreign:
+            # The number of the agent is that of another process here.
+            raise NoSnapshotMemoryError(
+                f"{foreign} is not the memory of the agent: this program runs in another container than its "
+                "agent"
+            )
 
     def save(self, state: State, info: CheckpointInfo, result: dict[str, float | str]) -> None:
         """Copy a state in place of the older copy.
@@ -149,6 +165,11 @@ class SnapshotMemory:
         """Mark a copy as one that could be restored."""
         snapshot.place.condition = _Condition.VALID
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether there is a copy, or an incomplete one."""
+        return any(place.used for place in self._places)
+
     def release(self) -> None:
         """Delete all copies, and return the memory to the system."""
         for place in self._places:
@@ -156,7 +177,7 @@ class SnapshotMemory:
 
     def _require_memory(self, needed: int) -> None:
         growth = sum(max(needed - place.used, 0) for place in self._places)
-        required = growth * (1 + RESERVE) + needed * MARGIN
+        required = growth / LARGEST_PART + needed * MARGIN
         available = self._available()
         if available < required:
             raise NoSnapshotMemoryError(
@@ -178,7 +199,8 @@ class _Place:
     @property
     def condition(self) -> _Condition:
         """Whether the copy is complete."""
-        return _Condition(int.from_bytes(os.pread(self._descriptor, 1, 0), "little"))
+        found = int.from_bytes(os.pread(self._descriptor, 1, 0), "little")
+        return _Condition(found) if found in set(_Condition) else _Condition.INVALID
 
     @condition.setter
     def condition(self, condition: _Condition) -> None:
@@ -232,13 +254,19 @@ class _Place:
         return os.pread(self._descriptor, document_bytes, _DATA_START + data_bytes)
 
     def read_tensors(self, layouts: Sequence[tree.TensorLayout]) -> list[Tensor]:
-        """Return the tensors of the copy in new memory."""
+        """Return the tensors of the copy in new memory.
+
+        Raises:
+            CheckpointError: the file is too short.
+        """
         tensors, position = [], _DATA_START
         for layout in layouts:
-            tensor = torch.empty(layout.shape, dtype=layout.dtype)
+            tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
             memory = _bytes_of(tensor)
             while memory:
                 count = os.preadv(self._descriptor, [memory], position)
+                if not count:
+                    raise CheckpointError("it is shorter than it was when it was written")
                 position, memory = position + count, memory[count:]
             tensors.append(tensor)
         return tensors
