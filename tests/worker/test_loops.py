@@ -145,11 +145,18 @@ def test_a_second_scheduler_of_the_optimizer_is_refused_on_two_replicas() -> Non
     require_refused(run("two schedulers", replicas=2), f"adascale: {message}.*a CosineAnnealingLR")
 
 
+def messages(output: str) -> list[str]:
+    """Return the messages of ours, except that a replica is slow, as one can be beside other programs."""
+    return [
+        line for line in output.splitlines() if "adascale" in line and " is slow: in each step " not in line
+    ]
+
+
 @pytest.mark.slow
 def test_parameters_that_are_unfrozen_later_are_trained() -> None:
     output = require_trained(run("unfreezes", replicas=2))
     assert "Warning" not in output
-    assert "adascale" not in output
+    assert not messages(output)
 
 
 @pytest.mark.slow
@@ -322,7 +329,7 @@ SKIPPING_LOOPS = (
 def test_a_correct_loop_trains_without_a_warning(loop: str, replicas: int) -> None:
     output = require_trained(run(loop, replicas))
     assert "Warning" not in output
-    assert "adascale" not in output
+    assert not messages(output)
 
 
 # -- weights that are not finite ------------------------------------------------------------------------

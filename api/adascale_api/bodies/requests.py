@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from adascale_api.bodies.field_types import (
     NO_NUL,
@@ -167,22 +167,13 @@ class AllocationBody(RequestBody):
     spares: ReplicasOrZero = Field(
         default=0,
         description="The number of replicas beyond them that are started and wait to take the places of lost "
-        "ones.",
+        f"ones. Without replicas there are none, and both together are at most {MAX_REPLICAS}.",
     )
     failed: bool = Field(default=False, description="Whether the job has failed, and so gets no replicas.")
 
     def to_allocation(self) -> Allocation:
         """Return the allocation as a message of the core."""
         return Allocation(**self.__dict__)
-
-    @model_validator(mode="after")
-    def _spares_of_replicas(self) -> "AllocationBody":
-        if self.spares and not 0 < self.replicas <= MAX_REPLICAS - self.spares:
-            raise ValueError(
-                f"spares need replicas, and both together are at most {MAX_REPLICAS}, got {self.replicas} "
-                f"replicas and {self.spares} spares"
-            )
-        return self
 
 
 class RegistrationBody(RequestBody):

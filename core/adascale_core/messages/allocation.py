@@ -8,7 +8,7 @@ from typing import Any, Self
 from adascale_core.batch.plans import is_valid_replicas
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.message import Message
-from adascale_core.names import HEARTBEAT_INTERVAL
+from adascale_core.names import HEARTBEAT_INTERVAL, MAX_REPLICAS
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Allocation(Message):
 
     @property
     def indices(self) -> range:
-        """The indices of the replicas that are started. Any of them may train."""
-        return range(self.replicas + self.spares)
+        """The indices of the replicas that are started. Without replicas there are no spares."""
+        return range(min(self.replicas + self.spares, MAX_REPLICAS) if self.replicas else 0)
 
 
 @dataclass(frozen=True)
