@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from adascale_core.messages.allocation import Allocation
 from support.certificates import TlsFiles
 from support.fast_python import Program
 from support.launch import wait_until
@@ -88,7 +89,7 @@ class Service:
 
     def allocate(self, generation: int, replicas: int, spares: int = 0) -> None:
         """Set an allocation, as the controller does."""
-        self.call("PUT", "/allocation", {"generation": generation, "replicas": replicas, "spares": spares})
+        self.call("PUT", "/allocation", Allocation(generation, replicas, spares=spares).to_json())
 
     def job(self) -> dict[str, Any]:
         """Return the stored job."""
