@@ -328,6 +328,7 @@ def test_unset_fields_get_their_defaults(shared: Jobs) -> None:
         efficiencyTarget=names.DEFAULT_EFFICIENCY_TARGET,
         suspend=False,
         backoffLimit=names.DEFAULT_BACKOFF_LIMIT,
+        spareReplicas=0,
         maxRestartsWithoutProgress=names.DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS,
         checkpoint={"intervalSeconds": names.DEFAULT_CHECKPOINT_INTERVAL},
     )
@@ -637,7 +638,7 @@ def test_kubectl_get_shows_the_status(api_client: client.ApiClient, jobs: Jobs, 
         ("Name", "digits"), ("State", "Running"), ("Reason", "Training"), ("Replicas", 2), ("Desired", 4),
         ("Batch", 64), ("Gain", 1.84), ("Efficiency", "92%"), ("Progress", "45%"), ("Restarts", 3),
         ("Queue", None), ("Accelerator", "NVIDIA-H100-80GB-HBM3"), ("Extra", None),
-        ("Message", "on 2 replicas"),
+        ("Spares", None), ("Message", "on 2 replicas"),
     ]  # fmt: skip
 
 
