@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.decision.accelerators import TypeOptions, choose_types
+from adascale_core.decision.accelerators import TypeOptions, admit
 from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Demand, Node
@@ -91,12 +91,12 @@ BOTH = {"H200": H200, "L4": L4}
     ],
 )
 def test_the_type_of_each_job(jobs: list[TypeOptions], chosen: list[str]) -> None:
-    found = choose_types(jobs, [*H200, *L4, *nodes_of("l4-more", [2])])
+    found = admit(jobs, [*H200, *L4, *nodes_of("l4-more", [2])])[0]
     assert [found[each.job] for each in jobs] == chosen
 
 
 def test_a_job_without_options_has_no_type() -> None:
-    assert choose_types([TypeOptions("a", {}, {})], H200) == {}
+    assert admit([TypeOptions("a", {}, {})], H200)[0] == {}
 
 
 sizes = st.lists(st.integers(0, 4), max_size=4)
@@ -127,8 +127,8 @@ def test_a_job_gets_a_type_where_it_fits_beside_earlier_jobs(
 ) -> None:
     cluster, jobs = drawn
     nodes = [node for group in cluster.values() for node in group]
-    chosen = choose_types(jobs, reversed(nodes))
-    assert chosen == choose_types(jobs, nodes), "it does not depend on the order of the nodes"
+    chosen = admit(jobs, reversed(nodes))[0]
+    assert chosen == admit(jobs, nodes)[0], "it does not depend on the order of the nodes"
     room = {kind: sum(node.free[GPU] for node in group) for kind, group in cluster.items()}
     free = dict(room)
     for each in jobs:
@@ -149,7 +149,7 @@ def test_the_jobs_of_each_type_are_decided_separately(
 ) -> None:
     cluster, jobs = drawn
     nodes = [node for group in cluster.values() for node in group]
-    chosen = choose_types(jobs, nodes)
+    chosen = admit(jobs, nodes)[0]
     demands = {each.job: each.demands[chosen[each.job]] for each in jobs}
     states = [
         replace(

@@ -48,32 +48,24 @@ class TypeOptions:
     states: Mapping[str, JobState] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def choose_types(jobs: Sequence[TypeOptions], nodes: Iterable[Node]) -> dict[str, str]:
-    """Return the type of accelerator of each job that has any option, by job id, without comparing types.
-
-    A job stays on its present type if that can hold its smallest count, or if no other type can. Any other
-    job gets the type on which an equal share of the nodes is largest (replicas that fit on the empty nodes,
-    divided by the jobs on that type and this one), among those on which its smallest count fits beside the
-    smallest counts of the jobs before it; of equal types, the first by name. If its smallest count fits on
-    no type, it gets the type with the largest share, and waits.
-
-    Args:
-        jobs: all jobs, in the order of their arrival.
-        nodes: all nodes.
-    """
-    return admit(jobs, nodes)[0]
-
-
 def admit(
     jobs: Sequence[TypeOptions],
     nodes: Iterable[Node],
     preferred: Mapping[str, str] | None = None,
     capacity: NodeCapacity | None = None,
 ) -> tuple[dict[str, str], set[str]]:
-    """Return what `choose_types` returns, and the jobs that wait because their smallest count does not fit.
+    """Return the type of accelerator of each job, and the jobs that wait: their smallest count does not fit.
+
+    A job stays on its present type if that can hold its smallest count, or if no other type can. Any other
+    job gets the type on which an equal share of the nodes is largest (replicas that fit on the empty nodes,
+    divided by the jobs on that type and this one), among those on which its smallest count fits beside the
+    smallest counts of the jobs before it; of equal types, the first by name. If its smallest count fits on
+    no type, it gets the type with the largest share, and waits. Types are not compared here: `TypeChoice`
+    does that.
 
     Args:
-        jobs, nodes: as for `choose_types`.
+        jobs: all jobs, in the order of their admission. Those without options get no type.
+        nodes: all nodes.
         preferred: job id -> the type that a job gets if it fits there, even if it runs on another.
         capacity: `typed_capacity(jobs, nodes)`, if it is known.
     """
