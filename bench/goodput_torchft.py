@@ -9,10 +9,9 @@ import os
 from datetime import timedelta
 
 import goodput_model
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+import torchft_manager
 from torchft import (  # type: ignore[import-not-found]
     DistributedDataParallel,
-    Manager,
     Optimizer,
     ProcessGroupGloo,
 )
@@ -21,26 +20,7 @@ REPLICA, REPLICAS = int(os.environ["REPLICA"]), int(os.environ["BENCH_REPLICAS"]
 timeout = timedelta(seconds=float(os.environ["BENCH_TIMEOUT"]))
 model, sgd = goodput_model.make()
 records = goodput_model.Records(model)
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def load_state_dict(state):  # type: ignore[no-untyped-def]
-    model.load_state_dict(state["model"])
-    sgd.load_state_dict(state["optimizer"])
-
-
-manager = Manager(
-    pg=ProcessGroupGloo(timeout=timeout),
-    min_replica_size=1,
-    load_state_dict=load_state_dict,
-    state_dict=lambda: {"model": model.state_dict(), "optimizer": sgd.state_dict()},
-    replica_id=f"bench-{REPLICA}",
-    rank=0,
-    world_size=1,
-    store_addr="127.0.0.1",
-    store_port=store.port,
-    timeout=timeout,
-)
+manager = torchft_manager.make(model, sgd, ProcessGroupGloo(timeout=timeout), timeout)
 ddp = DistributedDataParallel(manager, model)
 optimizer = Optimizer(manager, sgd)
 replicas = 0

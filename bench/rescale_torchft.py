@@ -17,12 +17,11 @@ from pathlib import Path
 
 import rescale_model
 import torch
+import torchft_manager
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchft import (  # type: ignore[import-not-found]
     DistributedDataParallel,
-    Manager,
     Optimizer,
     ProcessGroupGloo,
     ProcessGroupNCCL,
@@ -34,26 +33,8 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 model, sgd = rescale_model.make(STATE)
 model.to(device)
 group = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def load_state_dict(state):  # type: ignore[no-untyped-def]
-    model.load_state_dict(state["model"])
-    sgd.load_state_dict(state["optimizer"])
-
-
-manager = Manager(
-    pg=group(timeout=timedelta(seconds=60)),
-    min_replica_size=1,
-    load_state_dict=load_state_dict,
-    state_dict=lambda: {"model": model.state_dict(), "optimizer": sgd.state_dict()},
-    replica_id=f"bench-{os.environ['REPLICA']}",
-    rank=0,
-    world_size=1,
-    store_addr="127.0.0.1",
-    store_port=store.port,
-    timeout=timedelta(seconds=60),
-)
+timeout = timedelta(seconds=60)
+manager = torchft_manager.make(model, sgd, group(timeout=timeout), timeout)
 ddp = DistributedDataParallel(manager, model)
 optimizer = Optimizer(manager, sgd)
 lines = (Path(os.environ["BENCH_FOLDER"]) / f"steps-{os.getpid()}").open("a", buffering=1)
