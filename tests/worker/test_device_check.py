@@ -141,7 +141,7 @@ def test_a_device_is_checked_with_any_algorithms_and_the_mode_of_the_program_sta
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In the modes 1 and 2, cuBLAS warns and refuses, unless it is told how to be deterministic."""
+    """Without CUBLAS_WORKSPACE_CONFIG, a product with cuBLAS warns in mode 1 and fails in mode 2."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     modes: set[int] = set()
 
