@@ -475,6 +475,7 @@ def test_bounds_may_allow_a_single_size() -> None:
         (BatchBounds(7), 2, 6, ["2 to 6", "batch_size 7"]),
         (BatchBounds(7, None, (2, 6)), 1, 1, ["1 to 1", "batch_size 7", "2 to 6"]),
         (BatchBounds(8, 16, (9, 32)), 1, 4, ["1 to 4", "max_batch_size 16", "9 to 32"]),
+        (BatchBounds(2, local_bsz_limit=1, processes=2), 1, 1, ["at most 1", "no count is valid"]),
         (BatchBounds(8, 16), 4, 2, ["minReplicas 4 is greater than maxReplicas 2"]),
     ],
 )

@@ -275,7 +275,11 @@ def valid_replicas(bounds: BatchBounds, limit: int) -> list[int]:
     if bounds.processes > 1:
         return valid_replicas(bounds.per_process(), limit)
     if not bounds.elastic:
-        return [count for count in _divisors(bounds.batch_size) if count <= limit]
+        return [
+            count
+            for count in _divisors(bounds.batch_size)
+            if count <= limit and is_valid_replicas(bounds, count)
+        ]
     largest = _max_replicas(bounds)
     limit = limit if largest is None else min(limit, largest)
     return [count for count in range(1, limit + 1) if is_valid_replicas(bounds, count)]
@@ -333,13 +337,13 @@ def _describe(bounds: BatchBounds) -> str:
 def _describe_valid(bounds: BatchBounds) -> str:
     processes = bounds.processes
     bounds = bounds.per_process()
+    if bounds.upper is not None and bounds.upper < bounds.lower:
+        return "no count is valid"
     if not bounds.elastic:
         counts = _divisors(bounds.batch_size)
         listed = ", ".join(str(count) for count in counts[:8])
         share = "batch_size" if processes == 1 else f"batch_size / {processes}"
         return f"valid are the divisors of {share}, {listed}{', ...' if len(counts) > 8 else ''}"
-    if bounds.upper is not None and bounds.upper < bounds.lower:
-        return "no count is valid"
     first, last = 1 if is_valid_replicas(bounds, 1) else 2, _max_replicas(bounds)
     if last is None:
         return f"valid are {first} and more"
