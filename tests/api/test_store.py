@@ -83,7 +83,8 @@ def sqlite_store(tmp_path: Path) -> Iterator[Store]:
 
 
 def new_job_id() -> str:
-    return f"store.job-{next(numbers)}"
+    """Return the id of a job in a namespace of its own, which has a limited number of undeclared jobs."""
+    return f"store-{next(numbers):06}.job"
 
 
 def instructions(transaction: Transaction, run: Callable[[], object]) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_core.batch.gain import GradientEstimate
+from adascale_core.decision.deadline import DeadlineOutlook
 from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_state import JobState
@@ -113,6 +116,27 @@ def test_the_smallest_count_that_meets_a_deadline(state: JobState, sufficient: i
     outlook = JobUtility.of(state).deadline_outlook(NOW)
     assert outlook is not None
     assert outlook.sufficient == sufficient
+
+
+@pytest.mark.parametrize(
+    ("left", "sufficient", "seconds_to_change"),
+    [
+        (600.5, 1, 0.5),
+        (600.0, 1, 0.0),
+        (599.0, 2, 299.0),
+        (300.0, 2, 0.0),
+        # the fastest is tried while it may be predicted too high by a factor of 1.2
+        (299.0, 2, 49.0),
+        (250.0, 2, 0.0),
+        (249.0, None, inf),
+    ],
+)
+def test_a_count_meets_a_deadline_until_the_change_that_is_foretold(
+    left: float, sufficient: int | None, seconds_to_change: float
+) -> None:
+    outlook = DeadlineOutlook(left, (1, 2), np.array([[600.0, 300.0]] * 2), 2)
+    assert outlook.sufficient == sufficient
+    assert outlook.next_change() == seconds_to_change
 
 
 @pytest.mark.parametrize(

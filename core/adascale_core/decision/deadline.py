@@ -89,7 +89,7 @@ class DeadlineOutlook:
         If none does, the fastest counts are tried until they would miss it by more than the uncertainty.
         """
         shortest = self.shortest[0]
-        return shortest if self.left < shortest <= self.left * UNCERTAINTY else self.left
+        return shortest if shortest / UNCERTAINTY <= self.left < shortest else self.left
 
     @property
     def worth(self) -> float:
@@ -113,6 +113,6 @@ class DeadlineOutlook:
         return met
 
     def next_change(self) -> float:
-        """Return the seconds until another count misses the deadline; infinite if all do."""
+        """Return the seconds after which another count misses the deadline; infinite if all do."""
         slack = np.append(self.left - self.seconds, self.left - self.shortest[0] / UNCERTAINTY)
         return float(slack[slack >= 0].min(initial=np.inf))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, nextafter
 from typing import Self
 
 from adascale_core.decision.accelerators import Accelerator
@@ -186,7 +186,9 @@ class DecisionProblem:
         """Return the first moment after `now` at which time alone may change the decision, or infinity."""
         moments = [change_allowed_at(utility.job) for utility in self.queue]
         outlooks = (utility.deadline_outlook(now) for utility in self.queue)
-        moments += [now + outlook.next_change() for outlook in outlooks if outlook is not None]
+        # A count that meets a deadline exactly now misses it a moment later.
+        soonest = nextafter(now, inf)
+        moments += [max(now + outlook.next_change(), soonest) for outlook in outlooks if outlook is not None]
         return min((moment for moment in moments if moment > now), default=inf)
 
     def decide(self, now: float) -> dict[str, Decision]:
