@@ -28,8 +28,8 @@ Contenders:
 
 Counted from what the processes record, in --seconds, which begin when all replicas have made 10 steps:
 
-- goodput: samples that are in a step that was made, each once, per second, relative to the time before the
-  first loss, in which nothing is lost;
+- goodput: samples that are in a step that was made, each once, per second, relative to the same run without
+  losses if `none` is among --schedules, and otherwise to the time before the first loss;
 - lost: samples that are in no step, though later ones are; repeated: how often samples were in a step again.
   A process that is killed may have sent its gradients before, so its step counts if another one has made it;
 - still: the longest time between two steps, less the usual one;
@@ -259,6 +259,9 @@ def by_torchrun(folder: Path, options: Options) -> Iterator[Poll]:
         "BENCH_CHECKPOINTS": str(folder / "checkpoints"),
         "BENCH_CHECKPOINT_STEPS": str(steps),
         "BENCH_TIMEOUT": str(TORCHRUN_TIMEOUT),
+        # With the store of torchrun (torch 2.15), processes that are started again find the addresses of
+        # those before them, and training never goes on.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1000"),
@@ -397,13 +400,19 @@ def inject(fault: Fault, records: Path) -> tuple[int, ...]:
 # -- what the records show --------------------------------------------------------------------------------
 
 
-def summary(run: Run, replicas: int) -> dict[str, Any]:
-    """Return what a run has shown: see the text of this program."""
+def summary(run: Run, replicas: int, undisturbed: float | None = None) -> dict[str, Any]:
+    """Return what a run has shown: see the text of this program.
+
+    Args:
+        run: what its processes have recorded.
+        replicas: their number.
+        undisturbed: samples per second without losses; None for those before the first loss.
+    """
     lost = {pid for _, fault, pids in run.faults if fault.kind != "slow" for pid in pids}
     made = made_steps(run.steps, lost)
     times, counts = curve(run, made)
     first = run.faults[0][0] - run.begun if run.faults else run.seconds
-    undisturbed = samples_until(first, times, counts) / first
+    undisturbed = undisturbed or samples_until(first, times, counts) / first
     before = [step for step in made if run.begun <= step.ended <= run.begun + first]
     usual = median([later - earlier for earlier, later in pairwise(ends(before))])
     rate = samples_until(run.seconds, times, counts) / run.seconds
@@ -585,7 +594,7 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, help="the picture to write")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends the processes, too.
-    schedules = arguments.schedules.split(",")
+    schedules = sorted(arguments.schedules.split(","), key=lambda name: name != "none")
     if unknown := set(schedules) - {*KINDS, "all", "none"}:
         parser.error(f"--schedules are {', '.join(KINDS)}, all and none, got {', '.join(sorted(unknown))}")
     step_seconds = arguments.step_seconds or STEP_SECONDS[arguments.state]
@@ -631,7 +640,8 @@ def main() -> None:
         for name in names:
             run = run_one(name, faults, lambda _, passed: passed >= arguments.seconds)
             runs[each, name] = run
-            results.setdefault(each, {})[name] = summary(run, options.replicas)
+            without = results.get("none", {}).get(name, {}).get("samples per second")
+            results.setdefault(each, {})[name] = summary(run, options.replicas, without)
             print(table({each: {name: results[each][name]}}), file=sys.stderr, flush=True)
             save(results, arguments)
     # The weights do not depend on time.

@@ -21,8 +21,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Nothing is asserted about speed, so an example of a property may take any time. CI tries the same examples each
-# time, so that it fails because of a change, and not by chance; runs elsewhere look for new ones.
+# Nothing is asserted about speed, so an example of a property may take any time. CI tries the same examples
+# each time, so that it fails because of a change, and not by chance; runs elsewhere look for new ones.
 settings.register_profile(
     "without-deadline",
     settings.get_profile("default"),
