@@ -210,8 +210,9 @@ removes them from the environment of trainers, and the adapters of frameworks do
 # -- defaults of settings -------------------------------------------------------------------------------
 
 DEFAULT_EFFICIENCY_TARGET = 0.5
-DEFAULT_FAIRNESS = 0.0
-"""Of the weights of jobs in the decision: 0 for short jobs first, 1 for equal weights."""
+DEFAULT_FAIRNESS, DEFAULT_FAIRNESS_ACROSS_TYPES = 0.0, 0.5
+"""Of the weights of jobs in the decision: 0 for short jobs first, 1 for equal weights. The second is used if
+jobs may run on several types of accelerators."""
 DEFAULT_BACKOFF_LIMIT = 3
 DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS = 10
 """Restarts after losses, since the last step, after which a job fails."""

@@ -321,10 +321,19 @@ def test_explanations_take_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) 
     assert [len(scheduler.explain()) for _ in range(3)] == [MAX_JOBS, 0, 0]
 
 
-@pytest.mark.parametrize(("fairness", "weights"), [(0.0, [0.5, 1.5]), (1.0, [1.0, 1.0])])
-@pytest.mark.parametrize("cluster", [None, nodes_of_types("h200", "l4")], ids=["no nodes", "two types"])
+@pytest.mark.parametrize(
+    ("cluster", "fairness", "weights"),
+    [
+        (None, None, [0.5, 1.5]),
+        (None, 0.0, [0.5, 1.5]),
+        (None, 1.0, [1.0, 1.0]),
+        (nodes_of_types("h200", "l4"), None, [0.75, 1.25]),
+        (nodes_of_types("h200", "l4"), 0.0, [0.5, 1.5]),
+        (nodes_of_types("h200", "l4"), 1.0, [1.0, 1.0]),
+    ],
+)
 def test_the_weights_of_jobs_follow_the_fairness_of_the_operator(
-    fairness: float, weights: Sequence[float], cluster: Nodes | None
+    cluster: Nodes | None, fairness: float | None, weights: Sequence[float]
 ) -> None:
     scheduler = Scheduler(fairness=fairness)
     scheduler.set_resources(cluster, ())

@@ -64,7 +64,11 @@ def test_the_weights_among_the_jobs_of_all_types() -> None:
         )
         for name, remaining in (("short", 1e4), ("long", 1e6))
     ]
-    assert TypeChoice.of(jobs, nodes, NOW).weights == {"short": 1.5, "long": 0.5}
+    by_default = TypeChoice.of(jobs, nodes, NOW).weights
+    assert (
+        by_default == TypeChoice.of(jobs, nodes, NOW, fairness=0.5).weights == {"short": 1.25, "long": 0.75}
+    )
+    assert TypeChoice.of(jobs, nodes, NOW, fairness=0.0).weights == {"short": 1.5, "long": 0.5}
     assert TypeChoice.of(jobs, nodes, NOW, fairness=1.0).weights == {"short": 1.0, "long": 1.0}
 
 

@@ -115,7 +115,7 @@ def operator(
             "the fewest of a job, or one step of growth. spec.requestNodes of a job takes precedence.",
         ),
     ] = False,
-    fairness: Fairness = names.DEFAULT_FAIRNESS,
+    fairness: Fairness = None,
     no_fs_group: Annotated[
         bool,
         typer.Option(

@@ -39,7 +39,6 @@ from adascale_controller.simulation.recording import read_recording, record
 from adascale_controller.simulation.results import Results
 from adascale_controller.simulation.results_table import render_results
 from adascale_controller.simulation.sia import Sia
-from adascale_core.names import DEFAULT_FAIRNESS
 
 MAX_SECONDS = 86400.0
 """The largest restart, interval and preparation that can be simulated."""
@@ -147,7 +146,7 @@ def simulate_workload(
             help="adascale, tiresias, optimus, fcfs, equal, sia, edf or elasticflow.",
         ),
     ] = PolicyName.ADASCALE,
-    fairness: Fairness = DEFAULT_FAIRNESS,
+    fairness: Fairness = None,
     deadlines: Annotated[
         str | None,
         typer.Option(
@@ -196,7 +195,7 @@ def simulate_workload(
             f"{policy} knows no types of accelerators: leave out --cluster, or use adascale or sia",
             param_hint="--policy",
         )
-    if fairness != DEFAULT_FAIRNESS and policy is not PolicyName.ADASCALE:
+    if fairness is not None and policy is not PolicyName.ADASCALE:
         raise typer.BadParameter(
             f"it is a setting of the policy adascale, and {policy} has none: leave it out",
             param_hint="--fairness",
@@ -300,7 +299,7 @@ def _require_room(submissions: Sequence[Submission], settings: Settings, policy:
         )
 
 
-def _policy(name: PolicyName, placement: PlacementMode, fairness: float) -> Policy:
+def _policy(name: PolicyName, placement: PlacementMode, fairness: float | None) -> Policy:
     match name:
         case PolicyName.ADASCALE:
             return AdaScalePolicy(placement, fairness)

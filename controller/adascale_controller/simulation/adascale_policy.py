@@ -19,7 +19,6 @@ from adascale_core.decision.type_choice import TypeChoice
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.reports import StepTime
-from adascale_core.names import DEFAULT_FAIRNESS
 from adascale_core.performance.batched_fit import fit_all
 from adascale_core.performance.goodput_table import PlanGrid, goodputs
 from adascale_core.performance.throughput import StepTimeModel
@@ -35,11 +34,11 @@ class AdaScalePolicy:
 
     Args:
         placement: how new replicas are placed.
-        fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`).
+        fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`); None for the default.
     """
 
     def __init__(
-        self, placement: PlacementMode = PlacementMode.PACKED, fairness: float = DEFAULT_FAIRNESS
+        self, placement: PlacementMode = PlacementMode.PACKED, fairness: float | None = None
     ) -> None:
         self._placement = placement
         self._fairness = fairness

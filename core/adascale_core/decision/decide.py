@@ -105,7 +105,7 @@ class DecisionProblem:
         before: Iterable[DecisionProblem] = (),
         choice: TypeChoice | None = None,
         *,
-        fairness: float = DEFAULT_FAIRNESS,
+        fairness: float | None = None,
     ) -> Self:
         """Return the problem.
 
@@ -135,7 +135,7 @@ class DecisionProblem:
                 before=known,
             ),
             None if choice is None else choice.weights,
-            fairness,
+            DEFAULT_FAIRNESS if fairness is None else fairness,
         )
         return cls(queue, bound, valid, slots, [each for problem in before for each in problem.solutions])
 
@@ -147,7 +147,7 @@ class DecisionProblem:
         before: Iterable[DecisionProblem] = (),
         choice: TypeChoice | None = None,
         *,
-        fairness: float = DEFAULT_FAIRNESS,
+        fairness: float | None = None,
     ) -> list[Self]:
         """Return the problems that can be solved one by one, because their jobs share no node.
 
@@ -205,7 +205,7 @@ class DecisionProblem:
 
 
 def decide(
-    jobs: Iterable[JobState], capacity: int | Capacity, now: float, *, fairness: float = DEFAULT_FAIRNESS
+    jobs: Iterable[JobState], capacity: int | Capacity, now: float, *, fairness: float | None = None
 ) -> dict[str, Decision]:
     """Return the replica count of every job.
 
@@ -213,7 +213,7 @@ def decide(
         jobs: all jobs that may run.
         capacity: how many replicas fit, or what they have to fit into, including those that run already.
         now: the time, in seconds on the clock of `JobState.stable_since`.
-        fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`).
+        fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`); None for `DEFAULT_FAIRNESS`.
 
     Returns:
         job id -> decision. A count is valid for its job, or 0. All counts fit at the same time.

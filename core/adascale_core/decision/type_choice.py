@@ -33,7 +33,7 @@ from adascale_core.decision.job_utility import (
     weighted,
     weights_by_size,
 )
-from adascale_core.names import DEFAULT_FAIRNESS
+from adascale_core.names import DEFAULT_FAIRNESS_ACROSS_TYPES
 from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Node
 
@@ -73,7 +73,7 @@ class TypeChoice:
         now: float,
         before: TypeChoice | None = None,
         *,
-        fairness: float = DEFAULT_FAIRNESS,
+        fairness: float | None = None,
     ) -> TypeChoice:
         """Return the types of the highest total utility that is found.
 
@@ -82,10 +82,12 @@ class TypeChoice:
             nodes: all nodes.
             now: the time, in seconds on the clock of `JobState.stable_since`.
             before: of the decision before. What is the same is not computed again.
-            fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`).
+            fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`); None for
+                `DEFAULT_FAIRNESS_ACROSS_TYPES`.
         """
         if all(len(job.states) < 2 for job in jobs):
             return cls(admit(jobs, nodes)[0])
+        fairness = DEFAULT_FAIRNESS_ACROSS_TYPES if fairness is None else fairness
         capacity = typed_capacity(jobs, nodes)
         types, waiting = admit(jobs, nodes, capacity=capacity)
         market = _Market.of(jobs, capacity, now, {} if before is None else before.known, fairness)

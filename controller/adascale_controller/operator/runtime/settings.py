@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adascale_controller.operator.types.workload import PodSettings
-from adascale_core.names import DEFAULT_ACCELERATOR_LABEL, DEFAULT_FAIRNESS
+from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class OperatorSettings:
             not distinguished.
         request_nodes: whether replicas that do not fit are requested, so that an autoscaler adds nodes, where
             the spec of a job does not say.
-        fairness: of the weights of jobs in the decision, from 0 (short jobs first) to 1 (equal weights).
+        fairness: of the weights of jobs in the decision, from 0 (short jobs first) to 1 (equal weights); None
+            for the default, which depends on the types of accelerators.
         fs_group: whether volumes get a group that may write to them, where a template sets none.
         tls_secret: namespace and name of the Secret with the certificate of the metrics service and that of
             its authority. None if it has no TLS, or a certificate of an authority of the system.
@@ -42,7 +43,7 @@ class OperatorSettings:
     liveness: str | None = None
     accelerator_label: str = DEFAULT_ACCELERATOR_LABEL
     request_nodes: bool = False
-    fairness: float = DEFAULT_FAIRNESS
+    fairness: float | None = None
     fs_group: bool = True
     tls_secret: tuple[str, str] | None = None
     tls_external: bool = False

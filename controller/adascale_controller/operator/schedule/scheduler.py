@@ -38,7 +38,7 @@ from adascale_core.decision.accelerators import Accelerator
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.type_choice import TypeChoice
-from adascale_core.names import DEFAULT_ACCELERATOR_LABEL, DEFAULT_FAIRNESS
+from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.placement.packing import Demand
 from adascale_core.views.decision import DecisionView, LimitKind, LimitView
 
@@ -114,7 +114,8 @@ class Scheduler:
             not distinguished.
         request_nodes: whether replicas that do not fit are requested for an autoscaler, where the spec of a
             job does not say.
-        fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`).
+        fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`); None for the default, which depends
+            on the types of accelerators.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Scheduler:
         accelerator_label: str = DEFAULT_ACCELERATOR_LABEL,
         *,
         request_nodes: bool = False,
-        fairness: float = DEFAULT_FAIRNESS,
+        fairness: float | None = None,
     ) -> None:
         self._accelerator_label = accelerator_label
         self._request_nodes = request_nodes
