@@ -107,6 +107,26 @@ def test_extra_pods_are_not_made_and_may_be_deleted_while_the_job_of_the_others_
     assert "deletionTimestamp" in world.objects[Resource.JOBS]["digits-extra"]["metadata"]
 
 
+def test_a_namespace_is_prepared_before_each_job_that_has_pods_is_created() -> None:
+    world, prepared = World(), list[tuple[str, list[str]]]()
+
+    async def prepare(namespace: str) -> None:
+        prepared.append((namespace, list(world.objects[Resource.JOBS])))
+
+    applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator", before_pods=prepare)
+    resource = job((1, 2), opportunistic=OpportunisticSettings("spare"))
+    template = {"spec": {"containers": [{"name": "worker"}]}}
+    workload = Workload(
+        "digits", "team", "job-uid", resource.valid_job, template, 0, PodSettings("http://api")
+    )
+    lacking = observed(resource, view((1, 2)), workload=workload)
+    actions = Actions(
+        {}, status_changed=False, telemetry_changed=False, create_indexed_job=1, create_extra_job=1
+    )
+    asyncio.run(applier.apply(lacking, actions))
+    assert prepared == [("team", []), ("team", ["digits"])]
+
+
 def telemetry_of(world: World, name: str) -> ObservedJob:
     """Return a job that trains, whose AdaScaleJob is in the cluster."""
     raw = world.create(Resource.ADASCALEJOBS, {"metadata": {"name": name}, "spec": {}})

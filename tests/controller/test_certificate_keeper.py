@@ -97,6 +97,14 @@ def test_missing_certificates_are_made(made: Fixture) -> None:
     assert made.secret(AUTHORITY, "tls.key") not in made.secret(SERVER, "tls.key")
 
 
+def test_the_authority_is_published_to_a_namespace_once(made: Fixture) -> None:
+    made.refresh()
+    for expected in ({("new", names.AUTHORITY)}, set()):
+        made.cluster.config_maps.clear()
+        asyncio.run(made.keeper.publish_to("new"))
+        assert set(made.cluster.config_maps) == expected
+
+
 def test_certificates_that_are_valid_are_kept_also_by_the_next_operator(made: Fixture) -> None:
     made.refresh()
     before = dict(made.cluster.secrets)

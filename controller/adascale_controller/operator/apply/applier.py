@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from heapq import nsmallest
 
@@ -41,6 +41,7 @@ TELEMETRY_BURST = 20
 
 
 OnStored = Callable[[str, Callable[[JobView], bool]], None]
+BeforePods = Callable[[str], Awaitable[None]]
 OnWritten = Callable[[Resource, ApiObject, bool], None]
 
 
@@ -70,6 +71,7 @@ class Applier:
         identity: the name of the operator in its Events.
         on_stored: is called after a write to the metrics service, with the id of the job, and with a function
             that returns whether a view of the job has what was written.
+        before_pods: is awaited with a namespace, before something in it is created that has pods.
     """
 
     def __init__(
@@ -79,12 +81,14 @@ class Applier:
         on_written: OnWritten,
         identity: str,
         on_stored: OnStored = lambda _job_id, _has_written: None,
+        before_pods: BeforePods | None = None,
     ) -> None:
         self._cluster = cluster
         self._service = service
         self._on_written = on_written
         self._identity = identity
         self._on_stored = on_stored
+        self._before_pods = before_pods
         self._status_written_at: dict[str, float] = {}
         self._telemetry_until = float("-inf")
         """Until when the writes of telemetry so far use up their rate, in seconds since 1970."""
@@ -316,6 +320,8 @@ class Applier:
             adopts=actions.adopts_pods,
             extra=extra,
         )
+        if self._before_pods is not None:
+            await self._before_pods(observed.resource.namespace)
         try:
             created = await self._cluster.create_indexed_job(manifest)
         except ClusterError as error:

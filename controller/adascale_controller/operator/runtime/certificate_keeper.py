@@ -122,27 +122,34 @@ class CertificateKeeper:
 
     async def publish(self) -> None:
         """Write the certificate of the authority to the namespaces that may lack it."""
-        now = self._clock()
         wanted = {self._namespace, *self._namespaces()}
         self._publish_at = {each: at for each, at in self._publish_at.items() if each in wanted}
         for namespace in sorted(wanted):
-            if 0 < self._publish_at.get(namespace, now) - now <= PUBLISH_INTERVAL:
-                continue
-            manifest = {
-                "apiVersion": "v1",
-                "kind": "ConfigMap",
-                "metadata": {"name": names.AUTHORITY, "namespace": namespace, "labels": _LABELS},
-                "data": {names.AUTHORITY_FILE: self._authority.decode()},
-            }
-            delay = PUBLISH_INTERVAL
-            try:
-                await self._cluster.apply_config_map(manifest)
-            except ClusterError as error:
-                delay = RETRY_INTERVAL
-                logger.warning(
-                    "Pods in namespace %s wait for ConfigMap %s: %s", namespace, names.AUTHORITY, error
-                )
-            self._publish_at[namespace] = now + delay
+            await self.publish_to(namespace)
+
+    async def publish_to(self, namespace: str) -> None:
+        """Write the certificate of the authority to a namespace, if it may lack it.
+
+        If that fails, it is tried again later: pods wait for it.
+        """
+        now = self._clock()
+        if 0 < self._publish_at.get(namespace, now) - now <= PUBLISH_INTERVAL:
+            return
+        manifest = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": names.AUTHORITY, "namespace": namespace, "labels": _LABELS},
+            "data": {names.AUTHORITY_FILE: self._authority.decode()},
+        }
+        delay = PUBLISH_INTERVAL
+        try:
+            await self._cluster.apply_config_map(manifest)
+        except ClusterError as error:
+            delay = RETRY_INTERVAL
+            logger.warning(
+                "Pods in namespace %s wait for ConfigMap %s: %s", namespace, names.AUTHORITY, error
+            )
+        self._publish_at[namespace] = now + delay
 
     async def _read_external(self) -> bytes:
         secret = await self._cluster.get_secret(self._namespace, self._name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from adascale_controller.operator.apply.applier import Applier
+from adascale_controller.operator.apply.applier import Applier, BeforePods
 from adascale_controller.operator.apply.cluster import Cluster, ClusterError
 from adascale_controller.operator.apply.service import AllocationService
 from adascale_controller.operator.observe.observed_job import CachedJob, IndexedJob, ObservedJob
@@ -104,6 +104,7 @@ class ControlLoop:
         resources: the watched resources.
         reader: the metrics service over connections of its own, to follow its jobs. None for `service`.
         may_create_pods: whether the operator may ask what admission makes of pods.
+        before_pods: is awaited with a namespace, before something in it is created that has pods.
         metrics: counts what is done. None for metrics that no one reads.
         on_progress: is called whenever the actions for a job are applied, and after each cycle.
         clock: returns seconds since 1970.
@@ -119,6 +120,7 @@ class ControlLoop:
         *,
         reader: AllocationService | None = None,
         may_create_pods: bool = True,
+        before_pods: BeforePods | None = None,
         metrics: OperatorMetrics | None = None,
         on_progress: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
@@ -141,7 +143,7 @@ class ControlLoop:
         )
         self._follower = JobFollower(reader or service, cache.changed.set)
         self._applier = Applier(
-            cluster, service, self._store_written, settings.identity, self._follower.expect
+            *(cluster, service, self._store_written, settings.identity, self._follower.expect, before_pods)
         )
         self._queue: WorkQueue[JobKey] = WorkQueue()
         self._jobs: dict[JobKey, _TrackedJob] = {}

@@ -126,6 +126,8 @@ async def _run_control_loop(
         *(cache, cluster, service, settings, resources),
         reader=reader,
         may_create_pods=may_create_pods,
+        # The kubelet mounts the authority into them, and waits before it tries again.
+        before_pods=certificates.publish_to if certificates is not None else None,
         metrics=metrics,
         on_progress=health.record_progress,
     )
