@@ -555,6 +555,7 @@ def draw(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     mpl.rcParams.update({"svg.hashsalt": "adascale", "svg.fonttype": "none"})
+    results = {name: found for name, found in results.items() if name != "none"} or results
     figure = Figure(figsize=(5 * len(results), 3.6), layout="constrained")
     for axes, (name, by_contender) in zip(
         figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True
