@@ -86,12 +86,7 @@ def test_extra_pods_are_not_made_and_may_be_deleted_while_the_job_of_the_others_
     made = world.create(Resource.JOBS, {"metadata": {"name": "digits-extra"}, "spec": {"parallelism": 1}})
     monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
     applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
-    resource = job((1, 2), opportunistic=OpportunisticSettings("spare"))
-    template = {"spec": {"containers": [{"name": "worker"}]}}
-    workload = Workload(
-        "digits", "team", "job-uid", resource.valid_job, template, 0, PodSettings("http://api")
-    )
-    lacking = observed(resource, view((1, 2)), workload=workload)
+    lacking = job_without_indexed_jobs()
     having = replace(lacking, extra_job=indexed_job(1, uid=made["metadata"]["uid"], first=1))
     nothing = Actions({}, status_changed=False, telemetry_changed=False, create_indexed_job=1)
     for seen, actions in (
@@ -114,17 +109,21 @@ def test_a_namespace_is_prepared_before_each_job_that_has_pods_is_created() -> N
         prepared.append((namespace, list(world.objects[Resource.JOBS])))
 
     applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator", before_pods=prepare)
+    actions = Actions(
+        {}, status_changed=False, telemetry_changed=False, create_indexed_job=1, create_extra_job=1
+    )
+    asyncio.run(applier.apply(job_without_indexed_jobs(), actions))
+    assert prepared == [("team", []), ("team", ["digits"])]
+
+
+def job_without_indexed_jobs() -> ObservedJob:
+    """Return a job with extra pods, whose Indexed Jobs do not exist yet."""
     resource = job((1, 2), opportunistic=OpportunisticSettings("spare"))
     template = {"spec": {"containers": [{"name": "worker"}]}}
     workload = Workload(
         "digits", "team", "job-uid", resource.valid_job, template, 0, PodSettings("http://api")
     )
-    lacking = observed(resource, view((1, 2)), workload=workload)
-    actions = Actions(
-        {}, status_changed=False, telemetry_changed=False, create_indexed_job=1, create_extra_job=1
-    )
-    asyncio.run(applier.apply(lacking, actions))
-    assert prepared == [("team", []), ("team", ["digits"])]
+    return observed(resource, view((1, 2)), workload=workload)
 
 
 def telemetry_of(world: World, name: str) -> ObservedJob:
