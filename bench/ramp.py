@@ -26,18 +26,21 @@ small batch; S is a power of two, at most `MAX_SCALE`:
 With S = 1, the two that measure divide each batch into two micro-gradients; otherwise a step has min(S, 8).
 
 Training saves its state every half minute and at the end of `--minutes`, and continues there the next time.
-Results are in bench/ramp.SIZE.json, states in build/ramp. `report` lists the steps, and the time that they
+Several processes of the same command divide the runs among them. Results are in bench/ramp.SIZE.json, states in build/ramp. `report` lists the steps, and the time that they
 would take on min(S, 8) replicas, from the measured step times, to the loss that the small batch ends with.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import math
 import multiprocessing
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import distribution
 from itertools import pairwise
@@ -492,8 +495,17 @@ class Results:
         return cls(path, members["text"], [Run.from_json(run) for run in members["runs"]], members["times"])
 
     def write(self) -> None:
-        members = {"text": self.text, "runs": [asdict(run) for run in self.runs], "times": self.times}
-        self.path.write_text(json.dumps(members, indent=1) + "\n")
+        """Write the file; what other processes have written since is kept."""
+        with locked(self.path.with_suffix(".lock")):
+            self._read_again()
+            members = {"text": self.text, "runs": [asdict(run) for run in self.runs], "times": self.times}
+            self.path.write_text(json.dumps(members, indent=1) + "\n")
+
+    def _read_again(self) -> None:
+        for theirs in Results.read(self.path).runs:
+            ours = self.run(theirs.contender, theirs.lr, theirs.seed, theirs.tokens)
+            if len(theirs.points) > len(ours.points):
+                ours.points, ours.finished = theirs.points, theirs.finished
 
     def run(self, contender: str, lr: float, seed: int, tokens: int) -> Run:
         wanted = Run(contender, lr, seed, tokens)
@@ -521,30 +533,51 @@ def train_all(options: argparse.Namespace, results: Results) -> None:
         raise SystemExit(f"{results.path} has results with another text; move it away to begin again")
     results.text = text.description
 
-    def train(contender: str, lr: float, seed: int) -> bool:
-        run = results.run(contender, lr, seed, tokens)
-        if not run.finished:
-            name = f"{contender.replace(' ', '_')}-{lr:g}-{seed}-{tokens}.pt"
-            began = time.monotonic()
-            path = options.states / options.size / name
-            Trainer(size, text, run, path, torch.device(options.device)).train(deadline)
-            results.write()
-            point = run.points[-1]
-            print(
-                f"{contender:16} lr {lr:g} seed {seed}: {point.loss:.4f} bits at {point.tokens:,} tokens, "
-                f"{sum(point.steps.values()):,} steps {point.steps}, progress {point.progress:,.0f} "
-                f"({time.monotonic() - began:.0f} s)",
-                flush=True,
-            )
-        return run.finished
+    def train(wanted: list[tuple[str, float, int]]) -> bool:
+        """Train these runs; first those that no other process trains."""
+        for wait in (False, True):
+            for contender, lr, seed in wanted:
+                name = f"{contender.replace(' ', '_')}-{lr:g}-{seed}-{tokens}.pt"
+                path: Path = options.states / options.size / name
+                with locked(path.with_suffix(".lock"), wait) as is_ours:
+                    if not is_ours:
+                        continue
+                    results.write()
+                    run = results.run(contender, lr, seed, tokens)
+                    if not run.finished:
+                        train_one(run, path)
+                    if not run.finished:
+                        return False
+        return True
 
-    if not all(train("small", lr, 0) for lr in size.lrs):
-        return
-    lr = results.best_lr(tokens)
-    for seed in range(options.seeds):
-        for contender in options.contenders:
-            if not train(contender, lr, seed):
-                return
+    def train_one(run: Run, path: Path) -> None:
+        began = time.monotonic()
+        Trainer(size, text, run, path, torch.device(options.device)).train(deadline)
+        results.write()
+        point = run.points[-1]
+        print(
+            f"{run.contender:16} lr {run.lr:g} seed {run.seed}: {point.loss:.4f} bits at {point.tokens:,} tokens, "
+            f"{sum(point.steps.values()):,} steps {point.steps}, progress {point.progress:,.0f} "
+            f"({time.monotonic() - began:.0f} s)",
+            flush=True,
+        )
+
+    if train([("small", lr, 0) for lr in size.lrs]):
+        lr = results.best_lr(tokens)
+        train([(name, lr, seed) for seed in range(options.seeds) for name in options.contenders])
+
+
+@contextmanager
+def locked(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of this file; without `wait`, False if another process holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 # -- step times ---------------------------------------------------------------------------------------------
