@@ -16,6 +16,7 @@ from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment, Hold, Terminate
 from adascale_core.messages.registration import ReplicaState
 from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess
+from adascale_worker.agent.trainer_starter import TrainerStarter
 from adascale_worker.agent.trainer_status import TrainerStatus
 from support.fast_python import PYTHON
 from support.launch import wait_until
@@ -24,7 +25,7 @@ from support.launch import wait_until
 def shell(script: str) -> tuple[TrainerProcess, Callable[[], int]]:
     """A shell script in the place of a trainer, and a wait for its exit code."""
     changed = threading.Event()
-    trainer = TrainerProcess(["sh", "-c", script], os.environ, on_change=changed.set)
+    trainer = TrainerProcess(TrainerStarter(["sh", "-c", script]).start, os.environ, on_change=changed.set)
 
     def exit_code() -> int:
         wait_until(lambda: trainer.exit_code is not None, "the end of the trainer")
@@ -178,7 +179,9 @@ def test_a_trainer_that_is_killed_was_killed_whatever_the_launcher_exits_with(en
         "import subprocess, sys;"
         f"sys.exit(subprocess.run([sys.executable, '-c', {trainer!r}]).returncode != 0)"
     )
-    process = TrainerProcess([sys.executable, "-c", launcher], os.environ, on_change=lambda: None)
+    process = TrainerProcess(
+        TrainerStarter([sys.executable, "-c", launcher]).start, os.environ, on_change=lambda: None
+    )
     wait_until(lambda: process.status.port == 7, "the trainer is ready")
     process.send(Terminate())
     wait_until(lambda: process.exit_code is not None, "the end")
@@ -200,7 +203,9 @@ def test_a_trainer_reports_and_gets_messages_for_its_whole_life() -> None:
         "send(type='holding', generation=3, step=12, lost=[2, 1, 2]);"
         "send(type='stepped', generation=3)"
     )
-    trainer = TrainerProcess([sys.executable, "-c", script], os.environ, on_change=lambda: None)
+    trainer = TrainerProcess(
+        TrainerStarter([sys.executable, "-c", script]).start, os.environ, on_change=lambda: None
+    )
     ready = TrainerStatus(port=7, accelerator="NVIDIA-T4")
     wait_until(lambda: trainer.status == ready, "the port")
     trainer.send(Assignment(3, 0, ()))
@@ -223,7 +228,9 @@ def test_the_agent_learns_that_a_batch_does_not_fit_into_a_later_process(
         "MEMORY": "4",
         "ADASCALE_PROCESSES_PER_REPLICA": "2",
     }
-    trainer = TrainerProcess([*PYTHON, str(program)], environ, on_change=lambda: None, processes=2)
+    trainer = TrainerProcess(
+        TrainerStarter([*PYTHON, str(program)]).start, environ, on_change=lambda: None, processes=2
+    )
     wait_until(lambda: trainer.status.port is not None, "the trainer is ready")
     port = trainer.status.port or 0
     settings: dict[str, str | None] = {"ADASCALE_RANK": "0", "ADASCALE_REPLICAS": "1"}
@@ -249,7 +256,9 @@ echo reports are sent
 exit {EXIT_REENTRY}
 """
     environ = {**os.environ, "ADASCALE_PROCESSES_PER_REPLICA": "2"}
-    trainer = TrainerProcess(["sh", "-c", program], environ, on_change=lambda: None, processes=2)
+    trainer = TrainerProcess(
+        TrainerStarter(["sh", "-c", program]).start, environ, on_change=lambda: None, processes=2
+    )
     wait_until(lambda: trainer.exit_code is not None, "the end of the trainer")
     assert trainer.exit_code == EXIT_REENTRY
     assert "reports are sent" in trainer.log

@@ -6,6 +6,7 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from types import FrameType
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
@@ -44,6 +45,7 @@ from adascale_worker.agent.restart_backoff import RestartBackoff
 from adascale_worker.agent.snapshot_files import make_snapshot_files
 from adascale_worker.agent.termination_log import TerminationLog
 from adascale_worker.agent.trainer_process import TrainerProcess
+from adascale_worker.agent.trainer_starter import TrainerStarter
 from adascale_worker.errors import ReplicaCheckError, ReplicaRefusedError, WorkerError
 from adascale_worker.process.environment import read_processes
 from adascale_worker.process.package_version import package_version
@@ -87,6 +89,7 @@ class Agent:
         self._termination_grace = termination_grace
         self._termination_log = termination_log
         self._command = list(command)
+        self._starter = TrainerStarter(command)
         # The warnings of c10d about a lost connection have a page of stack frames each.
         self._environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **environ, ENV_ADDRESS: address}
         if ENV_SNAPSHOT_FILES not in environ:
@@ -131,14 +134,15 @@ class Agent:
                 signal.signal(number, self._terminate)
         self._heartbeat.start()
         self._wait_for_service()
-        while True:
-            trainer = self._wait_for_start()
-            if trainer is None:
-                return self._exit_without_trainer()
-            code = self._wait_for_trainer(trainer)
-            exit_code = self._handle_exit(trainer, code)
-            if exit_code is not None:
-                return exit_code
+        with closing(self._starter):
+            while True:
+                trainer = self._wait_for_start()
+                if trainer is None:
+                    return self._exit_without_trainer()
+                code = self._wait_for_trainer(trainer)
+                exit_code = self._handle_exit(trainer, code)
+                if exit_code is not None:
+                    return exit_code
 
     def _terminate(self, _number: int, _frame: FrameType | None) -> None:
         self._events.terminate()
@@ -251,7 +255,10 @@ class Agent:
         }
         try:
             return TrainerProcess(
-                self._command, environ, on_change=self._events.notify, processes=read_processes(environ) or 1
+                self._starter.start,
+                environ,
+                on_change=self._events.notify,
+                processes=read_processes(environ) or 1,
             )
         except OSError as error:
             reason = f"{self._command[0]!r} cannot be started: {error.strerror}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 
-from adascale_worker.agent.trainer_process import reap_orphans
+from adascale_worker.agent.trainer_starter import reap_orphans
 
 POLL_INTERVAL = 0.5
 """Seconds after which `Events.wait` returns without an event."""
@@ -38,8 +38,7 @@ class Events:
         """Wait for the next event, for `POLL_INTERVAL` at most."""
         if os.getppid() == 1 and self._parent != 1:
             self._terminating = True
-        if os.getpid() == 1:
-            reap_orphans()
+        reap_orphans()
         try:
             self._queue.get(timeout=POLL_INTERVAL)
         except queue.Empty:

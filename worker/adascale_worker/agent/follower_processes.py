@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import IO
 
 from adascale_core.failures.exit_codes import EXIT_FINISHED, EXIT_PEER_LOST, EXIT_REENTRY
 from adascale_core.names import ENV_AGENT_SOCKET, ENV_LOCAL_RANK
+from adascale_worker.agent.trainer_starter import Child
 
 FINISH_GRACE = 10.0
 """Seconds that the other processes of a replica have to end after the first has ended without an error."""
@@ -38,7 +38,7 @@ class FollowerProcesses:
 
     def __init__(
         self,
-        start: Callable[[Mapping[str, str]], subprocess.Popen[str]],
+        start: Callable[[Mapping[str, str]], Child],
         environ: Mapping[str, str],
         count: int,
         forward: Callable[[IO[str]], None],
@@ -47,7 +47,7 @@ class FollowerProcesses:
         self._on_failure = on_failure
         self._killing = threading.Lock()
         """Held while a process is killed or reaped."""
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[Child] = []
         self._threads: list[threading.Thread] = []
         own = {name: value for name, value in environ.items() if name != ENV_AGENT_SOCKET}
         self._processes += [start({**own, ENV_LOCAL_RANK: str(process)}) for process in range(1, count)]
@@ -100,7 +100,7 @@ class FollowerProcesses:
         for thread in self._threads:
             thread.join(output_timeout)
 
-    def _wait(self, process: subprocess.Popen[str]) -> None:
+    def _wait(self, process: Child) -> None:
         with contextlib.suppress(ChildProcessError):
             # Until it is reaped, its process id cannot be reused.
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -8,18 +8,15 @@ trainer to generations, and the trainer reports what it does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import queue
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -34,6 +31,7 @@ from adascale_core.names import (
 )
 from adascale_worker.agent.follower_processes import FINISH_GRACE, INTENDED, FollowerProcesses
 from adascale_worker.agent.trainer_socket import TrainerSocket
+from adascale_worker.agent.trainer_starter import Child, forget
 from adascale_worker.agent.trainer_status import TrainerStatus
 
 LOG_LINES = 40
@@ -49,18 +47,13 @@ kernel maps with 512 times fewer faults. Without the second, torch ends a proces
 fails, but a trainer stays in its process when a peer is lost: it aborts the collective itself."""
 REPLICA_STORE = "processes"
 """Name of the file in which the processes of a replica find each other."""
-PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
-
-_unreaped: set[int] = set()
-"""Process ids of trainers that are not reaped yet. Only their own thread may reap them."""
 
 
 class TrainerProcess:
     """A trainer process.
 
     Args:
-        command: the user's program and its arguments.
+        start: starts a process with an environment.
         environ: its environment.
         on_change: called in another thread when its status changes, and when it has exited.
         processes: of the replica. The first is the trainer that communicates; the others end with it.
@@ -72,7 +65,7 @@ class TrainerProcess:
 
     def __init__(
         self,
-        command: Sequence[str],
+        start: Callable[[Mapping[str, str]], Child],
         environ: Mapping[str, str],
         on_change: Callable[[], None],
         processes: int = 1,
@@ -95,14 +88,12 @@ class TrainerProcess:
         if ENV_PROCESSES_PER_REPLICA in environ:
             environ |= {ENV_LOCAL_RANK: "0", ENV_REPLICA_STORE: self._socket.path_beside(REPLICA_STORE)}
         try:
-            self._process = _start(command, environ)
+            self._process = start(environ)
         except OSError:
             self._socket.close()
             raise
         if processes > 1:
-            self._followers = FollowerProcesses(
-                partial(_start, command), environ, processes, self._forward, self.kill
-            )
+            self._followers = FollowerProcesses(start, environ, processes, self._forward, self.kill)
         self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._exited = False
         output = threading.Thread(target=self._forward_output, name="adascale-output", daemon=True)
@@ -183,7 +174,7 @@ class TrainerProcess:
             grace = FINISH_GRACE if self._process.returncode in INTENDED else 0.0
             self._followers.end(grace, OUTPUT_TIMEOUT)
             self._read_limit()
-        _unreaped.difference_update(self.process_ids)
+        forget(self.process_ids)
         # A process that has moved to another group is not killed, and may keep the output open.
         output.join(OUTPUT_TIMEOUT)
         self._socket.stop()
@@ -263,50 +254,3 @@ class TrainerProcess:
                 except OSError:
                     # The reader of the agent's output has closed it. Training continues.
                     continue
-
-
-def reap_orphans() -> None:
-    """Reap exited processes that trainers have left behind.
-
-    For an agent with process id 1, from time to time, in the thread that starts trainers: the kernel makes
-    it the parent of orphans, which would stay as zombies.
-    """
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            # Without reaping: the exit code of a trainer is for its own thread.
-            exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if exited is None or exited.si_pid in _unreaped:
-                return
-            os.waitpid(exited.si_pid, os.WNOHANG)
-
-
-def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        command,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        # Ctrl-C in a terminal must only reach the agent, which lets the trainer save its state.
-        process_group=0,
-        preexec_fn=_die_with_parent(os.getpid()),
-        text=True,
-        errors="replace",
-    )
-    _unreaped.add(process.pid)
-    return process
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Return the function that a child runs before the program, so that it dies with its agent."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            # The agent died before the call of prctl.
-            os._exit(1)
-
-    return prepare
