@@ -18,7 +18,8 @@ class Allocation(Message):
     Args:
         generation: the number of the generation, from 1.
         replicas: the number of replicas that train.
-        spares: the number of replicas beyond them that are started and wait, to take the places of lost ones.
+        spares: the number of replicas beyond them that are started and wait, to take the places of lost and
+            of slow ones.
         failed: whether the job has failed, and so gets no replicas.
     """
 
