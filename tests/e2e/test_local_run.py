@@ -319,8 +319,15 @@ def test_a_spare_takes_the_place_of_a_slow_replica_which_becomes_the_spare(
     tmp_path: Path, state: Path
 ) -> None:
     join_after = tmp_path / "join-after"
-    spec = {"minReplicas": 2, "maxReplicas": 2, "spareReplicas": 1}
-    job = write_paced_job(tmp_path / "job.yaml", pace=0.1, slow=0, join_after=join_after, **spec)
+    job = write_paced_job(
+        tmp_path / "job.yaml",
+        pace=0.1,
+        slow=0,
+        join_after=join_after,
+        minReplicas=2,
+        maxReplicas=2,
+        spareReplicas=1,
+    )
     with running(job, state, "--replicas", 3) as run:
 
         def slow_waits() -> bool:
