@@ -8,17 +8,16 @@ from rich.table import Table
 from rich.text import Text
 
 from adascale_controller.formatting import clock, duration, plural, significant
-from adascale_core.performance.slow_replica import SlowReplica
 from adascale_core.views.decision import CountView, DecisionView
 
 
-def render_decision(decision: DecisionView, now: float, slow: SlowReplica | None = None) -> RenderableType:
+def render_decision(decision: DecisionView, now: float, slow: str = "") -> RenderableType:
     """Return the decision, what limits it, and what other counts would give.
 
     Args:
         decision: the answer of the metrics service.
         now: seconds since 1970.
-        slow: the replica that the others wait for; None if none is slow.
+        slow: which replica is slow, or was and is replaced; empty if there is none.
     """
     facts = Table.grid(padding=(0, 3, 0, 0))
     facts.add_column(style="dim", no_wrap=True)
@@ -27,8 +26,8 @@ def render_decision(decision: DecisionView, now: float, slow: SlowReplica | None
     facts.add_row("reason", decision.reason)
     for i, limit in enumerate(decision.limits):
         facts.add_row("" if i else "limits", limit.reason)
-    if slow is not None:
-        facts.add_row("slow", str(slow))
+    if slow:
+        facts.add_row("slow", slow)
     facts.add_row("decided", f"{clock(now - decision.time)} ago")
     parts: list[RenderableType] = [Text(decision.job, "bold"), facts]
     if decision.counts:

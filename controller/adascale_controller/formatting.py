@@ -15,6 +15,11 @@ def plural(number: int, noun: str) -> str:
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
+def capitalized(text: str) -> str:
+    """Return a text with a capital letter first."""
+    return f"{text[:1].upper()}{text[1:]}"
+
+
 def significant(number: float, digits: int = 3) -> str:
     """Return a number with `digits` significant digits; whole numbers keep all theirs."""
     if number == 0:

@@ -70,7 +70,7 @@ class Job:
         command: the program and its arguments; empty for the image's entry point, on a cluster only.
         env: the environment variables with a literal value.
         working_dir: the program's working directory; None if not set.
-        spare_replicas: the number of replicas that wait to take the places of lost ones.
+        spare_replicas: the number of replicas that wait to take the places of lost and of slow ones.
         replica_limit: the most replicas at once, as `kubectl scale` sets it; None if not limited.
         suspend: whether the job must not run.
         backoff_limit: how many failures of the program are retried.

@@ -110,7 +110,7 @@ class JobDetails:
         state: the state, with what explains it.
         runs: whether it runs, or waits to run.
         stall: where replicas are while no step ends; empty while steps end.
-        slow: which replica the others wait for in each step; empty if none is slow.
+        slow: which replica is slow, or was and is replaced by a spare; empty if there is none.
         checkpoint: its newest checkpoint, or where its checkpoints are.
         places: names and values of more facts, such as files; empty values are left out.
         replicas: the last registrations of its replicas; empty if they are unknown.

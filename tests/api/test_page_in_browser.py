@@ -258,6 +258,17 @@ def test_a_slow_replica_is_named_until_it_is_slow_no_more(page: Page, shown: Ser
         expect(page.get_by_role("cell", name="running, slow")).to_be_visible()
         client.post_gain("team.slow", a_report(41, generation=1))
         expect(named).to_be_hidden()
+        client.register("team.slow", a_registration(2))
+        client.put("/jobs/team.slow/allocation", {"generation": 2, "replicas": 2, "spares": 1})
+        for rank in range(2):
+            client.register("team.slow", running(rank, 2, 2))
+        client.post_gain("team.slow", a_report(42, generation=2, slow_replica=1, slow_factor=1.234))
+        client.register("team.slow", running(0, 3, 2))
+        client.post_gain("team.slow", a_report(43, generation=3))
+        replaced = (
+            "Replica 1 was slow, it computed 1.23 times as long as the others: replica 2, a spare, trains"
+        )
+        expect(page.get_by_text(replaced)).to_be_visible(timeout=30_000)
         client.call("DELETE", "/jobs/team.slow")
 
 

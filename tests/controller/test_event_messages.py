@@ -15,7 +15,7 @@ from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.failures.exit_codes import EXIT_PEER_LOST
-from adascale_core.messages.allocation import ActiveAllocation
+from adascale_core.messages.allocation import ActiveAllocation, SlowReplacement
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.jobs import JobView, ReplicaView
@@ -158,4 +158,20 @@ def test_a_slow_replica_is_reported_once_and_again_if_it_is_another_one(tmp_path
         f"Replica {slow} is slow: in each step it computes {factor} times as long as the others, which wait "
         "for it"
         for slow, factor in ((1, "1.25"), (0, "1.20"))
+    ]
+
+
+def test_a_spare_in_the_place_of_a_slow_replica_is_reported_once(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    replaced = ActiveAllocation(2, 2, slow_replacement=SlowReplacement(1, "a.1", "n1", 1.3, 2))
+    for active, broken in (
+        (ActiveAllocation(1, 2), False),
+        (replaced, False),
+        (replaced, False),
+        (replaced, True),
+    ):
+        run.events.report_slow(replace(VIEW, active=active, broken=broken))
+    assert run.messages == [
+        "Replica 1 on node n1 was slow, it computed 1.30 times as long as the others: replica 2, a spare, "
+        "trains in its place"
     ]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.conditions import ConditionType, condition_of
+from adascale_core.messages.allocation import SlowReplacement
 from support.observed_jobs import (
     actions_for,
     condition,
@@ -45,6 +46,27 @@ def test_a_slow_replica_is_named_in_the_condition_and_in_one_event() -> None:
     ended = actions_for(with_slow(with_status(job, actions), None), 2)
     assert (condition(ended, SLOW).status, condition(ended, SLOW).reason) == (False, "NoReplicaSlow")
     assert not [each for each in ended.events if "Slow" in each.reason]
+
+
+def test_a_spare_in_the_place_of_a_slow_replica_is_in_the_condition_and_in_one_event() -> None:
+    job = training_job()
+    before = with_slow(with_status(job, actions_for(with_slow(job, 1), 2)), 1)
+    assert before.service is not None
+    assert before.service.active is not None
+    replacement = SlowReplacement(1, "trainer-1", "node1", 1.25, 2)
+    active = replace(before.service.active, generation=2, slow_replacement=replacement)
+    replaced = replace(before, service=replace(before.service, active=active))
+    actions = actions_for(replaced, 2)
+    found = condition(actions, SLOW)
+    assert (found.status, found.reason) == (False, "SlowReplicaReplaced")
+    assert found.message == (
+        "Replica 1 on node node1 was slow, it computed 1.25 times as long as the others: replica 2, a spare, "
+        "trains in its place"
+    )
+    (event,) = (each for each in actions.events if each.reason == "SlowReplicaReplaced")
+    assert (event.message, event.warning) == (found.message, False)
+    later = actions_for(with_status(replaced, actions), 2)
+    assert (condition(later, SLOW), later.events) == (found, ())
 
 
 def test_another_slow_replica_is_another_message_and_event() -> None:

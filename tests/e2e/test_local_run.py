@@ -314,6 +314,43 @@ def test_a_slow_replica_is_named_in_the_output_and_the_status(tmp_path: Path, st
 
 
 @pytest.mark.slow
+@pytest.mark.release
+def test_a_spare_takes_the_place_of_a_slow_replica_which_becomes_the_spare(
+    tmp_path: Path, state: Path
+) -> None:
+    join_after = tmp_path / "join-after"
+    job = write_paced_job(
+        tmp_path / "job.yaml",
+        pace=0.1,
+        slow=0,
+        join_after=join_after,
+        minReplicas=2,
+        maxReplicas=2,
+        spareReplicas=1,
+    )
+    with running(job, state, "--replicas", 3) as run:
+
+        def slow_waits() -> bool:
+            return any(
+                (each["replica"], each["state"]) == (0, "waiting") for each in run.job().get("replicas", ())
+            )
+
+        wait_until(slow_waits, "replica 0 is ready first, so it is a member")
+        join_after.touch()
+        run.wait_for_output("Generation 2 trains on 2 replicas", timeout=150.0)
+        replaced = (
+            r"eplica 0 .*was slow, it computed \d\.\d+ times as long as the others: replica \d, a spare"
+        )
+        assert re.search(f"R{replaced}", run.output), run.output
+        status = adascale_in_process("status", "test", "--state-dir", state)
+        assert re.search(rf"slow +r{replaced}", status.stdout), status.stdout + status.stderr
+        wait_until(slow_waits, "the slow replica waits as the spare")
+        view = run.job()
+        assert [each["replica"] for each in view["active"]["members"]] in ([1, 2], [2, 1])
+        assert (view["disruptions"], view["failures"]) == (0, 0)
+
+
+@pytest.mark.slow
 def test_two_stops_at_once_do_not_prevent_saving(tmp_path: Path, state: Path) -> None:
     job = write_paced_job(tmp_path / "job.yaml", pace=0.005)
     with running(job, state) as run:

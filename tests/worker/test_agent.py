@@ -312,6 +312,34 @@ def test_a_spare_takes_the_place_of_a_killed_trainer_whose_replacement_is_the_ne
 
 
 @pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_slow_replica_at_the_cost_of_no_step(job: Job) -> None:
+    options = {**LONG, "BOUNDS": json.dumps({"batch_size": 12}), "EPOCHS": 250, "STEP_SECONDS": 0.004}
+    job.service.allocate(1, 2, spares=1)
+    job.start(0, **options)
+    job.start(1, **{**options, "STEP_SECONDS": 0.06})
+    job.wait_for_training(1, replicas=2)
+    job.start(2, **options)
+    assert [agent.wait() for agent in job.agents] == [0, 0, 0], job.logs()
+    view = job.service.job()
+    assert [member["replica"] for member in view["active"]["members"]] == [0, 2], job.logs()
+    assert view["active"]["slow_replacement"]["replica"] == 1
+    assert view["desired"] == {"generation": 2, "replicas": 2, "spares": 1, "failed": False}
+    assert (view["complete"], view["failures"], view["disruptions"]) == (True, 0, 0)
+    for rank in (0, 1):
+        before, after = job.journal.attempts(rank)
+        assert after.header["step"] == before.steps[-1].step, "no step is made twice"
+    assert len({attempt.header["pid"] for attempt in job.journal.attempts(0)}) == 1, "the trainer stays"
+    steps = job.journal.effective()
+    assert sorted(steps) == list(range(1, 1001))
+    for first in range(1, 1001, 4):
+        taken = [index for step in range(first, first + 4) for each in steps[step] for index in each.indices]
+        assert sorted(taken) == list(range(48)), "each sample exactly once"
+    undisturbed = Replicas(2, job.folder, **{**options, "JOURNAL": job.folder / "alone", "STEP_SECONDS": 0})
+    assert undisturbed.wait()[0] == [0, 0]
+    assert job.journal.weights() == Journal(job.folder / "alone").weights()
+
+
+@pytest.mark.slow
 def test_the_trainer_of_a_killed_agent_exits_and_another_agent_can_replace_it(job: Job) -> None:
     job.service.allocate(1, 2)
     _, second = job.start(0, 1, **LONG)

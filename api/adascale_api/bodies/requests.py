@@ -167,7 +167,7 @@ class AllocationBody(RequestBody):
     spares: ReplicasOrZero = Field(
         default=0,
         description="The number of replicas beyond them that are started and wait to take the places of lost "
-        f"ones. Without replicas there are none, and both together are at most {MAX_REPLICAS}.",
+        f"and of slow ones. Without replicas there are none, and both together are at most {MAX_REPLICAS}.",
     )
     failed: bool = Field(default=False, description="Whether the job has failed, and so gets no replicas.")
 

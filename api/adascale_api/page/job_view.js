@@ -78,7 +78,7 @@ export class JobView {
     this.predictions = element("div");
     this.decided = null;
     this.hasCounts = false;
-    this.job = null;
+    this.job = this.active = null;
     this.wasSeen = false;
     this.createdAt = null;
     this.readings = this.lastReading = 0;
@@ -209,7 +209,9 @@ export class JobView {
     await this.attempt(async (signal) => {
       const [job, { generations, decided_at: decidedAt }] = await Promise.all([get(path, signal), get(`${path}/generations`, signal)]);
       this.generations = generations;
+      this.active = job.active;
       this.showResult();
+      this.showSlow();
       this.showDeclaration(job.spec);
       if (decidedAt === null || decidedAt !== this.decided) this.showDecision(decidedAt === null ? null : await get(`${path}/decision`, signal));
       this.showGenerations();
@@ -270,10 +272,18 @@ export class JobView {
     return replicas && latest && latest.generation === generation ? (latest.slow_replica ?? null) : null;
   }
 
+  // The spare that has taken the place of a slow replica when the active generation began.
+  get slowReplacement() {
+    const { generation, replicas } = this.job ?? {};
+    return replicas && this.active?.generation === generation ? (this.active.slow_replacement ?? null) : null;
+  }
+
   showSlow() {
-    const slow = this.slowReplica;
-    this.slow.hidden = slow === null;
-    setText(this.slow, slow === null ? "" : `Replica ${count(slow)} is slow: in each step it computes ${this.job.latest.slow_factor.toFixed(2)} times as long as the others, which wait for it.`);
+    const { slowReplica: slow, slowReplacement: replaced } = this;
+    this.slow.hidden = slow === null && replaced === null;
+    if (slow !== null) setText(this.slow, `Replica ${count(slow)} is slow: in each step it computes ${this.job.latest.slow_factor.toFixed(2)} times as long as the others, which wait for it.`);
+    else if (replaced !== null) setText(this.slow, `Replica ${count(replaced.replica)}${replaced.node ? ` on node ${replaced.node}` : ""} was slow, it computed ${replaced.factor.toFixed(2)} times as long as the others: replica ${count(replaced.spare)}, a spare, trains in its place.`);
+    else setText(this.slow, "");
   }
 
   showDeclaration(spec) {

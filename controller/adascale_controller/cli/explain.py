@@ -40,11 +40,11 @@ def explain(
         with open_cluster(target) as connection:
             found = connection.jobs.find(job)
             client = connection.metrics(system_namespace, url)
-            view, slow = client.get_decision(found.id), client.get_job(found.id).slow
+            view, slow = client.get_decision(found.id), client.get_job(found.id).slowness
     else:
         job_id = parse_job_id(job)
         with connect(job, url, state_dir) as client:
-            view, slow = client.get_decision(job_id), client.get_job(job_id).slow
+            view, slow = client.get_decision(job_id), client.get_job(job_id).slowness
     if output is Output.JSON:
         print(json.dumps(view.to_json(), indent=2))
     else:

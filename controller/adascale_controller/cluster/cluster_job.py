@@ -182,7 +182,7 @@ class ClusterJob:
             state=f"{self.state} ({condition.message})" if explained and condition else self.state,
             runs=self.runs,
             stall=(view.stall if view else None) or "",
-            slow=str((view.slow if view else None) or ""),
+            slow=view.slowness if view else "",
             checkpoint=self.checkpoints,
             places=[
                 ("accelerator", str(self.status.get("accelerator") or "")),

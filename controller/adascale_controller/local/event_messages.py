@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from adascale_controller.formatting import describe_limit, duration, local_batch, plural, trimmed
+from adascale_controller.formatting import capitalized, describe_limit, duration, local_batch, plural, trimmed
 from adascale_controller.local.display import Display
 from adascale_controller.local.replicas import Replicas
 from adascale_core.failures.exit_codes import EXIT_PEER_LOST, describe_exit
+from adascale_core.messages.allocation import SlowReplacement
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.jobs import JobView
@@ -32,6 +33,7 @@ class EventMessages:
         self._disrupted_at: float | None = None
         self._limit: int | None = None
         self._slow: int | None = None
+        self._replacement: SlowReplacement | None = None
         self._last_step: tuple[int, int] | None = None
         self._last_step_at: float | None = now
 
@@ -68,12 +70,15 @@ class EventMessages:
             self._display.message(describe_limit(self._limit), "yellow")
 
     def report_slow(self, view: JobView) -> None:
-        """Report that a replica is slow, or another one than before."""
+        """Report that a replica is slow, or another one than before, or that a spare has its place."""
         slow, previous = view.slow, self._slow
         self._slow = slow.replica if slow is not None else None
         if slow is not None and slow.replica != previous:
-            text = str(slow)
-            self._display.message(f"{text[0].upper()}{text[1:]}", "yellow")
+            self._display.message(capitalized(str(slow)), "yellow")
+        replacement, before = view.slow_replacement, self._replacement
+        self._replacement = replacement
+        if replacement is not None and replacement != before:
+            self._display.message(capitalized(str(replacement)), "yellow")
 
     def report_generation(self, first: GainReport, downtime: float | None) -> None:
         """Report a new generation.

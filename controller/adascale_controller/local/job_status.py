@@ -143,7 +143,7 @@ def render_status(status: JobStatus, now: float) -> str:
         state=state,
         runs=status.process is not None,
         stall=(view.stall if view else None) or "",
-        slow=str((view.slow if view else None) or ""),
+        slow=view.slowness if view else "",
         checkpoint=_checkpoint(status),
         places=[("metrics", status.url or ""), ("state dir", str(folder.path)), ("logs", str(folder.logs))],
         replicas=view.replicas if view else (),

@@ -18,7 +18,8 @@ class Allocation(Message):
     Args:
         generation: the number of the generation, from 1.
         replicas: the number of replicas that train.
-        spares: the number of replicas beyond them that are started and wait, to take the places of lost ones.
+        spares: the number of replicas beyond them that are started and wait, to take the places of lost and
+            of slow ones.
         failed: whether the job has failed, and so gets no replicas.
     """
 
@@ -61,6 +62,32 @@ class Member(Message):
 
 
 @dataclass(frozen=True)
+class SlowReplacement(Message):
+    """A spare that has taken the place of a slow member, in a planned change.
+
+    Args:
+        replica: the index of the member that was slow.
+        instance: its trainer process.
+        node: the node that it runs on; empty if unknown.
+        factor: the time in which it computed a step, over that of the others.
+        spare: the index of the spare, which is a member now.
+    """
+
+    replica: int
+    instance: str
+    node: str
+    factor: float
+    spare: int
+
+    def __str__(self) -> str:
+        node = f" on node {self.node}" if self.node else ""
+        return (
+            f"replica {self.replica}{node} was slow, it computed {self.factor:.2f} times as long as the "
+            f"others: replica {self.spare}, a spare, trains in its place"
+        )
+
+
+@dataclass(frozen=True)
 class ActiveAllocation(Message):
     """An allocation that trainers run in or move to.
 
@@ -69,22 +96,26 @@ class ActiveAllocation(Message):
         replicas: the number of replicas.
         members: the replicas that take part, in the order of their ranks. Members that hold state come first.
         spec: the bounds with which all its trainers work; None for those in the environment of their agents.
+        slow_replacement: the spare that takes the place of a slow member of the generation before; None if
+            this generation began for another reason.
     """
 
     generation: int
     replicas: int
     members: tuple[Member, ...] = ()
     spec: JobSpec | None = None
+    slow_replacement: SlowReplacement | None = None
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
         """Return the allocation of a JSON object's members."""
-        spec = members.get("spec")
+        spec, replacement = members.get("spec"), members.get("slow_replacement")
         return super().from_json(
             {
                 **members,
                 "members": tuple(map(Member.from_json, members.get("members", ()))),
                 "spec": JobSpec.from_json(spec) if spec else None,
+                "slow_replacement": SlowReplacement.from_json(replacement) if replacement else None,
             }
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from adascale_core.messages.allocation import AllocationView
+from adascale_core.messages.allocation import ActiveAllocation, AllocationView
 
 
 class Instruction(Enum):
@@ -39,3 +39,27 @@ def instruction(
     if view.broken:
         return None if holds and active.generation == assigned else Instruction.HOLD
     return Instruction.ASSIGN if active.generation > assigned else None
+
+
+def is_taken_for_lost(
+    view: AllocationView, replica: int, instance: str, assignment: ActiveAllocation | None
+) -> bool:
+    """Whether the others have taken a trainer for lost that is released, so they go on without it.
+
+    In a planned change it makes the same steps as the others until all of them leave together.
+
+    Args:
+        view: the generations of the job.
+        replica: the index of the replica.
+        instance: the trainer.
+        assignment: the generation that it was assigned to last; None if none.
+    """
+    active, desired = view.active, view.desired
+    if active is None or desired is None or replica not in desired.indices:
+        return False
+    replacement = active.slow_replacement
+    if replacement is not None and replacement.instance == instance:
+        return False
+    # In a planned change to fewer replicas, a member becomes a spare.
+    shrinks = assignment is not None and assignment.replicas > active.replicas == desired.replicas
+    return not (desired.spares and shrinks)

@@ -17,6 +17,10 @@ A spare is a replica that is started and waits. The desired allocation has the i
 `spares` replicas, and any of them may be members; the others are the spares. So a spare takes the place of a
 lost member in the generation after the loss, and the replacement of that member is a spare.
 
+A spare that waits also takes the place of a member that is reported as slow, in a planned change of the same
+size. The slow replica becomes the spare. For some time it is a member only if too few others are there, and
+takes the place of no member that is reported as slow.
+
 Invariants, for any order of events, while the service's data is not lost:
 - The generations of `desired` and `active` never decrease, and `active` is never newer than `desired`.
 - Only the trainers that were there when a generation became active take part in it, and a trainer that was
@@ -24,6 +28,8 @@ Invariants, for any order of events, while the service's data is not lost:
 - If a member of a generation that has state is there when the next generation becomes active, that
   generation has a member with state.
 - A replica count is valid with the bounds of its generation if the previous count was.
+- A report of a slow member changes no replica count. Replicas whose place a spare has taken come back to
+  members by a change of the count or after a loss only, as long as they are known to be slow.
 
 Protocol of an agent: it registers whenever its trainer's state changes, and again as a heartbeat. It assigns
 its trainer to `view.next_allocation(own generation)` if that admits the trainer, and releases the trainer if
@@ -41,9 +47,18 @@ from typing import Any, Self
 from adascale_core.batch.plans import is_valid_replicas
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures.count import FailureCount
-from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView, Member, MemberView
+from adascale_core.messages.allocation import (
+    ActiveAllocation,
+    Allocation,
+    AllocationView,
+    Member,
+    MemberView,
+    SlowReplacement,
+)
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.reports import GainReport
+from adascale_core.rendezvous.slow_places import SlowPlaces
 
 DEPARTED_STATES = frozenset(
     {ReplicaState.REENTERING, ReplicaState.LOST, ReplicaState.FAILED, ReplicaState.TERMINATED}
@@ -106,6 +121,7 @@ class Rendezvous:
         local_bsz_limits: type of accelerator -> the largest local batch size that is used on it, since a
             larger one did not fit into its memory.
         last_limited: the newest generation that has ended because a batch did not fit; 0 if none has.
+        slow_places: the replicas whose places spares have taken because they were slow.
     """
 
     desired: Allocation | None = None
@@ -126,6 +142,7 @@ class Rendezvous:
     deaths: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     local_bsz_limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     last_limited: int = 0
+    slow_places: SlowPlaces = field(default_factory=SlowPlaces)
 
     @property
     def local_bsz_limit(self) -> int | None:
@@ -173,12 +190,13 @@ class Rendezvous:
             "expired": [registration.to_json() for registration in self.expired.values()],
             "deaths": [list(pair) for pair in self.deaths.items()],
             "local_bsz_limits": dict(self.local_bsz_limits),
+            "slow_places": self.slow_places.to_json(),
         }
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
         """Return the state of the JSON object that `to_json` has made."""
-        desired, active = members["desired"], members["active"]
+        desired, active, slow = members["desired"], members["active"], members.get("slow_places")
         return cls(
             **{
                 **members,
@@ -190,6 +208,7 @@ class Rendezvous:
                 "left_out": tuple(members["left_out"]),
                 "deaths": MappingProxyType(dict(members["deaths"])),
                 "local_bsz_limits": MappingProxyType(dict(members["local_bsz_limits"])),
+                "slow_places": SlowPlaces.from_json(slow) if slow else SlowPlaces(),
             }
         )
 
@@ -300,6 +319,50 @@ def expire(state: Rendezvous, indices: Iterable[int], declared: JobSpec | None =
         if not any(each is not None and each.state not in DEPARTED_STATES for each in present):
             after = _break_generation(after, disrupted=True)
     return _activate_if_ready(after, declared)
+
+
+def report(
+    state: Rendezvous, latest: GainReport, declared: JobSpec | None = None, *, now: float
+) -> Rendezvous:
+    """Return the state after a report of rank 0. If it names a slow member, a spare takes its place.
+
+    The change is made at once or not at all: while another one is in progress, or no spare waits, a later
+    report makes it.
+
+    Args:
+        state: the state before.
+        latest: the report, later than those before.
+        declared: as for `allocate`.
+        now: the time, in seconds since 1970.
+    """
+    places = state.slow_places.at(now)
+    if places is not state.slow_places:
+        state = replace(state, slow_places=places)
+    active, desired = state.active, state.desired
+    if active is None or desired is None or state.complete:
+        return state
+    if not latest.generation == active.generation == desired.generation or not places.may_replace(now):
+        return state
+    running = _running(state, active)
+    slow = next((each for each in running if each.replica == latest.slow_replica), None)
+    if slow is None or latest.slow_factor is None or len(running) < active.replicas:
+        return state
+    spec = declared or active.spec
+    if spec is not None and not _is_valid(spec.with_limit(state.local_bsz_limit), active.replicas):
+        return state
+    after = replace(
+        state,
+        desired=replace(desired, generation=desired.generation + 1),
+        slow_places=places.with_replaced(slow, now),
+    )
+    others = [each for each in running if each is not slow]
+    spare = _substitute(after, slow, others)
+    if spare is None:
+        return state
+    after = _activate(after, [*others, spare], declared)
+    assert after.active is not None
+    replacement = SlowReplacement(slow.replica, slow.instance, slow.node, latest.slow_factor, spare.replica)
+    return replace(after, active=replace(after.active, slow_replacement=replacement))
 
 
 def declare(state: Rendezvous, before: JobSpec | None, declared: JobSpec) -> Rendezvous:
@@ -543,17 +606,13 @@ def _planned(state: Rendezvous, active: ActiveAllocation, spec: JobSpec | None) 
     """Return the members of a planned change by rank; an empty list if they are not all there."""
     assert state.desired is not None
     count = state.desired.replicas
-    present = [state.replicas.get(member.replica) for member in active.members]
-    running = [
-        registration
-        for registration in present
-        if registration is not None
-        and registration.state is ReplicaState.RUNNING
-        and registration.generation == active.generation
-    ]
+    running = _running(state, active)
     if len(running) < active.replicas:
         return []
     staying = [registration for registration in running if registration.replica in state.desired.indices]
+    # If some are too many, the slow ones leave first.
+    kept = sorted(staying, key=state.slow_places.includes)[:count]
+    staying = [registration for registration in staying if registration in kept]
     joining = _joiners(state)
     chosen = [*staying, *joining][:count]
     if len(chosen) < count:
@@ -565,6 +624,33 @@ def _planned(state: Rendezvous, active: ActiveAllocation, spec: JobSpec | None) 
         if _is_valid(spec, size):
             return [*running[: size - 1], joining[0]]
     return []
+
+
+def _running(state: Rendezvous, active: ActiveAllocation) -> list[Registration]:
+    """Return the members of the active generation that run in it, by rank."""
+    present = [state.replicas.get(member.replica) for member in active.members]
+    return [
+        registration
+        for registration in present
+        if registration is not None
+        and registration.state is ReplicaState.RUNNING
+        and registration.generation == active.generation
+    ]
+
+
+def _substitute(state: Rendezvous, slow: Registration, others: Sequence[Registration]) -> Registration | None:
+    """Return the spare that can take the place of a slow member; None if none can.
+
+    Among members of several types of accelerators, one may be slow because of its type: then another one of
+    this type does not help.
+    """
+    types = {each.accelerator for each in others}
+    if types != {slow.accelerator}:
+        types.discard(slow.accelerator)
+    spares = _joiners(state)
+    return next(
+        (each for each in spares if each.accelerator in types and not state.slow_places.includes(each)), None
+    )
 
 
 def _after_a_loss(state: Rendezvous, active: ActiveAllocation, spec: JobSpec | None) -> list[Registration]:
@@ -638,9 +724,9 @@ def _is_valid(spec: JobSpec | None, count: int) -> bool:
 
 
 def _joiners(state: Rendezvous) -> list[Registration]:
-    """Return the desired replicas that are ready to join without state, by index."""
+    """Return the desired replicas that are ready to join without state, by index, slow ones last."""
     indices = state.desired.indices if state.desired is not None else ()
-    return [
+    return state.slow_places.ordered(
         registration
         for index, registration in sorted(state.replicas.items())
         if index in indices
@@ -649,7 +735,7 @@ def _joiners(state: Rendezvous) -> list[Registration]:
             registration.state is ReplicaState.WAITING
             or (registration.state is ReplicaState.HOLDING and not registration.holds)
         )
-    ]
+    )
 
 
 def _activate(state: Rendezvous, chosen: Sequence[Registration], declared: JobSpec | None) -> Rendezvous:

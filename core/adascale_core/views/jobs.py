@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from adascale_core.messages.allocation import ActiveAllocation, Allocation
+from adascale_core.messages.allocation import ActiveAllocation, Allocation, SlowReplacement
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.message import Message
 from adascale_core.messages.registration import Registration, ReplicaState
@@ -167,6 +167,18 @@ class JobView(Message):
             # The report is of other replicas, or of long ago.
             return None
         return SlowReplica(latest.slow_replica, latest.slow_factor)
+
+    @property
+    def slow_replacement(self) -> SlowReplacement | None:
+        """The spare that trains in the place of a slow replica, since the last change; None if none does."""
+        if self.active is None or self.broken or self.complete:
+            return None
+        return self.active.slow_replacement
+
+    @property
+    def slowness(self) -> str:
+        """Which replica is slow, or which was and is replaced by a spare; empty if there is none."""
+        return str(self.slow or self.slow_replacement or "")
 
     def replica(self, index: int) -> ReplicaView | None:
         """The last registration of a replica; None if there is none."""

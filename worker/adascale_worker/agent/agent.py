@@ -36,7 +36,7 @@ from adascale_core.names import (
     LAUNCHER_VARIABLES,
     LEAVE_GRACE,
 )
-from adascale_core.rendezvous.instruction import Instruction, instruction
+from adascale_core.rendezvous.instruction import Instruction, instruction, is_taken_for_lost
 from adascale_worker.agent.events import Events
 from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.kill_deadline import KILL_INTERVAL, RESCALE_GRACE, KillDeadline, release_grace
@@ -353,17 +353,8 @@ class Agent:
                 # With no members, nobody else keeps the state.
                 last = not active.members
                 trainer.send(Release(active.generation, last=last))
-                was_lost = self._was_lost(active)
+                was_lost = is_taken_for_lost(view, self._replica, self._instance, self._assignment)
                 self._deadline.advance(now + release_grace(was_lost=was_lost, last=last))
-
-    def _was_lost(self, active: ActiveAllocation) -> bool:
-        """Whether the others have taken the trainer for lost, which is not in the active generation."""
-        desired, before = self._view.desired, self._assignment
-        if desired is None or self._replica not in desired.indices:
-            return False
-        # In a planned change to fewer replicas, a member becomes a spare.
-        shrinks = before is not None and before.replicas > active.replicas == desired.replicas
-        return not (desired.spares and shrinks)
 
     def _assign(self, trainer: TrainerProcess, allocation: ActiveAllocation) -> None:
         rank = allocation.rank_of(self._replica, self._instance)

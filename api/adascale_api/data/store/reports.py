@@ -9,6 +9,7 @@ import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from operator import attrgetter
 from statistics import median
@@ -16,8 +17,9 @@ from typing import Any
 
 from adascale_api.data.job import Job, UnreadableJobError
 from adascale_api.data.sql import Row, Sql, Transaction
-from adascale_api.data.store.jobs import MAX_UNDECLARED, lock_or_create
+from adascale_api.data.store.jobs import MAX_UNDECLARED, apply, lock_or_create
 from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.rendezvous import rendezvous
 
 REPORTS_PER_STEP_TIME = 50
 """A step time is the median over this many of the latest reports with the same batch plan."""
@@ -96,6 +98,8 @@ def post(
 ) -> Posted:
     """Store reports, each (generation, step) once. Creates the job if it does not exist.
 
+    If the newest one names a slow replica, a spare may take its place.
+
     Raises:
         UnreadableJobError: a row of the job that this continues has no valid value.
         TooManyJobsError: the job is new, and its namespace has too many that are not declared.
@@ -122,6 +126,10 @@ def post(
             kept=kept,
             now=now,
         )
+        latest = unstored.get(newest)
+        # Most reports name none, and do not concern the generations.
+        if latest is not None and (latest.slow_replica is not None or job.rendezvous.slow_places.places):
+            job = apply(transaction, job, partial(rendezvous.report, latest=latest, now=now)).job
     return Posted(len(reports), len(new) - len(reports), job)
 
 

@@ -153,6 +153,7 @@ _NORMAL = frozenset(
         Reason.FINISHED,
         Reason.TEMPLATE_CHANGED,
         Reason.ACCELERATOR_CHANGED,
+        Reason.SLOW_REPLICA_REPLACED,
     }
 )
 """Reasons whose Events are not warnings."""
@@ -192,7 +193,7 @@ _RECORDED = {
     ConditionType.SUSPENDED: frozenset({Reason.SUSPENDED, Reason.SCALED_TO_ZERO, Reason.JOB_SUSPENDED}),
     ConditionType.COMPLETE: frozenset({Reason.FINISHED}),
     ConditionType.FAILED: frozenset(Reason),
-    ConditionType.SLOW_REPLICA: frozenset({Reason.REPLICA_SLOW}),
+    ConditionType.SLOW_REPLICA: frozenset({Reason.REPLICA_SLOW, Reason.SLOW_REPLICA_REPLACED}),
 }
 """The reasons of each condition that are recorded as an Event when the condition changes to them."""
 

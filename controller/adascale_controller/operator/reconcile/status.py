@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adascale_controller.failing_counts import FailingCount
-from adascale_controller.formatting import duration, percent, plural, progress_text
+from adascale_controller.formatting import capitalized, duration, percent, plural, progress_text
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import PodProblem
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
@@ -402,13 +402,16 @@ def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> Condit
 
 
 def _slow_replica(observed: ObservedJob, scheduled: ScheduledJob) -> Condition | None:
-    """Return which replica the others wait for; None if none was slow yet."""
+    """Return which replica the others wait for, or which one a spare has replaced; None if none was slow."""
     kind = ConditionType.SLOW_REPLICA
     before = condition_of(observed.resource.status, kind)
     if observed.service is None and not scheduled.assessment.ended:
         return before
     slow = observed.service.slow if observed.service is not None else None
     if slow is None or scheduled.assessment.ended:
+        replacement = observed.service.slow_replacement if observed.service is not None else None
+        if replacement is not None and not scheduled.assessment.ended:
+            return Condition(kind, False, Reason.SLOW_REPLICA_REPLACED, capitalized(str(replacement)))
         return Condition(kind, False, Reason.NO_REPLICA_SLOW) if before is not None else None
     pod = observed.live_pods.get(slow.replica)
     place = "" if pod is None else f" (pod {pod.name}, node {pod.node})"

@@ -75,6 +75,7 @@ class Reason(StrEnum):
     DEADLINE_MISSED = "DeadlineMissed"
     REPLICA_SLOW = "ReplicaSlow"
     NO_REPLICA_SLOW = "NoReplicaSlow"
+    SLOW_REPLICA_REPLACED = "SlowReplicaReplaced"
 
 
 @dataclass(frozen=True)
