@@ -26,9 +26,9 @@ small batch; S is a power of two, at most `MAX_SCALE`:
 With S = 1, the two that measure divide each batch into two micro-gradients; otherwise a step has min(S, 8).
 
 Training saves its state every half minute and at the end of `--minutes`, and continues there the next time.
-Several processes of the same command divide the runs among them. Results are in bench/ramp.SIZE.json, states in
-build/ramp. `report` lists the steps, and the time that they would take on min(S, 8) replicas, from the measured
-step times, to the loss that the small batch ends with.
+Several processes of the same command divide the runs among them. Results are in bench/ramp.SIZE.json, and
+states in build/ramp. `report` lists the steps, and the time that they would take on min(S, 8) replicas, from
+the measured step times, to the loss that the small batch ends with.
 """
 
 from __future__ import annotations
