@@ -59,6 +59,8 @@ class Registration(Message):
             the kind of the device; empty if unknown.
         local_bsz_limit: the largest local batch size that its trainer can still try, because a larger one
             did not fit into memory; None if none has failed in its generation.
+        snapshot_port: port on which its agent sends the copies of the state in its memory to the agents of
+            other replicas; 0 if there is none.
     """
 
     replica: int
@@ -81,6 +83,7 @@ class Registration(Message):
     stall: str = ""
     accelerator: str = ""
     local_bsz_limit: int | None = None
+    snapshot_port: int = 0
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:

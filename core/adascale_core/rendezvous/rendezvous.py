@@ -701,6 +701,7 @@ def _member(registration: Registration) -> Member:
         registration.port,
         registration.holds,
         registration.node,
+        registration.snapshot_port,
     )
 
 
