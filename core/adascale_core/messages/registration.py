@@ -30,6 +30,11 @@ class ReplicaState(StrEnum):
     """The user's program has finished. The agent exits when rank 0 has finished too."""
 
 
+def agent_of(instance: str) -> str:
+    """Return the agent of a trainer."""
+    return instance.rpartition(".")[0] or instance
+
+
 @dataclass(frozen=True)
 class Registration(Message):
     """The state and address of a replica.
@@ -99,7 +104,7 @@ class Registration(Message):
     @property
     def agent(self) -> str:
         """The agent of its trainer."""
-        return self.instance.rpartition(".")[0] or self.instance
+        return agent_of(self.instance)
 
     @property
     def trainer(self) -> int:

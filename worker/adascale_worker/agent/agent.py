@@ -284,7 +284,7 @@ class Agent:
                     # A signal would only reach a shell that has started it, or a handler of the program.
                     trainer.send(Terminate())
                 self._deadline.set(now + self._termination_grace)
-            if self._snapshots is not None and self._assigned == 0:
+            if self._snapshots is not None and status.port is not None and self._assigned == 0:
                 self._snapshots.follow(self._view)
             self._instruct(trainer, now)
             if status.port is not None and self._may_register(trainer):
