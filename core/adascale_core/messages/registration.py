@@ -90,6 +90,13 @@ class Registration(Message):
     local_bsz_limit: int | None = None
     snapshot_port: int = 0
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object, without `snapshot_port` if there is none: version 0.1.0 refuses it."""
+        members = super().to_json()
+        if not self.snapshot_port:
+            del members["snapshot_port"]
+        return members
+
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
         """Return the registration of a JSON object's members.

@@ -31,7 +31,7 @@ POLL: Final = 0.1
 """Seconds between two requests, at least."""
 CONNECT_TIMEOUT: Final = 1.0
 """Seconds for one connection."""
-TIMEOUT: Final = 3.0
+TIMEOUT: Final = 5.0
 """Seconds in which nothing arrives after which a connection is given up."""
 RECONNECT: Final = 1.0
 """Seconds between two connections."""
@@ -152,18 +152,19 @@ class _Transfers:
     def _run(self) -> None:
         try:
             while not self._stopped:
-                is_last, pause = self._last.is_set(), RECONNECT
+                is_last, has_timed_out, pause = self._last.is_set(), False, RECONNECT
                 try:
                     self._transfer_until_last()
                     break
                 except OSError as error:
+                    has_timed_out = isinstance(error, TimeoutError)
                     self._failures += 1
                     if self._failures == FAILURES and not self._is_known:
                         self._report(error.strerror or str(error))
                 except _MemoryLackError as lack:
                     pause = MEMORY_PAUSE
                     self._report(str(lack))
-                if is_last:
+                if is_last or (self._last.is_set() and has_timed_out):
                     break
                 self._last.wait(pause)
         finally:
