@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
@@ -15,7 +16,7 @@ import torch
 
 from adascale_core.messages.allocation import Member
 from adascale_worker.agent import snapshot_channel, snapshot_receiver
-from adascale_worker.agent.snapshot_channel import SnapshotChannel
+from adascale_worker.agent.snapshot_channel import SnapshotChannel, SnapshotChannelError
 from adascale_worker.agent.snapshot_files import make_snapshot_files
 from adascale_worker.agent.snapshot_receiver import SnapshotReceiver
 from adascale_worker.agent.snapshot_server import SnapshotServer
@@ -39,12 +40,12 @@ class Agent:
         self.available = inf
         self.receiver = SnapshotReceiver(self.paths, lambda: self.key, lambda: None, lambda: self.available)
 
-    def save(self, number: Number, value: float = 0.0) -> None:
+    def save(self, number: Number, value: float = 0.0, rows: int = 1000) -> None:
         incarnation, generation, step = number
         info = CheckpointInfo(
             step, 1.0, 0, 1, generation, finished=False, saved_at=0.0, incarnation=incarnation
         )
-        state = {"weights": torch.full((1000, 1000), value), "nothing": torch.empty(0), "step": step}
+        state = {"weights": torch.full((rows, 1000), value), "nothing": torch.empty(0), "step": step}
         self.memory.save(state, info, {"accuracy": value})
 
     @property
@@ -260,6 +261,20 @@ def test_without_enough_memory_no_copy_is_kept(
     assert (
         output.count("adascale-agent: no copies of the state of replica 0 are kept: the state has 4 MiB") == 1
     )
+
+
+def test_a_copy_that_is_deleted_while_it_is_sent_does_not_arrive(agents: tuple[Agent, Agent]) -> None:
+    """The trainer deletes it when others have the state. It has 64 MB, more than a connection buffers."""
+    source, _ = agents
+    source.save((100, 3, 9), rows=16_000)
+    with socket.create_connection(("127.0.0.1", source.server.port), timeout=30) as connection:
+        channel = SnapshotChannel(connection, KEY)
+        channel.connect()
+        length, _ = channel.request(None)
+        assert length > 64_000_000
+        source.memory.release()
+        with pytest.raises(SnapshotChannelError, match="closed"):
+            deque(channel.receive_content(length), maxlen=0)
 
 
 def test_released_memory_is_returned(agents: tuple[Agent, Agent]) -> None:

@@ -195,7 +195,14 @@ class _Transfers:
                 self._last.wait(max(POLL, seconds / SHARE - seconds))
 
     def _transfer(self, channel: SnapshotChannel) -> None:
-        """Copy the state once, in place of the older copy, if there is a later one."""
+        """Copy the state once, in place of the older copy, if there is a later one.
+
+        Without enough memory, the earlier copies are deleted, unless the trainer needs them now.
+
+        Raises:
+            OSError: the connection has failed.
+            _MemoryLackError: there is not enough memory.
+        """
         length, document_bytes = channel.request(self._latest())
         if not length:
             return
@@ -203,8 +210,9 @@ class _Transfers:
             if self._stopped:
                 return
             if lack := lack_of_memory(self._places, length, self._available()):
-                for place in self._places:
-                    place.release()
+                if not self._last.is_set():
+                    for place in self._places:
+                        place.release()
                 # What was announced is on the connection, which ends with this.
                 raise _MemoryLackError(lack)
             place = min(self._places, key=lambda place: place.number)
