@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from adascale_core.messages.allocation import Member
+from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView, Member
 from adascale_worker.agent import snapshot_channel, snapshot_receiver
 from adascale_worker.agent.snapshot_channel import SnapshotChannel, SnapshotChannelError
 from adascale_worker.agent.snapshot_files import make_snapshot_files
 from adascale_worker.agent.snapshot_receiver import SnapshotReceiver
 from adascale_worker.agent.snapshot_server import SnapshotServer
+from adascale_worker.agent.snapshots import Snapshots
 from adascale_worker.process.snapshot_place import SnapshotPlace
 from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
 from adascale_worker.state.checkpoints.store import CheckpointInfo
@@ -277,11 +278,64 @@ def test_a_copy_that_is_deleted_while_it_is_sent_does_not_arrive(agents: tuple[A
             deque(channel.receive_content(length), maxlen=0)
 
 
-def test_released_memory_is_returned(agents: tuple[Agent, Agent]) -> None:
-    _, spare = agents
-    spare.save((100, 3, 9))
-    spare.receiver.release()
-    assert not spare.memory.is_taken
+def test_without_memory_for_the_last_copy_the_one_before_is_kept(
+    agents: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer is about to use it."""
+    monkeypatch.setattr(snapshot_receiver, "POLL", 1000.0)
+    source, spare = agents
+    source.save((100, 3, 1))
+    spare.follow(source.server.port)
+    wait_until(lambda: spare.number == (100, 3, 1), "the first copy")
+    source.save((100, 3, 2))
+    spare.available = 1000.0
+    spare.finish()
+    assert spare.number == (100, 3, 1)
+
+
+@pytest.fixture
+def snapshots() -> Iterator[Snapshots]:
+    """The copies of the agent of replica 2, which waits."""
+    made = Snapshots(2, "127.0.0.1", lambda: KEY, lambda: None)
+    yield made
+    made.follow(generation(1))
+    for path in made.files.split(":"):
+        os.close(int(Path(path).name))
+
+
+def generation(number: int, *ports: int) -> AllocationView:
+    members = tuple(
+        Member(replica, f"{replica}.1", "127.0.0.1", 1, snapshot_port=port)
+        for replica, port in enumerate(ports)
+    )
+    active = ActiveAllocation(number, len(members), members)
+    return AllocationView(number, Allocation(number, 1, spares=1), active, broken=False, complete=False)
+
+
+def test_an_agent_copies_the_state_until_several_others_keep_it(
+    agents: tuple[Agent, Agent], snapshots: Snapshots
+) -> None:
+    source, _ = agents
+    memory = SnapshotMemory(snapshots.files.split(":"))
+    snapshots.follow(generation(3, source.server.port))
+    for step in (1, 2):
+        source.save((100, 3, step))
+        wait_until(lambda step=step: (kept := memory.newest()) and kept.info.step == step, "the copy")  # type: ignore[misc]
+    snapshots.follow(generation(4, source.server.port, source.server.port))
+    assert not memory.is_taken
+
+
+def test_a_trainer_is_assigned_alone_only_after_the_last_copy(
+    agents: tuple[Agent, Agent], snapshots: Snapshots
+) -> None:
+    source, _ = agents
+    source.save((100, 3, 1))
+    snapshots.follow(generation(3, source.server.port))
+    alone = ActiveAllocation(4, 1, (Member(2, "2.1", "127.0.0.1", 1),))
+    wait_until(lambda: snapshots.is_ready(alone), "the last copy")
+    kept = SnapshotMemory(snapshots.files.split(":")).newest()
+    assert kept is not None
+    assert kept.number == (100, 3, 1)
 
 
 def test_the_trainer_replaces_the_copy_that_is_not_being_sent(agents: tuple[Agent, Agent]) -> None:
