@@ -8,7 +8,8 @@ without in the block before, as the median of the ratios and their quartiles; th
 copies, which is the noise; the duration of a copy, and the steps per copy.
 
 Then a state of `--gigabytes` in tensors of 64 MB is copied and read again: in the memory of the agent, and as
-a checkpoint in a folder, whose file the kernel has in its cache. Printed are the times, medians of three.
+a checkpoint in a folder, whose file the kernel has in its cache. Copies are sent to the memory of another
+agent, over the loopback interface. Printed are the times, medians of three.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from adascale import ElasticTrainer
+from adascale_core.messages.allocation import Member
 from adascale_storage.folder import Folder
+from adascale_worker.agent import snapshot_receiver
 from adascale_worker.agent.snapshot_files import make_snapshot_files
+from adascale_worker.agent.snapshot_receiver import SnapshotReceiver
+from adascale_worker.agent.snapshot_server import SnapshotServer
 from adascale_worker.state import agent_snapshots
 from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
@@ -92,12 +97,14 @@ def measure_steps(blocks: int, steps: int) -> None:
 def measure_copies(gigabytes: float) -> None:
     """Print how long a state takes that is copied, and read again."""
     state = {"weights": [torch.rand(16_000_000) for _ in range(round(gigabytes * 1e9 / 64e6))]}
-    memory, snapshot = SnapshotMemory(make_snapshot_files().split(":")), Snapshot()
+    paths = make_snapshot_files().split(":")
+    memory, snapshot = SnapshotMemory(paths), Snapshot()
     first = [timed(lambda: memory.save(state, INFO, {})) for _ in range(2)]
     copies = [timed(lambda: memory.save(state, INFO, {})) for _ in range(3)]
     kept = memory.newest()
     assert kept is not None
     reads = [timed(kept.read) for _ in range(3)]
+    transfers = measure_transfers(memory, paths, state)
     with tempfile.TemporaryDirectory() as folder:
         store = CheckpointStore(Folder(Path(folder)))
         snapshot.copy(state)
@@ -105,7 +112,33 @@ def measure_copies(gigabytes: float) -> None:
         loads = [timed(store.load) for _ in range(3)]
     print(f"{gigabytes:g} GB: the first two copies: {first[0]:.2f} s and {first[1]:.2f} s")
     print(f"a copy: {statistics.median(copies):.2f} s; to read it: {statistics.median(reads):.2f} s")
+    print(
+        f"to send the first two to another agent: {transfers[0]:.2f} s and {transfers[1]:.2f} s; "
+        f"a later one: {statistics.median(transfers[2:]):.2f} s"
+    )
     print(f"a checkpoint is written in {saved:.2f} s; to read it: {statistics.median(loads):.2f} s")
+
+
+def measure_transfers(memory: SnapshotMemory, paths: list[str], state: dict[str, Any]) -> list[float]:
+    """Return how long five copies take to another agent."""
+    snapshot_receiver.SHARE, snapshot_receiver.POLL = 1.0, 0.0  # type: ignore[misc]
+    server = SnapshotServer(paths, "127.0.0.1", lambda: "secret")
+    others = make_snapshot_files().split(":")
+    received = SnapshotMemory(others)
+    receiver = SnapshotReceiver(others, lambda: "secret", lambda: None)
+    receiver.follow(Member(0, "0.1", "127.0.0.1", 1, snapshot_port=server.port))
+
+    def wait_for(step: int) -> None:
+        while (kept := received.newest()) is None or kept.info.step < step:
+            time.sleep(0.01)
+
+    times = []
+    for step in range(2, 7):
+        memory.save(state, replace(INFO, step=step), {})
+        times.append(timed(lambda step=step: wait_for(step)))  # type: ignore[misc]
+    receiver.release()
+    server.close()
+    return times
 
 
 def endless(trainer: ElasticTrainer, data: TensorDataset) -> Iterator[list[torch.Tensor]]:

@@ -163,6 +163,14 @@ def test_an_allocation_has_spares_only_if_there_are_some(spares: int, names: set
     assert Allocation(1, 2, spares=spares).to_json().keys() == {"generation", "replicas", "failed"} | names
 
 
+@pytest.mark.parametrize(("port", "names"), [(0, set()), (40124, {"snapshot_port"})])
+def test_a_registration_has_a_port_for_copies_only_if_there_is_one(port: int, names: set[str]) -> None:
+    """Metrics services of version 0.1.0 refuse the member."""
+    registration = Registration(0, "a", ReplicaState.WAITING, 0, "host", 1, snapshot_port=port)
+    assert registration.to_json().keys() & {"snapshot_port"} == names
+    assert Registration.from_json(registration.to_json()) == registration
+
+
 def test_an_unknown_replica_state_is_rejected() -> None:
     members = Registration(0, "a", ReplicaState.WAITING, 0, "127.0.0.1", 1).to_json()
     with pytest.raises(ValueError, match="dozing"):

@@ -716,13 +716,33 @@ def test_after_the_loss_of_all_state_as_many_replicas_begin_from_the_checkpoint(
     assert desired(state) == (3, 4)
 
 
+@pytest.mark.parametrize(("replacement", "member"), [("another-agent.1", 1), ("agent.2", 0)])
+def test_after_the_loss_of_all_state_a_replica_begins_whose_agent_may_have_a_copy(
+    replacement: str, member: int
+) -> None:
+    """A spare before another agent of the lost replica, and the lost replica itself if its agent remains."""
+    state = after(
+        Rendezvous(),
+        Allocation(1, 1, spares=1),
+        replace(registration(0, WAITING, trainer="agent.1"), snapshot_port=40123),
+        replace(registration(1, WAITING), snapshot_port=40124),
+    )
+    assert active(state) == (1, [0])
+    # Neither trainer was lost before the other one was there.
+    next_trainer = replace(registration(0, WAITING, trainer=replacement), snapshot_port=40123)
+    state = after(state, registration(0, RUNNING, 1, trainer="agent.1"), next_trainer)
+    assert active(state) == (2, [member])
+    assert state.active is not None
+    assert state.active.members[0].snapshot_port == 40123 + member
+
+
 def test_after_the_loss_of_all_state_no_fewer_begin_than_the_job_requires_now() -> None:
     lost = (Allocation(2, 4), registration(0, LOST, 1), registration(0, WAITING, trainer="a"))
     more = replace(ELASTIC, min_replicas=2)
     assert active(after(running(1, 1), *lost)) == (2, [0])
     state = after(running(1, 1), *lost, spec=more)
     assert active(state) is None
-    assert active(after(state, registration(1, WAITING), spec=more)) == (2, [0, 1])
+    assert active(after(state, registration(1, WAITING), spec=more)) == (2, [1, 0])
 
 
 @pytest.mark.parametrize("replica_state", [WAITING, RUNNING, LOST])

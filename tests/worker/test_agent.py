@@ -20,7 +20,10 @@ import pytest
 from adascale_controller.operator.apply.certificates import create_authority, renew_authority
 from adascale_core.failures.exit_codes import EXIT_CHECK_FAILED, EXIT_INVALID_PROGRAM
 from adascale_core.failures.termination_message import TerminationMessage
+from adascale_core.names import SNAPSHOT_FILE
 from adascale_worker.loop.step_watchdog import EXPLAIN_AFTER
+from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
+from adascale_worker.state.checkpoints.store import CheckpointInfo
 from support.certificates import TlsFiles, tls_files
 from support.fast_python import PYTHON
 from support.launch import PROGRAM, TIMEOUT, AgentProcess, Journal, Replicas, free_port, wait_until
@@ -279,6 +282,83 @@ def test_the_loss_of_the_only_trainer_costs_a_step_at_most(job: Job) -> None:
     assert job.journal.weights() == Journal(job.folder / "undisturbed").weights()
     view = job.service.job()
     assert (view["failures"], view["disruptions"]) == (0, 2)
+
+
+@pytest.mark.slow
+def test_a_spare_continues_from_the_copy_of_the_only_trainer(job: Job) -> None:
+    """The trainer is killed, then the next one with its agent, as with a pod. The checkpoint is of step 1."""
+    same = {
+        "BOUNDS": json.dumps({"batch_size": 12}),
+        "ADASCALE_CHECKPOINT_INTERVAL": 1000,
+        "SNAPSHOT_SHARE": 1,
+    }
+    finish = job.folder / "finish"
+    options = {**same, "EPOCHS": 10**6, "FINISH_FILE": finish, "STEP_SECONDS": 0.1}
+    job.service.allocate(1, 1, spares=1)
+    job.start(0, **options)
+    # The program makes its first weights with a seed of each replica.
+    job.wait_for_training(1)
+    job.start(1, **options)
+
+    def wait_for_copies(generation: int) -> int:
+        """Wait until the spare has a copy of this generation, and return its step."""
+        job.wait_for_training(generation, steps=5)
+        begin = job.journal.attempts()[-1].header["step"]
+        spare = job.agents[1 - job.journal.attempts()[-1].header["replica"]]
+
+        def step_of_copy() -> int:
+            info = newest_copy(spare)
+            return info.step if info and info.generation == generation and info.step > begin + 2 else 0
+
+        step: int = wait_until(step_of_copy, "a copy in the memory of the spare", pause=0.2)
+        return step
+
+    wait_for_copies(1)
+    os.kill(job.trainer_pid(0), signal.SIGKILL)
+    copied = wait_for_copies(2)
+    lost = job.agents.pop()
+    lost.end()
+    job.wait_for_training(3)
+    finish.touch()
+    assert job.agents[0].wait() == 0, job.logs()
+
+    first, second, third = job.journal.attempts()
+    assert first.steps[-1].step - 1 <= second.header["step"] <= first.steps[-1].step
+    assert copied <= third.header["step"] <= second.steps[-1].step
+    assert [attempt.header["replica"] for attempt in (first, second, third)] == [0, 1, 0]
+    steps = job.journal.effective()
+    assert sorted(steps) == list(range(1, len(steps) + 1)), "every step exactly once"
+    epochs, rest = divmod(len(steps), 4)
+    assert rest == 0
+    for epoch in range(epochs):
+        taken = [index for number in range(1, 5) for index in steps[4 * epoch + number][0].indices]
+        assert sorted(taken) == list(range(48)), "every sample exactly once"
+    undisturbed = Replicas(
+        1,
+        job.folder,
+        **same,
+        EPOCHS=epochs,
+        JOURNAL=job.folder / "undisturbed",
+        ADASCALE_CHECKPOINT_DIR=job.folder / "other-checkpoints",
+    )
+    assert undisturbed.wait()[0] == [0]
+    assert job.journal.weights() == Journal(job.folder / "undisturbed").weights()
+
+
+def newest_copy(agent: AgentProcess) -> CheckpointInfo | None:
+    """Return the description of the newest copy of the state in the memory of an agent."""
+    descriptors = filter(is_snapshot_file, Path(f"/proc/{agent.process.pid}/fd").iterdir())
+    paths = {path.stat().st_ino: str(path) for path in descriptors}
+    kept = SnapshotMemory([*paths.values()]).newest() if paths else None
+    return kept.info if kept is not None else None
+
+
+def is_snapshot_file(path: Path) -> bool:
+    """Whether the descriptor of a process at this path is of a file for copies."""
+    try:
+        return SNAPSHOT_FILE in str(path.readlink())
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.slow

@@ -150,3 +150,17 @@ def test_a_registration_is_retried_until_the_service_acknowledges_it(
     assert heartbeat.error is None
     assert heartbeat.key == "secret"
     assert capsys.readouterr().out == "adascale-agent: no answer; retrying\n", "logged once"
+
+
+def test_a_service_that_does_not_know_the_port_for_copies_gets_the_registration_without_it() -> None:
+    """As those of version 0.1.0, to which an installation may be set back."""
+
+    def answer() -> MemberView:
+        if client.registrations[-1].snapshot_port:
+            raise ServiceRefusedError("snapshot_port: Extra inputs are not permitted", 422)
+        return member_view(1)
+
+    client = FakeClient(registered=answer)
+    heartbeat = start_heartbeat(client)
+    assert heartbeat.register(replace(REGISTRATION, snapshot_port=40124), timeout=30)
+    assert [each.snapshot_port for each in client.registrations[:2]] == [40124, 0]

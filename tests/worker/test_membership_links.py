@@ -18,9 +18,10 @@ from adascale_core.messages.channel import Assignment, encode
 from adascale_worker.membership import links as membership_links
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.generations import AgentConnection, Membership
-from adascale_worker.membership.links import Formation, MembershipLinks, OtherVersionError, listen
+from adascale_worker.membership.links import Formation, MembershipLinks, OtherVersionError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
+from adascale_worker.process.listener import listen
 from adascale_worker.process.package_version import package_version
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from support.launch import wait_until

@@ -4,7 +4,8 @@
 
 imports what every trainer imports, forks the server, and runs the program as `python PROGRAM [ARGUMENT...]`
 does. For each request over the socket, whose descriptor is `SOCKET`, the server forks a process that runs the
-program, too. So the next trainer of an agent does not import torch again, which takes seconds of processor time.
+program, too. So the next trainer of an agent does not import torch again, which takes seconds of processor
+time.
 
 The server and its processes are forked twice, and their first parents exit. So the kernel makes the agent
 their parent: it has requested the orphans of its descendants. The agent's side is
@@ -65,14 +66,14 @@ def _preload() -> None:
 
     import adascale_worker.trainer  # noqa: F401
 
-    # A collection would write to all objects, whose memory the forked processes share. At the end, the interpreter
-    # looks for all of them.
+    # A collection would write to all objects, whose memory the forked processes share. At the end, the
+    # interpreter collects them, too.
     gc.freeze()
     atexit.register(gc.unfreeze)
 
 
 def _serve(channel: socket.socket, agent: int) -> None:
-    """Fork a process for each request, and return in it. The server exits when the agent closes the socket."""
+    """Fork a process for each request, and return in it. Exit when the agent closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _set_output(os.open(os.devnull, os.O_RDWR))
     _set_name(SERVER_NAME)

@@ -51,13 +51,13 @@ from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.following import FollowerChannel
 from adascale_worker.membership.generations import AgentConnection
 from adascale_worker.membership.lane_group import LaneGroup
-from adascale_worker.membership.links import listen
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.membership.replica_processes import ReplicaProcesses
 from adascale_worker.process import environment
 from adascale_worker.process.device import select_device
 from adascale_worker.process.download_lock import download_lock
 from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
+from adascale_worker.process.listener import listen
 from adascale_worker.process.settings import check_arguments, describe_differences, resolve_settings
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.program.checks import Models, OptimizersByName, SchedulersByName

@@ -184,7 +184,7 @@ class RegistrationBody(RequestBody):
             replica=0, instance="6f1c.1", state="running", generation=2, address="127.0.0.1", port=40123,
             exit_code=None, log=None, assigned=2, step=None, lost=[], stepped=2, rank=0, replicas=4,
             version="0.1.0", node="node-a", key="", stall="",
-            accelerator="cpu", local_bsz_limit=None,
+            accelerator="cpu", local_bsz_limit=None, snapshot_port=40124,
         )
     )  # fmt: skip
 
@@ -244,6 +244,10 @@ class RegistrationBody(RequestBody):
         default=None,
         description="The largest local batch size that it can still try, because a larger one did not fit "
         "into memory; null if none has failed in its generation.",
+    )
+    snapshot_port: Port = Field(
+        default=0,
+        description="Port on which its agent sends copies of the state to the agents of others; 0 if none.",
     )
 
     def to_registration(self) -> Registration:

@@ -30,6 +30,11 @@ class ReplicaState(StrEnum):
     """The user's program has finished. The agent exits when rank 0 has finished too."""
 
 
+def agent_of(instance: str) -> str:
+    """Return the agent of a trainer."""
+    return instance.rpartition(".")[0] or instance
+
+
 @dataclass(frozen=True)
 class Registration(Message):
     """The state and address of a replica.
@@ -59,6 +64,8 @@ class Registration(Message):
             the kind of the device; empty if unknown.
         local_bsz_limit: the largest local batch size that its trainer can still try, because a larger one
             did not fit into memory; None if none has failed in its generation.
+        snapshot_port: port on which its agent sends the copies of the state in its memory to the agents of
+            other replicas; 0 if there is none.
     """
 
     replica: int
@@ -81,6 +88,14 @@ class Registration(Message):
     stall: str = ""
     accelerator: str = ""
     local_bsz_limit: int | None = None
+    snapshot_port: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object, without `snapshot_port` if there is none: version 0.1.0 refuses it."""
+        members = super().to_json()
+        if not self.snapshot_port:
+            del members["snapshot_port"]
+        return members
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
@@ -96,7 +111,7 @@ class Registration(Message):
     @property
     def agent(self) -> str:
         """The agent of its trainer."""
-        return self.instance.rpartition(".")[0] or self.instance
+        return agent_of(self.instance)
 
     @property
     def trainer(self) -> int:

@@ -11,7 +11,8 @@ ordered set of members: replicas whose trainers take part. It becomes active by 
   expired, or was reported as lost by a member that holds. It has the largest valid replica count of those
   that are there, at most the desired count; if no valid count is there, the members wait with their state.
   The desired count stays, and the missing replicas join by a planned change.
-- A loss of all members that have state: as many replicas as before begin from the last checkpoint.
+- A loss of all members that have state: as many replicas as before begin from the last checkpoint, or from
+  a copy in the memory of the agent of rank 0. Those whose agents may have a copy come first.
 
 A spare is a replica that is started and waits. The desired allocation has the indices of `replicas` +
 `spares` replicas, and any of them may be members; the others are the spares. So a spare takes the place of a
@@ -56,7 +57,7 @@ from adascale_core.messages.allocation import (
     SlowReplacement,
 )
 from adascale_core.messages.job_spec import JobSpec
-from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.registration import Registration, ReplicaState, agent_of
 from adascale_core.messages.reports import GainReport
 from adascale_core.rendezvous.slow_places import SlowPlaces
 
@@ -705,6 +706,10 @@ def _after_a_loss(state: Rendezvous, active: ActiveAllocation, spec: JobSpec | N
     # fewer than the job requires now.
     least = max(active.replicas, spec.min_replicas if spec is not None else 1)
     least = _largest_valid(spec, min(least, desired), 1) or desired
+    agents = {agent_of(member.instance) for member in active.members}
+    # The agent of a lost trainer has its latest copy, and that of a replica that has waited may have one. An
+    # agent that has taken the place of another one has none.
+    joining.sort(key=lambda each: (each.agent not in agents, each.replica in active.indices))
     return joining[: _largest_valid(spec, min(desired, len(joining)), least)]
 
 
@@ -787,6 +792,7 @@ def _member(registration: Registration) -> Member:
         registration.port,
         registration.holds,
         registration.node,
+        registration.snapshot_port,
     )
 
 

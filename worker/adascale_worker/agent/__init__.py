@@ -7,5 +7,7 @@ active.
 Modules: `agent` is the state loop. `trainer_starter` starts trainers, `trainer_process` is one as a process,
 `trainer_status` what it has reported, `kill_deadline` decides when a trainer is killed, `restart_backoff`
 when the next one starts, `heartbeat` exchanges state with the metrics service, `termination_log` writes the
-termination message, `events` waits for any of these.
+termination message, `events` waits for any of these. `snapshots` keeps copies of the state, in
+`snapshot_files`: `snapshot_server` sends them, `snapshot_receiver` gets those of another agent, over a
+`snapshot_channel`.
 """

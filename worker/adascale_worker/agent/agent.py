@@ -42,7 +42,7 @@ from adascale_worker.agent.heartbeat import Heartbeat
 from adascale_worker.agent.kill_deadline import KILL_INTERVAL, RESCALE_GRACE, KillDeadline, release_grace
 from adascale_worker.agent.link_check import LinkCheck
 from adascale_worker.agent.restart_backoff import RestartBackoff
-from adascale_worker.agent.snapshot_files import make_snapshot_files
+from adascale_worker.agent.snapshots import Snapshots
 from adascale_worker.agent.termination_log import TerminationLog
 from adascale_worker.agent.trainer_process import TrainerProcess
 from adascale_worker.agent.trainer_starter import TrainerStarter
@@ -92,8 +92,6 @@ class Agent:
         self._starter = TrainerStarter(command)
         # The warnings of c10d about a lost connection have a page of stack frames each.
         self._environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **environ, ENV_ADDRESS: address}
-        if ENV_SNAPSHOT_FILES not in environ:
-            self._environ[ENV_SNAPSHOT_FILES] = make_snapshot_files()
         for name in LAUNCHER_VARIABLES:
             self._environ.pop(name, None)
         self._replica = replica
@@ -103,6 +101,10 @@ class Agent:
         self._key = secrets.token_hex(16)
         self._events = Events()
         self._heartbeat = Heartbeat(client, job_id, self._events.notify)
+        self._snapshots: Snapshots | None = None
+        if ENV_SNAPSHOT_FILES not in environ:
+            self._snapshots = Snapshots(replica, address, lambda: self._heartbeat.key, self._events.notify)
+            self._environ[ENV_SNAPSHOT_FILES] = self._snapshots.files
         self._backoff = RestartBackoff()
         self._restart_at = 0.0
         self._trainers = 0
@@ -208,6 +210,7 @@ class Agent:
             stall=status.stall if status else "",
             accelerator=status.accelerator if status else "",
             local_bsz_limit=status.local_bsz_limit if status else None,
+            snapshot_port=self._snapshots.port if self._snapshots is not None else 0,
         )
 
     def _register(self, registration: Registration) -> None:
@@ -288,6 +291,8 @@ class Agent:
                     # A signal would only reach a shell that has started it, or a handler of the program.
                     trainer.send(Terminate())
                 self._deadline.set(now + self._termination_grace)
+            if self._snapshots is not None and status.port is not None and self._assigned == 0:
+                self._snapshots.follow(self._view)
             self._instruct(trainer, now)
             if status.port is not None and self._may_register(trainer):
                 self._register(self._registration(trainer, status.state))
@@ -340,7 +345,7 @@ class Agent:
             # secret of the members.
             return
         match instruction(view, self._replica, self._instance, self._assigned, holds=holds):
-            case Instruction.ASSIGN:
+            case Instruction.ASSIGN if self._snapshots is None or self._snapshots.is_ready(active):
                 self._assign(trainer, active)
                 self._deadline.advance(now + RESCALE_GRACE)
             case Instruction.HOLD if self._held < active.generation:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from adascale_client import Backoff, MetricsServiceClient, ServiceError, ServiceRefusedError
 from adascale_core.messages.allocation import AllocationView, MemberView
@@ -109,7 +110,7 @@ class Heartbeat:
                     self._changed.wait()
                 registration, before = self._registration, self._view
             try:
-                answer = self._client.register(self._job_id, registration)
+                answer = self._send(registration)
                 self._record_answer(answer, registration)
                 self._update_view(answer, before)
             except ServiceError as error:
@@ -125,6 +126,15 @@ class Heartbeat:
                 self._changed.notify_all()
                 if self._registration == registration:
                     self._changed.wait(self._interval)
+
+    def _send(self, registration: Registration) -> MemberView:
+        """Send a registration, without the port for copies of the state if the service does not know it."""
+        try:
+            return self._client.register(self._job_id, registration)
+        except ServiceRefusedError as error:
+            if error.status != 422 or not registration.snapshot_port:
+                raise
+        return self._client.register(self._job_id, replace(registration, snapshot_port=0))
 
     def _read_generations(self) -> None:
         backoff = Backoff()

@@ -27,7 +27,7 @@ from adascale_core.names import ENV_PRELOAD
 
 PRELOADED: Final = Path(__file__).parents[1] / "preloaded.py"
 SERVER_NAME: Final = "adascale-fork"
-"""The name of the server in /proc/PID/comm. Its command line is that of the trainer that it was forked from."""
+"""The name of the server in /proc/PID/comm. Its command line is that of the first trainer."""
 NUMBER_BYTES: Final = 8
 """Bytes of a number in a message: the length of a request, or the process id in the answer."""
 READY: Final = b"\n"

@@ -49,7 +49,6 @@ MAX_HANDSHAKE_LINE: Final = 4096
 """Bytes of a message of a connection that is not authenticated."""
 MAX_PENDING: Final = 256
 """Connections that are not authenticated, in addition to one of each member."""
-_BACKLOG: Final = 1024
 
 StateNumber = tuple[int, int, int]
 """Which state a member has: the generation in which it was last equal on all members, the step, and the
@@ -62,22 +61,6 @@ class PeersLostError(Exception):
 
 class OtherVersionError(WorkerError):
     """The members of the generation have another version of this package."""
-
-
-def listen(address: str) -> socket.socket:
-    """Return a socket that listens on a free port.
-
-    Args:
-        address: at which the other members reach this one. A loopback address is the only one it listens on.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    any_interface = "::" if family == socket.AF_INET6 else ""
-    is_loopback = address.startswith("127.") or address == "::1"
-    listener.bind((address if is_loopback else any_interface, 0))
-    listener.listen(_BACKLOG)
-    listener.setblocking(False)
-    return listener
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from adascale_core.messages.channel import Assignment
 from adascale_worker.errors import GroupFormationError, WorkerError
 from adascale_worker.membership import gloo_sockets, gloo_threads, stuck_collective
-from adascale_worker.membership.links import Formation, PeersLostError, listen
+from adascale_worker.membership.links import Formation, PeersLostError
 from adascale_worker.membership.replica_messages import ReplicaMessages
 from adascale_worker.process.device import describe_shared_gpu, gpu_names
 from adascale_worker.process.environment import RankAssignment
+from adascale_worker.process.listener import listen
 from adascale_worker.torch_private.distributed import (
     abort_process_group,
     default_store,

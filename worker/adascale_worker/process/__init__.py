@@ -1,4 +1,5 @@
 """The process of a trainer: its environment, settings, device and signals, and how it ends.
 
-Nothing here knows replicas, gradients or checkpoints. The agent uses `environment` and `package_version` too.
+Nothing here knows replicas, gradients or what a state consists of. The agent uses `environment`,
+`package_version`, `available_memory`, `listener` and `snapshot_place` too.
 """

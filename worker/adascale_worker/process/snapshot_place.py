@@ -1,0 +1,199 @@
+"""The files in memory of an agent that each have a place for one copy of the state of training.
+
+A place is valid only from the last byte that is written: the kernel keeps the memory of a file as a killed
+process has left it, so no checksum is needed. A place that is read while another process may write is locked.
+
+    byte 0          a `Condition`
+    from byte 8     the number of the copy, the bytes of its tensors and of its document
+    from byte 4096  the tensors one after another, and the document: a line of JSON that
+                    describes the copy, and the structure of the state
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any, Final
+
+_HEADER: Final = struct.Struct("<QQQ")
+_HEADER_START: Final = 8
+_CONTENT_START: Final = 4096
+_BUFFERS: Final = 512
+"""Of one call of the kernel, which takes at most 1024."""
+_BATCH_BYTES: Final = 1 << 20
+"""From this length on, parts are written without waiting for more of them."""
+LARGEST_PART: Final = 0.25
+"""The largest part of the memory that training has never used, as far as known, that copies take."""
+MARGIN: Final = 0.1
+"""Memory that must be left later on, in parts of a state."""
+
+StateNumber = tuple[int, int, int]
+"""Incarnation, generation and step of a state: larger for a later job of a name, a later generation, a later
+step. The state of a later generation counts as later, also after fewer steps: the job was continued there,
+without the steps that only an earlier generation has made."""
+
+
+class Condition(IntEnum):
+    """The condition of a place."""
+
+    INVALID = 0
+    VALID = 1
+    RESTORING = 2
+    """A process restores the copy. If it ends meanwhile, the copy may be the reason."""
+
+
+class SnapshotPlace:
+    """A file for one copy.
+
+    Args:
+        path: of the file, which exists. Each object opens it for itself, so that locks exclude each other.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    @property
+    def condition(self) -> Condition:
+        """Whether the copy is complete."""
+        found = int.from_bytes(os.pread(self._descriptor, 1, 0), "little")
+        return Condition(found) if found in set(Condition) else Condition.INVALID
+
+    @condition.setter
+    def condition(self, condition: Condition) -> None:
+        os.pwrite(self._descriptor, bytes([condition]), 0)
+
+    @property
+    def number(self) -> int:
+        """The number of the copy among those of this agent; 0 if there is none."""
+        return 0 if self.condition is Condition.INVALID else self._header()[0]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The bytes of the tensors and of the document, which follow each other."""
+        return self._header()[1:]
+
+    @property
+    def used(self) -> int:
+        """The bytes of memory that the file has."""
+        return os.fstat(self._descriptor).st_blocks * 512
+
+    def _header(self) -> tuple[int, int, int]:
+        number, data_bytes, document_bytes = _HEADER.unpack(
+            os.pread(self._descriptor, _HEADER.size, _HEADER_START)
+        )
+        return number, data_bytes, document_bytes
+
+    @contextmanager
+    def locked(self, *, exclusively: bool) -> Iterator[bool]:
+        """Lock the place, without waiting, and yield whether nobody else has locked it.
+
+        The kernel unlocks it when the process ends.
+
+        Args:
+            exclusively: whether to write it.
+        """
+        operation = fcntl.LOCK_EX if exclusively else fcntl.LOCK_SH
+        try:
+            fcntl.flock(self._descriptor, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def write(self, number: int, content: Iterable[memoryview], document_bytes: int) -> None:
+        """Replace the copy. If `content` raises an error, there is none.
+
+        Args:
+            number: of the copy.
+            content: the tensors and the document, in parts.
+            document_bytes: the length of the document.
+        """
+        self.condition = Condition.INVALID
+        length = self._write(content)
+        header = _HEADER.pack(number, length - document_bytes, document_bytes)
+        os.pwrite(self._descriptor, header, _HEADER_START)
+        self.condition = Condition.VALID
+
+    def _write(self, parts: Iterable[memoryview]) -> int:
+        """Write parts one after another, and return their length together."""
+        position, batch, waiting = _CONTENT_START, list[memoryview](), 0
+        for part in parts:
+            batch.append(part)
+            waiting += part.nbytes
+            if len(batch) == _BUFFERS or waiting >= _BATCH_BYTES:
+                position, batch, waiting = self._write_batch(position, batch), [], 0
+        return self._write_batch(position, batch) - _CONTENT_START
+
+    def _write_batch(self, position: int, batch: list[memoryview]) -> int:
+        while batch := [part for part in batch if part.nbytes]:
+            written = os.pwritev(self._descriptor, batch, position)
+            position += written
+            for index, part in enumerate(batch):
+                batch[index] = part[written:]
+                written -= min(written, part.nbytes)
+        return position
+
+    def read_into(self, memory: memoryview, position: int) -> int:
+        """Read the content from a position on, and return how many bytes there were."""
+        return os.preadv(self._descriptor, [memory], _CONTENT_START + position)
+
+    def read_document(self) -> bytes:
+        """Return the document of the copy."""
+        data_bytes, document_bytes = self.lengths
+        return os.pread(self._descriptor, document_bytes, _CONTENT_START + data_bytes)
+
+    def release(self) -> None:
+        """Delete the copy."""
+        self.condition = Condition.INVALID
+        os.ftruncate(self._descriptor, 0)
+
+
+def newest(places: Sequence[SnapshotPlace]) -> SnapshotPlace:
+    """Return the place that was written last."""
+    return max(places, key=lambda place: place.number)
+
+
+def parse_document(document: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the description of a copy, and the structure of its state."""
+    text, spec = document.split(b"\n", 1)
+    described: dict[str, Any] = json.loads(text)
+    return described, spec
+
+
+def state_number(info: Mapping[str, Any]) -> StateNumber:
+    """Return the number of a state, from the members of its description."""
+    return int(info["incarnation"]), int(info["generation"]), int(info["step"])
+
+
+def lack_of_memory(places: Sequence[SnapshotPlace], content_bytes: int, available: float) -> str:
+    """Return how much memory is missing for copies in these places, for a message; empty if nothing is.
+
+    Args:
+        places: for the copies.
+        content_bytes: the length of a copy.
+        available: the bytes that can be used, and have not been used so far.
+    """
+    needed = _CONTENT_START + content_bytes
+    growth = sum(max(needed - place.used, 0) for place in places)
+    required = growth / LARGEST_PART + needed * MARGIN
+    if available >= required:
+        return ""
+    return (
+        f"the state has {_mebibytes(needed)}, and two copies need {_mebibytes(required)} of free "
+        f"memory, of which {_mebibytes(available)} are left"
+    )
+
+
+def _mebibytes(count: float) -> str:
+    return f"{count / 2**20:,.0f} MiB"
