@@ -1,6 +1,6 @@
 """Loss over steps: AdaScale with limits of the gain (`max_gain`), beside other rules for AdamW.
 
-    OMP_NUM_THREADS=1 python bench/frontier.py train [--tasks transformer digits-adamw] [--limits 20 ...] [--seeds 3]
+    OMP_NUM_THREADS=1 python bench/frontier.py train [--tasks transformer] [--limits 20] [--seeds 3]
     python bench/frontier.py report
 
 `train` makes the runs of `bench/accuracy.py` at S = 64 and 128 with each limit, and adds them to
@@ -129,7 +129,7 @@ def draw(axes: Axes, name: str) -> None:
             axes.annotate(text, (steps, mean), place, textcoords="offset points", fontsize=7)
     axes.set(title=name, xlabel="steps", ylabel=SCORE_LABELS[name])
     axes.set_xscale("log", base=2)
-    axes.set_xticks([ticks for ticks in (75, 100, 150, 200, 300, 400, 600, 800, 1000) if ticks])
+    axes.set_xticks([75, 100, 150, 200, 300, 400, 600, 800, 1000])
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(alpha=0.3)

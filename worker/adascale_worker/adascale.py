@@ -81,9 +81,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             gradients to `read_micro_gradient` and `measure`.
         shards: exchange the statistics, if each process of a replica has shards of the gradients, which the
             training loop passes.
-        max_gain: L, a finite number above 1: every gain r is replaced by 1 / (1 / L + (1 - 1 / L) / r), which is
-            below L at every scale, and so are the estimates. Default: None, without a limit
-            (docs/adascale.md, "A limit of the gain").
+        max_gain: L, a finite number above 1. Every gain r becomes 1 / (1 / L + (1 - 1 / L) / r), which is
+            below L at every scale, and the estimates become those with such gains. Default: None, without a
+            limit (docs/adascale.md, "A limit of the gain").
 
     Raises:
         UnsupportedOptimizerError: (a TypeError) `optimizer` is not one of these; it is an Adam and

@@ -87,9 +87,9 @@ class GradientEstimate:
 
             1 / limited gain = 1 / L + (1 - 1 / L) / gain
 
-        So T steps at B0 need T / L steps, and 1 - 1 / L of those without the limit. This is the gain of another
-        estimate, with the L-th part of the variance counted as squared gradient. So what chooses batch sizes
-        by estimates needs no limit of its own. The error of `grad_sqr` stays as it is.
+        So T steps at B0 take T / L steps, and 1 - 1 / L of those without the limit in addition. This is the
+        gain of another estimate, in which the L-th part of the variance counts as squared gradient, so what
+        chooses batch sizes by estimates needs no limit of its own. The error of `grad_sqr` stays as it is.
 
         Raises:
             ValueError: `max_gain` is not a finite number above 1.
@@ -149,8 +149,8 @@ def require_max_gain(max_gain: float) -> None:
     """Raise ValueError unless `max_gain` is a finite number above 1."""
     if not (math.isfinite(max_gain) and max_gain > 1.0):
         raise ValueError(
-            f"got max_gain {max_gain}; it must be above 1 and finite: the gain that no batch size reaches, such "
-            "as 20; leave it out for gains without a limit"
+            f"got max_gain {max_gain}; it must be above 1 and finite: the gain that no batch size exceeds, "
+            "such as 20; leave it out for gains without a limit"
         )
 
 

@@ -8,10 +8,10 @@ r times that of a step at the initial batch size. The moving averages of Adam ke
 progress: beta ** r. This is the scaling of Malladi et al. ("On the SDEs and Scaling Rules for Adaptive
 Gradient Algorithms", NeurIPS 2022, arXiv 2205.10287, definition 5.2) with the gain in place of the ratio of
 batch sizes; beta ** r is their 1 - r (1 - beta) where that is small. Their eps / sqrt(r) is used too. The
-limit of small steps, from which they derive it, needs r (1 - beta) well below 1. So the beta of the first moment
-does not fall below `LEAST_BETA1`: its average always covers 2.5 steps. The
-decoupled weight decay of AdamW is per progress: a step multiplies the weights by 1 - r * lr * weight_decay.
-The weight decay of Adam is a part of the gradient, and stays as it is.
+limit of small steps, from which they derive it, needs r (1 - beta) well below 1. So the beta of the first
+moment does not fall below `LEAST_BETA1`, with which its average covers 2.5 steps. The decoupled weight decay
+of AdamW is per progress: a step multiplies the weights by 1 - r * lr * weight_decay. The weight decay of Adam
+is a part of the gradient, and stays as it is.
 
 `docs/adascale.md` shows the comparison with other rules.
 """
@@ -284,8 +284,8 @@ def adam_hyperparameters(group: Mapping[str, Any], gain: float) -> Mapping[str, 
 
 def _scaled_beta1(beta: float | Tensor, gain: float) -> float | Tensor:
     if isinstance(beta, Tensor):
-        return torch.maximum(beta**gain, beta.clamp(max=LEAST_BETA1))
-    return max(beta**gain, min(beta, LEAST_BETA1))
+        return torch.maximum(beta.pow(gain), beta.clamp(max=LEAST_BETA1))
+    return float(max(beta**gain, min(beta, LEAST_BETA1)))
 
 
 def scaled(lr: float | Tensor, factor: Gain) -> float | Tensor:
