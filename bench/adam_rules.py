@@ -69,6 +69,8 @@ RULES = {
     "sqrt gain, beta2": Rule(power(0.5), beta2=True),
     "sqrt gain, betas": Rule(power(0.5), beta1=True, beta2=True),
     "sqrt gain, betas, beta1 >= 0.6": Rule(power(0.5), beta1=True, beta2=True, least_beta1=0.6),
+    "sqrt gain, betas, beta1 >= 0.4": Rule(power(0.5), beta1=True, beta2=True, least_beta1=0.4),
+    "sqrt gain, betas, beta1 >= 0.8": Rule(power(0.5), beta1=True, beta2=True, least_beta1=0.8),
     "gain, betas": Rule(power(1.0), beta1=True, beta2=True),
     "gain, beta2": Rule(power(1.0), beta2=True),
     "gain^.75, beta2": Rule(power(0.75), beta2=True),
