@@ -125,11 +125,12 @@ def draw(axes: Axes, name: str) -> None:
             )
         for rule, steps, mean, _ in frontier:
             text = rule.removeprefix("max_gain ") if rule != "AdaScale" else "no limit"
-            place = (4, 4) if line == "-" else (4, -11)
-            axes.annotate(text, (steps, mean), place, textcoords="offset points", fontsize=7)
+            # The labels of both lines do not cover each other.
+            place, side = ((5, 4), "left") if line == "-" else ((-5, -10), "right")
+            axes.annotate(text, (steps, mean), place, textcoords="offset points", ha=side, fontsize=7)
     axes.set(title=name, xlabel="steps", ylabel=SCORE_LABELS[name])
     axes.set_xscale("log", base=2)
-    axes.set_xticks([75, 100, 150, 200, 300, 400, 600, 800, 1000])
+    axes.set_xticks([100, 150, 200, 300, 400, 600, 1000] if name == NAMES[1] else [75, 100, 150, 200, 300])
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(alpha=0.3)
