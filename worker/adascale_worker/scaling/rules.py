@@ -7,11 +7,11 @@ smaller, because noise dominates it. So the learning rate is multiplied by sqrt(
 r times that of a step at the initial batch size. The moving averages of Adam keep their length in units of
 progress: beta ** r. This is the scaling of Malladi et al. ("On the SDEs and Scaling Rules for Adaptive
 Gradient Algorithms", NeurIPS 2022, arXiv 2205.10287, definition 5.2) with the gain in place of the ratio of
-batch sizes; beta ** r is their 1 - r (1 - beta) where that is small. Their eps / sqrt(r) is used too. The
-limit of small steps, from which they derive it, needs r (1 - beta) well below 1. So the beta of the first
-moment does not fall below `LEAST_BETA1`, with which its average covers 2.5 steps. The decoupled weight decay
-of AdamW is per progress: a step multiplies the weights by 1 - r * lr * weight_decay. The weight decay of Adam
-is a part of the gradient, and stays as it is.
+batch sizes; beta ** r is their 1 - r (1 - beta) where r (1 - beta) is small. Their eps / sqrt(r) is used
+too. The limit of small steps, from which they derive it, needs r (1 - beta) well below 1. So the beta of the
+first moment does not fall below `LEAST_BETA1`, with which its average covers 2.5 steps. The decoupled weight
+decay of AdamW is per progress: a step multiplies the weights by 1 - r * lr * weight_decay. The weight decay
+of Adam is a part of the gradient, and stays as it is.
 
 `docs/adascale.md` shows the comparison with other rules.
 """
