@@ -298,6 +298,7 @@ class SquareRootScaling(Rule):
 
 class AdaScaleRule(Rule):
     sample_every: int | None = None
+    max_gain: float | None = None
 
     def __init__(self, task: Task, model: nn.Module, scale: int, micro: int) -> None:
         super().__init__(task, model, scale, micro)
@@ -307,6 +308,7 @@ class AdaScaleRule(Rule):
             scale=float(scale),
             num_gradients_to_accumulate=micro,
             sample_every=self.sample_every,
+            max_gain=self.max_gain,
         )
 
     def set_scale(self, scale: int) -> None:
@@ -354,21 +356,6 @@ class SquareRootOfGain(AdaScaleRule):
         rule.prepare = lambda *_: None
 
 
-class LimitedGain(AdaScaleRule):
-    """AdaScale with gains of at most 10 = 1 / (1 - beta1), where the limit of small steps ends."""
-
-    limit = 10.0
-
-    def __init__(self, task: Task, model: nn.Module, scale: int, micro: int) -> None:
-        super().__init__(task, model, scale, micro)
-        estimator = self.sgd._estimator
-        gains = estimator.group_gains
-        estimator.group_gains = lambda: [min(gain, self.limit) for gain in gains()]
-
-    def gain(self) -> float:
-        return min(super().gain(), self.limit)
-
-
 class ExactGain(Rule):
     smoothed = False
 
@@ -402,7 +389,6 @@ class SmoothedExactGain(ExactGain):
 RULES: dict[str, type[Rule]] = {
     "AdaScale": AdaScaleRule,
     "AdaScale, every step": AdaScaleEveryStep,
-    "AdaScale, gain at most 10": LimitedGain,
     "FairScale": FairScaleRule,
     "exact gain": ExactGain,
     "exact gain, smoothed": SmoothedExactGain,
@@ -420,9 +406,7 @@ ADAMW_RULES = (
     "linear",
     "FairScale",
 )
-SGD_RULES = tuple(
-    rule for rule in RULES if rule not in ("square root of gain", "no scaling", "AdaScale, gain at most 10")
-)
+SGD_RULES = tuple(rule for rule in RULES if rule not in ("square root of gain", "no scaling"))
 
 
 @dataclass(frozen=True)
@@ -508,7 +492,6 @@ def table(task: str, runs: list[Run]) -> str:
 STYLES = {
     "AdaScale": ("#D55E00", "o", "-"),
     "AdaScale, every step": ("#E69F00", "s", "--"),
-    "AdaScale, gain at most 10": ("#E69F00", "s", "--"),
     "FairScale": ("#0072B2", "^", "-"),
     "exact gain": ("#56B4E9", "v", ":"),
     "exact gain, smoothed": ("#009E73", "D", ":"),

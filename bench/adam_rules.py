@@ -33,6 +33,7 @@ class Rule:
         lr: factor of the learning rate, from the scale and the gain.
         counts_gain: whether a step counts as its gain, not as S.
         beta1, beta2: whether the beta is raised to the power of the step's progress.
+        least_beta1: below which the first beta does not fall.
         decay: whether the weight decay is per progress.
         metric: "step" is the second moment of the step's gradients, "B0" is that of gradients at B0.
         by: "all" has one gain; "tensor" scales by each tensor's own.
@@ -45,6 +46,7 @@ class Rule:
     decay: bool = True
     metric: str = "step"
     by: str = "all"
+    least_beta1: float = 0.0
 
 
 def const(power: float) -> Callable[[float, Tensor], Tensor]:
@@ -66,6 +68,9 @@ RULES = {
     "sqrt gain, decay": Rule(power(0.5)),
     "sqrt gain, beta2": Rule(power(0.5), beta2=True),
     "sqrt gain, betas": Rule(power(0.5), beta1=True, beta2=True),
+    "sqrt gain, betas, beta1 >= 0.6": Rule(power(0.5), beta1=True, beta2=True, least_beta1=0.6),
+    "sqrt gain, betas, beta1 >= 0.4": Rule(power(0.5), beta1=True, beta2=True, least_beta1=0.4),
+    "sqrt gain, betas, beta1 >= 0.8": Rule(power(0.5), beta1=True, beta2=True, least_beta1=0.8),
     "gain, betas": Rule(power(1.0), beta1=True, beta2=True),
     "gain, beta2": Rule(power(1.0), beta2=True),
     "gain^.75, beta2": Rule(power(0.75), beta2=True),
@@ -216,6 +221,7 @@ def train(task: Task, scale: int, runs: list[tuple[str, float, int]]) -> list[di
         for name in ("counts_gain", "beta1", "beta2", "decay")
     }
     b0 = torch.tensor([rule.metric == "B0" for rule in rules])
+    least_beta1 = torch.tensor([rule.least_beta1 for rule in rules])
     by_tensor = torch.tensor([rule.by == "tensor" for rule in rules])
     unflatten = task.unflatten
     gradient = grad(lambda flat, x, y: task.loss(unflatten(flat), x, y))
@@ -264,6 +270,7 @@ def train(task: Task, scale: int, runs: list[tuple[str, float, int]]) -> list[di
             0.01 + 0.99 * torch.cos(math.pi / 2 * (state["progress"] / task.steps).clamp(max=1)) ** 2
         )
         log1 = math.log(BETA1) * torch.where(flags["beta1"][index], counted, 1.0)
+        log1 = log1.clamp(min=least_beta1[index].log())
         log2 = math.log(BETA2) * torch.where(flags["beta2"][index], counted, 1.0)
         state["lc1"], state["lc2"] = state["lc1"] + log1, state["lc2"] + log2
         state["m"] = torch.lerp(mean, state["m"], log1.exp()[:, None])
@@ -327,7 +334,7 @@ def show(task: Task, results: list[dict[str, Any]]) -> None:
                 cells.append(
                     f"{statistics.mean(scores):6.{d}f} ±{dev:5.{d}f} {iterations:5.0f} {train_loss:7.4f}"
                 )
-            print(f"  {rule:20}" + " | ".join(cells), flush=True)
+            print(f"  {rule:32}" + " | ".join(cells), flush=True)
 
 
 def main() -> None:

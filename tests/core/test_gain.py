@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.batch.gain import GradientEstimate, default_smoothing, require_smoothing, total
+from adascale_core.batch.plans import BatchBounds, plan_batch
 
 numbers = st.floats(min_value=-1e150, max_value=1e150)
 sizes = st.just(0.0) | st.floats(min_value=1e-6, max_value=1e3)
@@ -93,6 +94,51 @@ def test_without_a_known_error_the_range_is_the_gain() -> None:
     estimate = GradientEstimate(0.5, 2.0)
     assert estimate.cautious == estimate
     assert estimate.gain_range(8.0) == (estimate.gain(8.0),) * 2
+
+
+@given(numbers, numbers, st.floats(1.0, 1e6), st.floats(1.001, 1e6))
+def test_steps_with_a_limit_take_a_share_of_the_steps_without_it(
+    sqr: float, var: float, scale: float, max_gain: float
+) -> None:
+    estimate = GradientEstimate(sqr, var)
+    gain, limited = estimate.gain(scale), estimate.limited(max_gain).gain(scale)
+    assert 1 / limited == pytest.approx(1 / max_gain + (1 - 1 / max_gain) / gain, rel=1e-9)
+    assert 1.0 <= limited <= min(gain, max_gain) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("grad_sqr", "grad_var", "max_gain", "expected"),
+    [
+        (0.0, 1.0, 20.0, (0.05, 0.95)),
+        (1.0, 0.0, 20.0, (1.0, 0.0)),
+        (2.0, 8.0, 4.0, (4.0, 6.0)),
+        (-1.0, 8.0, 4.0, (2.0, 6.0)),
+        (0.0, 0.0, 4.0, (0.0, 0.0)),
+    ],
+)
+def test_a_limit_counts_a_part_of_the_variance_as_squared_gradient(
+    grad_sqr: float, grad_var: float, max_gain: float, expected: tuple[float, float]
+) -> None:
+    estimate = GradientEstimate(grad_sqr, grad_var, biased=True, grad_sqr_error=0.5)
+    limited = estimate.limited(max_gain)
+    assert (limited.grad_sqr, limited.grad_var) == pytest.approx(expected)
+    assert (limited.biased, limited.grad_sqr_error) == (True, 0.5)
+
+
+def test_a_batch_is_not_larger_than_limited_gains_are_worth() -> None:
+    only_noise, bounds = GradientEstimate(0.0, 1.0), BatchBounds(4, 512, (2, 256))
+    assert plan_batch(bounds, 2, estimate=only_noise, efficiency_target=0.5).global_bsz == 512
+    # gain(S) / S = 1 / (S / 9 + 8 / 9) is 0.5 at S = 10
+    limited = only_noise.limited(9.0)
+    assert plan_batch(bounds, 2, estimate=limited, efficiency_target=0.5).global_bsz == 40
+    by_goodput = plan_batch(bounds, 2, estimate=limited, throughput=lambda plan: 1 / (16 + plan.global_bsz))
+    assert by_goodput.global_bsz < 512
+
+
+@pytest.mark.parametrize("max_gain", [1.0, 0.0, -3.0, math.inf, math.nan])
+def test_a_limit_that_is_not_above_one_and_finite_is_rejected(max_gain: float) -> None:
+    with pytest.raises(ValueError, match=r"got max_gain .*above 1 and finite"):
+        GradientEstimate(1.0, 1.0).limited(max_gain)
 
 
 def test_the_estimates_of_groups_add_up() -> None:

@@ -398,6 +398,12 @@ def test_the_way_to_measure_is_that_of_the_trainer(make: Make) -> None:
         make(single_replica_gain="never")
 
 
+def test_the_limit_of_the_gain_is_that_of_the_trainer(make: Make) -> None:
+    forget_state()
+    with pytest.raises(InvalidJobError, match="max_gain must be a finite number above 1, got 0"):
+        make(max_gain=0)
+
+
 def test_a_second_accelerator_is_refused(make: Make) -> None:
     make()
     with pytest.raises(WorkerError, match="an Accelerator was made before ElasticAccelerator"):

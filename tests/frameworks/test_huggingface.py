@@ -641,6 +641,8 @@ def test_wrong_uses_are_refused(make_elastic: MakeElastic, tmp_path: Path) -> No
     trainer.train_dataset = Texts(48)
     with pytest.raises(InvalidJobError, match=r"single_replica_gain must be .*, got 'never'"):
         make_elastic(trainer, single_replica_gain="never")
+    with pytest.raises(InvalidJobError, match="max_gain must be a finite number above 1, got 0"):
+        make_elastic(trainer, max_gain=0)
     with pytest.raises(InvalidBoundsError, match="max_batch_size 4 is less than batch_size 8"):
         make_elastic(trainer, max_batch_size=4)
     made = make_elastic(trainer)

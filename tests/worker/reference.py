@@ -138,6 +138,7 @@ class Adam:
     def step(self, gains: Sequence[float]) -> None:
         for number, (group, gain) in enumerate(zip(self.groups, gains, strict=True)):
             beta1, beta2 = group["betas"]
+            first = max(beta1**gain, min(beta1, 0.6))
             lr, decay = group["lr"], group["weight_decay"]
             self.eps[number] = group["eps"] / gain**0.5
             for p in group["params"]:
@@ -149,10 +150,10 @@ class Adam:
                 else:
                     g = g + decay * p
                 self.progress[p] += gain
-                self.m[p] = beta1**gain * self.m[p] + (1 - beta1**gain) * g
+                self.m[p] = first * self.m[p] + (1 - first) * g
                 self.v[p] = beta2**gain * self.v[p] + (1 - beta2**gain) * g**2
                 self.max_v[p] = torch.maximum(self.max_v[p], self.v[p])
-                m = self.m[p] / (1 - beta1 ** self.progress[p])
+                m = self.m[p] / (1 - first ** (self.progress[p] / gain))
                 p -= gain**0.5 * lr * m / (self.second_moment(group, p).sqrt() + self.eps[number])
 
     def second_moment(self, group: dict[str, Any], p: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from adascale.errors import SparseGradientError, UnsupportedOptimizerError
+from adascale_core.batch.gain import GradientEstimate
 from adascale_worker.adascale import AdaScale
 from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from worker.adascale_problem import (
@@ -113,6 +114,60 @@ def test_predict_gain_uses_the_estimate_of_all_groups() -> None:
     assert not estimate.biased
     assert (estimate.grad_sqr, estimate.grad_var) == (optimizer.grad_sqr, optimizer.grad_var)
     assert optimizer.predict_gain(16.0) == estimate.gain(16.0)
+
+
+def limited(gain: float, max_gain: float) -> float:
+    return 1 / (1 / max_gain + (1 - 1 / max_gain) / gain)
+
+
+def test_a_limit_holds_for_steps_groups_predictions_and_estimates() -> None:
+    models, scale, max_gain = (network(), network()), 16.0, 4.0
+    free, optimizer = (
+        AdaScale(
+            torch.optim.SGD(two_groups(model), lr=0.05),
+            num_gradients_to_accumulate=2,
+            scale=scale,
+            max_gain=limit,
+        )
+        for model, limit in zip(models, (None, max_gain), strict=True)
+    )
+    rates: list[float] = []
+    optimizer.optimizer.register_step_pre_hook(
+        lambda sgd, *_: rates.extend(group["lr"] for group in sgd.param_groups)
+    )
+    for each, model in zip((free, optimizer), models, strict=True):
+        scaled_loss(each, model, batches(2))
+    for number in (0, 1, None):
+        assert optimizer.gain(number) == pytest.approx(limited(free.gain(number), max_gain), rel=1e-9)
+    for number, group in enumerate(optimizer.param_groups):
+        assert rates[number] == pytest.approx(group["lr"] * optimizer.gain(number), rel=1e-9)
+    assert optimizer.gain() < free.gain()
+    assert optimizer.gain_tensor().item() == pytest.approx(optimizer.gain(), rel=1e-9)
+    assert optimizer.predict_gain(1e9) <= max_gain
+    assert optimizer.estimate is not None
+    assert optimizer.estimate.gain(64.0) == optimizer.predict_gain(64.0)
+    assert GradientEstimate(optimizer.grad_sqr, optimizer.grad_var).gain(scale) == optimizer.gain()
+
+
+def test_a_checkpoint_has_estimates_without_a_limit() -> None:
+    model = network()
+    saved = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, scale=16.0, max_gain=4.0
+    )
+    scaled_loss(saved, model, batches(2))
+    resumed = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=16.0, max_gain=4.0)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.gain() == saved.gain()
+    without = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=16.0)
+    without.load_state_dict(saved.state_dict())
+    assert saved.gain() == pytest.approx(limited(without.gain(), 4.0), rel=1e-9)
+    assert copy.deepcopy(saved).gain() == saved.gain()
+
+
+@pytest.mark.parametrize("max_gain", [1.0, math.inf, math.nan])
+def test_a_limit_out_of_range_is_rejected(max_gain: float) -> None:
+    with pytest.raises(ValueError, match=r"got max_gain .*above 1 and finite"):
+        AdaScale(torch.optim.SGD(network().parameters(), lr=0.1), max_gain=max_gain)
 
 
 # -- loops -----------------------------------------------------------------------------------------------

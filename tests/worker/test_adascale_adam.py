@@ -167,7 +167,7 @@ def test_hyperparameters_are_restored_after_the_step() -> None:
     assert gain > 1.5
     root = math.sqrt(gain)
     assert seen[-1][0] == pytest.approx(0.02 * root)
-    assert seen[-1][1] == pytest.approx((0.8**gain, 0.95**gain))
+    assert seen[-1][1] == pytest.approx((max(0.8**gain, 0.6), 0.95**gain))
     assert seen[-1][2:] == pytest.approx((1e-6 / root, 0.1 * root))
     look()
     assert seen[-1] == (0.02, (0.8, 0.95), 1e-6, 0.1)
@@ -558,6 +558,24 @@ def test_the_hyperparameters_of_adam_are_public() -> None:
     group = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     values = adam_hyperparameters(group, 4.0)
     assert values == {"lr": 0.02, "betas": (0.9**4, 0.99**4), "eps": 0.5e-8}
+
+
+@pytest.mark.parametrize(
+    ("beta1", "gain", "expected"),
+    [
+        (0.9, 1.0, 0.9),
+        (0.9, 4.0, 0.9**4),
+        (0.9, 5.0, 0.6),
+        (0.9, 500.0, 0.6),
+        (0.5, 8.0, 0.5),
+        (0.0, 8.0, 0.0),
+    ],
+)
+def test_the_first_beta_does_not_fall_below_a_bound(beta1: float, gain: float, expected: float) -> None:
+    group: dict[str, Any] = {"lr": 0.01, "betas": (beta1, 0.99), "eps": 1e-8}
+    assert adam_hyperparameters(group, gain)["betas"] == (expected, 0.99**gain)
+    group["betas"] = (torch.tensor(beta1), torch.tensor(0.99))
+    torch.testing.assert_close(adam_hyperparameters(group, gain)["betas"][0], torch.tensor(expected))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam])

@@ -19,7 +19,9 @@ from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from worker.adascale_problem import batches, network, squared_error
 
 
-def optimizer_of(model: torch.nn.Module, *, micro: int, tensor: bool, groups: int = 1) -> AdaScale:
+def optimizer_of(
+    model: torch.nn.Module, *, micro: int, tensor: bool, groups: int = 1, max_gain: float | None = None
+) -> AdaScale:
     parameters = list(model.parameters())
     cut = len(parameters) // groups
     # Only the fused kernel uses a tensor lr as it is; the others read it as a number.
@@ -32,7 +34,7 @@ def optimizer_of(model: torch.nn.Module, *, micro: int, tensor: bool, groups: in
     if tensor:
         for group in sgd.param_groups:
             group["lr"] = torch.tensor(0.1)
-    return AdaScale(sgd, num_gradients_to_accumulate=micro, scale=4.0)
+    return AdaScale(sgd, num_gradients_to_accumulate=micro, scale=4.0, max_gain=max_gain)
 
 
 def train(optimizer: AdaScale, model: torch.nn.Module, *, micro: int, steps: int) -> torch.Tensor:
@@ -49,10 +51,11 @@ def train(optimizer: AdaScale, model: torch.nn.Module, *, micro: int, steps: int
 
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_step_reads_no_number(*, micro: int, groups: int) -> None:
+@pytest.mark.parametrize("max_gain", [None, 3.0])
+def test_a_step_reads_no_number(*, micro: int, groups: int, max_gain: float | None) -> None:
     with FakeTensorMode():
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        optimizer = optimizer_of(model, micro=micro, tensor=True, groups=groups)
+        optimizer = optimizer_of(model, micro=micro, tensor=True, groups=groups, max_gain=max_gain)
         progress = train(optimizer, model, micro=micro, steps=3)
         assert progress.shape == ()
         with pytest.raises(DataDependentOutputException):
@@ -87,12 +90,13 @@ def set_tensors(optimizer: AdaScale) -> None:
 
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("change", [set_numbers, set_tensors])
+@pytest.mark.parametrize("max_gain", [None, 3.0])
 def test_tensors_and_numbers_for_lr_give_the_same_steps(
-    *, micro: int, change: Callable[[AdaScale], None]
+    *, micro: int, change: Callable[[AdaScale], None], max_gain: float | None
 ) -> None:
     first, second = network(), network()
-    numbers = optimizer_of(first, micro=micro, tensor=False, groups=2)
-    tensors = optimizer_of(second, micro=micro, tensor=False, groups=2)
+    numbers = optimizer_of(first, micro=micro, tensor=False, groups=2, max_gain=max_gain)
+    tensors = optimizer_of(second, micro=micro, tensor=False, groups=2, max_gain=max_gain)
     set_tensors(tensors)
     data = iter(batches(12 * micro))
     for number in range(12):

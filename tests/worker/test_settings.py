@@ -121,6 +121,9 @@ def test_a_missing_batch_size_is_an_error() -> None:
             {"checkpoint_interval": "30"},
             "checkpoint_interval must be a number of seconds, at least 0, got '30'",
         ),
+        ({"max_gain": 1}, "max_gain must be a finite number above 1, got 1"),
+        ({"max_gain": float("inf")}, "max_gain must be a finite number above 1, got inf"),
+        ({"max_gain": "20"}, "max_gain must be a finite number above 1, got '20'"),
         ({"checkpoint_dir": 5}, "checkpoint_dir must be a folder or a URL, got 5"),
     ],
 )

@@ -193,6 +193,14 @@ def test_training_is_that_of_whole_steps_up_to_rounding(make_trainer: MakeTraine
     assert not equal(parameters_of(divided), parameters_of(whole)), "no step was divided"
 
 
+def test_the_limit_of_the_gain_is_in_the_estimates_of_a_trainer(make_trainer: MakeTrainer) -> None:
+    free, *_ = trained(make_trainer, adam=True)
+    limited, *_ = trained(make_trainer, adam=True, max_gain=3.0)
+    assert free.adascale.estimate is not None
+    assert limited.adascale.estimate == free.adascale.estimate.limited(3.0)
+    assert limited.adascale.predict_gain(1e9) <= 3.0 < free.adascale.predict_gain(1e9)
+
+
 @pytest.mark.parametrize("adam", [False, True])
 def test_the_estimate_is_that_of_the_reference(make_trainer: MakeTrainer, adam: bool) -> None:
     data = samples()

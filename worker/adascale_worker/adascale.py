@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from adascale_core.batch.gain import GradientEstimate, require_scale, require_smoothing
+from adascale_core.batch.gain import GradientEstimate, require_max_gain, require_scale, require_smoothing
 from adascale_worker.errors import UnsupportedOptimizerError
 from adascale_worker.scaling.statistics.all_reduce import Shards
 from adascale_worker.scaling.statistics.gain_estimator import GainEstimator, GainOptions
@@ -81,6 +81,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             gradients to `read_micro_gradient` and `measure`.
         shards: exchange the statistics, if each process of a replica has shards of the gradients, which the
             training loop passes.
+        max_gain: L, a finite number above 1. Every gain r becomes 1 / (1 / L + (1 - 1 / L) / r), which is
+            below L at every scale, and the estimates become those with such gains. Default: None, without a
+            limit (docs/adascale.md, "A limit of the gain").
 
     Raises:
         UnsupportedOptimizerError: (a TypeError) `optimizer` is not one of these; it is an Adam and
@@ -106,6 +109,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         disjoint_pairs: bool = False,
         observes_backward: bool = True,
         shards: Shards | None = None,
+        max_gain: float | None = None,
     ) -> None:
         if isinstance(optimizer, AdaScale):
             raise UnsupportedOptimizerError(
@@ -125,9 +129,11 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         require_scale(scale)
         if smoothing is not None:
             require_smoothing(smoothing)
+        if max_gain is not None:
+            require_max_gain(max_gain)
         settings = StepSettings(replicas, num_gradients_to_accumulate, scale, is_scaled_loss)
         sampling = Sampling(sample_every, disjoint_pairs)
-        options = GainOptions(settings, smoothing, sampling, debias_ewma, observes_backward, shards)
+        options = GainOptions(settings, smoothing, sampling, debias_ewma, observes_backward, shards, max_gain)
         estimator = GainEstimator(optimizer, self._rule, options, model, grad_scaler)
         require_whole_parameters(optimizer, self._rule, is_sharded=estimator.statistics.reader.is_sharded)
         if shards is None:
@@ -323,7 +329,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         """Return the state of the inner optimizer, with AdaScale's own under the key "adascale".
 
         Tensors, numbers, strings, lists and dicts only. Arguments of the constructor (scale, replicas,
-        accumulation, smoothing) are not in it.
+        accumulation, smoothing, max_gain) are not in it.
         """
         state = dict(self._inner.state_dict())
         state[STATE_KEY] = {

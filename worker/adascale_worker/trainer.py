@@ -135,6 +135,8 @@ class ElasticTrainer:
             "consecutive": all steps have one batch, and the gradients of some of them are compared with those
             of the steps before, which needs memory for a copy and is biased (docs/adascale.md, "One
             replica").
+        max_gain: a limit of the gain of a step, above 1, for a lower loss in more steps: the batch size is
+            chosen by limited gains too (docs/adascale.md, "A limit of the gain"). None: not limited.
         seed: determines the order of samples, and together with the position in the data and the rank the
             random numbers that Python, NumPy and torch draw in each step. A job that resumes continues with
             the seed of its checkpoint.
@@ -162,6 +164,7 @@ class ElasticTrainer:
         checkpoint_interval: float | None = None,
         max_nonfinite_steps: int | None = None,
         single_replica_gain: Literal["divided", "consecutive"] = "divided",
+        max_gain: float | None = None,
         train_samples: int | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -189,6 +192,7 @@ class ElasticTrainer:
             checkpoint_interval=checkpoint_interval,
             max_nonfinite_steps=max_nonfinite_steps,
             single_replica_gain=single_replica_gain,
+            max_gain=max_gain,
             train_samples=train_samples,
         )
         channel: socket.socket | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SMOOTHING_HORIZON = 1000.0
 """The scale at which a single step is enough for an estimate (the paper's default)."""
@@ -82,6 +82,23 @@ class GradientEstimate:
         sqr = max(self.grad_sqr, 0.0) + self.grad_sqr_error
         return GradientEstimate(sqr, self.grad_var, self.biased)
 
+    def limited(self, max_gain: float) -> GradientEstimate:
+        """The estimate whose gain is below `max_gain` = L at every scale.
+
+            1 / limited gain = 1 / L + (1 - 1 / L) / gain
+
+        So T steps at B0 take T / L steps, and 1 - 1 / L of those without the limit in addition. This is the
+        gain of another estimate, in which the L-th part of the variance counts as squared gradient, so what
+        chooses batch sizes by estimates needs no limit of its own. The error of `grad_sqr` stays as it is.
+
+        Raises:
+            ValueError: `max_gain` is not a finite number above 1.
+        """
+        require_max_gain(max_gain)
+        grad_sqr, grad_var = max(self.grad_sqr, 0.0), max(self.grad_var, 0.0)
+        share = grad_var / max_gain
+        return replace(self, grad_sqr=grad_sqr + share, grad_var=grad_var - share)
+
     def gain_range(self, scale: float) -> tuple[float, float]:
         """Return the gains at one standard error more and less of `grad_sqr`, the lower one first.
 
@@ -125,6 +142,15 @@ def require_scale(scale: float) -> None:
         raise ValueError(
             f"got scale {scale}; it must be positive and finite: replicas * local batch size * accumulation "
             "steps / initial batch size"
+        )
+
+
+def require_max_gain(max_gain: float) -> None:
+    """Raise ValueError unless `max_gain` is a finite number above 1."""
+    if not (math.isfinite(max_gain) and max_gain > 1.0):
+        raise ValueError(
+            f"got max_gain {max_gain}; it must be above 1 and finite: the gain that no batch size exceeds, "
+            "such as 20; leave it out for gains without a limit"
         )
 
 

@@ -53,7 +53,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         args, options: for `Accelerator`.
         batch_size, max_batch_size, local_bsz_bounds, scale_invariant_steps, train_samples,
             efficiency_target, checkpoint_dir, checkpoint_interval, max_nonfinite_steps,
-            single_replica_gain, seed: for `ElasticTrainer`. A job file overrides them.
+            single_replica_gain, max_gain, seed: for `ElasticTrainer`. A job file overrides them.
 
     Attributes:
         trainer: the `ElasticTrainer`, for what Accelerate has no name for, such as `trainer.weighted` and
@@ -77,6 +77,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         checkpoint_interval: float | None = None,
         max_nonfinite_steps: int | None = None,
         single_replica_gain: Literal["divided", "consecutive"] = "divided",
+        max_gain: float | None = None,
         seed: int = 0,
         **options: Any,
     ) -> None:
@@ -94,6 +95,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             checkpoint_interval=checkpoint_interval,
             max_nonfinite_steps=max_nonfinite_steps,
             single_replica_gain=single_replica_gain,
+            max_gain=max_gain,
             seed=seed,
             device="cpu" if options.get("cpu") else None,
         )

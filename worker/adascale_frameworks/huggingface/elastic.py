@@ -38,6 +38,7 @@ def elastic(
     checkpoint_interval: float | None = None,
     max_nonfinite_steps: int | None = None,
     single_replica_gain: Literal["divided", "consecutive"] = "divided",
+    max_gain: float | None = None,
     train_samples: int | None = None,
     order: Order | None = None,
     hyperparameters: Choice = "checkpoint",
@@ -57,7 +58,7 @@ def elastic(
         batch_size: the initial batch size (B0), in samples. Default: that of a plain `Trainer` on one device,
             `per_device_train_batch_size * gradient_accumulation_steps`.
         max_batch_size, local_bsz_bounds, efficiency_target, checkpoint_dir, checkpoint_interval,
-            max_nonfinite_steps, single_replica_gain: as of `ElasticTrainer`.
+            max_nonfinite_steps, single_replica_gain, max_gain: as of `ElasticTrainer`.
         train_samples: as of `ElasticTrainer`, in place of `max_steps` and `num_train_epochs`.
         order: as of `ElasticTrainer.dataloader`, in place of a sampler of the program's own.
         hyperparameters: as of `ElasticTrainer.program_reentry`.
@@ -90,6 +91,7 @@ def elastic(
         checkpoint_interval=checkpoint_interval,
         max_nonfinite_steps=max_nonfinite_steps,
         single_replica_gain=single_replica_gain,
+        max_gain=max_gain,
         train_samples=train_samples,
     )
     _run_as_one_process(trainer)

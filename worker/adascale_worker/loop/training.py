@@ -624,6 +624,7 @@ def _adascale_options(replica: Replica, options: ProgramOptions) -> dict[str, An
         # A scaler that is not registered is refused. So without one, any change of gradients is clipping.
         "grad_scaler": scaler_of(options.registered.values()) or torch.amp.GradScaler("cpu", enabled=False),
         "disjoint_pairs": True,
+        "max_gain": replica.job.settings.max_gain,
     }
 
 

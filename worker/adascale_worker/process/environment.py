@@ -91,6 +91,7 @@ class JobSettings:
     processes_per_replica: int | None = None
     single_replica_gain: SingleReplicaGain | None = None
     train_samples: int | None = None
+    max_gain: float | None = None
 
 
 def take_replica_store(environ: MutableMapping[str, str]) -> str | None:

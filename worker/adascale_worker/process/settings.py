@@ -7,6 +7,7 @@ reported.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -39,6 +40,7 @@ class TrainerSettings:
     max_nonfinite_steps: int = DEFAULT_MAX_NONFINITE_STEPS
     single_replica_gain: SingleReplicaGain = "divided"
     train_samples: int | None = None
+    max_gain: float | None = None
 
 
 def describe_differences(program: JobSettings, job: JobSettings) -> list[str]:
@@ -123,6 +125,7 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> TrainerSettings:
         checkpoint_interval=DEFAULT_CHECKPOINT_INTERVAL if interval is None else interval,
         max_nonfinite_steps=DEFAULT_MAX_NONFINITE_STEPS if nonfinite is None else nonfinite,
         single_replica_gain=program.single_replica_gain or "divided",
+        max_gain=program.max_gain,
     )
 
 
@@ -133,6 +136,7 @@ def check_arguments(program: JobSettings) -> None:
         InvalidJobError: one is out of range.
     """
     target: object = program.efficiency_target
+    limit: object = program.max_gain
     interval: object = program.checkpoint_interval
     folder: object = program.checkpoint_dir
     for name in (*ENDS, "epochs", "max_nonfinite_steps"):
@@ -141,6 +145,8 @@ def check_arguments(program: JobSettings) -> None:
             raise InvalidJobError(f"{name} must be an integer of at least 1, got {value!r}")
     if target is not None and not (isinstance(target, float | int) and 0 < target <= 1):
         raise InvalidJobError(f"efficiency_target must be a number above 0 and at most 1, got {target!r}")
+    if limit is not None and not (isinstance(limit, float | int) and 1 < limit < math.inf):
+        raise InvalidJobError(f"max_gain must be a finite number above 1, got {limit!r}")
     if interval is not None and not (isinstance(interval, float | int) and interval >= 0):
         raise InvalidJobError(
             f"checkpoint_interval must be a number of seconds, at least 0, got {interval!r}"

@@ -7,9 +7,11 @@ smaller, because noise dominates it. So the learning rate is multiplied by sqrt(
 r times that of a step at the initial batch size. The moving averages of Adam keep their length in units of
 progress: beta ** r. This is the scaling of Malladi et al. ("On the SDEs and Scaling Rules for Adaptive
 Gradient Algorithms", NeurIPS 2022, arXiv 2205.10287, definition 5.2) with the gain in place of the ratio of
-batch sizes; beta ** r is their 1 - r (1 - beta) where that is positive. Their eps / sqrt(r) is used too. The
-decoupled weight decay of AdamW is per progress: a step multiplies the weights by 1 - r * lr * weight_decay.
-The weight decay of Adam is a part of the gradient, and stays as it is.
+batch sizes; beta ** r is their 1 - r (1 - beta) where r (1 - beta) is small. Their eps / sqrt(r) is used
+too. The limit of small steps, from which they derive it, needs r (1 - beta) well below 1. So the beta of the
+first moment does not fall below `LEAST_BETA1`, with which its average covers 2.5 steps. The decoupled weight
+decay of AdamW is per progress: a step multiplies the weights by 1 - r * lr * weight_decay. The weight decay
+of Adam is a part of the gradient, and stays as it is.
 
 `docs/adascale.md` shows the comparison with other rules.
 """
@@ -30,6 +32,9 @@ Gain = float | Tensor
 
 UNIT: Final = "adascale_unit"
 """The entry of a parameter group of Adam with the unit of its counts of steps: r of the last step."""
+
+LEAST_BETA1: Final = 0.6
+"""The least beta of the first moment at any gain; a smaller one stays as it is."""
 
 Function = TypeVar("Function")
 
@@ -148,7 +153,8 @@ class AdamRule(ScalingRule):
     Adam corrects the bias of its averages by 1 - beta ** step. With beta ** r in the place of beta, `step`
     has to be the progress P in units of r, so that (beta ** r) ** (P / r) = beta ** P, the weight that the
     initial zero has left. So the counts of steps in the optimizer's state are multiplied by (old r) / (new r)
-    when r changes.
+    when r changes. The correction of the second moment is exact then, and that of the first while its beta is
+    above `LEAST_BETA1` or r does not change.
 
     Attributes:
         units: r of the last step, by group.
@@ -260,18 +266,26 @@ class ProtocolRule(ScalingRule):
 def adam_hyperparameters(group: Mapping[str, Any], gain: float) -> Mapping[str, Any]:
     """Return "lr", "betas" and "eps" of a group for a step that is worth `gain` steps.
 
-    lr * sqrt(gain), beta ** gain and eps / sqrt(gain), as `AdaScale` changes those of an Adam.
+    lr * sqrt(gain), beta ** gain and eps / sqrt(gain), as `AdaScale` changes those of an Adam. The first beta
+    does not fall below 0.6; one that is smaller already stays as it is.
 
     Args:
         group: the parameter group, with these three.
         gain: at least 1.
     """
     root = math.sqrt(gain)
+    beta1, *others = group["betas"]
     return {
         "lr": scaled(group["lr"], root),
-        "betas": tuple(beta**gain for beta in group["betas"]),
+        "betas": (_scaled_beta1(beta1, gain), *(beta**gain for beta in others)),
         "eps": group["eps"] / root,
     }
+
+
+def _scaled_beta1(beta: float | Tensor, gain: float) -> float | Tensor:
+    if isinstance(beta, Tensor):
+        return torch.maximum(beta.pow(gain), beta.clamp(max=LEAST_BETA1))
+    return float(max(beta**gain, min(beta, LEAST_BETA1)))
 
 
 def scaled(lr: float | Tensor, factor: Gain) -> float | Tensor:

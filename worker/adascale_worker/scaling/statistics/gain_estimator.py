@@ -30,6 +30,7 @@ class GainOptions:
         debias: whether the moving average is debiased.
         observes_backward: whether hooks read the gradients; if not, the caller passes them.
         shards: exchange the statistics, if each process of a replica has shards of the gradients.
+        max_gain: the limit of all gains, as of `GradientEstimate.limited`; None without one.
     """
 
     settings: StepSettings
@@ -38,6 +39,7 @@ class GainOptions:
     debias: bool
     observes_backward: bool = True
     shards: Shards | None = None
+    max_gain: float | None = None
 
 
 class GainEstimator:
@@ -115,7 +117,7 @@ class GainEstimator:
     # -- results ----------------------------------------------------------------------------------------
 
     def estimates(self) -> Sequence[GradientEstimate | None]:
-        """Return the estimate of each parameter group; None for a group without one.
+        """Return the estimate of each parameter group, without the limit; None for a group without one.
 
         Includes this step as far as it is measured. There may be fewer estimates than groups.
         """
@@ -127,7 +129,7 @@ class GainEstimator:
         """Return the estimate of all parameter groups that are trained; None without any."""
         groups = zip(self.estimates(), self.statistics.parameters.trained(), strict=False)
         available = [estimate for estimate, is_trained in groups if is_trained and estimate is not None]
-        return total(available) if available else None
+        return self._limited(total(available)) if available else None
 
     def gain(self, scale: float, group: int | None = None) -> float:
         """Return the gain at `scale`, of a parameter group or of all that are trained; 1 without an estimate.
@@ -143,7 +145,7 @@ class GainEstimator:
                 raise IndexError(f"got pg_idx={group}; there are {groups} parameter groups")
             estimates = self.estimates()
             number = group % groups
-            estimate = estimates[number] if number < len(estimates) else None
+            estimate = self._limited(estimates[number]) if number < len(estimates) else None
         return 1.0 if estimate is None else estimate.gain(scale)
 
     def gain_tensor(self) -> Tensor:
@@ -151,16 +153,16 @@ class GainEstimator:
         rates."""
         parameters = self.statistics.parameters
         averages = self._current_averages().to(parameters.lr_device)
-        return averages.gain(self.settings.scale, parameters.trained_tensor()[: averages.groups])
+        gain = averages.gain(self.settings.scale, parameters.trained_tensor()[: averages.groups])
+        return self._limited_gains(gain)
 
     def group_gains(self) -> Sequence[float | Tensor]:
         """Return the gain of each group that has averages: tensors if the learning rates are on the
         device."""
         if self.statistics.parameters.lr_is_on_device:
-            return self._averages.gains(self.settings.scale).unbind()
-        return [
-            1.0 if estimate is None else estimate.gain(self.settings.scale) for estimate in self.estimates()
-        ]
+            return self._limited_gains(self._averages.gains(self.settings.scale)).unbind()
+        limited = map(self._limited, self.estimates())
+        return [1.0 if estimate is None else estimate.gain(self.settings.scale) for estimate in limited]
 
     def flag_sums(self) -> tuple[float, ...] | None:
         """Return the sums of flags over ranks that came with the last step; None without any."""
@@ -273,6 +275,15 @@ class GainEstimator:
         self.begin_step()
 
     # -- inside -----------------------------------------------------------------------------------------
+
+    def _limited(self, estimate: GradientEstimate | None) -> GradientEstimate | None:
+        limit = self._options.max_gain
+        return estimate if estimate is None or limit is None else estimate.limited(limit)
+
+    def _limited_gains(self, gains: Tensor) -> Tensor:
+        """As `GradientEstimate.limited`, without waiting for the device."""
+        limit = self._options.max_gain
+        return gains if limit is None else gains * limit / (gains + (limit - 1.0))
 
     def _updated_averages(self, step: StepEstimate) -> MovingAverages:
         # The estimate of a measured step stands for all the steps of an interval.
