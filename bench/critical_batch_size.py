@@ -498,8 +498,8 @@ def tables(results: Results, points: list[Point]) -> str:
     low, middle, high = TOLERANCES
     lines = [
         f"| tokens | loss | critical batch size (tolerance {low} and {high}) | of each seed |"
-        " half of the efficiency | of each seed | noise scale, AdamW's metric | as AdaScale has it (cautious) |"
-        " noise scale, Euclidean | as AdaScale has it |",
+        " half of the efficiency | of each seed | noise scale, AdamW's metric |"
+        " as AdaScale has it (cautious) | noise scale, Euclidean | as AdaScale has it |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for point in points:
