@@ -8,11 +8,12 @@ warm-up over 2% of its tokens its lr is constant. Its state is kept at `POINTS`.
 
 - Branches continue with k times the small batch and the lr times the square root of k, all for the same
   number of tokens and on the same sequences in the same order, after the branched training of Merrill et al.
-  ("Critical Batch Size Revisited", arXiv 2505.23971). The loss of a branch is the mean of its last
-  evaluations on held-out sequences. The critical batch size is the largest k up to which no branch has a
-  loss more than `TOLERANCE` above that of k = 1, interpolated between two k on a logarithmic scale.
-- The efficiency of a branch is the share of its tokens after which the branch with k = 1 has the same loss.
-  The gain predicts gain(k) / k for it, which is one half at k = `grad_var` / `grad_sqr` + 2.
+  ("Critical Batch Size Revisited", arXiv 2505.23971). The loss of a branch is the mean over its last quarter,
+  of each batch before its step. The critical batch size is the largest k up to which no branch has a loss
+  more than `TOLERANCE` above that of k = 1, interpolated between two k on a logarithmic scale.
+- The efficiency of a branch is the share of its tokens after which the branch with k = 1 has the same loss,
+  if that falls linearly in the logarithm of the tokens. The gain predicts gain(k) / k for it, which is one
+  half at k = `grad_var` / `grad_sqr` + 2.
 - The noise scale `grad_var` / `grad_sqr` (McCandlish et al., arXiv 1812.06162), in small batches, is measured
   with the gradients divided as AdamW divides them, the metric of the worker's gain, and with the gradients as
   they are. Each is measured precisely, from `--micro-gradients` gradients of small batches at these weights,
@@ -59,10 +60,8 @@ from adascale_worker.program.elastic_adascale import ElasticAdaScale
 POINTS = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Shares of the tokens after which the state is kept."""
 SCALES = (1, 2, 4, 8, 16, 32)
-EVALUATED = (0.25, 0.5, 0.75, 0.875, 0.9375, 1.0)
-"""Shares of a branch after which it is evaluated."""
-LAST = 3
-"""The last evaluations, whose mean is the loss of a branch."""
+PARTS, LAST = 16, 4
+"""The parts of a branch whose mean losses are kept, and the last of them, whose mean is its loss."""
 TOLERANCE = 0.02
 """In bits per byte."""
 TOLERANCES = (0.01, TOLERANCE, 0.04)
@@ -155,13 +154,22 @@ class Branch:
         point: its first token.
         scale: k.
         seed: of its data.
-        losses: after each of `EVALUATED`.
+        losses: mean of each of `PARTS` of its sequences, before the step that they are used in.
+        held_out: loss on the held-out sequences at its end.
+        start: loss of the point on the sequences of the `LAST` parts; only for k = 1.
     """
 
     point: int
     scale: int
     seed: int
     losses: list[float]
+    held_out: float
+    start: float | None
+
+    @property
+    def loss(self) -> float:
+        """The mean of the last parts."""
+        return statistics.mean(self.losses[-LAST:])
 
 
 @dataclass
@@ -189,6 +197,12 @@ class Results:
         }
         self.path.write_text(json.dumps(members, indent=1) + "\n")
 
+    @property
+    def branch_tokens(self) -> int:
+        size = SIZES[self.settings["size"]]
+        tokens: int = self.settings["branch steps"] * size.batch_size * size.context
+        return tokens
+
     def seeds(self, point: Point) -> list[int]:
         """Return the seeds whose branches with all scales are trained."""
         trained = {(each.seed, each.scale) for each in self.branches if each.point == point.tokens}
@@ -198,14 +212,13 @@ class Results:
             if all((seed, scale) in trained for scale in SCALES)
         ]
 
-    def losses(self, point: Point, scale: int, seeds: Sequence[int]) -> list[float]:
-        """Return the mean losses of the branches of these seeds, after each of `EVALUATED`."""
-        found = [
-            each.losses
+    def of(self, point: Point, scale: int, seeds: Sequence[int]) -> list[Branch]:
+        """Return the branches of these seeds."""
+        return [
+            each
             for each in self.branches
             if (each.point, each.scale) == (point.tokens, scale) and each.seed in seeds
         ]
-        return [statistics.mean(column) for column in zip(*found, strict=True)]
 
 
 # -- the run and its branches -------------------------------------------------------------------------------
@@ -367,9 +380,12 @@ class Experiment:
             began = time.monotonic()
             if not self.branch(position, scale, seed):
                 return False
-            losses = " ".join(f"{loss:.4f}" for loss in self.results.branches[-1].losses)
-            seconds = time.monotonic() - began
-            print(f"{tokens:,} tokens, k = {scale}, seed {seed}: {losses} ({seconds:.0f} s)", flush=True)
+            branch, seconds = self.results.branches[-1], time.monotonic() - began
+            print(
+                f"{tokens:,} tokens, k = {scale}, seed {seed}: {branch.loss:.4f}, "
+                f"held out {branch.held_out:.4f}, from {branch.start} ({seconds:.0f} s)",
+                flush=True,
+            )
         return True
 
     def branch(self, position: int, scale: int, seed: int) -> bool:
@@ -379,19 +395,28 @@ class Experiment:
         larger.optimizer.load_state_dict(contender.inner.state_dict())
         count, batch_size = self.branch_steps * self.size.batch_size, scale * self.size.batch_size
         sequences = Sequences(self.text, self.size.context, count, BRANCH_DATA * (seed + 1) + self.seed)
-        losses: list[float] = []
+        tail = sequences.at(count * (PARTS - LAST) // PARTS, count * LAST // PARTS).to(self.device)
+        start = evaluate(model, tail) if scale == 1 else None
+        parts: list[list[float]] = [[] for _ in range(PARTS)]
         for first in range(0, count, batch_size):
             if time.monotonic() > self.deadline:
                 return False
             larger.begin(1.0)
-            parts = math.ceil(batch_size / max(SEQUENCES_OF_A_PASS, self.size.batch_size))
-            for part in sequences.at(first, batch_size).to(self.device).chunk(parts):
-                (loss_of(model, part) / parts).backward()
+            passes = math.ceil(batch_size / max(SEQUENCES_OF_A_PASS, self.size.batch_size))
+            nats = 0.0
+            for part in sequences.at(first, batch_size).to(self.device).chunk(passes):
+                loss = loss_of(model, part) / passes
+                loss.backward()
+                nats += loss.item()
             larger.step()
-            reached = sum(share <= (first + batch_size) / count for share in EVALUATED)
-            if reached > len(losses):
-                losses += [evaluate(model, self.held_out)] * (reached - len(losses))
-        self.results.branches.append(Branch(position * self.size.context, scale, seed, losses))
+            own = range(first * PARTS // count, math.ceil((first + batch_size) * PARTS / count))
+            for number in own:
+                parts[number].append(nats / math.log(2))
+        means = [statistics.mean(part) for part in parts]
+        held_out = evaluate(model, self.held_out)
+        self.results.branches.append(
+            Branch(position * self.size.context, scale, seed, means, held_out, start)
+        )
         self.results.write()
         return True
 
@@ -435,32 +460,23 @@ def measure_all(options: argparse.Namespace, results: Results) -> None:
 # -- report -------------------------------------------------------------------------------------------------
 
 
-def last_loss(losses: list[float]) -> float:
-    return statistics.mean(losses[-LAST:])
-
-
 def excesses(results: Results, point: Point, seeds: Sequence[int]) -> list[float]:
     """Return by how much the loss of each of `SCALES` is above that of k = 1."""
-    losses = [last_loss(results.losses(point, scale, seeds)) for scale in SCALES]
+    losses = [statistics.mean(each.loss for each in results.of(point, scale, seeds)) for scale in SCALES]
     return [loss - losses[0] for loss in losses]
 
 
 def efficiencies(results: Results, point: Point, seeds: Sequence[int]) -> list[float]:
-    """Return the efficiency of each of `SCALES`: 1 for a loss that is not above that of k = 1."""
-    base = results.losses(point, 1, seeds)
-    end = statistics.mean(EVALUATED[-LAST:])
-    curve = [(0.0, point.loss), *zip(EVALUATED[:-LAST], base, strict=False), (end, last_loss(base))]
-    return [_share(curve, last_loss(results.losses(point, scale, seeds))) / end for scale in SCALES]
+    """Return the efficiency of each of `SCALES`.
 
-
-def _share(curve: list[tuple[float, float]], loss: float) -> float:
-    """Return where a curve of shares and losses has a loss for the first time, from 0 to its end."""
-    if loss >= curve[0][1]:
-        return 0.0
-    for (first, before), (second, after) in pairwise(curve):
-        if after <= loss:
-            return first + (second - first) * (before - loss) / (before - after)
-    return curve[-1][0]
+    The loss of k = 1 falls linearly in the logarithm of the tokens, from that of the point to its own.
+    """
+    small = results.of(point, 1, seeds)
+    start = statistics.mean(each.start for each in small if each.start is not None)
+    drop = start - statistics.mean(each.loss for each in small)
+    branch = results.branch_tokens * (1 - LAST / PARTS / 2) / point.tokens
+    shares = [1 - excess / drop for excess in excesses(results, point, seeds)]
+    return [max(math.expm1(share * math.log1p(branch)) / branch, 0.0) for share in shares]
 
 
 def first_above(values: list[float], limit: float) -> float:
@@ -609,7 +625,7 @@ def report(options: argparse.Namespace, results: Results) -> None:
     counts = sorted({len(results.seeds(point)) for point in points})
     text = (
         f"{settings['size']}, lr {settings['lr']:g}, small batch of {size.batch_size} sequences of "
-        f"{size.context} bytes; branches of {settings['branch steps'] * size.batch_size * size.context:,} "
+        f"{size.context} bytes; branches of {results.branch_tokens:,} "
         f"tokens, {' or '.join(map(str, counts))} seed(s) of their data; all sizes in small batches\n\n"
         f"{tables(results, points)}"
     )
