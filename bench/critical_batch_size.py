@@ -595,16 +595,17 @@ def plot(results: Results, points: list[Point], path: Path) -> None:
         left.errorbar(tokens, values, yerr=errors_of_line, label=label, linewidth=1.3, capsize=3, **style)
     left.set(xlabel="tokens (millions)", ylabel="batch size in small batches")
     left.set_xscale("log")
-    left.set_xticks(tokens, [f"{each:g}" for each in tokens])
+    left.set_xticks(tokens, [f"{each:.2g}" for each in tokens])
     left.minorticks_off()
     left.set_yscale("log", base=2)
+    left.yaxis.set_major_formatter("{x:g}")
     for point, colour in zip(points, COLOURS, strict=False):
         shares = efficiencies(results, point, results.seeds(point))
-        right.plot(SCALES, shares, color=colour, marker="o", label=f"{point.tokens / 1e6:g} million tokens")
+        right.plot(SCALES, shares, color=colour, marker="o", label=f"{point.tokens / 1e6:.2g} million tokens")
         predicted = [point.adamw.estimate.efficiency(scale) for scale in SCALES]
         right.plot(SCALES, predicted, color=colour, linestyle="--", linewidth=1)
     right.plot([], [], color="#777777", linestyle="--", linewidth=1, label="gain(k) / k")
-    right.set(xlabel="k (batch size / small batch size)", ylabel="efficiency of a branch", ylim=(0, 1.05))
+    right.set(xlabel="k (batch size / small batch size)", ylabel="efficiency of a branch", ylim=(0, 1.25))
     right.set_xscale("log", base=2)
     right.set_xticks(SCALES, [str(scale) for scale in SCALES])
     for axes in (left, right):
