@@ -57,7 +57,7 @@ from torch import Tensor, nn
 from adascale_core.batch.gain import GradientEstimate
 from adascale_worker.program.elastic_adascale import ElasticAdaScale
 
-POINTS = (0.05, 0.1, 0.2, 0.4, 0.8)
+POINTS = (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
 """Shares of the tokens after which the state is kept."""
 SCALES = (1, 2, 4, 8, 16, 32)
 PARTS, LAST = 16, 4
@@ -321,8 +321,10 @@ class Experiment:
         model = Gpt(self.size).to(self.device)
         contender, position, saved_at = Stable(model, self.lr, 1), 0, time.monotonic()
         path = self.folder / "run.pt"
-        if path.exists():
-            state = self._load(path)
+        saved = [self._load(each) for each in (path, *self.folder.glob("point-*.pt")) if each.exists()]
+        usable = [state for state in saved if state["position"] <= until]
+        if usable:
+            state = max(usable, key=lambda state: state["position"])
             model.load_state_dict(state["model"])
             contender.load_state_dict(state["contender"])
             position = state["position"]
@@ -506,6 +508,11 @@ class Found:
         return cls({each: first_above(above, each) for each in TOLERANCES}, first_above(lost, 0.5))
 
 
+def half_of_gain(noise: float) -> float:
+    """Return the k with gain(k) = k / 2: (grad_var + grad_sqr) / (grad_var / k + grad_sqr) = k / 2."""
+    return noise + 2.0
+
+
 def number(value: float) -> str:
     return f"> {SCALES[-1]}" if math.isinf(value) else f"{value:.1f}"
 
@@ -513,25 +520,48 @@ def number(value: float) -> str:
 def tables(results: Results, points: list[Point]) -> str:
     low, middle, high = TOLERANCES
     lines = [
-        f"| tokens | loss | critical batch size (tolerance {low} and {high}) | of each seed |"
-        " half of the efficiency | of each seed | noise scale, AdamW's metric |"
-        " as AdaScale has it (cautious) | noise scale, Euclidean | as AdaScale has it |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| tokens | loss | critical batch size ({low} to {high} bits) | half of the efficiency "
+        "| gain(k) = k / 2 at | noise scale, AdamW's metric | as AdaScale has it (cautious) "
+        "| noise scale, Euclidean | as AdaScale has it |",
+        "| --- |" + " --- |" * 8,
+    ]
+    factors = [
+        "",
+        "Predicted over measured batch size; in brackets with the moving average of AdaScale:",
+        "",
+        "| tokens | gain / critical | gain / half of the efficiency | Euclidean / critical"
+        " | Euclidean / half of the efficiency |",
+        "| --- |" + " --- |" * 4,
     ]
     for point in points:
         seeds = results.seeds(point)
         found = Found.of(results, point, seeds)
-        own = [Found.of(results, point, [seed]) for seed in seeds]
-        critical = [number(found.critical[each]) for each in (middle, low, high)]
+        critical, half = found.critical[middle], found.half
         lines.append(
-            f"| {point.tokens:,} | {point.loss:.3f} | {critical[0]} ({critical[1]} and {critical[2]}) "
-            f"| {', '.join(number(each.critical[middle]) for each in own)} | {number(found.half)} "
-            f"| {', '.join(number(each.half) for each in own)} "
+            f"| {point.tokens:,} | {point.loss:.3f} "
+            f"| {number(critical)} ({number(found.critical[low])} to {number(found.critical[high])}) "
+            f"| {number(half)} | {half_of_gain(point.adamw.scale):.1f} "
             f"| {point.adamw.scale:.1f} ± {point.adamw.error:.1f} "
             f"| {point.adamw.smoothed_scale:.1f} ({point.adamw.cautious_scale:.1f}) "
             f"| {point.euclidean.scale:.1f} ± {point.euclidean.error:.1f} "
             f"| {point.euclidean.smoothed_scale:.1f} |"
         )
+        cells = [
+            f"{precise / size:.2f} ({smoothed / size:.2f})"
+            for precise, smoothed in (
+                (half_of_gain(point.adamw.scale), half_of_gain(point.adamw.smoothed_scale)),
+                (point.euclidean.scale, point.euclidean.smoothed_scale),
+            )
+            for size in (critical, half)
+        ]
+        factors.append(f"| {point.tokens:,} | " + " | ".join(cells) + " |")
+    lines += factors
+    if any(len(results.seeds(point)) > 1 for point in points):
+        lines += ["", "Critical batch size and half of the efficiency by each seed of the branches:", ""]
+        for point in points:
+            own = [Found.of(results, point, [seed]) for seed in results.seeds(point)]
+            pairs = [f"{number(each.critical[middle])} and {number(each.half)}" for each in own]
+            lines.append(f"- {point.tokens:,} tokens: {'; '.join(pairs)}")
     lines += [
         "",
         "Loss above that of k = 1 in bits per byte; measured efficiency; gain(k) / k:",

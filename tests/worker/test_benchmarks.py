@@ -76,10 +76,10 @@ def test_the_critical_batch_size_is_measured_in_pieces_and_reported(tmp_path: Pa
     measure = ("measure", *folders, "--branch-steps", 32, "--micro-gradients", 32)
     assert run("critical_batch_size.py", *measure, "--minutes", 0.0) == ""
     whole = run("critical_batch_size.py", *measure, "--branch-seeds", 1)
-    assert whole.count("seed 0") == 30
-    assert run("critical_batch_size.py", *measure).count("seed 1") == 30
+    assert whole.count("seed 0") == 36
+    assert run("critical_batch_size.py", *measure).count("seed 1") == 36
     results = json.loads((tmp_path / "critical_batch_size.tiny.json").read_text())
-    assert [len(results[name]) for name in ("points", "branches")] == [5, 60]
+    assert [len(results[name]) for name in ("points", "branches")] == [6, 72]
     for point in results["points"]:
         for metric in ("adamw", "euclidean"):
             assert all(len(each) == 2 and each[1] > 0 for each in point[metric]["precise"])
