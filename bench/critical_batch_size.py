@@ -495,17 +495,22 @@ class Found:
 
     Attributes:
         critical: the critical batch size, by the tolerance.
+        from_best: the critical batch size, if the loss is compared with the lowest loss of all k.
         half: the batch at which half of the efficiency is left.
     """
 
     critical: dict[float, float]
+    from_best: float
     half: float
 
     @classmethod
     def of(cls, results: Results, point: Point, seeds: Sequence[int]) -> Found:
         above = excesses(results, point, seeds)
         lost = [1.0 - each for each in efficiencies(results, point, seeds)]
-        return cls({each: first_above(above, each) for each in TOLERANCES}, first_above(lost, 0.5))
+        best = above.index(min(above))
+        over_best = [0.0] * best + [each - above[best] for each in above[best:]]
+        critical = {each: first_above(above, each) for each in TOLERANCES}
+        return cls(critical, first_above(over_best, TOLERANCE), first_above(lost, 0.5))
 
 
 def half_of_gain(noise: float) -> float:
@@ -520,10 +525,11 @@ def number(value: float) -> str:
 def tables(results: Results, points: list[Point]) -> str:
     low, middle, high = TOLERANCES
     lines = [
-        f"| tokens | loss | critical batch size ({low} to {high} bits) | half of the efficiency "
+        f"| tokens | loss | critical batch size ({low} to {high} bits) | from the best k "
+        "| half of the efficiency "
         "| gain(k) = k / 2 at | noise scale, AdamW's metric | as AdaScale has it (cautious) "
         "| noise scale, Euclidean | as AdaScale has it |",
-        "| --- |" + " --- |" * 8,
+        "| --- |" + " --- |" * 9,
     ]
     factors = [
         "",
@@ -540,7 +546,7 @@ def tables(results: Results, points: list[Point]) -> str:
         lines.append(
             f"| {point.tokens:,} | {point.loss:.3f} "
             f"| {number(critical)} ({number(found.critical[low])} to {number(found.critical[high])}) "
-            f"| {number(half)} | {half_of_gain(point.adamw.scale):.1f} "
+            f"| {number(found.from_best)} | {number(half)} | {half_of_gain(point.adamw.scale):.1f} "
             f"| {point.adamw.scale:.1f} ± {point.adamw.error:.1f} "
             f"| {point.adamw.smoothed_scale:.1f} ({point.adamw.cautious_scale:.1f}) "
             f"| {point.euclidean.scale:.1f} ± {point.euclidean.error:.1f} "
@@ -610,17 +616,17 @@ def plot(results: Results, points: list[Point], path: Path) -> None:
             {"color": "#009E73", "marker": "s"},
         ),
     ]
-    for label, colour, name in (
-        ("AdamW's metric", "#D55E00", "adamw"),
-        ("Euclidean", "#0072B2", "euclidean"),
+    for label, colour, name, added in (
+        ("gain(k) = k / 2", "#D55E00", "adamw", half_of_gain(0.0)),
+        ("Euclidean noise scale", "#0072B2", "euclidean", 0.0),
     ):
         noises: list[Noise] = [getattr(point, name) for point in points]
         exact = {"color": colour, "marker": "^"}
         errors = [each.error for each in noises]
-        lines.append((f"noise scale, {label}", [each.scale for each in noises], errors, exact))
+        lines.append((f"{label}, at these weights", [each.scale + added for each in noises], errors, exact))
         averaged = {"color": colour, "linestyle": ":", "marker": "v", "markersize": 4}
-        values = [each.smoothed_scale for each in noises]
-        lines.append((f"as AdaScale has it, {label}", values, None, averaged))
+        values = [each.smoothed_scale + added for each in noises]
+        lines.append((f"{label}, as AdaScale has it", values, None, averaged))
     for label, values, errors_of_line, style in lines:
         left.errorbar(tokens, values, yerr=errors_of_line, label=label, linewidth=1.3, capsize=3, **style)
     left.set(xlabel="tokens (millions)", ylabel="batch size in small batches")
@@ -635,7 +641,7 @@ def plot(results: Results, points: list[Point], path: Path) -> None:
         predicted = [point.adamw.estimate.efficiency(scale) for scale in SCALES]
         right.plot(SCALES, predicted, color=colour, linestyle="--", linewidth=1)
     right.plot([], [], color="#777777", linestyle="--", linewidth=1, label="gain(k) / k")
-    right.set(xlabel="k (batch size / small batch size)", ylabel="efficiency of a branch", ylim=(0, 1.25))
+    right.set(xlabel="k (batch size / small batch size)", ylabel="efficiency of a branch", ylim=(0, 2.5))
     right.set_xscale("log", base=2)
     right.set_xticks(SCALES, [str(scale) for scale in SCALES])
     for axes in (left, right):
@@ -647,7 +653,8 @@ def plot(results: Results, points: list[Point], path: Path) -> None:
 
 def report(options: argparse.Namespace, results: Results) -> None:
     """Write the tables and the picture of the points with branches at all scales."""
-    points = [point for point in results.points if results.seeds(point)]
+    complete = [point for point in results.points if results.seeds(point)]
+    points = sorted(complete, key=lambda point: point.tokens)
     if not points:
         raise SystemExit(
             f"{results.path} has no point with all branches: measure first, with the same options"
