@@ -111,7 +111,8 @@ class Noise:
     @property
     def smoothed_scale(self) -> float:
         """The noise scale of the moving average."""
-        return noise_scale(GradientEstimate(*self.smoothed[:2]))
+        sqr, var, _ = self.smoothed
+        return noise_scale(GradientEstimate(sqr, var))
 
     @property
     def cautious_scale(self) -> float:
@@ -264,7 +265,7 @@ def add_measured(
     model: nn.Module, micro_batches: Sequence[Tensor], meters: Sequence[ElasticAdaScale]
 ) -> None:
     """Add the gradient of the mean loss to `.grad`, which is None, and let the meters read its parts."""
-    parameters = list(model.parameters())
+    parameters: list[Tensor] = list(model.parameters())
     for number, part in enumerate(micro_batches, 1):
         loss = loss_of(model, part) / len(micro_batches)
         gradients = torch.autograd.grad(loss, parameters)
@@ -301,7 +302,7 @@ class Experiment:
         self.micro_gradients: int = results.settings["micro-gradients"]
         self.total: int = results.settings["tokens"] // self.size.context
         self.deadline = time.monotonic() + 60 * options.minutes
-        self.folder = options.states / f"{options.size}-{results.settings['tokens']}-{self.seed}"
+        self.folder: Path = options.states / f"{options.size}-{results.settings['tokens']}-{self.seed}"
         self.folder.mkdir(parents=True, exist_ok=True)
         held_out = text.held_out[:: max(len(text.held_out) // HELD_OUT, 1)][:HELD_OUT]
         self.held_out = held_out[: self.size.held_out] if options.size == "tiny" else held_out
