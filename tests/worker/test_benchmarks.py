@@ -73,7 +73,7 @@ def test_the_ramp_is_trained_in_pieces_and_reported(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_critical_batch_size_is_measured_in_pieces_and_reported(tmp_path: Path) -> None:
     folders = ("--size", "tiny", "--out", tmp_path, "--states", tmp_path / "states")
-    measure = ("measure", *folders, "--branch-steps", 32, "--micro-gradients", 32)
+    measure = ("measure", *folders, "--tokens", 4096, "--branch-steps", 32, "--micro-gradients", 32)
     assert run("critical_batch_size.py", *measure, "--minutes", 0.0) == ""
     whole = run("critical_batch_size.py", *measure, "--branch-seeds", 1)
     assert whole.count("seed 0") == 36
