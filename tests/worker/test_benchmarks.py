@@ -70,6 +70,25 @@ def test_the_ramp_is_trained_in_pieces_and_reported(tmp_path: Path) -> None:
     assert (tmp_path / "ramp.tiny.svg").read_text().count("doubling") == 1
 
 
+@pytest.mark.slow
+def test_the_critical_batch_size_is_measured_in_pieces_and_reported(tmp_path: Path) -> None:
+    folders = ("--size", "tiny", "--out", tmp_path, "--states", tmp_path / "states")
+    measure = ("measure", *folders, "--tokens", 4096, "--branch-steps", 32, "--micro-gradients", 32)
+    assert run("critical_batch_size.py", *measure, "--minutes", 0.0) == ""
+    whole = run("critical_batch_size.py", *measure, "--branch-seeds", 1)
+    assert whole.count("seed 0") == 36
+    assert run("critical_batch_size.py", *measure).count("seed 1") == 36
+    results = json.loads((tmp_path / "critical_batch_size.tiny.json").read_text())
+    assert [len(results[name]) for name in ("points", "branches")] == [6, 72]
+    for point in results["points"]:
+        for metric in ("adamw", "euclidean"):
+            assert all(len(each) == 2 and each[1] > 0 for each in point[metric]["precise"])
+            assert point[metric]["smoothed"][1] > 0
+    table = run("critical_batch_size.py", "report", *folders)
+    assert table.count("2 seed(s)") == 1
+    assert (tmp_path / "critical_batch_size.tiny.svg").read_text().count("critical batch size") == 1
+
+
 @pytest.mark.parametrize(
     ("network", "least", "most"),
     [("resnet18", 11_173_962, 11_173_962), ("transformer", 90_000_000, 110_000_000)],
