@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from adascale_core.names import ENV_PRELOAD
 from adascale_worker.agent import trainer_starter
@@ -218,15 +220,27 @@ def test_only_a_program_that_this_python_runs_as_it_is_can_be_forked(tmp_path: P
         assert not trainer_starter._can_be_forked([sys.executable, str(program)], ours), line
 
 
-def test_what_is_imported_before_the_program_looks_for_no_gpu() -> None:
-    """A process that is forked after CUDA was initialized cannot use it."""
-    code = """
-import torch
-def look(*_): raise SystemExit("looked for a GPU")
-for name in ("_cuda_getDeviceCount", "_cuda_init", "_cuda_isInBadFork"):
-    if hasattr(torch._C, name): setattr(torch._C, name, look)
-torch._C._cuda_getDeviceCount = look
+PRELOAD = """
+import sys, torch
+print("= imported", file=sys.stderr)
 from adascale_worker import preloaded
 preloaded._preload()
+print("= preloaded", file=sys.stderr)
+torch.cuda.is_available()
+print("= looked", file=sys.stderr)
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_imported_before_the_program_looks_for_no_gpu() -> None:
+    """A process that is forked after that cannot use one. To look for a GPU loads the driver's library."""
+    run = subprocess.run(
+        [sys.executable, "-c", PRELOAD],
+        env={**os.environ, "LD_DEBUG": "libs"},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    _, preloaded, looked, _ = re.split(r"^= \w+$", run.stderr, flags=re.MULTILINE)
+    assert "find library=libcuda.so" not in preloaded
+    # Unless this torch is built without CUDA, the search is found in this way.
+    assert ("find library=libcuda.so" in looked) == (torch.version.cuda is not None)
