@@ -5,6 +5,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -218,6 +219,46 @@ def test_only_a_program_that_this_python_runs_as_it_is_can_be_forked(tmp_path: P
     ):
         program.write_text(f"import os\n{line}\n")
         assert not trainer_starter._can_be_forked([sys.executable, str(program)], ours), line
+
+
+FORKS = """
+import os, sys
+from adascale_worker import preloaded
+
+fork, calls, failing = os.fork, [], int(sys.argv.pop(1))
+
+def limited():
+    calls.append(1)
+    if len(calls) == failing:
+        raise BlockingIOError
+    return fork()
+
+os.fork, preloaded._preload = limited, lambda: None
+sys.orig_argv.append(preloaded.__file__)
+preloaded.main()
+"""
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_without_processes_for_a_server_the_program_runs(tmp_path: Path, failing: int) -> None:
+    """So it does if only one of the two processes can be forked."""
+    (tmp_path / "counts.py").write_text(f"open({str(tmp_path / 'runs')!r}, 'a').write('.')\n")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        run = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                FORKS,
+                str(failing),
+                str(theirs.fileno()),
+                str(tmp_path / "counts.py"),
+            ],
+            pass_fds=[theirs.fileno()],
+            check=False,
+        )
+    assert run.returncode == 0
+    assert (tmp_path / "runs").read_text() == "."
 
 
 PRELOAD = """

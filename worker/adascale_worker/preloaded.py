@@ -48,11 +48,13 @@ def main() -> None:
         del sys.path[0]
     agent = os.getppid()
     channel = socket.socket(fileno=int(descriptor))
-    # The program tells what cannot be imported.
-    with contextlib.suppress(ImportError):
+    is_server = False
+    # The program itself tells what cannot be imported. Without a server it runs, too.
+    with contextlib.suppress(Exception):
         _preload()
-        if _fork_orphan() == 0:
-            _serve(channel, agent)
+        is_server = _fork_orphan() == 0
+    if is_server:
+        _serve(channel, agent)
     channel.close()
     _run(command)
 
@@ -74,25 +76,28 @@ def _preload() -> None:
 
 def _serve(channel: socket.socket, agent: int) -> None:
     """Fork a process for each request, and return in it. Exit when the agent closes the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _set_output(os.open(os.devnull, os.O_RDWR))
-    _set_name(SERVER_NAME)
-    _await_adoption(agent)
-    with contextlib.suppress(OSError):
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _set_output(os.open(os.devnull, os.O_RDWR))
+        _set_name(SERVER_NAME)
+        _await_adoption(agent)
         channel.sendall(READY)
         while request := _receive(channel):
             environ, output = request
             pid = _fork_orphan()
             if pid == 0:
-                _begin(environ, output, agent)
-                return
+                break
             os.close(output)
             try:
                 channel.sendall(pid.to_bytes(NUMBER_BYTES, "big"))
             except OSError:
                 # The agent has not waited for the answer, and may have started another trainer.
                 os.kill(pid, signal.SIGKILL)
-    os._exit(0)
+        else:
+            os._exit(0)
+    except BaseException:  # noqa: BLE001 - the server must not run the program
+        os._exit(1)
+    _begin(environ, output, agent)
 
 
 def _receive(channel: socket.socket) -> tuple[dict[str, str], int] | None:
@@ -119,7 +124,11 @@ def _begin(environ: dict[str, str], output: int, agent: int) -> None:
 
 
 def _fork_orphan() -> int:
-    """Fork a process that leads a process group and whose parent exits. Returns its id, and 0 in it."""
+    """Fork a process that leads a process group and whose parent exits. Returns its id, and 0 in it.
+
+    Raises:
+        OSError: there cannot be more processes.
+    """
     reading, writing = os.pipe()
     parent = _fork()
     if parent != 0:
@@ -127,13 +136,19 @@ def _fork_orphan() -> int:
         answer = os.read(reading, NUMBER_BYTES)
         os.close(reading)
         os.waitpid(parent, 0)
+        if not answer:
+            raise OSError("no process could be forked")
         return int.from_bytes(answer, "big")
-    os.close(reading)
-    pid = _fork()
+    try:
+        pid = _fork()
+        if pid != 0:
+            os.setpgid(pid, pid)
+            os.write(writing, pid.to_bytes(NUMBER_BYTES, "big"))
+    except BaseException:  # noqa: BLE001 - only one of them goes on
+        os._exit(1)
     if pid != 0:
-        os.setpgid(pid, pid)
-        os.write(writing, pid.to_bytes(NUMBER_BYTES, "big"))
         os._exit(0)
+    os.close(reading)
     os.close(writing)
     return 0
 
