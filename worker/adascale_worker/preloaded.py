@@ -64,10 +64,12 @@ def _preload() -> None:
 
     Nothing of it may look for a GPU: a process that is forked after that cannot use one.
     """
-    import torch._dynamo  # noqa: F401 - by the first optimizer
+    import torch
 
     import adascale_worker.trainer  # noqa: F401
 
+    # The first optimizer imports more of torch.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     # A collection would write to all objects, whose memory the forked processes share. At the end, the
     # interpreter collects them, too.
     gc.freeze()
