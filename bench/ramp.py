@@ -8,9 +8,10 @@
 A GPT is trained with AdamW on the bytes of the sources and documents of the packages in `PACKAGES`, as they
 are installed; one file of 50, chosen by the hash of its name, is held out. All contenders see the same
 sequences in the same order, and train for the same number of tokens. The lr at the small batch is the best of
-`Size.lrs`, by the held-out loss at the end of the run; all contenders use it, with their own scaling. Its
-schedule is a warm-up over 2% of the tokens and a cosine to 10%. A step at scale S has a batch of S times the
-small batch; S is a power of two, at most `MAX_SCALE`:
+`Size.lrs`, by the held-out loss at the end of the run; all contenders use it, with their own scaling. With
+`train --lr` they use another one, and `report` has the best run of each. The lr's schedule is a warm-up over
+2% of the tokens and a cosine to 10%. A step at scale S has a batch of S times the small batch; S is a power
+of two, at most `MAX_SCALE`:
 
 - `small`: S = 1.
 - `large, S = 2`, `4` and `8`: the lr is multiplied by the square root of S.
@@ -565,7 +566,7 @@ def train_all(options: argparse.Namespace, results: Results) -> None:
         )
 
     if train([("small", lr, 0) for lr in size.lrs]):
-        lr = results.best_lr(tokens)
+        lr = options.lr or results.best_lr(tokens)
         train([(name, lr, seed) for seed in range(options.seeds) for name in options.contenders])
 
 
@@ -663,12 +664,20 @@ def steps_to(run: Run, loss: float) -> dict[str, float] | None:
     return None
 
 
+def best_of_each(runs: list[Run]) -> list[Run]:
+    """Return the run with the lowest loss of each contender and seed, of all lrs."""
+    best: dict[tuple[str, int], Run] = {}
+    for run in sorted(runs, key=lambda run: run.points[-1].loss):
+        best.setdefault((run.contender, run.seed), run)
+    return list(best.values())
+
+
 def table(runs: list[Run], times: dict[str, dict[str, float]]) -> str:
     """Return the mean over the seeds of what each contender has reached, beside the small batch."""
     lines = [
-        "| contender | loss (bits per byte) | beside small | steps | steps of small | progress | largest S |"
+        "| contender | lr | bits per byte | beside small | steps | steps of small | progress | largest S |"
         " steps to the loss of small | time to it |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     small = {run.seed: run for run in runs if run.contender == "small"}
     for name in CONTENDERS:
@@ -690,9 +699,10 @@ def table(runs: list[Run], times: dict[str, dict[str, float]]) -> str:
                 whole = seconds(dict(base.steps), times)
                 columns[6].append(math.inf if reached is None else seconds(reached, times) / whole)
         means = [sum(column) / len(column) if column else math.nan for column in columns]
+        lrs = ", ".join(sorted({f"{run.lr:g}" for run in own}))
         largest = max(int(scale) for run in own for scale in run.points[-1].steps)
         lines.append(
-            f"| {name} | {means[0]:.4f} | {means[1]:+.4f} | {means[2]:,.0f} | {means[3]:.0%} "
+            f"| {name} | {lrs} | {means[0]:.4f} | {means[1]:+.4f} | {means[2]:,.0f} | {means[3]:.0%} "
             f"| {means[4]:.0%} | {largest} | {_share(means[5])} | {_share(means[6])} |"
         )
     return "\n".join(lines) + "\n"
@@ -753,16 +763,15 @@ def plot(runs: list[Run], size: Size, path: Path) -> None:
 
 
 def report(options: argparse.Namespace, results: Results) -> None:
-    """Write the table and the picture of the finished runs with the most tokens, at the best lr."""
+    """Write the table and the picture of the runs with the most tokens, of each contender the best."""
     finished = [run for run in results.runs if run.finished]
     if not finished:
         raise SystemExit(f"{results.path} has no finished run: train first, with the same --size and --out")
     tokens = options.tokens or max(run.tokens for run in finished)
-    lr = results.best_lr(tokens)
-    runs = [run for run in finished if (run.tokens, run.lr) == (tokens, lr)]
+    runs = best_of_each([run for run in finished if run.tokens == tokens])
     text = (
-        f"{options.size}, {tokens:,} tokens, lr {lr:g} "
-        f"(of {', '.join(f'{each:g}' for each in SIZES[options.size].lrs)}), "
+        f"{options.size}, {tokens:,} tokens, small batch: lr of "
+        f"{', '.join(f'{each:g}' for each in SIZES[options.size].lrs)}, "
         f"{len({run.seed for run in runs})} seed(s)\n\n{table(runs, results.times)}"
     )
     print(text)
@@ -777,6 +786,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of a run; default: those of the size")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--lr", type=float, help="of the contenders; default: the best of the small batch")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which training is interrupted")
     parser.add_argument("--out", type=Path, default=BENCH, help="folder of the results")
     parser.add_argument("--states", type=Path, default=BENCH.parent / "build/ramp", help="folder of states")
