@@ -264,8 +264,8 @@ class Members:
         for record in records:
             assert record["step"] > last.get(record["file"], 0), record
             last[record["file"]] = record["step"]
-            sections.setdefault(record["step"], set()).add(tuple(record["samples"]))
             if record["generation"] == kept[record["step"]]:
+                sections.setdefault(record["step"], set()).add(tuple(record["samples"]))
                 shares.setdefault(record["step"], []).extend(record["indices"])
         position = 0
         for step in range(1, max(sections) + 1):
