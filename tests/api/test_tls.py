@@ -288,7 +288,8 @@ class NotingLimits(ConnectionLimits):
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_an_answer_that_is_not_read_is_counted_until_it_is_read(files: TlsFiles, scheme: str) -> None:
-    answer = b"a" * (8 * 1024 * 1024)
+    # Several times as much as the buffers of the kernel take.
+    answer = b"a" * (32 * 1024 * 1024)
     limits = NotingLimits()
 
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
