@@ -117,16 +117,20 @@ def test_only_a_copy_of_a_later_state_is_received(
     assert spare.number == (offered if is_received else own)
 
 
-def test_the_last_copy_is_received_before_the_transfers_end(
-    agents: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also in a pause between two transfers."""
+@pytest.fixture
+def in_a_pause(agents: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch) -> tuple[Agent, Agent]:
+    """The agents between two transfers: the spare has the copy of step 1, and the source that of step 2."""
     monkeypatch.setattr(snapshot_receiver, "POLL", 1000.0)
     source, spare = agents
     source.save((100, 3, 1))
     spare.follow(source.server.port)
     wait_until(lambda: spare.number == (100, 3, 1), "the first copy")
     source.save((100, 3, 2))
+    return agents
+
+
+def test_the_last_copy_is_received_before_the_transfers_end(in_a_pause: tuple[Agent, Agent]) -> None:
+    _, spare = in_a_pause
     spare.finish()
     assert spare.number == (100, 3, 2)
 
@@ -278,16 +282,9 @@ def test_a_copy_that_is_deleted_while_it_is_sent_does_not_arrive(agents: tuple[A
             deque(channel.receive_content(length), maxlen=0)
 
 
-def test_without_memory_for_the_last_copy_the_one_before_is_kept(
-    agents: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_memory_for_the_last_copy_the_one_before_is_kept(in_a_pause: tuple[Agent, Agent]) -> None:
     """The trainer is about to use it."""
-    monkeypatch.setattr(snapshot_receiver, "POLL", 1000.0)
-    source, spare = agents
-    source.save((100, 3, 1))
-    spare.follow(source.server.port)
-    wait_until(lambda: spare.number == (100, 3, 1), "the first copy")
-    source.save((100, 3, 2))
+    _, spare = in_a_pause
     spare.available = 1000.0
     spare.finish()
     assert spare.number == (100, 3, 1)

@@ -32,12 +32,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from adascale_worker.agent.trainer_starter import NUMBER_BYTES, READY, SERVER_NAME
+from adascale_worker.agent.trainer_starter import NUMBER_BYTES, PR_SET_PDEATHSIG, READY, SERVER_NAME
 
 _ADOPTION_TIMEOUT: Final = 10.0
 """Seconds within which the agent must be the parent of a process whose first parent has exited."""
-_PR_SET_PDEATHSIG: Final = 1  # prctl(2)
-_PR_SET_NAME: Final = 15
+_PR_SET_NAME: Final = 15  # prctl(2)
 
 
 def main() -> None:
@@ -169,7 +168,7 @@ def _await_adoption(agent: int) -> None:
         if time.monotonic() > deadline:
             os._exit(1)
         time.sleep(0.0005)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != agent:
         # It ended before the call of prctl.
         os._exit(1)

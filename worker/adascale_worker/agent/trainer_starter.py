@@ -40,7 +40,7 @@ _PYTHON: Final = re.compile(r"python(3(\.\d+)?)?")
 _SETS_VARIABLES: Final = re.compile(
     rb"environ\s*\[[^\]\n]*\]\s*=[^=]|environ\.(setdefault|update)\b|\b(putenv|load_dotenv)\b"
 )
-_PR_SET_PDEATHSIG: Final = 1  # prctl(2)
+PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 _unreaped: set[int] = set()
@@ -236,7 +236,7 @@ def _die_with_parent(parent: int) -> Callable[[], None] | None:
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             # The agent died before the call of prctl.
             os._exit(1)
