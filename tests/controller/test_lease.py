@@ -113,22 +113,29 @@ class Connection:
         self.delay = delay
         self.fault = fault
         self.count = 0
+        self.writes_in_flight = 0
+        """Writes that are on their way, or their answers."""
 
     async def read(self) -> Lease | None:
         return await self._ask(self.server.read)
 
     async def create(self, spec: Spec) -> Lease | None:
-        return await self._ask(lambda: self.server.create(spec))
+        return await self._ask(lambda: self.server.create(spec), writes=True)
 
     async def replace(self, lease: Lease, spec: Spec) -> Lease | None:
-        return await self._ask(lambda: self.server.replace(lease, spec))
+        return await self._ask(lambda: self.server.replace(lease, spec), writes=True)
 
-    async def _ask(self, call: Callable[[], Lease | None]) -> Lease | None:
+    async def _ask(self, call: Callable[[], Lease | None], *, writes: bool = False) -> Lease | None:
         self.count += 1
         delay, fault = self.delay(self.count), self.fault(self.count)
         # A cancelled request still arrives.
         request = asyncio.ensure_future(self._arrive(call, delay, fault))
+        self.writes_in_flight += writes
+        request.add_done_callback(lambda _: self._arrived(writes))
         return await asyncio.shield(request)
+
+    def _arrived(self, writes: bool) -> None:
+        self.writes_in_flight -= writes
 
     async def _arrive(self, call: Callable[[], Lease | None], delay: float, fault: str) -> Lease | None:
         await asyncio.sleep(delay)
@@ -153,6 +160,7 @@ class Operator:
     """A simulated operator that runs while it holds the lease."""
 
     def __init__(self, connection: Connection, identity: str) -> None:
+        self.connection = connection
         self.election = election(connection, identity)
         self.working = False
         self.lost = 0
@@ -517,8 +525,9 @@ def test_at_most_one_operator_runs_and_exactly_one_after_the_faults(
                 elif event == "mend":
                     cut.discard(position)
                 elif event == "delete":
-                    # A user deletes the lease. No election is safe against that while the lease is held.
-                    if not any(operator.election.held for operator in running):
+                    # A user deletes the lease. No election is safe against that while the lease is held, or
+                    # may be once an answer arrives.
+                    if not any(each.election.held or each.connection.writes_in_flight for each in running):
                         server.lease = None
                 else:
                     server.down = event == "down"
