@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from adascale_controller.formatting import plural
 from adascale_controller.job import Job
 from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import EfficiencyBound
 from adascale_core.decision.job_state import JobState
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.performance.throughput import StepTimeModel
@@ -403,9 +404,8 @@ class JobMeasurements:
             move_seconds=self._default_move
             if self.template.move_seconds is None
             else self.template.move_seconds,
-            efficiency_target=spec.efficiency_target,
+            efficiency=EfficiencyBound(spec.efficiency_target, counts_samples),
             remaining=None if total is None else max(total - progress, 0.0),
-            counts_samples=counts_samples,
             later_estimates=()
             if total is None
             else tuple(

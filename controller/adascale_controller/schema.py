@@ -22,6 +22,7 @@ from adascale_core.names import (
     DEFAULT_BACKOFF_LIMIT,
     DEFAULT_CHECKPOINT_INTERVAL,
     DEFAULT_EFFICIENCY_TARGET,
+    DEFAULT_EFFICIENCY_TARGET_OF_SAMPLES,
     DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS,
     DEFAULT_NAMESPACE,
     MAX_BATCH_SIZE,
@@ -383,12 +384,14 @@ class AdaScaleJobSpec(_ClosedModel):
         description="Whether the batch of a single replica may be larger than batchSize, by accumulation, "
         "where that is faster.",
     )
-    efficiency_target: float = Field(
-        default=DEFAULT_EFFICIENCY_TARGET,
+    efficiency_target: float | None = Field(
+        default=None,
         gt=0,
         le=1,
         description="The efficiency (gain divided by scale) that a batch size needs while step times have "
-        "not been measured; greater than 0, at most 1.",
+        "not been measured, and always if the length of training is in samples; greater than 0, at most 1. "
+        f"If unset, {DEFAULT_EFFICIENCY_TARGET}; if the length is in samples, "
+        f"{DEFAULT_EFFICIENCY_TARGET_OF_SAMPLES}.",
     )
     suspend: bool = Field(
         default=False,

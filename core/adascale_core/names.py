@@ -211,7 +211,8 @@ removes them from the environment of trainers, and the adapters of frameworks do
 
 # -- defaults of settings -------------------------------------------------------------------------------
 
-DEFAULT_EFFICIENCY_TARGET = 0.5
+DEFAULT_EFFICIENCY_TARGET, DEFAULT_EFFICIENCY_TARGET_OF_SAMPLES = 0.5, 0.8
+"""The second is used if the length of training is in samples."""
 DEFAULT_FAIRNESS, DEFAULT_FAIRNESS_ACROSS_TYPES = 0.0, 0.5
 """Of the weights of jobs in the decision: 0 for short jobs first, 1 for equal weights. The second is used if
 jobs may run on several types of accelerators."""

@@ -125,7 +125,7 @@ def test_the_predictions_are_those_of_the_core(client: Client, job: str) -> None
     assert model is not None
     client.post_gain(job, a_report(3, generation=1, local_bsz=16, step_time=9.0, accelerator="another type"))
     estimate = GradientEstimate(0.25, 3.0, grad_sqr_error=0.1)
-    expected = predict(SPEC.bounds, valid_replicas(SPEC.bounds, 6), estimate, model, 0.5)
+    expected = predict(SPEC.bounds, valid_replicas(SPEC.bounds, 6), estimate, model)
     assert all(each.gain_range[0] < each.gain_range[1] for each in expected.values() if each.scale > 1.0)
     assert client.get(f"/jobs/{job}/gain")["predictions"] == [
         {

@@ -325,7 +325,6 @@ def test_unset_fields_get_their_defaults(shared: Jobs) -> None:
     assert stored == valid(
         minReplicas=1,
         elasticSingleReplica=False,
-        efficiencyTarget=names.DEFAULT_EFFICIENCY_TARGET,
         suspend=False,
         backoffLimit=names.DEFAULT_BACKOFF_LIMIT,
         spareReplicas=0,

@@ -72,7 +72,7 @@ def test_the_yaml_is_the_crd() -> None:
         ("trainSamples", {"type": "integer", "format": "int64", "minimum": 1, "maximum": 2**53 - 1}),
         (
             "efficiencyTarget",
-            {"type": "number", "default": 0.5, "minimum": 0, "exclusiveMinimum": True, "maximum": 1},
+            {"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 1},
         ),
         ("suspend", {"type": "boolean", "default": False}),
         ("elasticSingleReplica", {"type": "boolean", "default": False}),

@@ -215,7 +215,6 @@ def test_the_environment_of_a_replica() -> None:
         "ADASCALE_BATCH_SIZE": "4",
         "ADASCALE_MAX_BATCH_SIZE": "256",
         "ADASCALE_LOCAL_BSZ_BOUNDS": "4,64",
-        "ADASCALE_EFFICIENCY_TARGET": "0.5",
         "ADASCALE_SCALE_INVARIANT_STEPS": "1000",
     }
 

@@ -53,7 +53,7 @@ def test_unset_fields_have_defaults() -> None:
     parsed = parse_job(job())
     assert parsed.id == "default.digits"
     assert parsed.short_id == "digits"
-    assert parsed.spec == JobSpec(batch_size=32, min_replicas=1, max_replicas=8, efficiency_target=0.5)
+    assert parsed.spec == JobSpec(batch_size=32, min_replicas=1, max_replicas=8)
     assert parsed.command == ("python", "train.py")
     assert (parsed.suspend, parsed.backoff_limit) == (False, 3)
     assert parsed.active_deadline_seconds is None

@@ -28,7 +28,6 @@ def test_the_environment_has_the_settings_of_the_job(tmp_path: Path) -> None:
         "ADASCALE_BATCH_SIZE": "4",
         "ADASCALE_MAX_BATCH_SIZE": "64",
         "ADASCALE_LOCAL_BSZ_BOUNDS": "4,16",
-        "ADASCALE_EFFICIENCY_TARGET": "0.5",
         "ADASCALE_SCALE_INVARIANT_STEPS": "1000",
         "ADASCALE_CHECKPOINT_INTERVAL": "2.5",
         "ADASCALE_CHECKPOINT_DIR": str(tmp_path),

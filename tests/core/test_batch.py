@@ -11,6 +11,7 @@ from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import (
     BatchBounds,
     BatchPlan,
+    EfficiencyBound,
     InvalidBoundsError,
     LocalBszBounds,
     batch_choice,
@@ -22,7 +23,6 @@ from adascale_core.batch.plans import (
     valid_replicas,
 )
 from adascale_core.errors import InvalidJobError
-from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 
 NOISY = GradientEstimate(grad_sqr=1.0, grad_var=100.0)
 """A gradient for which large batches are worth much: the efficiency at scale S is 101 / (100 + S)."""
@@ -326,15 +326,15 @@ def test_without_throughput_the_largest_batch_within_the_efficiency_target_is_pl
     estimate: GradientEstimate, target: float, local_bsz: int
 ) -> None:
     bounds = BatchBounds(16, 512, (2, 128))
-    plan = plan_batch(bounds, 4, estimate=estimate, efficiency_target=target)
+    plan = plan_batch(bounds, 4, estimate=estimate, efficiency=EfficiencyBound(target))
     assert plan == BatchPlan(4, local_bsz)
 
 
-def test_the_efficiency_target_has_a_default() -> None:
-    bounds = BatchBounds(16, 512, (2, 128))
-    assert plan_batch(bounds, 4, estimate=CLEAR) == plan_batch(
-        bounds, 4, estimate=CLEAR, efficiency_target=DEFAULT_EFFICIENCY_TARGET
-    )
+@pytest.mark.parametrize(("counts_samples", "local_bsz"), [(False, 8), (True, 5)])
+def test_the_efficiency_target_has_a_default(counts_samples: bool, local_bsz: int) -> None:
+    """1 / S is at least 0.5 up to S = 2, and at least 0.8 up to S = 1.25."""
+    bounds, efficiency = BatchBounds(16, 512, (2, 128)), EfficiencyBound(counts_samples=counts_samples)
+    assert plan_batch(bounds, 4, estimate=CLEAR, efficiency=efficiency) == BatchPlan(4, local_bsz)
 
 
 @pytest.mark.parametrize(
@@ -356,6 +356,24 @@ def test_the_plan_with_the_highest_goodput_is_used(
 
     bounds = BatchBounds(16, 256, (1, 64))
     assert plan_batch(bounds, 4, estimate=estimate, throughput=throughput).local_bsz == local_bsz
+
+
+@pytest.mark.parametrize(
+    ("estimate", "target", "local_bsz"),
+    [
+        (NOISY, 0.5, 64),  # 101 / (100 + S) is at least 0.5 up to S = 102: all of them
+        (NOISY, 0.935, 32),  # up to S = 8.02
+        (NOISY, 1.0, 4),
+        (CLEAR, 1.0, 4),
+        (CLEAR, 0.1, 4),  # S = 10 is allowed, and not faster
+    ],
+)
+def test_with_a_length_in_samples_the_goodput_decides_within_the_efficiency_target(
+    estimate: GradientEstimate, target: float, local_bsz: int
+) -> None:
+    bounds, efficiency = BatchBounds(16, 256, (1, 64)), EfficiencyBound(target, counts_samples=True)
+    plan = plan_batch(bounds, 4, estimate=estimate, throughput=lambda _: 1.0, efficiency=efficiency)
+    assert plan == BatchPlan(4, local_bsz)
 
 
 @given(all_bounds(), replica_counts, estimates, st.floats(0, 10), st.floats(1e-3, 10))
@@ -382,7 +400,7 @@ def test_no_larger_plan_is_within_the_efficiency_target(
 ) -> None:
     plans = tried_plans(bounds, replicas)
     if plans:
-        chosen = plan_batch(bounds, replicas, estimate=estimate, efficiency_target=target)
+        chosen = plan_batch(bounds, replicas, estimate=estimate, efficiency=EfficiencyBound(target))
         enough = [plan for plan in plans if estimate.efficiency(plan.scale(bounds)) >= target * (1 - 1e-9)]
         assert chosen == (max(enough, key=lambda plan: plan.local_bsz) if enough else plans[0])
 
@@ -392,20 +410,18 @@ def test_no_larger_plan_is_within_the_efficiency_target(
     replica_counts,
     st.none() | estimates,
     st.none() | st.floats(1e-6, 1e6),
-    st.floats(0, 1),
+    st.builds(EfficiencyBound, st.floats(0, 1), st.booleans()),
 )
 def test_every_plan_is_within_the_bounds_and_planning_is_deterministic(
     bounds: BatchBounds,
     replicas: int,
     estimate: GradientEstimate | None,
     speed: float | None,
-    target: float,
+    efficiency: EfficiencyBound,
 ) -> None:
     def ask() -> BatchPlan:
         throughput = None if speed is None else (lambda plan: speed / plan.local_bsz)
-        return plan_batch(
-            bounds, replicas, estimate=estimate, throughput=throughput, efficiency_target=target
-        )
+        return plan_batch(bounds, replicas, estimate=estimate, throughput=throughput, efficiency=efficiency)
 
     if not is_valid_replicas(bounds, replicas):
         with pytest.raises(InvalidJobError):

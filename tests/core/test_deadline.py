@@ -20,7 +20,7 @@ from adascale_core.decision.job_utility import JobUtility
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.views.decision import LimitKind
 from support.examples import examples
-from support.job_states import CLEAR, NOISY, NOW, job, job_states, unmeasured
+from support.job_states import CLEAR, NOISY, NOW, OF_SAMPLES, job, job_states, unmeasured
 
 ALL = (1, 2, 4, 8)
 PARTLY = GradientEstimate(grad_sqr=1.0, grad_var=2.0)
@@ -164,7 +164,7 @@ def test_what_others_have_estimated_later_counts_for_the_time_to_the_end() -> No
 
 def test_a_job_of_samples_takes_as_long_as_its_samples_on_the_plan_of_each_count() -> None:
     state = job("a", 1, measured=ALL, truth=OVERHEAD, estimate=PARTLY, remaining=10_000.0)
-    utility = JobUtility.of(due(replace(state, counts_samples=True), 1000.0))
+    utility = JobUtility.of(due(replace(state, efficiency=OF_SAMPLES), 1000.0))
     outlook, one, eight = utility.deadline_outlook(NOW), utility.prediction(1), utility.prediction(8)
     assert outlook is not None
     assert one is not None
@@ -181,7 +181,7 @@ def test_a_job_of_samples_takes_as_long_as_its_samples_on_the_plan_of_each_count
 def test_a_job_of_samples_does_not_change_if_its_samples_end_before_the_restart(
     seconds: float, ends: bool
 ) -> None:
-    state = replace(job("a", 8, measured=ALL, truth=OVERHEAD, estimate=PARTLY), counts_samples=True)
+    state = replace(job("a", 8, measured=ALL, truth=OVERHEAD, estimate=PARTLY), efficiency=OF_SAMPLES)
     prediction = JobUtility.of(state).prediction(8)
     assert prediction is not None
     remaining = seconds * prediction.scale / prediction.step_time

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_core.batch.gain import GradientEstimate
-from adascale_core.batch.plans import BatchBounds
+from adascale_core.batch.plans import DEFAULT_EFFICIENCY, BatchBounds, EfficiencyBound, candidate_plans
 from adascale_core.decision.decide import Decision, DecisionProblem, decide
 from adascale_core.decision.exact_allocation import maximize_exactly, maximize_greedily
 from adascale_core.decision.job_state import JobState
@@ -27,6 +27,7 @@ from adascale_core.decision.job_utility import (
     stabilization_seconds,
     weighted,
 )
+from adascale_core.performance.goodput_table import MAX_PLANS
 from adascale_core.performance.prediction import Prediction, predict
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
@@ -39,6 +40,7 @@ from support.job_states import (
     FIXED,
     NOISY,
     NOW,
+    OF_SAMPLES,
     SLOW_SYNC,
     allowed,
     capacities,
@@ -415,6 +417,53 @@ def test_only_a_job_with_a_valid_count_waits_for_capacity() -> None:
 )
 def test_a_decision_has_a_reason(state: JobState, capacity: int, reason: str) -> None:
     assert reason in decide([state], capacity, NOW)["a"].reason
+
+
+@pytest.mark.parametrize(
+    ("replicas", "efficiency", "count"),
+    [
+        (1, DEFAULT_EFFICIENCY, 8),
+        (1, OF_SAMPLES, 2),  # 4 / (3 + S) is 0.8 at S = 2
+        (1, EfficiencyBound(0.5, counts_samples=True), 5),
+        (1, EfficiencyBound(0.9, counts_samples=True), 1),
+        (4, OF_SAMPLES, 2),
+        (4, EfficiencyBound(0.6, counts_samples=True), 4),  # 0.57 is not enough, and not much less
+    ],
+)
+def test_a_job_of_samples_grows_only_to_where_a_batch_is_efficient_enough(
+    replicas: int, efficiency: EfficiencyBound, count: int
+) -> None:
+    """Each replica has 8 samples, so S is the count. A step takes the same time on each."""
+    state = job(
+        "a",
+        replicas,
+        bounds=BatchBounds(8, None, (8, 8)),
+        measured=range(1, 9),
+        truth=FIXED,
+        estimate=GradientEstimate(1.0, 3.0),
+    )
+    decision = decide([replace(state, efficiency=efficiency)], 8, NOW)["a"]
+    assert decision.replicas == count
+    if count < replicas:
+        assert "below efficiencyTarget 0.8" in decision.reason
+        changed = replace(state, efficiency=efficiency, stable_since=NOW)
+        assert decide([changed], 8, NOW)["a"].replicas == replicas
+
+
+def test_a_job_of_samples_keeps_the_smallest_count_if_no_batch_is_efficient_enough() -> None:
+    state = job("a", 4, bounds=BatchBounds(8, None, (8, 8)), at_least=3, estimate=CLEAR)
+    assert decide([replace(state, efficiency=OF_SAMPLES)], 8, NOW)["a"].replicas == 3
+
+
+@given(job_states("a"))
+def test_predictions_are_those_of_the_plan_that_a_trainer_chooses(state: JobState) -> None:
+    utility = JobUtility.of(state)
+    if utility.table is None or utility.model is None or state.estimate is None:
+        return
+    for count, goodput in zip(utility.table.counts, utility.table.one_node, strict=True):
+        if len(candidate_plans(state.bounds, count)) <= MAX_PLANS:
+            predicted = predict(state.bounds, [count], state.estimate, utility.model, state.efficiency)
+            assert goodput == pytest.approx(predicted[count].goodput)
 
 
 def test_a_prediction_has_an_efficiency_and_a_goodput() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adascale_core.batch.plans import BatchBounds
 from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.decision.explanation import MAX_COUNTS, MAX_GIVING, explain
 from adascale_core.decision.job_state import JobState
@@ -22,6 +23,7 @@ from support.job_states import (
     COMPUTE,
     FIXED,
     NOW,
+    OF_SAMPLES,
     SLOW_SYNC,
     allowed,
     capacities,
@@ -158,6 +160,14 @@ def test_it_names_what_limits_the_count() -> None:
     assert limits(replace(job("a", 2), limit=3))[LimitKind.SCHEDULING].startswith("at most 3 replicas")
     assert "changed 1 s ago" in limits(job("a", 2, stable_for=1.0))[LimitKind.CHANGE]
     assert "1.09 times" in limits(job("a", 2))[LimitKind.CHANGE]
+    of_samples = replace(
+        job("a", 2, bounds=BatchBounds(8, None, (8, 8)), estimate=CLEAR), efficiency=OF_SAMPLES
+    )
+    assert limits(of_samples)[LimitKind.EFFICIENCY] == (
+        "the efficiency of every batch on 2 replicas is below efficiencyTarget 0.8, a bound for jobs whose "
+        "length is in samples"
+    )
+    assert LimitKind.EFFICIENCY not in limits(replace(of_samples, bounds=job("a").bounds))
     assert "minReplicas 9" in limits(replace(job("a"), min_replicas=9))[LimitKind.BOUNDS]
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.batch.gain import GradientEstimate, default_smoothing, require_smoothing, total
-from adascale_core.batch.plans import BatchBounds, plan_batch
+from adascale_core.batch.plans import BatchBounds, EfficiencyBound, plan_batch
 
 numbers = st.floats(min_value=-1e150, max_value=1e150)
 sizes = st.just(0.0) | st.floats(min_value=1e-6, max_value=1e3)
@@ -127,10 +127,10 @@ def test_a_limit_counts_a_part_of_the_variance_as_squared_gradient(
 
 def test_a_batch_is_not_larger_than_limited_gains_are_worth() -> None:
     only_noise, bounds = GradientEstimate(0.0, 1.0), BatchBounds(4, 512, (2, 256))
-    assert plan_batch(bounds, 2, estimate=only_noise, efficiency_target=0.5).global_bsz == 512
+    assert plan_batch(bounds, 2, estimate=only_noise, efficiency=EfficiencyBound(0.5)).global_bsz == 512
     # gain(S) / S = 1 / (S / 9 + 8 / 9) is 0.5 at S = 10
     limited = only_noise.limited(9.0)
-    assert plan_batch(bounds, 2, estimate=limited, efficiency_target=0.5).global_bsz == 40
+    assert plan_batch(bounds, 2, estimate=limited, efficiency=EfficiencyBound(0.5)).global_bsz == 40
     by_goodput = plan_batch(bounds, 2, estimate=limited, throughput=lambda plan: 1 / (16 + plan.global_bsz))
     assert by_goodput.global_bsz < 512
 

@@ -215,13 +215,13 @@ def test_a_spec_has_batch_bounds(pair: tuple[int, int] | None) -> None:
         (
             JobSpec(8, 64, (4, "auto"), train_samples=1000),
             {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": "64", "LOCAL_BSZ_BOUNDS": "4,auto", "LOCAL_BSZ_LIMIT": None,
-             "ELASTIC_SINGLE_REPLICA": None, "EFFICIENCY_TARGET": "0.5", "SCALE_INVARIANT_STEPS": None,
+             "ELASTIC_SINGLE_REPLICA": None, "EFFICIENCY_TARGET": None, "SCALE_INVARIANT_STEPS": None,
              "TRAIN_SAMPLES": "1000"},
         ),
         (
             JobSpec(8),
             {"BATCH_SIZE": "8", "MAX_BATCH_SIZE": None, "LOCAL_BSZ_BOUNDS": None, "LOCAL_BSZ_LIMIT": None,
-             "ELASTIC_SINGLE_REPLICA": None, "EFFICIENCY_TARGET": "0.5", "SCALE_INVARIANT_STEPS": None,
+             "ELASTIC_SINGLE_REPLICA": None, "EFFICIENCY_TARGET": None, "SCALE_INVARIANT_STEPS": None,
              "TRAIN_SAMPLES": None},
         ),
     ],

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from adascale_core.batch.gain import GradientEstimate
-from adascale_core.batch.plans import BatchBounds, valid_replicas
+from adascale_core.batch.plans import BatchBounds, EfficiencyBound, valid_replicas
 from adascale_core.decision.job_state import JobState
 from adascale_core.messages.reports import StepTime
 from adascale_core.performance.throughput import StepTimeModel
@@ -22,6 +22,8 @@ NOISY = GradientEstimate(grad_sqr=1.0, grad_var=1000.0)
 """The gain of a larger batch is nearly its scale."""
 CLEAR = GradientEstimate(grad_sqr=1.0, grad_var=0.001)
 """The gain of a larger batch is nearly 1."""
+OF_SAMPLES = EfficiencyBound(counts_samples=True)
+"""That of a job whose length is in samples: 0.8, always."""
 COMPUTE = StepTimeModel(fixed=0.01, per_sample=0.01)
 """Communication takes no time: twice the replicas are twice as fast."""
 FIXED = StepTimeModel(fixed=1.0, per_sample=1e-6)
@@ -126,7 +128,7 @@ def job_states(
         state,
         largest=draw(st.integers(0, 9)),
         deadline=draw(deadlines),
-        counts_samples=draw(st.booleans()),
+        efficiency=EfficiencyBound(draw(st.none() | st.floats(0.01, 1)), draw(st.booleans())),
         later_estimates=()
         if remaining is None
         else tuple((share * remaining, GradientEstimate(1.0, var)) for share, var in sorted(later)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adascale.errors import StaleBatchSizeError
-from adascale_core.batch.plans import BatchBounds, BatchPlan
+from adascale_core.batch.plans import DEFAULT_EFFICIENCY, BatchBounds, BatchPlan
 from adascale_core.errors import InvalidJobError
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -23,7 +23,7 @@ def group(replicas: int, rank: int = 0, *, is_elastic: bool) -> ReplicaGroup:
 def test_a_trainer_starts_with_bounds_that_are_older_than_the_number_of_replicas() -> None:
     """A pod's environment has the bounds of the time when the pod's job was created."""
     old = BatchBounds(4, 8, (4, 4))
-    planner = BatchPlanner(old, group(3, is_elastic=True), 0.5)
+    planner = BatchPlanner(old, group(3, is_elastic=True), DEFAULT_EFFICIENCY)
     assert planner.plan.replicas == 2
     planner.begin(BatchBounds(4, 16, (4, 4)))
     assert (planner.plan.replicas, planner.plan.local_bsz) == (3, 4)
@@ -33,7 +33,7 @@ def test_a_trainer_starts_with_bounds_that_are_older_than_the_number_of_replicas
 
 def test_a_number_of_replicas_that_no_agent_assigns_must_be_valid_at_once() -> None:
     with pytest.raises(InvalidJobError, match="3 replicas are not valid"):
-        BatchPlanner(BatchBounds(4, 8, (4, 4)), group(3, is_elastic=False), 0.5)
+        BatchPlanner(BatchBounds(4, 8, (4, 4)), group(3, is_elastic=False), DEFAULT_EFFICIENCY)
 
 
 def test_all_ranks_use_the_plan_of_rank_0_in_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_all_ranks_use_the_plan_of_rank_0_in_a_generation(monkeypatch: pytest.Mo
     monkeypatch.setattr(ReplicaGroup, "broadcast_integers", broadcast)
     planners = []
     for rank, local_bsz in enumerate((16, 4)):
-        planner = BatchPlanner(bounds, group(2, rank, is_elastic=True), 0.5)
+        planner = BatchPlanner(bounds, group(2, rank, is_elastic=True), DEFAULT_EFFICIENCY)
         planner.load_state_dict(
             {"batch_size": bounds.batch_size, "plan": [2, local_bsz, 1], "fitting": local_bsz}
         )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from adascale import ElasticTrainer
-from adascale_core.batch.plans import BatchBounds, InvalidBoundsError
+from adascale_core.batch.plans import BatchBounds, EfficiencyBound, InvalidBoundsError
 from adascale_core.errors import InvalidJobError
 from adascale_worker.process.environment import JobSettings
 from adascale_worker.process.settings import describe_differences, resolve_settings
@@ -17,15 +17,25 @@ def test_the_programs_arguments_are_used_if_the_job_sets_nothing() -> None:
     program = JobSettings(32, 512, (16, 128), 0.7, 1000, epochs=5)
     settings = resolve_settings(program, JobSettings())
     assert settings.bounds == BatchBounds(32, 512, (16, 128))
-    assert (settings.efficiency_target, settings.scale_invariant_steps) == (0.7, 1000)
+    assert (settings.efficiency, settings.scale_invariant_steps) == (EfficiencyBound(0.7), 1000)
     assert describe_differences(program, JobSettings()) == []
+
+
+def test_the_efficiency_target_of_the_job_holds_for_the_length_of_the_program() -> None:
+    program = JobSettings(32, 512, (16, 128), 0.7, train_samples=10_000)
+    job = JobSettings(32, 512, (16, 128))
+    assert resolve_settings(program, job).efficiency == EfficiencyBound(0.7, counts_samples=True)
+    job = JobSettings(32, 512, (16, 128), 0.6)
+    assert resolve_settings(program, job).efficiency == EfficiencyBound(0.6, counts_samples=True)
+    job = JobSettings(32, 512, (16, 128), scale_invariant_steps=1000)
+    assert resolve_settings(program, job).efficiency == EfficiencyBound(0.7)
 
 
 def test_the_jobs_settings_are_used_if_the_program_sets_nothing() -> None:
     job = JobSettings(32, 512, (16, 128), 0.7, 1000, elastic_single_replica=True, local_bsz_limit=64)
     settings = resolve_settings(JobSettings(), job)
     assert settings.bounds == BatchBounds(32, 512, (16, 128), True, 64)
-    assert (settings.efficiency_target, settings.scale_invariant_steps) == (0.7, 1000)
+    assert (settings.efficiency, settings.scale_invariant_steps) == (EfficiencyBound(0.7), 1000)
     assert describe_differences(JobSettings(), job) == []
 
 

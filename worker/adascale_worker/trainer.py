@@ -124,7 +124,8 @@ class ElasticTrainer:
             samples (docs/adascale.md, "The length of training").
         epochs: epochs after which training is finished, if neither of these is set; also the
             argument of the method `epochs`. If neither is set, training ends with the program.
-        efficiency_target: gain per scale that a batch must reach while the throughput is unknown, in (0, 1].
+        efficiency_target: gain per scale that a batch must reach while the throughput is unknown, in (0, 1];
+            with `train_samples`, always. Default: 0.5; with `train_samples`, 0.8.
         checkpoint_dir: folder of the checkpoints, or URL of an object store such as s3://bucket/prefix.
             None: nothing is saved.
         checkpoint_interval: seconds between two checkpoints.
@@ -1034,7 +1035,7 @@ def _make_replica(
     if type(seed) is not int or not -(2**63) <= seed < 2**64:
         raise WorkerError(f"ElasticTrainer got seed={seed!r}: it must be an integer of 64 bits")
     settings = resolve_settings(arguments, environment.read_job_settings(environ))
-    planner = BatchPlanner(settings.bounds, group, settings.efficiency_target)
+    planner = BatchPlanner(settings.bounds, group, settings.efficiency)
     if selected.type == "cuda":
         torch.cuda.set_device(selected)
     if not group.is_elastic:

@@ -33,7 +33,12 @@ from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
-from adascale_core.names import MAX_REPLICAS, MAX_STALL_LENGTH
+from adascale_core.names import (
+    DEFAULT_EFFICIENCY_TARGET,
+    DEFAULT_EFFICIENCY_TARGET_OF_SAMPLES,
+    MAX_REPLICAS,
+    MAX_STALL_LENGTH,
+)
 from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
 
 MAX_REPORTS = 1000
@@ -131,11 +136,13 @@ class JobSpecBody(RequestBody):
     scale_invariant_steps: Steps | None = Field(
         default=None, description="The progress at which training ends; null if unknown."
     )
-    efficiency_target: float = Field(
-        default=JobSpec.efficiency_target,
+    efficiency_target: float | None = Field(
+        default=None,
         gt=0,
         le=1,
-        description="The minimum efficiency (gain / scale) of a batch while step times are unknown.",
+        description="The minimum efficiency (gain / scale) of a batch while step times are unknown; with "
+        "`train_samples`, always; null for "
+        f"{DEFAULT_EFFICIENCY_TARGET}, with `train_samples` {DEFAULT_EFFICIENCY_TARGET_OF_SAMPLES}.",
     )
 
     train_samples: Steps | None = Field(

@@ -15,7 +15,7 @@ from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.http.request_body import ReportsBody
 from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, answer, errors
 from adascale_api.service.service import Service
-from adascale_core.batch.plans import valid_replicas
+from adascale_core.batch.plans import EfficiencyBound, valid_replicas
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.performance.prediction import predict
@@ -130,5 +130,6 @@ def _predictions(
     if model is None:
         return None
     counts = [count for count in valid_replicas(spec.bounds, spec.max_replicas) if count >= spec.min_replicas]
-    predicted = predict(spec.bounds, counts, report.estimate, model, spec.efficiency_target)
+    efficiency = EfficiencyBound(spec.efficiency_target, report.counts_samples)
+    predicted = predict(spec.bounds, counts, report.estimate, model, efficiency)
     return [PredictionView.of(prediction) for prediction in predicted.values()]

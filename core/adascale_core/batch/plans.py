@@ -22,7 +22,7 @@ from typing import Final, Literal
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.errors import InvalidJobError
-from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
+from adascale_core.names import DEFAULT_EFFICIENCY_TARGET, DEFAULT_EFFICIENCY_TARGET_OF_SAMPLES
 
 Auto = Literal["auto"]
 AUTO: Final = "auto"
@@ -213,7 +213,7 @@ class BatchPlan:
         return BatchPlan(self.replicas * processes, self.local_bsz // processes, self.accumulation)
 
 
-_TOLERANCE = 1e-9
+TOLERANCE = 1e-9
 """Relative rounding error of an efficiency."""
 
 Throughput = Callable[[BatchPlan], float]
@@ -495,27 +495,58 @@ def _fewest_micro_batches(smallest: int, largest: int, lower: int, upper: int | 
     return None
 
 
+@dataclass(frozen=True)
+class EfficiencyBound:
+    """How much of the progress per sample a larger batch may cost.
+
+    Args:
+        target: the least efficiency, gain / scale, of a batch, above 0 and at most 1; None for the default.
+        counts_samples: whether the length of training is in samples. An efficiency below 1 is then progress
+            that is never made, so `target` holds always. If not, training takes as many samples more, which
+            the goodput counts, and `target` holds only while the throughput is unknown.
+    """
+
+    target: float | None = None
+    counts_samples: bool = False
+
+    @property
+    def least(self) -> float:
+        """The least efficiency of a batch while the throughput is unknown."""
+        if self.target is not None:
+            return self.target
+        return DEFAULT_EFFICIENCY_TARGET_OF_SAMPLES if self.counts_samples else DEFAULT_EFFICIENCY_TARGET
+
+    @property
+    def least_at_goodput(self) -> float:
+        """The least efficiency of a batch that is chosen by its goodput; 0 if there is no bound."""
+        return self.least if self.counts_samples else 0.0
+
+
+DEFAULT_EFFICIENCY = EfficiencyBound()
+"""That of a job with a length in scale-invariant steps, without a target of its own."""
+
+
 def plan_batch(
     bounds: BatchBounds,
     replicas: int,
     *,
     estimate: GradientEstimate | None = None,
     throughput: Throughput | None = None,
-    efficiency_target: float = DEFAULT_EFFICIENCY_TARGET,
+    efficiency: EfficiencyBound = DEFAULT_EFFICIENCY,
 ) -> BatchPlan:
     """Return the batch plan for `replicas` replicas.
 
     Without an estimate it is the smallest allowed batch of at least `batch_size`. With an estimate but
-    without throughput it is the largest batch whose predicted efficiency is at least `efficiency_target`.
+    without throughput it is the largest batch whose predicted efficiency is at least that of `efficiency`.
     With both it is the plan of the highest goodput: steps per second times gain (Qiao et al. 2021, Pollux,
-    section 3).
+    section 3); with a length in samples, of those with that efficiency. The smallest batch is always allowed.
 
     Args:
         bounds: the batch sizes that the job allows.
         replicas: number of replicas (K).
         estimate: squared norm and variance of the gradient; None if not measured.
         throughput: predicted optimizer steps per second of a plan; None if not measured.
-        efficiency_target: lower bound of gain / scale, 0 to 1.
+        efficiency: the lower bound of gain / scale.
 
     Raises:
         InvalidJobError: `replicas` is not valid with these bounds.
@@ -525,16 +556,18 @@ def plan_batch(
         raise invalid_count(bounds, replicas)
     if estimate is None:
         return choice[0]
-    if throughput is None:
+
+    def reaches(plan: BatchPlan, target: float) -> bool:
         # Rounding makes the efficiency slightly non-monotonic, and may make 1 slightly less.
-        target = efficiency_target * (1 - _TOLERANCE)
+        return estimate.efficiency(plan.scale(bounds)) >= target * (1 - TOLERANCE)
+
+    if throughput is None:
         efficient = bisect_left(
-            range(len(choice)),
-            True,
-            key=lambda index: estimate.efficiency(choice[index].scale(bounds)) < target,
+            range(len(choice)), True, key=lambda index: not reaches(choice[index], efficiency.least)
         )
         return choice[max(efficient - 1, 0)]
+    plans = candidate_plans(bounds, replicas)
     return max(
-        candidate_plans(bounds, replicas),
+        [plan for plan in plans if reaches(plan, efficiency.least_at_goodput)] or plans[:1],
         key=lambda plan: (throughput(plan) * estimate.gain(plan.scale(bounds)), -plan.global_bsz),
     )

@@ -244,6 +244,8 @@ class _Explainer:
             yield LimitView(
                 LimitKind.SCHEDULING, f"{limit}: {job.limit_reason}" if job.limit_reason else limit
             )
+        if efficiency := utility.efficiency_limit:
+            yield LimitView(LimitKind.EFFICIENCY, efficiency)
         total = self._room.total
         if total is not None:
             free = total - sum(self._counts.values())

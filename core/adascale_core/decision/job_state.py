@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from math import inf
 
 from adascale_core.batch.gain import GradientEstimate
-from adascale_core.batch.plans import BatchBounds
+from adascale_core.batch.plans import DEFAULT_EFFICIENCY, BatchBounds, EfficiencyBound
 from adascale_core.messages.reports import StepTime
-from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,8 @@ class JobState:
         estimate: squared norm and variance of its gradient; None if not measured.
         step_times: its measured step times.
         template_step_times: measured step times of jobs with the same template.
-        efficiency_target: lower bound of the efficiency while its throughput is unknown.
+        efficiency: lower bound of the efficiency of its batches.
         remaining: remaining progress; None if unknown.
-        counts_samples: whether a step adds its scale to the progress, and not its gain.
         later_estimates: what jobs of the same template have estimated of their gradients later: (progress
             from now, estimate), ascending, all before the end.
         restart_seconds: how long a change of the count interrupts training.
@@ -62,7 +60,7 @@ class JobState:
     largest: int = 0
     estimate: GradientEstimate | None = None
     step_times: Sequence[StepTime] = ()
-    efficiency_target: float = DEFAULT_EFFICIENCY_TARGET
+    efficiency: EfficiencyBound = DEFAULT_EFFICIENCY
     remaining: float | None = None
     restart_seconds: float = 10.0
     prepare_seconds: float = 0.0
@@ -77,7 +75,11 @@ class JobState:
     assumption: str = ""
     deadline: float | None = None
     later_estimates: Sequence[tuple[float, GradientEstimate]] = ()
-    counts_samples: bool = False
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether a step adds its scale to the progress, and not its gain."""
+        return self.efficiency.counts_samples
 
     @property
     def admission_order(self) -> tuple[bool, int, float, float, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import exp, inf, log, sqrt
 from operator import attrgetter
 from types import MappingProxyType
@@ -17,12 +17,20 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from adascale_core.batch.plans import is_valid_replicas
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import TOLERANCE, is_valid_replicas
 from adascale_core.decision.deadline import DeadlineOutlook, Feasibility
 from adascale_core.decision.job_state import JobState
 from adascale_core.names import DEFAULT_FAIRNESS
 from adascale_core.performance.batched_fit import fit_all
-from adascale_core.performance.goodput_table import Floats, Goodputs, candidate_counts, goodputs
+from adascale_core.performance.goodput_table import (
+    Floats,
+    Goodputs,
+    PlanGrid,
+    candidate_counts,
+    goodputs,
+    smallest_scales,
+)
 from adascale_core.performance.prediction import Prediction
 from adascale_core.performance.throughput import NOISE, StepTimeModel
 
@@ -37,6 +45,9 @@ MAX_GROWTH = 2
 """A job grows to at most this many times the largest count on which it was measured."""
 HORIZON = 600.0
 """Seconds within which a change must pay off if the remaining time of the job is unknown."""
+KEPT_EFFICIENCY = 0.9
+"""A job whose length is in samples keeps its count while the efficiency of the smallest batch there is at
+least this part of its bound, so it does not change back and forth at the bound."""
 STABILIZATION_RESTARTS = 2.0
 """A change may follow another once the job has trained for this many times the duration of a restart..."""
 STABILIZATION_SECONDS = 5.0
@@ -49,6 +60,9 @@ UTILITY_UNIT = 10**9
 """Utilities are integers, in this fraction of a natural logarithm: sums are exact, and equal is equal."""
 FORCED_CHANGE_COST = 10**14
 """The cost of a change that is only made for lack of capacity: more than all utilities together."""
+INEFFICIENT_COST = 10**13
+"""The cost of the present count if a sample is worth too little on it: more than a deadline that is met is
+worth, and less than a change while the last one is in progress."""
 
 
 def stabilization_seconds(restart_seconds: float) -> float:
@@ -157,6 +171,7 @@ class JobUtility:
         counts = candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
         if job.limit is not None:
             counts = counts[: bisect_right(counts, job.limit)] or counts[:1]
+        counts = _efficient_counts(job, counts)
         if node_size is not None and fills_nodes:
             counts = _filling_nodes(counts, node_size, job.replicas)
         model = model or StepTimeModel.fit(job.step_times, job.template_step_times)
@@ -167,14 +182,25 @@ class JobUtility:
         next_larger = counts[bisect_right(counts, largest) :][:1]
         limit = max([MAX_GROWTH * largest, job.replicas, *counts[:1], *next_larger])
         reachable = counts[: bisect_right(counts, limit)]
-        known = None if before is None or before.job.bounds != job.bounds else before.table
+        known = None if before is None or _plan_inputs(before.job) != _plan_inputs(job) else before.table
         if known is None or known.counts != reachable:
-            table = goodputs(job.bounds, reachable, job.estimate.cautious, model)
+            table = cls._table(job, reachable, job.estimate, model)
         elif before is not None and (before.job.estimate, before.model) == (job.estimate, model):
             table = known
         else:
-            table = goodputs(job.bounds, reachable, job.estimate.cautious, model, known.grid)
+            table = cls._table(job, reachable, job.estimate, model, known.grid)
         return replace(utility, table=table)
+
+    @staticmethod
+    def _table(
+        job: JobState,
+        counts: tuple[int, ...],
+        estimate: GradientEstimate,
+        model: StepTimeModel,
+        grid: PlanGrid | None = None,
+    ) -> Goodputs:
+        least = job.efficiency.least_at_goodput
+        return goodputs(job.bounds, counts, estimate.cautious, model, grid, least_efficiency=least)
 
     @property
     def present_count(self) -> int | None:
@@ -304,12 +330,11 @@ class JobUtility:
         assert self.model is not None
         assert job.estimate is not None
         estimates = ((0.0, job.estimate), *job.later_estimates)
-        points = [(progress, estimate.cautious) for progress, estimate in estimates]
-        ends = [*(progress for progress, _ in points[1:]), remaining]
+        ends = [*(progress for progress, _ in job.later_estimates), remaining]
         fitting = len(counts) if self.node_size is None else bisect_right(counts, self.node_size)
         total, before = np.zeros((2, len(counts))), None
-        for (begin, estimate), end in zip(reversed(points), reversed(ends), strict=True):
-            table = goodputs(job.bounds, counts, estimate, self.model)
+        for (begin, estimate), end in zip(reversed(estimates), reversed(ends), strict=True):
+            table = self._table(job, counts, estimate, self.model)
             one, several = self._progress_per_second(table)
             present = 1 / np.array([np.concatenate((one[:fitting], several[fitting:])), several])
             total += (end - begin) * (present if before is None else np.sqrt(present * before))
@@ -333,6 +358,8 @@ class JobUtility:
         counts, values, is_change = self._memory.values
         costs = change * is_change[0] + trial * is_change[1]
         weighted = np.rint(UTILITY_UNIT * self.weight * values).astype(np.int64) - costs + bonus
+        if self._leaves_present_count:
+            weighted[:, counts.index(self.job.replicas)] -= INEFFICIENT_COST
         one, several = weighted.tolist()
         return dict(zip(counts, one, strict=True)), dict(zip(counts, several, strict=True))
 
@@ -398,6 +425,30 @@ class JobUtility:
         gain, between = self.job.estimate.gain(scale), self.job.estimate.gain_range(scale)
         return Prediction(plan, scale, gain, between[0] / goodput, between)
 
+    @cached_property
+    def _leaves_present_count(self) -> bool:
+        """Whether a sample is worth too little on the present count, beyond what may be noise."""
+        job, count = self.job, self.present_count
+        least = job.efficiency.least_at_goodput * KEPT_EFFICIENCY
+        if not count or count == self.counts[0] or not least or job.estimate is None or self.table is None:
+            return False
+        (scale,) = smallest_scales(job.bounds, (count,))
+        return job.estimate.cautious.efficiency(scale) < least
+
+    @property
+    def efficiency_limit(self) -> str | None:
+        """Which counts have no batch within the bound of the efficiency, for people; None if all have."""
+        job = self.job
+        counts = candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
+        refused = set(counts).difference(_efficient_counts(replace(job, replicas=0), counts))
+        return self._inefficient_on(min(refused)) if refused else None
+
+    def _inefficient_on(self, count: int) -> str:
+        return (
+            f"the efficiency of every batch on {_replicas(count)} is below efficiencyTarget "
+            f"{self.job.efficiency.least:g}, a bound for jobs whose length is in samples"
+        )
+
     def reason(self, count: int) -> str:
         """Return why the job gets `count` replicas, for events and conditions."""
         job, before = self.job, self.job.replicas
@@ -417,6 +468,8 @@ class JobUtility:
             if job.limit is not None and before > job.limit and is_valid_replicas(job.bounds, before):
                 return f"{_replicas(before)} could not be scheduled"
             return f"{_replicas(before)} {'is' if before == 1 else 'are'} no longer valid"
+        if self._leaves_present_count:
+            return self._inefficient_on(before)
         cause = "frees capacity for other jobs"
         old, new = self.prediction(before), self.prediction(count)
         if old is None or new is None:
@@ -428,8 +481,26 @@ class JobUtility:
         return effect if new.goodput > old.goodput else f"{cause}: {effect}"
 
 
+def _efficient_counts(job: JobState, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the smallest and the present count, and those with a batch within the bound of the efficiency.
+
+    Where no batch of a count is within it, each sample would be worth less there than the job allows.
+    """
+    least = job.efficiency.least_at_goodput
+    if not least or job.estimate is None:
+        return counts
+    estimate = job.estimate.cautious
+    return tuple(
+        count
+        for count, scale in zip(counts, smallest_scales(job.bounds, counts), strict=True)
+        if count in (counts[0], job.replicas) or estimate.efficiency(scale) >= least * (1 - TOLERANCE)
+    )
+
+
+_plan_inputs = attrgetter("bounds", "efficiency")
 _prediction_inputs = attrgetter(
     "bounds",
+    "efficiency",
     "min_replicas",
     "max_replicas",
     "limit",

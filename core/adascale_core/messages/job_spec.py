@@ -8,7 +8,6 @@ from typing import Any, Self
 from adascale_core import names
 from adascale_core.batch.plans import BatchBounds, LocalBszBounds
 from adascale_core.messages.message import Message
-from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 
 
 def steps_of(samples: int, batch_size: int) -> int:
@@ -30,7 +29,8 @@ class JobSpec(Message):
             decides.
         train_samples: samples after which the job is complete, in place of `scale_invariant_steps`; progress
             counts samples then, and not gains.
-        efficiency_target: lower bound of the efficiency while throughput is unknown, 0 to 1.
+        efficiency_target: lower bound of the efficiency of a batch, above 0 and at most 1; None for the
+            default (see `EfficiencyBound`).
         elastic_single_replica: whether the batch of a single replica may be larger than `batch_size` too.
         local_bsz_limit: the largest local batch size that is used, since a larger one did not fit into the
             memory of the replicas; None if none has failed. The service sets it.
@@ -44,7 +44,7 @@ class JobSpec(Message):
     min_replicas: int = 1
     max_replicas: int = 1
     scale_invariant_steps: int | None = None
-    efficiency_target: float = DEFAULT_EFFICIENCY_TARGET
+    efficiency_target: float | None = None
     elastic_single_replica: bool = False
     local_bsz_limit: int | None = None
     processes_per_replica: int | None = None
@@ -53,7 +53,7 @@ class JobSpec(Message):
     def to_json(self) -> dict[str, Any]:
         """Return the spec's JSON object, without the fields that the service adds to a declaration."""
         members = super().to_json()
-        for name in ("local_bsz_limit", "processes_per_replica", "train_samples"):
+        for name in ("local_bsz_limit", "processes_per_replica", "train_samples", "efficiency_target"):
             if members[name] is None:
                 del members[name]
         return members
@@ -91,13 +91,14 @@ class JobSpec(Message):
         """Return the environment variables of a trainer; None for a variable that must not be set."""
         pair = self.local_bsz_bounds
         steps, samples = self.scale_invariant_steps, self.train_samples
+        target = self.efficiency_target
         return {
             names.ENV_BATCH_SIZE: str(self.batch_size),
             names.ENV_MAX_BATCH_SIZE: None if self.max_batch_size is None else str(self.max_batch_size),
             names.ENV_LOCAL_BSZ_BOUNDS: None if pair is None else f"{pair[0]},{pair[1]}",
             names.ENV_LOCAL_BSZ_LIMIT: None if self.local_bsz_limit is None else str(self.local_bsz_limit),
             names.ENV_ELASTIC_SINGLE_REPLICA: "1" if self.elastic_single_replica else None,
-            names.ENV_EFFICIENCY_TARGET: repr(self.efficiency_target),
+            names.ENV_EFFICIENCY_TARGET: None if target is None else repr(target),
             names.ENV_SCALE_INVARIANT_STEPS: None if steps is None else str(steps),
             names.ENV_TRAIN_SAMPLES: None if samples is None else str(samples),
         }

@@ -14,7 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from adascale_core.batch.gain import GradientEstimate
-from adascale_core.batch.plans import BatchBounds, BatchPlan, batch_choice, candidate_plans, valid_replicas
+from adascale_core.batch.plans import (
+    TOLERANCE,
+    BatchBounds,
+    BatchPlan,
+    batch_choice,
+    candidate_plans,
+    valid_replicas,
+)
 from adascale_core.performance.throughput import StepTimeModel
 
 Floats = npt.NDArray[np.float64]
@@ -42,6 +49,12 @@ def candidate_counts(bounds: BatchBounds, smallest: int, largest: int) -> tuple[
     sizes |= {size - size % 8 for size in sizes}
     counts |= {size for size in sizes if smallest <= size <= largest and size in _valid_range(bounds, size)}
     return tuple(sorted(counts))
+
+
+@lru_cache(maxsize=1024)
+def smallest_scales(bounds: BatchBounds, counts: tuple[int, ...]) -> tuple[float, ...]:
+    """Return the scale of the smallest batch of each of some valid counts."""
+    return tuple(batch_choice(bounds, count)[0].scale(bounds) for count in counts)
 
 
 def _valid_range(bounds: BatchBounds, count: int) -> range:
@@ -140,6 +153,8 @@ def goodputs(
     estimate: GradientEstimate,
     model: StepTimeModel,
     grid: PlanGrid | None = None,
+    *,
+    least_efficiency: float = 0.0,
 ) -> Goodputs:
     """Return the goodput of each count, with the plan that a trainer would choose (see `plan_batch`).
 
@@ -149,6 +164,7 @@ def goodputs(
         estimate: squared norm and variance of the gradient.
         model: the step times.
         grid: `PlanGrid.of(bounds, counts)`, if it is known.
+        least_efficiency: of a plan, gain / scale; the smallest plan of a count is always allowed.
     """
     grid = grid or _grid(bounds, counts)
     sqr, var = max(estimate.grad_sqr, 0.0), max(estimate.grad_var, 0.0)
@@ -161,6 +177,10 @@ def goodputs(
         least, most = grid.gain_bounds
         gain = np.minimum(np.maximum(gain, least), most)
     one, several = (gain / step_times for step_times in _step_times(grid, model))
+    if least_efficiency:
+        refused = gain / grid.scale < least_efficiency * (1 - TOLERANCE)
+        refused[:, 0] = False
+        one, several = (np.where(refused, 0.0, each) for each in (one, several))
     columns = one.argmax(axis=1), several.argmax(axis=1)
     best, best_of_several = ((grid.rows, each) for each in columns)
     gains = gain[best], gain[best_of_several]

@@ -6,8 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from adascale_core.batch.gain import GradientEstimate
-from adascale_core.batch.plans import BatchBounds, BatchPlan, plan_batch
-from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
+from adascale_core.batch.plans import (
+    DEFAULT_EFFICIENCY,
+    BatchBounds,
+    BatchPlan,
+    EfficiencyBound,
+    plan_batch,
+)
 from adascale_core.performance.throughput import StepTimeModel
 
 
@@ -48,7 +53,7 @@ def predict(
     counts: Iterable[int],
     estimate: GradientEstimate,
     model: StepTimeModel,
-    efficiency_target: float = DEFAULT_EFFICIENCY_TARGET,
+    efficiency: EfficiencyBound = DEFAULT_EFFICIENCY,
 ) -> dict[int, Prediction]:
     """Return the prediction for each replica count.
 
@@ -57,7 +62,7 @@ def predict(
         counts: replica counts, each valid with `bounds`.
         estimate: squared norm and variance of the gradient.
         model: the step time of any batch plan.
-        efficiency_target: lower bound of the efficiency while the model cannot separate the cost of a sample.
+        efficiency: lower bound of the efficiency of a batch.
 
     Raises:
         InvalidJobError: a count is not valid with `bounds`.
@@ -69,7 +74,7 @@ def predict(
             count,
             estimate=estimate.cautious,
             throughput=model.throughput,
-            efficiency_target=efficiency_target,
+            efficiency=efficiency,
         )
         scale = plan.scale(bounds)
         predictions[count] = Prediction(

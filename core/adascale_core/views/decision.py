@@ -95,6 +95,8 @@ class LimitKind(StrEnum):
     PRIORITY = "priority"
     DEADLINE = "deadline"
     """Which count meets the deadline of the job, if one does."""
+    EFFICIENCY = "efficiency"
+    """On which counts a sample is worth too little for a job whose length is in samples."""
     OTHER = "other"
     """Something that this version does not know. Its reason says what it is."""
 

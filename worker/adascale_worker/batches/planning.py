@@ -9,6 +9,7 @@ from typing import Any
 from adascale_core.batch.plans import (
     BatchBounds,
     BatchPlan,
+    EfficiencyBound,
     allows,
     invalid_count,
     is_valid_replicas,
@@ -37,13 +38,13 @@ class BatchPlanner:
     Args:
         bounds: the job's batch size and bounds.
         group: the replicas of this generation.
-        efficiency_target: gain per scale that a batch must reach while the throughput is unknown.
+        efficiency: the lower bound of gain / scale of a batch.
 
     Raises:
         InvalidJobError: the bounds allow no batch on this number of replicas.
     """
 
-    def __init__(self, bounds: BatchBounds, group: ReplicaGroup, efficiency_target: float) -> None:
+    def __init__(self, bounds: BatchBounds, group: ReplicaGroup, efficiency: EfficiencyBound) -> None:
         replicas = group.replicas
         if group.is_elastic:
             replicas = _valid_replicas_near(bounds, replicas)
@@ -55,7 +56,7 @@ class BatchPlanner:
         """The largest local batch size of a finished step; 0 before the first step."""
         self._step_plan: BatchPlan | None = None
         self._group = group
-        self._efficiency_target = efficiency_target
+        self._efficiency = efficiency
         self._acknowledged = False
         self._planned_at = time.monotonic()
         self._patience = 1
@@ -131,7 +132,7 @@ class BatchPlanner:
             self._group.replicas,
             estimate=None if estimate is None else estimate.cautious,
             throughput=(lambda plan: model.throughput(plan, nodes)) if model is not None else None,
-            efficiency_target=self._efficiency_target,
+            efficiency=self._efficiency,
         )
 
     def _share(self, plan: BatchPlan) -> None:

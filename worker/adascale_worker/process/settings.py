@@ -13,10 +13,10 @@ from os import PathLike
 from pathlib import Path
 from typing import get_args
 
-from adascale_core.batch.plans import BatchBounds
+from adascale_core.batch.plans import BatchBounds, EfficiencyBound
 from adascale_core.errors import InvalidJobError
 from adascale_core.messages.job_spec import steps_of
-from adascale_core.names import DEFAULT_CHECKPOINT_INTERVAL, DEFAULT_EFFICIENCY_TARGET
+from adascale_core.names import DEFAULT_CHECKPOINT_INTERVAL
 from adascale_worker.process.environment import JobSettings, SingleReplicaGain
 
 DEFAULT_MAX_NONFINITE_STEPS = 10
@@ -32,7 +32,7 @@ class TrainerSettings:
     """
 
     bounds: BatchBounds
-    efficiency_target: float
+    efficiency: EfficiencyBound
     scale_invariant_steps: int | None
     epochs: int | None
     checkpoint_dir: str | Path | None
@@ -117,7 +117,7 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> TrainerSettings:
             job.local_bsz_limit,
             job.processes_per_replica or 1,
         ),
-        efficiency_target=job.efficiency_target or program.efficiency_target or DEFAULT_EFFICIENCY_TARGET,
+        efficiency=EfficiencyBound(job.efficiency_target or program.efficiency_target, samples is not None),
         scale_invariant_steps=steps,
         train_samples=samples,
         epochs=program.epochs,
