@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from adascale.errors import StaleBatchSizeError
-from adascale_core.batch.plans import DEFAULT_EFFICIENCY, BatchBounds, BatchPlan
+from adascale_core.batch.gain import GradientEstimate
+from adascale_core.batch.plans import DEFAULT_EFFICIENCY, BatchBounds, BatchPlan, EfficiencyBound
 from adascale_core.errors import InvalidJobError
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from adascale_worker.reporting.step_timer import StepTimer
+from support.job_states import OF_SAMPLES
 
 
 def group(replicas: int, rank: int = 0, *, is_elastic: bool) -> ReplicaGroup:
@@ -62,3 +64,22 @@ def test_all_ranks_use_the_plan_of_rank_0_in_a_generation(monkeypatch: pytest.Mo
     planners[0].require_acknowledged()
     with pytest.raises(StaleBatchSizeError):
         planners[1].require_acknowledged()
+
+
+@pytest.mark.parametrize(
+    ("efficiency", "local_bsz"),
+    [(DEFAULT_EFFICIENCY, 32), (OF_SAMPLES, 8)],  # with k = 3, gain / S is 4 / (3 + S): 0.8 at S = 2
+)
+def test_a_larger_batch_that_is_faster_is_used_within_the_efficiency_of_a_length_in_samples(
+    monkeypatch: pytest.MonkeyPatch, efficiency: EfficiencyBound, local_bsz: int
+) -> None:
+    monkeypatch.setattr(ReplicaGroup, "broadcast_integers", lambda _, numbers: numbers)
+    monkeypatch.setattr(ElasticAdaScale, "estimate", GradientEstimate(1.0, 3.0))
+    optimizer = ElasticAdaScale(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1))
+    step_timer = StepTimer()
+    for second in range(8):  # a step of either batch takes a second
+        step_timer.step(BatchPlan(2, 4 if second < 4 else 32), float(second))
+    planner = BatchPlanner(BatchBounds(8, 64, (1, 32)), group(2, is_elastic=True), efficiency)
+    planner.finished_step()
+    planner.replan(optimizer, step_timer)
+    assert planner.plan == BatchPlan(2, local_bsz)
