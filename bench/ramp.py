@@ -7,11 +7,11 @@
 
 A GPT is trained with AdamW on the bytes of the sources and documents of the packages in `PACKAGES`, as they
 are installed; one file of 50, chosen by the hash of its name, is held out. All contenders see the same
-sequences in the same order, and train for the same number of tokens. The lr at the small batch is the best of
-`Size.lrs`, by the held-out loss at the end of the run; all contenders use it, with their own scaling. With
-`train --lr` they use another one, and `report` has the best run of each. The lr's schedule is a warm-up over
-2% of the tokens and a cosine to 10%. A step at scale S has a batch of S times the small batch; S is a power
-of two, at most `MAX_SCALE`:
+sequences in the same order, and all but one train for the same number of tokens. The lr at the small batch
+is the best of `Size.lrs`, by the held-out loss at the end of the run; all contenders use it, with their own
+scaling. With `train --lr` they use another one, and `report` has the best run of each. The lr's schedule is
+a warm-up over 2% of the tokens and a cosine to 10%. A step at scale S has a batch of S times the small
+batch; S is a power of two, at most `MAX_SCALE`:
 
 - `small`: S = 1.
 - `large, S = 2`, `4` and `8`: the lr is multiplied by the square root of S.
@@ -21,10 +21,13 @@ of two, at most `MAX_SCALE`:
   the square root of S (arXiv 2510.14717).
 - `Euclidean noise`: S is at most the gradient noise scale (McCandlish et al., arXiv 1812.06162), from the
   gradients as they are; the lr times the square root of S.
-- `AdaScale`: S is the largest whose gain is at least half of S, the default of `efficiency_target`; and
-  `AdaScale, 0.8`, with at least 0.8 S. The optimizer is the worker's own, with its rule for AdamW.
+- `AdaScale, 0.8`, `0.9` and `0.5`: S is the largest whose gain is at least this part of S
+  (`efficiency_target`; 0.8 is the default for a length in samples). The optimizer is the worker's own, with
+  its rule for AdamW.
+- `AdaScale, 0.8, in steps`: the same, with a length in scale-invariant steps, as many as the small batch has.
+  The lr's schedule follows the sum of gains, and training ends with that, so it takes more tokens.
 
-With S = 1, the two that measure divide each batch into two micro-gradients; otherwise a step has min(S, 8).
+With S = 1, those that measure divide each batch into two micro-gradients; otherwise a step has min(S, 8).
 
 Training saves its state every half minute and at the end of `--minutes`, and continues there the next time.
 Several processes of the same command divide the runs among them. Results are in bench/ramp.SIZE.json, and
@@ -40,6 +43,7 @@ import hashlib
 import json
 import math
 import multiprocessing
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,7 +61,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from adascale_core.batch.gain import GradientEstimate
-from adascale_core.names import DEFAULT_EFFICIENCY_TARGET
 from adascale_worker.adascale import AdaScale
 
 BENCH = Path(__file__).parent
@@ -230,6 +233,8 @@ class Contender:
     """
 
     measures = False
+    counts_gains = False
+    """Whether a run is as long as the steps of the small batch by the sum of gains, and not by its tokens."""
 
     def __init__(self, model: nn.Module, lr: float, parameter: float) -> None:
         self.lr, self.parameter, self.scale = lr, parameter, 1
@@ -332,6 +337,10 @@ class Ours(Contender):
         super().load_state_dict(state)
 
 
+class OursInSteps(Ours):
+    counts_gains = True
+
+
 def measured(optimizer: torch.optim.Optimizer) -> AdaScale:
     return AdaScale(optimizer, world_size=1, scale=1.0, num_gradients_to_accumulate=2)
 
@@ -354,12 +363,14 @@ def scale_of(estimate: GradientEstimate | None, efficiency: float) -> int:
 
 CONTENDERS: dict[str, tuple[type[Contender], float]] = {
     "small": (Contender, 1),
-    "AdaScale": (Ours, DEFAULT_EFFICIENCY_TARGET),
     "doubling": (Doubling, 0),
     "large, S = 2": (Contender, 2),
     "Seesaw": (Seesaw, 0),
     "Euclidean noise": (EuclideanNoise, 0),
+    "AdaScale, 0.8, in steps": (OursInSteps, 0.8),
     "AdaScale, 0.8": (Ours, 0.8),
+    "AdaScale, 0.9": (Ours, 0.9),
+    "AdaScale, 0.5": (Ours, 0.5),
     "large, S = 4": (Contender, 4),
     "large, S = 8": (Contender, 8),
 }
@@ -422,7 +433,8 @@ class Trainer:
         kind, parameter = CONTENDERS[run.contender]
         self.contender = kind(self.model, run.lr, parameter)
         self.total = run.tokens // size.context
-        self.sequences = Sequences(text, size.context, self.total + MAX_SCALE * size.batch_size, run.seed)
+        longest = self.total * 2 if self.contender.counts_gains else self.total
+        self.sequences = Sequences(text, size.context, longest + MAX_SCALE * size.batch_size, run.seed)
         every = len(text.held_out) // size.held_out
         self.held_out = text.held_out[::every][: size.held_out].to(device)
         self.position, self.progress, self.steps = 0, 0.0, dict[str, int]()
@@ -436,8 +448,8 @@ class Trainer:
     def train(self, deadline: float) -> None:
         """Train until the run is finished, or until `deadline`; save the state."""
         saved_at = time.monotonic()
-        while self.position < self.total:
-            if self.position / self.total * EVALUATIONS >= len(self.run.points):
+        while self.share < 1:
+            if self.share * EVALUATIONS >= len(self.run.points):
                 self._evaluate()
             if time.monotonic() > min(deadline, saved_at + 30):
                 self._save()
@@ -449,11 +461,18 @@ class Trainer:
         self.run.finished = True
         self._save()
 
+    @property
+    def share(self) -> float:
+        """The part of the run that is done."""
+        if self.contender.counts_gains:
+            return self.progress * self.size.batch_size / self.total
+        return self.position / self.total
+
     def _step(self) -> None:
-        contender, position = self.contender, self.position
-        contender.begin(position / self.total)
-        count = min(contender.scale * self.size.batch_size, self.total - position)
-        batch = self.sequences.at(position, contender.scale * self.size.batch_size).to(self.device)
+        contender = self.contender
+        contender.begin(self.share)
+        count = contender.scale * self.size.batch_size
+        batch = self.sequences.at(self.position, count).to(self.device)
         micro = contender.micro_gradients
         for part in batch.chunk(micro):
             (loss_of(self.model, part) / micro).backward()
@@ -565,7 +584,7 @@ def train_all(options: argparse.Namespace, results: Results) -> None:
             flush=True,
         )
 
-    if train([("small", lr, 0) for lr in size.lrs]):
+    if options.lr or train([("small", lr, 0) for lr in size.lrs]):
         lr = options.lr or results.best_lr(tokens)
         train([(name, lr, seed) for seed in range(options.seeds) for name in options.contenders])
 
@@ -673,50 +692,70 @@ def best_of_each(runs: list[Run]) -> list[Run]:
 
 
 def table(runs: list[Run], times: dict[str, dict[str, float]]) -> str:
-    """Return the mean over the seeds of what each contender has reached, beside the small batch."""
+    """Return what each contender has reached, beside the small batch of the same seeds."""
     lines = [
-        "| contender | lr | bits per byte | beside small | steps | steps of small | progress | largest S |"
-        " steps to the loss of small | time to it |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| contender | lr | seeds | bits per byte | beside small | tokens | steps | steps of small "
+        "| progress | largest S | steps to the loss of small | time to it |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     small = {run.seed: run for run in runs if run.contender == "small"}
     for name in CONTENDERS:
         own = [run for run in runs if run.contender == name and run.seed in small]
         if not own:
             continue
-        columns: list[list[float]] = [[] for _ in range(7)]
+        columns: dict[str, list[float]] = {}
         for run in own:
             last, base = run.points[-1], small[run.seed].points[-1]
-            count, base_count = sum(last.steps.values()), sum(base.steps.values())
+            steps, base_steps = sum(last.steps.values()), sum(base.steps.values())
             reached = steps_to(run, base.loss)
-            columns[0].append(last.loss)
-            columns[1].append(last.loss - base.loss)
-            columns[2].append(count)
-            columns[3].append(count / base_count)
-            columns[4].append(last.progress / base.progress)
-            columns[5].append(math.inf if reached is None else sum(reached.values()) / base_count)
+            values = {
+                "loss": last.loss,
+                "more": last.loss - base.loss,
+                "tokens": last.tokens / base.tokens,
+                "steps": steps,
+                "share": steps / base_steps,
+                "progress": last.progress / base.progress,
+                "reached": math.inf if reached is None else sum(reached.values()) / base_steps,
+            }
             if times:
                 whole = seconds(dict(base.steps), times)
-                columns[6].append(math.inf if reached is None else seconds(reached, times) / whole)
-        means = [sum(column) / len(column) if column else math.nan for column in columns]
+                values["time"] = math.inf if reached is None else seconds(reached, times) / whole
+            for column, value in values.items():
+                columns.setdefault(column, []).append(value)
+        means = {column: sum(each) / len(each) for column, each in columns.items()}
         lrs = ", ".join(sorted({f"{run.lr:g}" for run in own}))
         largest = max(int(scale) for run in own for scale in run.points[-1].steps)
+        more = "" if name == "small" else f"{means['more']:+.4f}{_spread(columns['more'])}"
         lines.append(
-            f"| {name} | {lrs} | {means[0]:.4f} | {means[1]:+.4f} | {means[2]:,.0f} | {means[3]:.0%} "
-            f"| {means[4]:.0%} | {largest} | {_share(means[5])} | {_share(means[6])} |"
+            f"| {name} | {lrs} | {len(own)} | {means['loss']:.4f}{_spread(columns['loss'])} | {more} "
+            f"| {means['tokens']:.0%} | {means['steps']:,.0f} | {means['share']:.0%} "
+            f"| {means['progress']:.0%} | {largest} | {_reached(columns['reached'])} "
+            f"| {_reached(columns.get('time', []))} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _share(value: float) -> str:
-    return "" if math.isnan(value) else "not reached" if math.isinf(value) else f"{value:.0%}"
+def _spread(values: list[float]) -> str:
+    """Return the standard deviation over the seeds."""
+    return f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+
+
+def _reached(values: list[float]) -> str:
+    """Return the mean over the seeds that reach the loss, and how many do."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "not reached" if values else ""
+    some = "" if len(finite) == len(values) else f" ({len(finite)} of {len(values)} seeds)"
+    return f"{sum(finite) / len(finite):.0%}{some}"
 
 
 # Wong, "Points of view: Color blindness", Nature Methods 2011.
 STYLES = {
     "small": ("#000000", "-"),
-    "AdaScale": ("#D55E00", "-"),
+    "AdaScale, 0.8, in steps": ("#D55E00", "-"),
     "AdaScale, 0.8": ("#E69F00", "-"),
+    "AdaScale, 0.9": ("#E69F00", "-."),
+    "AdaScale, 0.5": ("#E69F00", ":"),
     "doubling": ("#0072B2", "--"),
     "Seesaw": ("#009E73", "--"),
     "Euclidean noise": ("#CC79A7", "-."),
