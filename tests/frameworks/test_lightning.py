@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from adascale.errors import AdaScaleError, DatasetError, WorkerError
 from adascale.lightning import ElasticStrategy
 from adascale_frameworks.lightning import private
+from adascale_frameworks.lightning.callback_states import CallbackStates
 from adascale_frameworks.lightning.package import PACKAGES
 from adascale_worker.process import exit as shutdown
 
@@ -462,6 +463,40 @@ def test_the_program_says_which_package_it_uses_if_it_imports_both() -> None:
         ElasticStrategy()
     with pytest.raises(WorkerError, match="must be"):
         ElasticStrategy(package="lightning")  # type: ignore[arg-type]
+
+
+# -- files of loggers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("version", [None, 0])
+def test_the_next_rank_0_continues_the_file_of_a_csv_logger(
+    tmp_path: Path, package: str, version: int | None
+) -> None:
+    """Processes that start together may have chosen the same version. The first one is killed in a write."""
+    loggers = import_module(f"{package}.loggers")
+    first, second = (loggers.CSVLogger(str(tmp_path), version=each) for each in (None, version))
+    _ = first.experiment, second.experiment
+    for step, metrics in enumerate([{"loss": 3.0}, {"loss": 2.0, "test": 1.0}]):
+        first.log_metrics(metrics, step)
+        first.save()
+    path = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
+    with path.open("a", newline="") as file:
+        file.write("1.0,2")
+    states = [CallbackStates(SimpleNamespace(loggers=[each], callbacks=[])) for each in (first, second)]
+    states[1].load_state_dict(states[0].state_dict())
+    states[1].begin_writing()
+    for step, metrics in enumerate([{"test": 0.5}, {"lr": 0.1}], 2):
+        second.log_metrics(metrics, step)
+        second.save()
+    with path.open() as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    assert rows == [
+        {"step": 0, "loss": 3.0},
+        {"step": 1, "loss": 2.0, "test": 1.0},
+        {"step": 2, "test": 0.5},
+        {"step": 3, "lr": 0.1},
+    ]
 
 
 # -- private parts and imports ------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ def test_no_step_and_no_sample_is_lost_when_replicas_join_leave_and_are_killed(
     job.wait_step(5)
     job.activate(trainers[:2])
     job.wait_step(job.last_step() + 8)
+    killed_after = job.last_step()
     trainers[0].kill()
     job.wait_holding([trainers[1]])
     job.activate([trainers[1]])
@@ -59,6 +60,11 @@ def test_no_step_and_no_sample_is_lost_when_replicas_join_leave_and_are_killed(
     job.require_complete_stream()
     assert {record["replicas"] for record in job.records()} == {1, 2}
     require_counts_of_progress(job)
+    (log,) = job.folder.rglob("metrics.csv")  # which the second rank 0 continues
+    with log.open() as file:
+        logged = [int(row["step"]) for row in csv.DictReader(file)]
+    assert logged == sorted(logged)
+    assert logged[0] < killed_after < logged[-1]
 
 
 @pytest.mark.slow

@@ -27,6 +27,8 @@ PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
     "loops.progress._BatchProgress": ("increment_ready", "is_last_batch"),
     "trainer.connectors.logger_connector.result._Metadata": ("is_mean_reduction", "is_sum_reduction"),
     "trainer.connectors.logger_connector.result._ResultMetric": ("update", "compute"),
+    "loggers.csv_logs.CSVLogger": ("log_dir", "version"),
+    "loggers.csv_logs.ExperimentWriter": ("NAME_METRICS_FILE", "save"),
     "strategies.Strategy": ("handles_gradient_accumulation", "process_dataloader", "optimizers", "setup"),
     "core.optimizer.LightningOptimizer": ("_to_lightning_optimizer", "step"),
 }
@@ -40,6 +42,12 @@ PRIVATE_SOURCES: dict[str, tuple[str, ...]] = {
         "self.manual_optimization",
     ),
     "loops.fetchers._DataFetcher": ("self.length is not None", "self.done"),
+    "loggers.csv_logs._FabricExperimentWriter": (
+        "self._fs",
+        "self.log_dir",
+        "self.metrics_file_path",
+        "self.metrics_keys",
+    ),
     "trainer.connectors.logger_connector.result._ResultMetric": ("cumulated_batch_size", "self.value"),
 }
 """By class, what its source has to have: attributes that are set in methods."""

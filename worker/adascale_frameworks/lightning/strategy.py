@@ -116,6 +116,7 @@ class ElasticStrategy(Strategy):
         self._epoch_to_end: int | None = None
         self._steps_at_batch = 0
         self._made_step = False
+        self._has_written = False
         self._has_begun = False
         self._is_in_step = False
         self._is_training = False
@@ -239,7 +240,8 @@ class ElasticStrategy(Strategy):
     def _enter(self, trainer: Any, elastic: ElasticTrainer, module: Any) -> ReentryState:
         """Make the module data-parallel, and restore the state of training."""
         schedulers, others = split_schedulers(self.lr_scheduler_configs, module)
-        register: dict[str, Any] = {"callbacks": CallbackStates(trainer), **others}
+        self._states = CallbackStates(trainer)
+        register: dict[str, Any] = {"callbacks": self._states, **others}
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             register["scaler"] = scaler
@@ -284,6 +286,9 @@ class ElasticStrategy(Strategy):
     def _set_rank(self) -> None:
         rank_zero = import_module(f"{self._package}.utilities.rank_zero")
         rank_zero.rank_zero_only.rank = self.global_rank
+        if self.is_global_zero and not self._has_written:
+            self._states.begin_writing()
+        self._has_written = self.is_global_zero
 
     # -- batches ------------------------------------------------------------------------------------------
 
