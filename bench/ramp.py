@@ -363,12 +363,12 @@ def scale_of(estimate: GradientEstimate | None, efficiency: float) -> int:
 
 CONTENDERS: dict[str, tuple[type[Contender], float]] = {
     "small": (Contender, 1),
+    "AdaScale, 0.8": (Ours, 0.8),
+    "AdaScale, 0.8, in steps": (OursInSteps, 0.8),
     "doubling": (Doubling, 0),
-    "large, S = 2": (Contender, 2),
     "Seesaw": (Seesaw, 0),
     "Euclidean noise": (EuclideanNoise, 0),
-    "AdaScale, 0.8, in steps": (OursInSteps, 0.8),
-    "AdaScale, 0.8": (Ours, 0.8),
+    "large, S = 2": (Contender, 2),
     "AdaScale, 0.9": (Ours, 0.9),
     "AdaScale, 0.5": (Ours, 0.5),
     "large, S = 4": (Contender, 4),
@@ -774,7 +774,8 @@ def plot(runs: list[Run], size: Size, path: Path) -> None:
     figure, panels = pyplot.subplots(1, 3, figsize=(13, 4.5), layout="constrained")
     best = min(point.loss for run in runs for point in run.points)
     unit = size.batch_size * size.context / 1e6
-    for run in runs:
+    order = list(CONTENDERS)
+    for run in sorted(runs, key=lambda run: order.index(run.contender)):
         if run.seed != 0:
             continue
         colour, line = STYLES[run.contender]
