@@ -38,15 +38,7 @@ def create_app(
     connections: ConnectionLimits | None = None,
     clock: Callable[[], float] = time.time,
 ) -> FastAPI:
-    """Return the metrics service as an ASGI application.
-
-    Args:
-        database: stores all data; closed when the application shuts down.
-        authorizer: checks tokens; None allows every request.
-        settings: what the service keeps, and for whom.
-        connections: the server's connections; None for the defaults.
-        clock: returns the time, in seconds since 1970.
-    """
+    """Return the metrics service as an ASGI application."""
     service = Service(database, authorizer, settings, connections=connections, clock=clock)
 
     @asynccontextmanager
@@ -75,11 +67,7 @@ def create_app(
 
 
 def create_runs_app(services: RunServices) -> ASGIApp:
-    """Return the application that shows the runs of state folders, and changes nothing.
-
-    Args:
-        services: the runs; closed when the application shuts down.
-    """
+    """Return the application that shows the runs of state folders, and changes nothing."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

@@ -50,11 +50,7 @@ def main() -> NoReturn:
 
 
 def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run the metrics service until SIGTERM or SIGINT.
-
-    Raises:
-        AdaScaleError: the options or the environment can't be used.
-    """
+    """Run the metrics service until SIGTERM or SIGINT."""
     options = _parser().parse_args(arguments)
     authorizer = _with_readers(_authorizer(options, environment), environment)
     if options.runs is not None:

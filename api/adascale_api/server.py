@@ -52,17 +52,11 @@ class UsageError(AdaScaleError):
 
 @dataclass(frozen=True)
 class ServedApp:
-    """An application, which the server serves.
-
-    Args:
-        app: the ASGI application.
-        stop: called when the server begins to stop.
-        data: where its data are, for the user.
-    """
+    """An application, which the server serves."""
 
     app: ASGIApp
-    stop: Callable[[], None]
-    data: str
+    stop: Callable[[], None]  # called when the server begins to stop
+    data: str  # where its data are, for the user
 
 
 AppFactory = Callable[[ConnectionLimits], ServedApp]
@@ -102,24 +96,7 @@ def serve(
     certificate: ServerCertificate | None = None,
     require_tls: bool = False,
 ) -> None:
-    """Serve until SIGTERM or SIGINT.
-
-    Args:
-        host: the address to listen on.
-        port: the port to listen on; 0 for any free port.
-        descriptor: the file descriptor of a listening socket, which replaces `host` and `port`; None to open
-            a socket.
-        port_file: gets the port once the server listens.
-        serve_app: makes what is served, once the address is known to be free.
-        max_connections: connections for which there is memory. Fewer are open if the process may have fewer
-            files.
-        request_timeout: seconds for a request to arrive.
-        certificate: of the server. None serves without TLS.
-        require_tls: whether requests without TLS are refused.
-
-    Raises:
-        AdaScaleError: the address, the port file or the database can't be used.
-    """
+    """Serve until SIGTERM or SIGINT."""
     if port_file is not None:
         _remove_port_file(port_file)
     with _listen(host, port) if descriptor is None else _inherit(descriptor) as listener:
@@ -183,11 +160,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """Calls `on_listening` once it listens, and `on_stopping` when it begins to stop.
-
-    Args:
-        listen: accepts the connections of a socket, with protocols that a function makes. None for uvicorn.
-    """
+    """Calls `on_listening` once it listens, and `on_stopping` when it begins to stop."""
 
     def __init__(
         self,

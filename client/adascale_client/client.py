@@ -30,14 +30,6 @@ class MetricsServiceClient:
 
     Every call raises `ServiceUnreachableError` if the service does not answer, and `ServiceRefusedError` if
     it answers with an error status.
-
-    Args:
-        url: the base URL of the service, as in `http://127.0.0.1:8265`; `http://` may be left out.
-        token: the bearer token; None for no token.
-        token_file: a file with the bearer token, which may be renewed; it takes precedence over `token`.
-        transport: sends the requests; None for HTTP to `url`, with the token.
-        ca_file: the certificates of the authorities that a service with TLS may have its certificate from, as
-            in `Transport`.
     """
 
     def __init__(
@@ -69,12 +61,7 @@ class MetricsServiceClient:
         return list(self.read_jobs().jobs)
 
     def read_jobs(self, share: float = 1.0) -> JobList:
-        """Return all jobs, by id, with the cursor from which `read_changes` reads later changes.
-
-        Args:
-            share: the share of the time that the requests take. After each but the last, the caller's thread
-                sleeps accordingly.
-        """
+        """Return all jobs, by id, with the cursor from which `read_changes` reads later changes."""
         jobs: list[JobView] = []
         after: str | None = ""
         cursor: str | None = None
@@ -90,12 +77,7 @@ class MetricsServiceClient:
         return JobList(jobs, None, cursor or "")
 
     def read_changes(self, cursor: str, wait: float = 0.0) -> JobChanges:
-        """Return the jobs that have changed since a cursor. Status 410 if the cursor has expired.
-
-        Args:
-            cursor: the cursor of `read_jobs` or of the changes before.
-            wait: seconds to wait while nothing has changed.
-        """
+        """Return the jobs that have changed since a cursor. Status 410 if the cursor has expired."""
         query = f"since={quote(cursor, safe='')}&wait={wait:g}&limit={PAGE_SIZE}"
         answer = self._transport.request("GET", f"changes?{query}", wait=wait)
         return self._parse(JobChanges.from_json, answer)
@@ -110,13 +92,7 @@ class MetricsServiceClient:
     def get_allocation(
         self, job_id: str, known_version: int | None = None, wait: float = 0.0
     ) -> AllocationView:
-        """Return the job's generations. Status 404 if the job does not exist.
-
-        Args:
-            job_id: the job.
-            known_version: the version that the caller has; None returns at once.
-            wait: seconds to wait while the version is still `known_version`.
-        """
+        """Return the job's generations. Status 404 if the job does not exist."""
         query = "" if known_version is None else f"?version={known_version}&wait={wait:g}"
         answer = self._transport.request("GET", f"{_path(job_id)}/allocation{query}", wait=wait)
         return self._parse(AllocationView.from_json, answer)

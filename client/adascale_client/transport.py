@@ -41,15 +41,7 @@ class ServiceTransport(Protocol):
 
 
 class Transport:
-    """Sends requests to the metrics service. Threads may share it.
-
-    Args:
-        url: the base URL of the service, as in `http://127.0.0.1:8265`; `http://` may be left out.
-        token: the bearer token; None for no token.
-        token_file: a file with the bearer token, which may be renewed; it takes precedence over `token`.
-        ca_file: the certificates, in PEM, of the authorities that the service's certificate may be from, with
-            `https://`. The file may be renewed. None for the authorities of the system.
-    """
+    """Sends requests to the metrics service. Threads may share it."""
 
     def __init__(
         self,
@@ -68,23 +60,7 @@ class Transport:
         self._lock = threading.Lock()
 
     def request(self, method: str, path: str, body: object = None, *, wait: float = 0.0) -> Any:
-        """Send a request and parse the answer.
-
-        Args:
-            method: the HTTP method.
-            path: the path below the base URL, with the query.
-            body: sent as JSON unless it is None.
-            wait: seconds for which the service may hold back the answer, added to the timeout.
-
-        Returns:
-            The answer's JSON value, or None if the answer has no body.
-
-        Raises:
-            ServiceUnreachableError: the address is invalid, the service does not answer, its certificate is
-                not trusted, the answer is not JSON or too large, or the file of the token or of the
-                authorities can't be read.
-            ServiceRefusedError: the service answers with an error status.
-        """
+        """Send a request and parse the answer."""
         headers = {"accept": "application/json"}
         token = self._read_token()
         if token:

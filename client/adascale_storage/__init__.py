@@ -21,16 +21,7 @@ def is_url(location: str | Path) -> bool:
 
 
 def open_storage(location: str | Path, *, person_waits: bool = False) -> Storage:
-    """Return the storage at a location, which is not read or written yet.
-
-    Args:
-        location: a folder, or a URL such as s3://bucket/prefix. A relative path stays the same folder if the
-            program changes its working directory later.
-        person_waits: whether to give up early if an object store does not answer.
-
-    Raises:
-        UnusableStorageError: no package for this kind of URL is installed, or the URL is invalid.
-    """
+    """Return the storage at a location, which is not read or written yet."""
     if is_url(location):
         from adascale_storage.object_store import ObjectStore
 

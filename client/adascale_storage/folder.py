@@ -26,11 +26,7 @@ _CANNOT_FLUSH_FOLDERS = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSU
 
 
 class Folder:
-    """A folder. Each file is written as a draft, flushed to disk, and then gets its name.
-
-    Args:
-        directory: created by `create` if it does not exist.
-    """
+    """A folder. Each file is written as a draft, flushed to disk, and then gets its name."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -108,12 +104,7 @@ class Folder:
 
 
 def _rename_to_free_name(draft: Path, path: Path) -> None:
-    """Rename a file if no file has the new name, in one operation where the file system can do that.
-
-    Raises:
-        NameTakenError: a file has the name; or others have deleted this draft, because they have saved so
-            many files meanwhile, or to make room.
-    """
+    """Rename a file if no file has the new name, in one operation where the file system can do that."""
     try:
         try:
             path.hardlink_to(draft)
@@ -143,11 +134,7 @@ def _flush_folder(directory: Path) -> None:
 
 
 def _require_no_broken_link(directory: Path, missing: FileNotFoundError) -> None:
-    """Check that a folder is not missing because what a link leads to is not mounted.
-
-    Raises:
-        StorageError: it is.
-    """
+    """Check that a folder is not missing because what a link leads to is not mounted."""
     for path in (directory, *directory.parents):
         if path.is_symlink() and not path.exists():
             raise StorageError(f"{path} is a link to {path.readlink()}, which does not exist") from missing

@@ -51,28 +51,15 @@ class Storage(Protocol):
         """Return the names of all files; an empty list if nothing was ever written."""
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Return the bytes from `start` to `end`, or fewer if the file is shorter.
-
-        Raises:
-            MissingFileError: there is no such file.
-        """
+        """Return the bytes from `start` to `end`, or fewer if the file is shorter."""
 
     def write(self, name: str, parts: Iterable[Part], *, size: int) -> None:
-        """Write a file, and return when it is durable. An error, also one of `parts`, leaves no file.
-
-        Args:
-            name: of the file; no other process uses it.
-            parts: its content.
-            size: total length of `parts`, in bytes.
-        """
+        """Write a file, and return when it is durable. An error, also one of `parts`, leaves no file."""
 
     def create(self, name: str, content: bytes) -> None:
         """Write a file if no file has its name, and return when it is durable.
 
         Of several processes that create the same name, only one succeeds.
-
-        Raises:
-            NameTakenError: a file of this name exists.
         """
 
     def delete(self, name: str) -> None:

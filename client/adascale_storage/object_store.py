@@ -61,14 +61,6 @@ class ObjectStore:
 
     Fencing needs a store that can create an object on the condition that none has its name (in S3:
     If-None-Match). The first `write` or `create` checks that.
-
-    Args:
-        url: such as s3://bucket/prefix.
-        person_waits: whether to give up early, without repeating a request.
-
-    Raises:
-        UnusableStorageError: no client for this URL is installed, or the URL has no bucket or has
-            credentials.
     """
 
     def __init__(self, url: str, *, person_waits: bool = False) -> None:
@@ -157,11 +149,7 @@ class ObjectStore:
             raise
 
     def _require_conditional_writes(self) -> None:
-        """Check once that the store refuses a second object of the same name.
-
-        Raises:
-            UnusableStorageError: the store overwrites objects instead.
-        """
+        """Check once that the store refuses a second object of the same name."""
         if self._is_checked:
             return
         for _ in range(2):

@@ -12,13 +12,7 @@ from adascale_core.views.decision import CountView, DecisionView
 
 
 def render_decision(decision: DecisionView, now: float, slow: str = "") -> RenderableType:
-    """Return the decision, what limits it, and what other counts would give.
-
-    Args:
-        decision: the answer of the metrics service.
-        now: seconds since 1970.
-        slow: which replica is slow, or was and is replaced; empty if there is none.
-    """
+    """Return the decision, what limits it, and what other counts would give."""
     facts = Table.grid(padding=(0, 3, 0, 0))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column()

@@ -21,12 +21,7 @@ class ExplanationSchedule:
         """Whether there are more changed decisions than were explained the last time."""
 
     def due(self, decisions: Mapping[str, Decision], now: float) -> list[str]:
-        """Return the jobs to explain now, those with a changed decision first, and drop all other jobs.
-
-        Args:
-            decisions: job id -> the decision about it, of all jobs.
-            now: seconds on a monotonic clock.
-        """
+        """Return the jobs to explain now, those with a changed decision first, and drop all other jobs."""
         self._explained = {job: known for job, known in self._explained.items() if job in decisions}
         due: list[tuple[float, str]] = []
         for job, decision in decisions.items():

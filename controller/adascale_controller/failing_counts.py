@@ -19,17 +19,11 @@ MAX_GENERATIONS = 100
 
 @dataclass(frozen=True)
 class FailingCount:
-    """A replica count that is given up.
-
-    Args:
-        count: the replica count.
-        limit: the largest smaller count on which the program has trained.
-        failure: how the program has failed, for messages.
-    """
+    """A replica count that is given up."""
 
     count: int
-    limit: int
-    failure: str
+    limit: int  # the largest smaller count on which the program has trained
+    failure: str  # how the program has failed, for messages
 
     def __str__(self) -> str:
         return (
@@ -39,11 +33,7 @@ class FailingCount:
 
 
 class FailingCounts:
-    """The replica counts of a job that are given up: call `update` with each view of it.
-
-    Args:
-        given_up: the count that is given up already. None if there is none.
-    """
+    """The replica counts of a job that are given up: call `update` with each view of it."""
 
     def __init__(self, given_up: FailingCount | None = None) -> None:
         self.given_up = given_up
@@ -76,17 +66,7 @@ class FailingCounts:
     def fail(
         self, generation: int, view: JobView, failure: str, *, at_once: bool = False
     ) -> FailingCount | None:
-        """Record that the program has failed in a generation.
-
-        Args:
-            generation: the generation.
-            view: the newest view of the job.
-            failure: how it has failed, for messages.
-            at_once: whether it would fail again, regardless of how many steps it has made.
-
-        Returns:
-            the count that is given up because of this failure; None if none is.
-        """
+        """Record that the program has failed in a generation."""
         count = self._counts.get(generation)
         if generation in self._failed or count is None:
             return None

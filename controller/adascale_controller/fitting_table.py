@@ -17,27 +17,15 @@ _UNLIMITED = 10_000
 
 @dataclass(frozen=True)
 class Column:
-    """A column.
+    """A column."""
 
-    Args:
-        header: its header, of one or more lines.
-        cells: its cells, one for each row.
-        rank: 0 for a column that is always shown; of the others, the highest rank is left out first.
-    """
-
-    header: str
-    cells: Sequence[str]
-    rank: int = 0
+    header: str  # its header, of one or more lines
+    cells: Sequence[str]  # its cells, one for each row
+    rank: int = 0  # 0 for a column that is always shown; of the others, the highest rank is left out first
 
 
 class FittingTable:
-    """A table of as many columns as fit; a renderable of rich.
-
-    Args:
-        columns: the columns, from left to right, with the same number of cells.
-        padding: of each cell, as in `rich.table.Table`.
-        row_styles: the style of each row; empty for no styles.
-    """
+    """A table of as many columns as fit; a renderable of rich."""
 
     def __init__(self, columns: Sequence[Column], padding: Padding, row_styles: Sequence[str] = ()) -> None:
         self._columns = columns

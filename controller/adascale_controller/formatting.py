@@ -41,12 +41,7 @@ def percent(fraction: float) -> str:
 
 
 def progress_text(progress: float, steps: float | None) -> str:
-    """Return progress as a share of the progress that is required, or else the number.
-
-    Args:
-        progress: in steps at the initial batch size.
-        steps: the progress at which training ends. None if it is not known.
-    """
+    """Return progress as a share of the progress that is required, or else the number."""
     return f"{min(int(100 * progress / steps), 100)}%" if steps else count(int(progress))
 
 

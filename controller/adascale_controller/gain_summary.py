@@ -26,12 +26,7 @@ MAX_FRESH_SECONDS = 10.0
 
 
 def render_gain(gain: GainView, now: float) -> RenderableType:
-    """Return the latest report of a job and the predictions for other replica counts.
-
-    Args:
-        gain: the answer of the metrics service.
-        now: seconds since 1970.
-    """
+    """Return the latest report of a job and the predictions for other replica counts."""
     facts = Table.grid(padding=(0, 3, 0, 0))
     facts.add_column(style="dim")
     facts.add_column()

@@ -45,11 +45,7 @@ class LiveGain:
 
 
 class GainLines:
-    """Prints a line for each new report.
-
-    Args:
-        as_json: whether a line has the metrics service's JSON.
-    """
+    """Prints a line for each new report."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
@@ -74,18 +70,7 @@ def watch_gain(
     has_ended: Callable[[], bool],
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Show the gain of a job whenever it changes, and return why no more gains follow.
-
-    Args:
-        job_id: the job.
-        client: the client of the metrics service.
-        display: shows the gain.
-        has_ended: whether a service that does not answer has ended, so that it will not answer again.
-        sleep: waits for a number of seconds.
-
-    Raises:
-        ServiceError: the first call failed: the service does not answer, or the job does not exist.
-    """
+    """Show the gain of a job whenever it changes, and return why no more gains follow."""
     client.get_allocation(job_id)
     with display.running():
         while True:

@@ -24,88 +24,62 @@ from adascale_core.placement.replica_gpus import requested_gpus
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """Where a job's state is saved, and how often.
+    """Where a job's state is saved, and how often."""
 
-    Args:
-        claim_name: a PersistentVolumeClaim of the job's namespace; a local run uses its state folder instead.
-        path: a folder that every replica sees at this path.
-        url: URL of an object store, to which the job's id is added.
-        credentials_secret: a Secret with credentials for it, in environment variables; on a cluster only.
-        storage: the size of the claim that the operator creates if neither is given, a Kubernetes quantity.
-        storage_class_name: of that claim; None for the cluster's default.
-        access_mode: of that claim.
-        interval_seconds: seconds between two periodic checkpoints.
-    """
-
+    # a PersistentVolumeClaim of the job's namespace; a local run uses its state folder instead
     claim_name: str | None = None
-    path: str | None = None
-    url: str | None = None
+    path: str | None = None  # a folder that every replica sees at this path
+    url: str | None = None  # URL of an object store, to which the job's id is added
+    # a Secret with credentials for it, in environment variables; on a cluster only
     credentials_secret: str | None = None
+    # the size of the claim that the operator creates if neither is given, a Kubernetes quantity
     storage: str = DEFAULT_STORAGE
-    storage_class_name: str | None = None
+    storage_class_name: str | None = None  # of that claim; None for the cluster's default
     access_mode: str = DEFAULT_ACCESS_MODE
-    interval_seconds: float = names.DEFAULT_CHECKPOINT_INTERVAL
+    interval_seconds: float = names.DEFAULT_CHECKPOINT_INTERVAL  # seconds between two periodic checkpoints
 
 
 @dataclass(frozen=True)
 class OpportunisticSettings:
-    """How replicas beyond the smallest count run.
-
-    Args:
-        priority_class_name: the PriorityClass of their pods.
-        queue_name: the LocalQueue of Kueue that admits them. None for none.
-    """
+    """How replicas beyond the smallest count run."""
 
     priority_class_name: str
-    queue_name: str | None = None
+    queue_name: str | None = None  # the LocalQueue of Kueue that admits them. None for none.
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job.
-
-    Args:
-        id: `<namespace>.<name>`.
-        spec: the part of it that the metrics service and the decision use.
-        command: the program and its arguments; empty for the image's entry point, on a cluster only.
-        env: the environment variables with a literal value.
-        working_dir: the program's working directory; None if not set.
-        spare_replicas: the number of replicas that wait to take the places of lost and of slow ones.
-        replica_limit: the most replicas at once, as `kubectl scale` sets it; None if not limited.
-        suspend: whether the job must not run.
-        backoff_limit: how many failures of the program are retried.
-        max_restarts_without_progress: how many restarts after losses, without a step in between, are made.
-        active_deadline_seconds: seconds that the job may run for; None if unbounded.
-        completion_deadline_seconds: seconds after its creation within which it should be complete; None for
-            no such target.
-        step_timeout_seconds: seconds without a step until the replica behind restarts; None for never.
-        ttl_seconds_after_finished: seconds until a cluster deletes a finished job; None for never.
-        checkpoint: where its state is saved.
-        cluster_only_env: descriptions of the environment variables that only a cluster can resolve.
-        gpus: how many GPUs a replica requests.
-        request_nodes: whether replicas that do not fit are requested, so that an autoscaler adds nodes; None
-            for the setting of the operator.
-        opportunistic: how replicas beyond the smallest count run; None if like the others.
-    """
+    """A job."""
 
     id: str
-    spec: JobSpec
+    spec: JobSpec  # the part of it that the metrics service and the decision use
+    # the program and its arguments; empty for the image's entry point, on a cluster only
     command: tuple[str, ...] = ()
+    # the environment variables with a literal value
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    working_dir: str | None = None
-    spare_replicas: int = 0
+    working_dir: str | None = None  # the program's working directory; None if not set
+    spare_replicas: int = 0  # the number of replicas that wait to take the places of lost and of slow ones
+    # the most replicas at once, as `kubectl scale` sets it; None if not limited
     replica_limit: int | None = None
-    suspend: bool = False
-    backoff_limit: int = names.DEFAULT_BACKOFF_LIMIT
+    suspend: bool = False  # whether the job must not run
+    backoff_limit: int = names.DEFAULT_BACKOFF_LIMIT  # how many failures of the program are retried
+    # how many restarts after losses, without a step in between, are made
     max_restarts_without_progress: int = names.DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS
-    active_deadline_seconds: int | None = None
+    active_deadline_seconds: int | None = None  # seconds that the job may run for; None if unbounded
+    # seconds after its creation within which it should be complete; None for no such target
     completion_deadline_seconds: int | None = None
+    # seconds without a step until the replica behind restarts; None for never
     step_timeout_seconds: int | None = None
+    # seconds until a cluster deletes a finished job; None for never
     ttl_seconds_after_finished: int | None = None
     checkpoint: CheckpointSettings = CheckpointSettings()
+    # descriptions of the environment variables that only a cluster can resolve
     cluster_only_env: tuple[str, ...] = ()
-    gpus: int = 0
+    gpus: int = 0  # how many GPUs a replica requests
+    # whether replicas that do not fit are requested, so that an autoscaler adds nodes; None for the
+    # setting of the operator
     request_nodes: bool | None = None
+    # how replicas beyond the smallest count run; None if like the others
     opportunistic: OpportunisticSettings | None = None
 
     @property

@@ -21,56 +21,31 @@ MAX_REASON = 80
 
 @dataclass(frozen=True)
 class JobSummary:
-    """The status of a job.
-
-    Args:
-        name, namespace: its identity.
-        shown_name: its name in a list, with which commands select it.
-        state: what it does.
-        replicas: the replicas that train.
-        desired: the desired replicas.
-        spares: the spares that wait.
-        began: when its first run began, or when it was created, in seconds since 1970.
-        batch_size: the global batch size, in samples; None if unknown, as all that follow.
-        local_batch_limit: the largest local batch that fits into memory, in samples.
-        gain: the steps at `batchSize` that one step replaces.
-        efficiency: gain / scale.
-        progress: in steps at `batchSize`.
-        total: the progress at which it ends.
-        progress_text: progress as a share of `total`, or else the number; empty if unknown.
-        restarts: disruptions and failures.
-        reason: why it has failed, or does not train; empty if it does.
-        exit_code: of its last run on one machine.
-        process: the process of its run on one machine.
-        url: the address of its metrics service on one machine.
-        state_dir: its state folder on one machine.
-        checkpoint_step: the step of its newest checkpoint.
-        checkpoint_error: why its checkpoints cannot be read.
-        result: what its program has reported at its end.
-    """
+    """The status of a job."""
 
     name: str
     namespace: str
-    shown_name: str
+    shown_name: str  # its name in a list, with which commands select it
     state: JobStateName
     replicas: int
     desired: int
-    began: float
-    batch_size: int | None = None
-    local_batch_limit: int | None = None
-    gain: float | None = None
+    began: float  # when its first run began, or when it was created, in seconds since 1970
+    batch_size: int | None = None  # the global batch size, in samples; None if unknown, as all that follow
+    local_batch_limit: int | None = None  # the largest local batch that fits into memory, in samples
+    gain: float | None = None  # the steps at `batchSize` that one step replaces
     efficiency: float | None = None
     progress: float | None = None
-    total: float | None = None
-    progress_text: str = ""
+    total: float | None = None  # the progress at which it ends
+    progress_text: str = ""  # progress as a share of `total`, or else the number; empty if unknown
     restarts: int | None = None
-    reason: str = ""
-    exit_code: int | None = None
-    process: int | None = None
-    url: str | None = None
-    state_dir: str | None = None
-    checkpoint_step: int | None = None
-    checkpoint_error: str | None = None
+    reason: str = ""  # why it has failed, or does not train; empty if it does
+    exit_code: int | None = None  # of its last run on one machine
+    process: int | None = None  # the process of its run on one machine
+    url: str | None = None  # the address of its metrics service on one machine
+    state_dir: str | None = None  # its state folder on one machine
+    checkpoint_step: int | None = None  # the step of its newest checkpoint
+    checkpoint_error: str | None = None  # why its checkpoints cannot be read
+    # what its program has reported at its end
     result: Mapping[str, float | str] = field(default_factory=dict)
     spares: int = 0
 
@@ -104,25 +79,16 @@ class JobSummary:
 
 @dataclass(frozen=True)
 class JobDetails:
-    """What `adascale status` shows beside the summary.
+    """What `adascale status` shows beside the summary."""
 
-    Args:
-        state: the state, with what explains it.
-        runs: whether it runs, or waits to run.
-        stall: where replicas are while no step ends; empty while steps end.
-        slow: which replica is slow, or was and is replaced by a spare; empty if there is none.
-        checkpoint: its newest checkpoint, or where its checkpoints are.
-        places: names and values of more facts, such as files; empty values are left out.
-        replicas: the last registrations of its replicas; empty if they are unknown.
-    """
-
-    state: str
-    runs: bool
-    stall: str = ""
-    slow: str = ""
-    checkpoint: str = ""
+    state: str  # the state, with what explains it
+    runs: bool  # whether it runs, or waits to run
+    stall: str = ""  # where replicas are while no step ends; empty while steps end
+    slow: str = ""  # which replica is slow, or was and is replaced by a spare; empty if there is none
+    checkpoint: str = ""  # its newest checkpoint, or where its checkpoints are
+    # names and values of more facts, such as files; empty values are left out
     places: Sequence[tuple[str, str]] = ()
-    replicas: Sequence[ReplicaView] = ()
+    replicas: Sequence[ReplicaView] = ()  # the last registrations of its replicas; empty if they are unknown
 
 
 def render_list(summaries: Sequence[JobSummary], now: float) -> str:

@@ -34,16 +34,10 @@ class JobFileError(InvalidJobError):
 
 @dataclass(frozen=True)
 class JobSource:
-    """A job with the file that it was read from.
-
-    Args:
-        job: the job.
-        name: the file, as the user named it.
-        yaml: its document.
-    """
+    """A job with the file that it was read from."""
 
     job: Job
-    name: str
+    name: str  # the file, as the user named it
     yaml: YamlDocument
 
     @property
@@ -52,36 +46,18 @@ class JobSource:
         return dict(self.yaml.content)
 
     def error_at(self, field: str, message: str) -> FieldError:
-        """Return an error at a field, with its line.
-
-        Args:
-            field: as Kubernetes writes it, such as `spec.containers[0].name`; empty for the document.
-            message: the error.
-        """
+        """Return an error at a field, with its line."""
         path = parse_path(field)
         return FieldError(path, message, self.yaml.line(path) if path else None)
 
 
 def load_job(path: Path) -> Job:
-    """Read the job in the YAML file at `path`, for a run on this machine.
-
-    Raises:
-        JobFileError: the file cannot be read, is not YAML, or does not contain one valid AdaScaleJob.
-    """
+    """Read the job in the YAML file at `path`, for a run on this machine."""
     return read_job(path).job
 
 
 def read_job(path: Path, *, command_required: bool = True) -> JobSource:
-    """Read the job in the YAML file at `path`, with its document.
-
-    Args:
-        path: the file.
-        command_required: whether the container that trains must have a command. On a cluster, the entry point
-            of its image runs without one.
-
-    Raises:
-        JobFileError: as `load_job`.
-    """
+    """Read the job in the YAML file at `path`, with its document."""
     source = str(path)
     try:
         text = path.read_bytes().decode()
@@ -95,11 +71,7 @@ def read_job(path: Path, *, command_required: bool = True) -> JobSource:
 
 
 def parse_job(text: str, source: str = "<text>") -> Job:
-    """Read the job in a YAML text; `source` names the text in messages.
-
-    Raises:
-        JobFileError: as `load_job`.
-    """
+    """Read the job in a YAML text; `source` names the text in messages."""
     return _parse(text, source, command_required=True).job
 
 

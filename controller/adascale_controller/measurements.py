@@ -99,11 +99,7 @@ def _time_ratio(times: Sequence[StepTime], others: Sequence[StepTime]) -> float 
 
 
 class MeasuredTemplate:
-    """What the jobs of one template have reported.
-
-    Args:
-        ratios: of the types of accelerators, to which this template adds its own.
-    """
+    """What the jobs of one template have reported."""
 
     GROWTH = 1.25
     """`step_times` changes when the number of measurements has grown by this factor, so that the models that
@@ -131,11 +127,7 @@ class MeasuredTemplate:
         """Whether progress counts samples -> place of its progress -> progress and the estimate there."""
 
     def step_times(self, accelerator: str | None) -> Sequence[StepTime]:
-        """Return the median over jobs of each plan and number of nodes.
-
-        Args:
-            accelerator: the type of accelerator. None for the type that was measured last.
-        """
+        """Return the median over jobs of each plan and number of nodes."""
         return self._step_times.get(self._accelerator if accelerator is None else accelerator, ())
 
     @property
@@ -147,12 +139,7 @@ class MeasuredTemplate:
     def estimates_after(
         self, progress: float, *, counts_samples: bool = False
     ) -> tuple[tuple[float, GradientEstimate], ...]:
-        """Return the later progress and the estimate there, for a few points, of the last job at each.
-
-        Args:
-            progress: of the job.
-            counts_samples: whether progress counts samples. Estimates of other jobs are left out.
-        """
+        """Return the later progress and the estimate there, for a few points, of the last job at each."""
         estimates = self._estimates[counts_samples].values()
         return tuple(sorted(each for each in estimates if each[0] > progress))
 
@@ -168,13 +155,7 @@ class MeasuredTemplate:
             self._is_settled = step >= self.SETTLED_STEPS
 
     def add(self, job: str, measured: Sequence[StepTime], accelerator: str = "") -> None:
-        """Add the step times of a job.
-
-        Args:
-            job: the job id.
-            measured: its step times, on any types of accelerators.
-            accelerator: the type on which it was measured last.
-        """
+        """Add the step times of a job."""
         self._accelerator = accelerator
         for each in measured:
             plan = _measured_plan(each)
@@ -224,31 +205,19 @@ def _median_of_jobs(measured: Sequence[StepTime]) -> StepTime:
 
 @dataclass(frozen=True)
 class UsableTimes:
-    """The step times that are used of a job and its template on a type of accelerator.
+    """The step times that are used of a job and its template on a type of accelerator."""
 
-    Args:
-        own, template: of the job, and of its template or of another type.
-        largest: the largest count of them.
-        assumption: where those of another type are from, for people. Empty if there are none.
-    """
-
+    # own, template: of the job, and of its template or of another type
     own: Sequence[StepTime]
     template: Sequence[StepTime]
     largest: int
-    assumption: str = ""
+    assumption: str = ""  # where those of another type are from, for people. Empty if there are none.
 
 
 class JobMeasurements:
     """Measures a job: call `update` with each view of it, then `job_state` for the decision's input.
 
     `job_state` changes nothing.
-
-    Args:
-        template: what other jobs of the same template have reported; it is extended by this job.
-        downtime: seconds that training stands still for a change, until one has been measured.
-        preparation: seconds that a change is prepared, until one has been measured.
-        move: seconds that a move to another type of accelerator interrupts training, until one has been
-            measured.
     """
 
     def __init__(
@@ -310,15 +279,7 @@ class JobMeasurements:
                 self.template.add(view.id, view.step_times, report.accelerator)
 
     def update(self, view: JobView, now: float) -> GainReport | None:
-        """Measure the change since the previous view.
-
-        Args:
-            view: the newest view of the job.
-            now: seconds on a monotonic clock.
-
-        Returns:
-            the first report of the active generation, the first time that a view has it; else None.
-        """
+        """Measure the change since the previous view."""
         self.add_reported(view)
         if view.desired is not None and (self._desired is None or self._desired[0] != view.generation):
             self._desired = (view.generation, now)
@@ -365,16 +326,7 @@ class JobMeasurements:
     def job_state(
         self, job: Job, view: JobView, total: float | None, accelerator: str | None = None
     ) -> JobState:
-        """Return the decision's input, from what `update` or `add_reported` has measured.
-
-        Args:
-            job: the job as it is specified now.
-            view: the newest view of it.
-            total: the progress at which it ends; None if unbounded.
-            accelerator: the type of accelerator that the operator has chosen. None for the type on which it
-                was measured last, and the limit of the types that its replicas have. Measurements and limits
-                of other types are not used.
-        """
+        """Return the decision's input, from what `update` or `add_reported` has measured."""
         spec, report = job.spec, view.latest
         progress = report.progress if report else 0.0
         bounds = spec.bounds.with_limit(view.local_bsz_limit_on(accelerator))

@@ -16,10 +16,6 @@ def worker_name(containers: Sequence[str], annotations: Mapping[str, Any]) -> st
 
     It is the only container, the container named `worker`, or the container that the annotation
     `kubectl.kubernetes.io/default-container` names.
-
-    Args:
-        containers: the names of all containers.
-        annotations: the annotations of the template.
     """
     named = annotations.get(DEFAULT_CONTAINER)
     for name in (names.WORKER_CONTAINER, named):

@@ -25,15 +25,10 @@ class YamlDocumentError(Exception):
 
 @dataclass(frozen=True)
 class YamlDocument:
-    """A YAML document.
-
-    Args:
-        content: its values.
-        root: the node that they were constructed from.
-    """
+    """A YAML document."""
 
     content: Any
-    root: yaml.Node
+    root: yaml.Node  # the node that they were constructed from
 
     def line(self, path: FieldPath) -> int:
         """Return the line of the field at `path`, from 1; if it is missing, of the nearest parent."""
@@ -54,11 +49,7 @@ class YamlDocument:
 
 
 def parse_document(text: str) -> YamlDocument:
-    """Parse the document in `text`.
-
-    Raises:
-        YamlDocumentError: `text` is not YAML, or contains no document or several.
-    """
+    """Parse the document in `text`."""
     loader: _Loader | None = None
     try:
         loader = _Loader(text)

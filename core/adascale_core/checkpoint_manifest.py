@@ -187,11 +187,7 @@ _FILE_TYPES: Final = {name: _TYPES[name] for name in ("state", "bytes", "header_
 
 
 def _shards(members: Mapping[str, Any]) -> Sequence[StateFile]:
-    """Return the descriptions of the files of the other processes.
-
-    Raises:
-        InvalidManifestError: they are missing or of the wrong type.
-    """
+    """Return the descriptions of the files of the other processes."""
     shards = _checked("shards", members, (list,))
     for shard in shards:
         if not isinstance(shard, Mapping):

@@ -20,15 +20,7 @@ def install_command(extra: str) -> str:
 
 @contextmanager
 def requires_extra(feature: str, extra: str) -> Iterator[None]:
-    """Import packages of an extra.
-
-    Args:
-        feature: what needs them, as the subject of a sentence.
-        extra: its name in `pyproject.toml`.
-
-    Raises:
-        MissingExtraError: they cannot be imported.
-    """
+    """Import packages of an extra."""
     try:
         yield
     except ImportError as error:

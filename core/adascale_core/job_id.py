@@ -18,11 +18,7 @@ class InvalidJobIdError(AdaScaleError):
 
 
 def job_id(name: str, namespace: str = DEFAULT_NAMESPACE) -> str:
-    """Return the id of the job `name` in `namespace`.
-
-    Raises:
-        InvalidJobIdError: a part is not a DNS label (at most 63 lower case letters, digits and '-').
-    """
+    """Return the id of the job `name` in `namespace`."""
     for part, text in (("namespace", namespace), ("name", name)):
         if not _DNS_LABEL.fullmatch(text):
             raise InvalidJobIdError(
@@ -33,11 +29,7 @@ def job_id(name: str, namespace: str = DEFAULT_NAMESPACE) -> str:
 
 
 def parse_job_id(text: str) -> str:
-    """Return the full id for `text`, which may be the bare name of a job in the namespace `default`.
-
-    Raises:
-        InvalidJobIdError: as `job_id`.
-    """
+    """Return the full id for `text`, which may be the bare name of a job in the namespace `default`."""
     namespace, dot, name = text.rpartition(".")
     return job_id(name, namespace if dot else DEFAULT_NAMESPACE)
 

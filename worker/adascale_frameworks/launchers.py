@@ -12,11 +12,5 @@ def hide_launcher(environ: MutableMapping[str, str]) -> dict[str, str]:
 
     Under an agent there are none. Under `torchrun` or `srun`, call this after `ElasticTrainer` was made,
     which reads the rank from them.
-
-    Args:
-        environ: the environment of the process, `os.environ`.
-
-    Returns:
-        what was removed; `environ.update(removed)` puts it back.
     """
     return {name: environ.pop(name) for name in LAUNCHER_VARIABLES if name in environ}

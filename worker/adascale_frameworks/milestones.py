@@ -10,17 +10,6 @@ def crossed(interval: int, before: float, after: float) -> range:
 
     A step at a larger batch is worth several steps at the initial batch size, so it can cross a multiple
     without ending at it, and several multiples at once. Each multiple is crossed by exactly one step.
-
-    Args:
-        interval: steps at the initial batch size, at least 1. With 1, the result is all steps that were
-            completed.
-        before, after: `ElasticTrainer.progress` before and after the optimizer step.
-
-    Returns:
-        the multiples m of `interval` with before < m <= after.
-
-    Raises:
-        ValueError: `interval` is not positive, or progress is negative or has decreased.
     """
     if interval < 1:
         raise ValueError(f"interval is {interval}: it must be at least 1")

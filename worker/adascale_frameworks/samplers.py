@@ -6,12 +6,7 @@ from torch.utils.data import RandomSampler
 
 
 def shuffles_all(sampler: object, samples: int) -> bool:
-    """Whether a sampler is that of `shuffle=True`: each sample of the data set once, in a random order.
-
-    Args:
-        sampler: of a `DataLoader`.
-        samples: of its data set.
-    """
+    """Whether a sampler is that of `shuffle=True`: each sample of the data set once, in a random order."""
     return (
         isinstance(sampler, RandomSampler)
         and not sampler.replacement

@@ -440,11 +440,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
 
 def _check_kind(saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Check that the groups of a state are those of such an optimizer: torch replaces groups unseen.
-
-    Raises:
-        ValueError: only one of both has momentum, or betas.
-    """
+    """Check that the groups of a state are those of such an optimizer: torch replaces groups unseen."""
     for group, own in zip(saved, optimizer.param_groups, strict=False):
         for name in ("momentum", "betas"):
             if name in group and name not in own:

@@ -125,11 +125,7 @@ def _begin(environ: dict[str, str], output: int, agent: int) -> None:
 
 
 def _fork_orphan() -> int:
-    """Fork a process that leads a process group and whose parent exits. Returns its id, and 0 in it.
-
-    Raises:
-        OSError: there cannot be more processes.
-    """
+    """Fork a process that leads a process group and whose parent exits. Returns its id, and 0 in it."""
     reading, writing = os.pipe()
     parent = _fork()
     if parent != 0:
@@ -187,11 +183,7 @@ def _set_output(descriptor: int) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Run a program in this process, as the interpreter does with its first argument.
-
-    Args:
-        command: the path of the program, and its arguments.
-    """
+    """Run a program in this process, as the interpreter does with its first argument."""
     path = command[0]
     sys.argv[:] = command
     sys.orig_argv[sys.orig_argv.index(__file__) :] = command

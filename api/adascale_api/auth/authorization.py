@@ -19,17 +19,7 @@ class Authorizer(Protocol):
     """Checks the bearer tokens of requests."""
 
     async def authorize(self, token: str, role: Role, job_id: str | None, client: str = "") -> None:
-        """Return if the token has the role for a job.
-
-        Args:
-            token: the bearer token.
-            role: the role that the request needs.
-            job_id: the job; None for all jobs.
-            client: the address that sent the request; clients with many tokens to check take turns.
-
-        Raises:
-            RequestError: the token does not have the role (401 or 403), or can't be checked now (503).
-        """
+        """Return if the token has the role for a job."""
         ...
 
     async def close(self) -> None:

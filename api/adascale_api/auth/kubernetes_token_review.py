@@ -31,11 +31,7 @@ class NoClusterError(AdaScaleError):
 
 
 class KubernetesTokenReviewer:
-    """Has tokens reviewed by the cluster of this pod, or by the cluster that KUBECONFIG names.
-
-    Raises:
-        NoClusterError: this program does not run in a pod, and KUBECONFIG names no cluster.
-    """
+    """Has tokens reviewed by the cluster of this pod, or by the cluster that KUBECONFIG names."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._configuration = client.Configuration()
@@ -56,11 +52,7 @@ class KubernetesTokenReviewer:
         await config.load_kube_config(path, client_configuration=self._configuration)
 
     async def review(self, token: str, audiences: Sequence[str]) -> TokenReviewResult:
-        """Review a token for any of the audiences.
-
-        Raises:
-            UnavailableError: the Kubernetes API does not answer, or this service may not create reviews.
-        """
+        """Review a token for any of the audiences."""
         if self._api is None:
             # Created here because it belongs to the running event loop.
             self._api = client.ApiClient(self._configuration)

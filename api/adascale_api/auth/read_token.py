@@ -5,12 +5,7 @@ from adascale_api.errors import UnauthorizedError
 
 
 class ReadTokenAuthorizer:
-    """Authorizes the bearers of a read token to read all jobs, and others by another authorizer.
-
-    Args:
-        readers: authorizes the bearers of the read token.
-        others: authorizes the bearers of other tokens.
-    """
+    """Authorizes the bearers of a read token to read all jobs, and others by another authorizer."""
 
     def __init__(self, readers: Authorizer, others: Authorizer) -> None:
         self._readers = readers

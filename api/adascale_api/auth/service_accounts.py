@@ -31,17 +31,7 @@ class InvalidAccountError(AdaScaleError):
 
 
 class ServiceAccountAuthorizer:
-    """Authorizes workers for their own job, and the operator for all jobs.
-
-    Args:
-        reviewer: has tokens reviewed by a cluster.
-        controller: the operator's service account, `NAMESPACE:NAME`.
-        clock: returns the time, in seconds since 1970.
-        monotonic: returns seconds from an arbitrary start.
-
-    Raises:
-        InvalidAccountError: `controller` does not have this form.
-    """
+    """Authorizes workers for their own job, and the operator for all jobs."""
 
     def __init__(
         self,
@@ -63,13 +53,7 @@ class ServiceAccountAuthorizer:
         self._clock = clock
 
     async def authorize(self, token: str, role: Role, job_id: str | None, client: str = "") -> None:
-        """Return if the token has the role.
-
-        Raises:
-            UnauthorizedError: the token is not valid for this service.
-            ForbiddenError: the token is valid, but does not have the role.
-            UnavailableError: the cluster does not answer.
-        """
+        """Return if the token has the role."""
         claims = read_claims(token)
         if claims is None:
             raise UnauthorizedError(f"not a service account token: send {self._required(role, job_id)}")

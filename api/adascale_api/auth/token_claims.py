@@ -13,15 +13,10 @@ _MAX_EXPIRY = 2**53
 
 @dataclass(frozen=True)
 class TokenClaims:
-    """The claims of a JSON Web Token. They are not verified, so they can only disqualify a token.
-
-    Args:
-        audiences: the audiences of the token.
-        expires_at: when the token expires, in seconds since 1970.
-    """
+    """The claims of a JSON Web Token. They are not verified, so they can only disqualify a token."""
 
     audiences: tuple[str, ...]
-    expires_at: int
+    expires_at: int  # when the token expires, in seconds since 1970
 
 
 def read_claims(token: str) -> TokenClaims | None:

@@ -38,12 +38,7 @@ class _Entry:
 
 
 class TokenReviewCache:
-    """Caches the results of a `TokenReviewer`.
-
-    Args:
-        reviewer: reviews tokens that are not cached.
-        clock: returns seconds from an arbitrary start.
-    """
+    """Caches the results of a `TokenReviewer`."""
 
     def __init__(self, reviewer: TokenReviewer, clock: Callable[[], float] = time.monotonic) -> None:
         self._queue = TokenReviewQueue(reviewer)
@@ -58,17 +53,7 @@ class TokenReviewCache:
     async def review(
         self, token: str, audiences: Sequence[str], *, client: str = "", namespace: str = ""
     ) -> TokenReviewResult:
-        """Return the cached or a new review of a token.
-
-        Args:
-            token: the token.
-            audiences: the audiences, which must be the same for each review of the token.
-            client: the address that sent it.
-            namespace: the namespace of the job that the token claims to be for.
-
-        Raises:
-            UnavailableError: the cluster does not answer, and the token was not accepted before.
-        """
+        """Return the cached or a new review of a token."""
         key = hashlib.sha256(token.encode()).digest()
         cached = self._find_fresh(key)
         if cached is not None:

@@ -28,11 +28,7 @@ _Waiters = OrderedDict[str, deque["asyncio.Future[None]"]]
 
 
 class TokenReviewQueue:
-    """Has tokens reviewed in turn.
-
-    Args:
-        reviewer: reviews tokens.
-    """
+    """Has tokens reviewed in turn."""
 
     def __init__(self, reviewer: TokenReviewer) -> None:
         self._reviewer = reviewer
@@ -44,18 +40,7 @@ class TokenReviewQueue:
     async def review(
         self, token: str, audiences: Sequence[str], *, client: str, is_known: bool
     ) -> TokenReviewResult:
-        """Review a token.
-
-        Args:
-            token: the token.
-            audiences: the audiences.
-            client: the address that sent it.
-            is_known: whether its namespace has sent valid tokens before.
-
-        Raises:
-            UnavailableError: the cluster does not answer.
-            TooManyReviewsError: too many reviews wait.
-        """
+        """Review a token."""
         if self._running >= MAX_REVIEWS:
             await self._wait_for_turn(self._groups[is_known], client)
         else:

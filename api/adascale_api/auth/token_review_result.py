@@ -7,28 +7,18 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class TokenReviewResult:
-    """The result of a TokenReview.
+    """The result of a TokenReview."""
 
-    Args:
-        user: the user of the token; None if it is rejected.
-        audiences: the requested audiences for which the token is valid.
-        error: why it is rejected; empty if the Kubernetes API gives no reason.
-    """
-
-    user: str | None
-    audiences: tuple[str, ...] = ()
-    error: str = ""
+    user: str | None  # the user of the token; None if it is rejected
+    audiences: tuple[str, ...] = ()  # the requested audiences for which the token is valid
+    error: str = ""  # why it is rejected; empty if the Kubernetes API gives no reason
 
 
 class TokenReviewer(Protocol):
     """Has tokens reviewed by a cluster."""
 
     async def review(self, token: str, audiences: Sequence[str]) -> TokenReviewResult:
-        """Review a token for any of the audiences.
-
-        Raises:
-            UnavailableError: the cluster does not answer.
-        """
+        """Review a token for any of the audiences."""
         ...
 
     async def close(self) -> None:

@@ -90,19 +90,12 @@ class _Write:
 
 @dataclass
 class Condition:
-    """What is wrong with the database. Probes and metrics show it, except for `error`.
+    """What is wrong with the database. Probes and metrics show it, except for `error`."""
 
-    Args:
-        damage: why its data can't be trusted any more; empty if it can. It stays until a restart.
-        is_full: whether reports are refused because there is little room.
-        error: why the last write failed, which is logged once; empty if it succeeded.
-        failures: reason -> number of failed transactions.
-    """
-
-    damage: str = ""
-    is_full: bool = False
-    error: str = ""
-    failures: dict[str, int] = field(default_factory=dict)
+    damage: str = ""  # why its data can't be trusted any more; empty if it can. It stays until a restart.
+    is_full: bool = False  # whether reports are refused because there is little room
+    error: str = ""  # why the last write failed, which is logged once; empty if it succeeded
+    failures: dict[str, int] = field(default_factory=dict)  # reason -> number of failed transactions
 
 
 class DatabaseListener(Protocol):
@@ -122,15 +115,7 @@ class DatabaseListener(Protocol):
 
 
 class Database:
-    """Reads and writes the tables, from an event loop.
-
-    Args:
-        url: the URL of the database, or what opens it.
-        clock: returns the time, in seconds since 1970.
-
-    Raises:
-        UnusableDatabaseError: the URL is not valid, or the database can't be opened and written.
-    """
+    """Reads and writes the tables, from an event loop."""
 
     def __init__(self, url: str | Connector, clock: Callable[[], float] = time.time) -> None:
         self.connector = open_database(url) if isinstance(url, str) else url
@@ -156,15 +141,7 @@ class Database:
     # -- reading --------------------------------------------------------------------------------------------
 
     async def read(self, query: Operation[T], *, is_long: bool = False) -> T:
-        """Return the result of `query` on a snapshot of the database.
-
-        Args:
-            query: the query.
-            is_long: whether it may take long; it never delays others then.
-
-        Raises:
-            DatabaseError: the database is unavailable, or the query does not end within the deadline.
-        """
+        """Return the result of `query` on a snapshot of the database."""
         readers = self._long if is_long else self._short
         if is_long and readers.waiting >= MAX_WAITING_READS:
             raise UnavailableError("too many large requests at the same time; try again")
@@ -212,14 +189,6 @@ class Database:
 
         The operation may run more than once, so it must have no effect outside the database. If it raises an
         `AdaScaleError`, it must not have changed anything.
-
-        Args:
-            operation: the operation.
-            job_id: the job that it locks, if it locks one.
-            is_report: whether it is refused first when there is little room.
-
-        Raises:
-            DatabaseError: the database is unavailable, or the commit does not end within the deadline.
         """
         if self.condition.damage:
             raise DatabaseError(self.condition.damage, "restart the service after repairing it")
@@ -550,11 +519,7 @@ class _Readers:
 
 
 def open_database(url: str) -> Connector:
-    """Return the connector of a database by its URL.
-
-    Raises:
-        UnusableDatabaseError: the URL is not valid, or the database can't be opened and written.
-    """
+    """Return the connector of a database by its URL."""
     scheme = url.partition("://")[0]
     match scheme:
         case "sqlite":

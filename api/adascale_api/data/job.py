@@ -30,33 +30,21 @@ class UnreadableJobError(AdaScaleError):
 
 @dataclass(frozen=True)
 class Job:
-    """A stored job, without its reports.
-
-    Args:
-        key: the key of its rows.
-        id: the full job id.
-        created_at: when the service created it, in seconds since 1970.
-        version: rises with every change of the other fields.
-        spec: its declaration; None if it is not declared.
-        rendezvous: its generations and replicas. The registrations have no logs, which are stored separately.
-    """
+    """A stored job, without its reports."""
 
     key: int
     id: str
-    created_at: float
-    version: int
-    spec: JobSpec | None
+    created_at: float  # when the service created it, in seconds since 1970
+    version: int  # rises with every change of the other fields
+    spec: JobSpec | None  # its declaration; None if it is not declared
+    # its generations and replicas. The registrations have no logs, which are stored separately.
     rendezvous: Rendezvous
 
     @classmethod
     def parse(
         cls, key: int, job_id: str, created_at: float, version: int, spec: str | None, rendezvous: str
     ) -> "Job":
-        """Return a job from the columns of its row.
-
-        Raises:
-            UnreadableJobError: a column has no valid value.
-        """
+        """Return a job from the columns of its row."""
         try:
             parsed_spec = JobSpec.from_json(json.loads(spec)) if spec else None
             job = cls(

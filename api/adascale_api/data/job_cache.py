@@ -15,11 +15,7 @@ _STRIPES = 1024
 
 
 class JobCache:
-    """The latest committed states. Threads may share it.
-
-    Args:
-        max_bytes: the sum of the sizes of the states that are kept.
-    """
+    """The latest committed states. Threads may share it."""
 
     def __init__(self, max_bytes: int = MAX_CACHED) -> None:
         self._max_bytes = max_bytes

@@ -15,13 +15,7 @@ Row = tuple[Any, ...]
 
 
 class Sql:
-    """A statement with named parameters, written `:name`, or with parameters by position, written `?`.
-
-    Args:
-        text: the statement.
-        lock: whether PostgreSQL locks the selected rows until the end of the transaction. SQLite's writers
-            run one after another.
-    """
+    """A statement with named parameters, written `:name`, or with parameters by position, written `?`."""
 
     def __init__(self, text: str, *, lock: bool = False) -> None:
         self.sqlite = text
@@ -53,17 +47,6 @@ class Transaction:
     """Executes statements in a transaction.
 
     Several operations may share a transaction, so a job that they change is written once, before the commit.
-
-    Args:
-        executor: the database.
-        connection: a connection of its driver.
-        cache: the committed states of jobs.
-
-    Attributes:
-        jobs: the jobs that this transaction has locked, with their state in it.
-        changed: the ids of those that it has changed.
-        activated: the ids of those whose active generation it has changed or ended.
-        deleted: the ids of jobs that it has deleted.
     """
 
     def __init__(self, executor: Executor, connection: DriverConnection, cache: JobCache) -> None:

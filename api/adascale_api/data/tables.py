@@ -148,12 +148,7 @@ OF_A_JOB = ("reports", "step_times", "generations", "logs", "heartbeats", "decis
 
 
 def migration_statements(version: int, *, double: str) -> list[str]:
-    """Return the statements that change the tables of an earlier version to those of `SCHEMA_VERSION`.
-
-    Args:
-        version: the earlier version, from which `MIGRATIONS` has a way.
-        double: the type of a floating-point number of 64 bits.
-    """
+    """Return the statements that change the tables of an earlier version to those of `SCHEMA_VERSION`."""
     return [
         *(
             statement.format(double=double)
@@ -165,14 +160,7 @@ def migration_statements(version: int, *, double: str) -> list[str]:
 
 
 def create_statements(*, key: str, double: str, binary: str, suffixes: dict[str, str]) -> list[str]:
-    """Return the statements that create the tables.
-
-    Args:
-        key: the type of a generated key.
-        double: the type of a floating-point number of 64 bits.
-        binary: the type of bytes.
-        suffixes: options of tables, by their name.
-    """
+    """Return the statements that create the tables."""
     statements = []
     for name, columns in TABLES.items():
         # `format` would take a brace in a comment for a field, so the tables have none.

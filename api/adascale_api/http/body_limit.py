@@ -25,12 +25,7 @@ def limited_body(scope: Scope, connections: ConnectionLimits) -> Iterator["Limit
 
 
 class LimitedBody:
-    """The body of a request.
-
-    Args:
-        scope: the request.
-        connections: counts the bodies of all requests.
-    """
+    """The body of a request."""
 
     def __init__(self, scope: Scope, connections: ConnectionLimits) -> None:
         self._scope = scope
@@ -68,12 +63,7 @@ class LimitedBody:
 
 
 class BodyLimit:
-    """ASGI middleware that limits bodies.
-
-    Args:
-        app: the application.
-        connections: counts the bodies of all requests.
-    """
+    """ASGI middleware that limits bodies."""
 
     def __init__(self, app: ASGIApp, connections: ConnectionLimits) -> None:
         self._app = app

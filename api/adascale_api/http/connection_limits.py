@@ -56,14 +56,6 @@ class ConnectionLimits:
     incomplete longest, or else that which has sent or received nothing for longest. So one client can't take
     the connections of others. If heads and unread answers have too many bytes, the oldest of the kind that
     has more is closed.
-
-    Args:
-        max_connections: connections for which there is memory; one whose request waits for an answer counts
-            one and a half times.
-        max_open: connections that may be open; None for no other limit.
-        request_timeout: seconds from the first byte of a request, or from the connection, to the last byte of
-            its body.
-        clock: returns seconds from an arbitrary start.
     """
 
     def __init__(
@@ -107,12 +99,7 @@ class ConnectionLimits:
         self._clients.add(connection, is_incomplete=True)
 
     def request_complete(self, connection: Connection, *, waits: bool) -> None:
-        """End the time of a request.
-
-        Args:
-            connection: the connection of the request.
-            waits: whether it waits for its answer; it may have been answered before its end.
-        """
+        """End the time of a request."""
         self._incomplete.pop(connection, None)
         self._clients.add(connection, is_incomplete=False)
         if waits:
@@ -126,11 +113,7 @@ class ConnectionLimits:
             self._clients.add(connection, is_incomplete=False)
 
     def head_grows(self, size: int) -> None:
-        """Count bytes of a head, and close connections if there are too many bytes.
-
-        Args:
-            size: how many; negative if they are no longer kept.
-        """
+        """Count bytes of a head, and close connections if there are too many bytes."""
         self._heads += size
         if size > 0:
             self._make_room(Data.HEADS)
@@ -144,11 +127,7 @@ class ConnectionLimits:
         self._large_heads.pop(connection, None)
 
     def body_grows(self, size: int) -> bool:
-        """Count bytes of a body, and return whether there is room for them.
-
-        Args:
-            size: how many; negative if they are no longer kept.
-        """
+        """Count bytes of a body, and return whether there is room for them."""
         self._bodies += size
         return size <= 0 or self._make_room(Data.BODIES)
 

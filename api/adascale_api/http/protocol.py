@@ -122,11 +122,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return cycle is not None and not cycle.response_complete
 
     def on_message_begin(self) -> None:
-        """Start the time of the request.
-
-        Raises:
-            PipelineError: the request before has no answer yet. Each that waits would take memory.
-        """
+        """Start the time of the request."""
         if self._has_unanswered_request:
             self.send_400_response("Wait for the answer to a request before sending the next one.")
             raise PipelineError

@@ -35,11 +35,7 @@ class JsonBody(Generic[M]):
         self.model = model
 
     async def __call__(self, request: Request) -> M:
-        """Return the body.
-
-        Raises:
-            NotJsonError, BodyTooLargeError, InvalidInputError: the body is not valid.
-        """
+        """Return the body."""
         return self.parse(await _read(request))
 
     def parse(self, text: bytes) -> M:
@@ -94,11 +90,7 @@ async def _read(request: Request) -> bytes:
 
 
 def require_json(content_type: str) -> None:
-    """Refuse another content type.
-
-    Raises:
-        NotJsonError: it is not JSON.
-    """
+    """Refuse another content type."""
     if content_type == "application/json":
         return
     media_type = content_type.partition(";")[0].strip().lower()
@@ -115,10 +107,6 @@ def _check_size(text: bytes, expected: str) -> None:
     """Refuse a list of too many elements, and objects of too many fields.
 
     An error of pydantic takes more than a kilobyte, and a body may have a field per seven bytes.
-
-    Args:
-        text: the body.
-        expected: what is allowed, for the error.
     """
     if len(text) <= LARGE_BODY:
         return

@@ -48,15 +48,7 @@ class CertificateFileError(AdaScaleError):
 
 
 class ServerCertificate:
-    """The certificate of the server in files, which may be renewed while it runs.
-
-    Args:
-        certificate: the file with the certificate in PEM, followed by those of intermediate authorities.
-        key: the file with its key in PEM.
-
-    Raises:
-        CertificateFileError: they can't be used.
-    """
+    """The certificate of the server in files, which may be renewed while it runs."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self._files = certificate, key
@@ -178,12 +170,6 @@ class TlsListener:
     """Accepts connections with TLS, and without.
 
     It has the methods of `asyncio.Server` that uvicorn calls.
-
-    Args:
-        listener: the listening socket.
-        certificate: of the server.
-        limits: count the connections.
-        create_protocol: makes the protocol of a connection.
     """
 
     def __init__(
@@ -283,12 +269,7 @@ class TlsListener:
 
 
 class RequireTls:
-    """Answers requests without TLS with an error, and passes all others on.
-
-    Args:
-        app: the application.
-        refusal: the answer to a request without TLS.
-    """
+    """Answers requests without TLS with an error, and passes all others on."""
 
     def __init__(self, app: ASGIApp, refusal: ASGIApp) -> None:
         self._app = app

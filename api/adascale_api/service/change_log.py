@@ -30,11 +30,7 @@ class CursorExpiredError(RequestError):
 
 
 class ChangeLog:
-    """The jobs that have changed, in the order of their last change.
-
-    Args:
-        max_entries: the number of jobs that are kept.
-    """
+    """The jobs that have changed, in the order of their last change."""
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self._max_entries = max_entries
@@ -78,9 +74,6 @@ class ChangeLog:
         """Return at most `limit` jobs that have changed since a cursor, the first to change first.
 
         Each has the cursor after its change. The state of a job has to be read after this call.
-
-        Raises:
-            CursorExpiredError: the log does not have all changes since then.
         """
         after = self._position(cursor)
         # From the end: most clients ask for the latest few of many changes.
@@ -88,16 +81,7 @@ class ChangeLog:
         return [(job_id, self._cursor(number)) for job_id, number in islice(reversed(found), limit)]
 
     async def wait(self, cursor: str, seconds: float, closed: Closed = None) -> None:
-        """Wait until there is a change after a cursor, or the cursor expires, or for `seconds`.
-
-        Args:
-            cursor: the cursor.
-            seconds: how long to wait at most.
-            closed: is done once the client has left, which ends the wait.
-
-        Raises:
-            CursorExpiredError: as for `since`.
-        """
+        """Wait until there is a change after a cursor, or the cursor expires, or for `seconds`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while self._position(cursor) == self._last and not self._closed:

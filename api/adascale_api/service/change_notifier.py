@@ -44,11 +44,7 @@ async def wait_for(change: asyncio.Future[None], closed: Closed, seconds: float)
 
 
 class WaitLimit:
-    """The requests without a token that wait.
-
-    Args:
-        limit: how many may wait at the same time.
-    """
+    """The requests without a token that wait."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -56,14 +52,7 @@ class WaitLimit:
 
     @contextmanager
     def one(self, *, counts: bool) -> Iterator[None]:
-        """Count a request while it waits.
-
-        Args:
-            counts: whether it is one that is limited.
-
-        Raises:
-            UnavailableError: too many wait already.
-        """
+        """Count a request while it waits."""
         if not counts:
             yield
             return
@@ -111,15 +100,7 @@ class ChangeNotifier:
         read: Callable[[], Awaitable[V]],
         closed: Closed = None,
     ) -> V:
-        """Return the result of `read` once its version is not `version`, or after `seconds`.
-
-        Args:
-            job_id: the job.
-            version: the version that the client has.
-            seconds: how long to wait at most.
-            read: returns the state of the job.
-            closed: is done once the client has left, which ends the wait.
-        """
+        """Return the result of `read` once its version is not `version`, or after `seconds`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while True:

@@ -6,11 +6,7 @@ from adascale_api.errors import UnavailableError
 
 
 class Follower:
-    """A client that follows a stream.
-
-    Args:
-        address: the address of the client.
-    """
+    """A client that follows a stream."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -23,9 +19,6 @@ class Followers:
 
     When all places are taken, a client of another address gets the place of the address that has most, its
     oldest. So one address can't keep out the others.
-
-    Args:
-        limit: how many may follow.
     """
 
     def __init__(self, limit: int) -> None:
@@ -36,11 +29,7 @@ class Followers:
         return len(self._followers)
 
     def add(self, address: str) -> Follower:
-        """Give a client a place.
-
-        Raises:
-            UnavailableError: all places are taken, and no address has more than it would have.
-        """
+        """Give a client a place."""
         if len(self._followers) >= self._limit:
             self._end_one(address)
         follower = Follower(address)

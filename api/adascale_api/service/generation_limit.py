@@ -21,14 +21,6 @@ def require_reachable(message: Registration | GainReport, job: Job | None, now: 
 
     That is one above the desired generation by more than `LOST_GENERATIONS` and one per second since the job
     was created, or above one per second since `EPOCH`.
-
-    Args:
-        message: what a worker sends.
-        job: the job; None if it does not exist yet.
-        now: the time, in seconds since 1970.
-
-    Raises:
-        InvalidInputError: a field names such a generation.
     """
     known, age = 0, 0.0
     if job is not None:

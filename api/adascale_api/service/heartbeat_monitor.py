@@ -30,31 +30,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Heartbeat:
-    """The last heartbeat of an agent.
-
-    Args:
-        instance: the agent.
-        received_at: by the monitor's clock.
-        registration: what it registered, without the log; None before the first registration since the start.
-        log: a digest of the log of this registration.
-        version: the version of the job for which the registration is known to change nothing.
-    """
+    """The last heartbeat of an agent."""
 
     instance: str
     received_at: float
+    # what it registered, without the log; None before the first registration since the start
     registration: Registration | None = None
-    log: int = 0
-    version: int = -1
+    log: int = 0  # a digest of the log of this registration
+    version: int = -1  # the version of the job for which the registration is known to change nothing
 
 
 class HeartbeatMonitor:
-    """The heartbeats of the replicas of all jobs.
-
-    Args:
-        database: stores the jobs.
-        clock: returns seconds from an arbitrary start.
-        wall_clock: returns the time, in seconds since 1970.
-    """
+    """The heartbeats of the replicas of all jobs."""
 
     def __init__(
         self,

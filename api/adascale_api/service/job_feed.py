@@ -40,11 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobFeed:
-    """The summaries of all jobs, for any number of clients.
-
-    Args:
-        read: returns the summary of each job, by its id.
-    """
+    """The summaries of all jobs, for any number of clients."""
 
     def __init__(self, read: Callable[[], Awaitable[Mapping[str, JobSummary]]]) -> None:
         self._read = read
@@ -61,15 +57,7 @@ class JobFeed:
         self._next = asyncio.Event()
 
     def connect(self, address: str, *, is_reader: bool) -> "Subscription":
-        """Return the subscription of a client, which it must end.
-
-        Args:
-            address: the address of the client.
-            is_reader: whether it has a token that may read all jobs.
-
-        Raises:
-            UnavailableError: there are too many clients, or the service stops.
-        """
+        """Return the subscription of a client, which it must end."""
         if self._closed:
             raise UnavailableError("the service is stopping; try again")
         followers = self._readers if is_reader else self._anonymous
@@ -179,13 +167,7 @@ class JobFeed:
 
 
 class Subscription:
-    """A client of the feed, which has its place until `end`.
-
-    Args:
-        feed: the feed.
-        followers: the clients among which it has its place.
-        follower: the client.
-    """
+    """A client of the feed, which has its place until `end`."""
 
     def __init__(self, feed: JobFeed, followers: Followers, follower: Follower) -> None:
         self._feed = feed
@@ -203,11 +185,7 @@ class Subscription:
 
 
 async def read_summaries(database: Database) -> dict[str, JobSummary]:
-    """Return the summaries of the first `MAX_JOBS` jobs of a database, by id.
-
-    Raises:
-        UnavailableError: the database is unavailable.
-    """
+    """Return the summaries of the first `MAX_JOBS` jobs of a database, by id."""
     found: dict[str, JobSummary] = {}
     after: str | None = ""
     while after is not None and len(found) < MAX_JOBS:

@@ -11,11 +11,7 @@ INTERVAL = 60.0
 
 
 class LogLimit(logging.Filter):
-    """Drops the records of a place in the source after `MAX_RECORDS` in `INTERVAL`, and counts them.
-
-    Args:
-        clock: returns seconds from an arbitrary start.
-    """
+    """Drops the records of a place in the source after `MAX_RECORDS` in `INTERVAL`, and counts them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -28,12 +28,7 @@ _GAUGES = (
 
 
 class Metrics:
-    """The counters of this process.
-
-    Args:
-        condition: what is wrong with the database.
-        connections: the server's connections.
-    """
+    """The counters of this process."""
 
     def __init__(self, condition: "Condition", connections: ConnectionLimits) -> None:
         self.registry = CollectorRegistry()

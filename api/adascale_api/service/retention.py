@@ -26,25 +26,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JobRetention:
-    """How long jobs are kept after the last change and the last report, in seconds.
-
-    Args:
-        finished: jobs whose program has finished.
-        unfinished: other jobs, whose agents and controller have gone without deleting them.
-    """
+    """How long jobs are kept after the last change and the last report, in seconds."""
 
     finished: float = 14 * DAY
-    unfinished: float = 90 * DAY
+    unfinished: float = 90 * DAY  # other jobs, whose agents and controller have gone without deleting them
 
 
 class Remover:
-    """Removes jobs and rows in the background, in pieces.
-
-    Args:
-        database: stores the jobs.
-        retention: how long jobs are kept.
-        clock: returns the time, in seconds since 1970.
-    """
+    """Removes jobs and rows in the background, in pieces."""
 
     def __init__(self, database: Database, retention: JobRetention, clock: Callable[[], float]) -> None:
         self._database = database

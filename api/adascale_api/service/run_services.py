@@ -60,11 +60,7 @@ class RunNotFoundError(JobNotFoundError):
 
 
 def read_entries(path: Path) -> list[RunEntry]:
-    """Return the entries of a list of runs.
-
-    Raises:
-        RunListError: it cannot be read.
-    """
+    """Return the entries of a list of runs."""
     try:
         return [RunEntry.from_json(members) for members in json.loads(path.read_text())]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -82,33 +78,16 @@ class _Stored:
 
 @dataclass(eq=False)
 class OpenRun:
-    """A run whose database is open.
-
-    Args:
-        job: the id of its job.
-        service: reads the run.
-        files: identifies the file that is open.
-        users: requests that use it.
-    """
+    """A run whose database is open."""
 
     job: str
     service: Service
-    files: tuple[object, ...]
+    files: tuple[object, ...]  # identifies the file that is open
     users: int = 0
 
 
 class RunServices:
-    """The runs of a list, each with a service that only reads.
-
-    Args:
-        path: the file with the list, which may change.
-        authorizer: checks the tokens of those who read logs; None allows every request.
-        connections: the server's connections.
-        clock: returns the time, in seconds since 1970.
-
-    Raises:
-        RunListError: the list cannot be read.
-    """
+    """The runs of a list, each with a service that only reads."""
 
     def __init__(
         self,
@@ -131,11 +110,7 @@ class RunServices:
         self._opening = asyncio.Lock()
 
     async def summaries(self) -> Mapping[str, JobSummary]:
-        """Return the summary of each run, by its id.
-
-        Raises:
-            UnavailableError: the list of runs cannot be read.
-        """
+        """Return the summary of each run, by its id."""
         await self._read_list()
         entries = self._entries
         self._stored = {run: self._stored[run] for run in entries if run in self._stored}
@@ -143,15 +118,7 @@ class RunServices:
         return {entry.id: _of_run(entry, each) for entry, each in zip(entries.values(), stored, strict=True)}
 
     async def open(self, run: str) -> OpenRun:
-        """Return a run with a service that reads it, which stays open until `release`.
-
-        Args:
-            run: the id of the run; or that of a job, for its newest run.
-
-        Raises:
-            RunNotFoundError: there is no such run.
-            UnavailableError: its database cannot be read now.
-        """
+        """Return a run with a service that reads it, which stays open until `release`."""
         await self._read_list()
         entry = self._find(run)
         async with self._opening:
@@ -258,12 +225,7 @@ class RunServices:
 
 
 def _read(entry: RunEntry, query: Operation[T]) -> T:
-    """Return the result of a query on the database of a run.
-
-    Raises:
-        UnusableDatabaseError: it cannot be opened.
-        UnavailableError: it cannot be read now.
-    """
+    """Return the result of a query on the database of a run."""
     reader = SqliteReader(Path(entry.database))
     try:
         connection = reader.connect(writes=False)

@@ -51,32 +51,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """What the service keeps, and for whom.
-
-    Args:
-        protect_reads: whether reading needs a token.
-        reports: how many reports of a job are kept.
-        jobs: how long jobs are kept.
-        logs: the folder with the output of the replicas, as `replica-<index>.log`; None if it is elsewhere.
-    """
+    """What the service keeps, and for whom."""
 
     protect_reads: bool = False
-    reports: Retention = DEFAULT_REPORTS
+    reports: Retention = DEFAULT_REPORTS  # how many reports of a job are kept
     jobs: JobRetention = DEFAULT_JOBS
+    # the folder with the output of the replicas, as `replica-<index>.log`; None if it is elsewhere
     logs: Path | None = None
 
 
 class Service:
-    """The parts that the routes use.
-
-    Args:
-        database: stores all data.
-        authorizer: checks tokens; None allows every request.
-        settings: what the service keeps, and for whom.
-        connections: the server's connections; None for the defaults.
-        clock: returns the time, in seconds since 1970.
-        monotonic: returns seconds from an arbitrary start.
-    """
+    """The parts that the routes use."""
 
     def __init__(
         self,
@@ -139,11 +124,7 @@ class Service:
             self._loop.call_soon_threadsafe(self.database.stop)
 
     async def find_job(self, job_id: str) -> Job:
-        """Return a job.
-
-        Raises:
-            JobNotFoundError: it does not exist.
-        """
+        """Return a job."""
         cached = self.database.cached(job_id)
         if cached is not None:
             return cached
@@ -154,11 +135,7 @@ class Service:
         return (await self.find_job(job_id)).view
 
     async def require_reachable(self, job_id: str, message: Registration | GainReport) -> None:
-        """Refuse a generation that a job can't have reached.
-
-        Raises:
-            InvalidInputError: the message names such a generation.
-        """
+        """Refuse a generation that a job can't have reached."""
         try:
             job = await self.find_job(job_id)
         except JobNotFoundError:
@@ -168,30 +145,14 @@ class Service:
     async def wait_for_change(
         self, job_id: str, version: int, seconds: float, *, is_reader: bool, closed: Closed
     ) -> Job:
-        """Return a job once its version is not `version`, or after `seconds`; errors as for `find_job`.
-
-        Args:
-            job_id: the job.
-            version: the version that the client has.
-            seconds: how long to wait at most.
-            is_reader: whether the client has a token that may read the job.
-            closed: is done once the client has left, which ends the wait.
-
-        Raises:
-            UnavailableError: too many clients without such a token wait already.
-        """
+        """Return a job once its version is not `version`, or after `seconds`; errors as for `find_job`."""
         with self.anonymous_waits.one(counts=not is_reader and seconds > 0):
             return await self.changes.wait_for_change(
                 job_id, version, seconds, partial(self.find_job, job_id), closed
             )
 
     async def register(self, job_id: str, registration: Registration) -> Job:
-        """Store the registration of a replica, which is also its heartbeat, and return the job.
-
-        Raises:
-            InvalidInputError: it names a generation that the job can't have reached.
-            RefusedReplicaError: members with state have another version of the package.
-        """
+        """Store the registration of a replica, which is also its heartbeat, and return the job."""
         # At first, as the database may be unavailable.
         self.heartbeats.receive(job_id, registration)
         await self.require_reachable(job_id, registration)

@@ -282,11 +282,7 @@ def _submissions(
 
 
 def _require_room(submissions: Sequence[Submission], settings: Settings, policy: PolicyName) -> None:
-    """Check that each job fits when it is alone.
-
-    Raises:
-        ProfileError: a job does not fit.
-    """
+    """Check that each job fits when it is alone."""
     is_fixed = policy in FIXED_SIZE
     needed = {each.name: each.replicas if is_fixed else each.application.min_replicas for each in submissions}
     largest = max(needed, key=lambda name: needed[name])

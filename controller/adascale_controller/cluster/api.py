@@ -25,17 +25,13 @@ CALL_TIMEOUT = 15.0
 
 @dataclass(frozen=True)
 class ClusterTarget:
-    """The cluster and the namespace that a command is for, as kubectl's options of these names select them.
-
-    Args:
-        context: the context of the kubeconfig; None for its current context.
-        namespace: the namespace; None for that of the context.
-        kubeconfig: the file; None for those in KUBECONFIG, or else ~/.kube/config.
+    """The cluster and the namespace that a command is for, as kubectl's options of these names
+    select them.
     """
 
-    context: str | None = None
-    namespace: str | None = None
-    kubeconfig: Path | None = None
+    context: str | None = None  # the context of the kubeconfig; None for its current context
+    namespace: str | None = None  # the namespace; None for that of the context
+    kubeconfig: Path | None = None  # the file; None for those in KUBECONFIG, or else ~/.kube/config
 
 
 class Api(Protocol):

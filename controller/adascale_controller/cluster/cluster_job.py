@@ -29,11 +29,7 @@ _WITHOUT_REPLICAS = {JobStateName.SUSPENDED, JobStateName.COMPLETE, JobStateName
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A job of a cluster.
-
-    Args:
-        raw: the object.
-    """
+    """A job of a cluster."""
 
     raw: ApiObject
 
@@ -170,12 +166,7 @@ class ClusterJob:
         )
 
     def details(self, view: JobView | None, context: str) -> JobDetails:
-        """Return what `adascale status` shows in addition.
-
-        Args:
-            view: the metrics service's view of it; None if it cannot be read.
-            context: the context of the kubeconfig.
-        """
+        """Return what `adascale status` shows in addition."""
         condition = self.condition
         explained = condition is not None and condition.message and not self.reason
         return JobDetails(

@@ -53,12 +53,7 @@ class AmbiguousNamespaceError(AdaScaleError):
 
 
 class ClusterJobs:
-    """The jobs of a cluster.
-
-    Args:
-        api: the API server.
-        namespace_option: the namespace that the user has given as an option; None if none.
-    """
+    """The jobs of a cluster."""
 
     def __init__(self, api: Api, namespace_option: str | None = None) -> None:
         self._api = api
@@ -71,13 +66,7 @@ class ClusterJobs:
         return self._read(None if all_namespaces else self._api.namespace)
 
     def find(self, name: str) -> ClusterJob:
-        """Return the job `name`, which is `<namespace>.<name>`, or a bare name.
-
-        Raises:
-            InvalidJobIdError: the name is not valid.
-            AmbiguousNamespaceError: it names another namespace than the option.
-            NoSuchJobError: the cluster has no such job.
-        """
+        """Return the job `name`, which is `<namespace>.<name>`, or a bare name."""
         namespace, bare = self.identity(name)
         try:
             return ClusterJob(self._api.call("GET", job_path(namespace, bare)))
@@ -100,23 +89,14 @@ class ClusterJobs:
     # -- writing --------------------------------------------------------------------------------------------
 
     def apply(self, document: ApiObject, *, force: bool) -> ClusterJob:
-        """Create a job, or change its spec to that of a job file.
-
-        Args:
-            document: the content of the file, with the namespace.
-            force: whether fields are changed that another program or person has set.
-        """
+        """Create a job, or change its spec to that of a job file."""
         metadata = document["metadata"]
         query = [("fieldManager", FIELD_MANAGER), ("force", "true" if force else "false")]
         path = job_path(metadata["namespace"], metadata["name"])
         return ClusterJob(self._api.call("PATCH", path, query, document, APPLY_PATCH))
 
     def resume(self, job: ClusterJob) -> ClusterJob:
-        """Let a job run that was stopped. Its `replicaLimit` is removed if it is 0.
-
-        Raises:
-            EndedError: it has ended.
-        """
+        """Let a job run that was stopped. Its `replicaLimit` is removed if it is 0."""
         _require_not_ended(job)
         spec: dict[str, Any] = {}
         if job.spec.get("suspend"):
@@ -126,11 +106,7 @@ class ClusterJobs:
         return self._patch(job, spec) if spec else job
 
     def scale(self, job: ClusterJob, replicas: int) -> int:
-        """Set the most replicas of a job. Returns those that it may use, at most its `maxReplicas`.
-
-        Raises:
-            EndedError: it has ended.
-        """
+        """Set the most replicas of a job. Returns those that it may use, at most its `maxReplicas`."""
         _require_not_ended(job)
         path, query = f"{job_path(job.namespace, job.name)}/scale", [("fieldManager", FIELD_MANAGER)]
         # The same right as for `kubectl scale`.
@@ -138,23 +114,14 @@ class ClusterJobs:
         return min(replicas, int(job.spec.get("maxReplicas") or replicas))
 
     def suspend(self, job: ClusterJob) -> ClusterJob:
-        """Request a job to save its state and to stop.
-
-        Raises:
-            EndedError: it has ended.
-        """
+        """Request a job to save its state and to stop."""
         _require_not_ended(job)
         return self._patch(job, {"suspend": True})
 
     def wait_until_stopped(
         self, job: ClusterJob, timeout: float, sleep: Callable[[float], None] = time.sleep
     ) -> ClusterJob:
-        """Wait until the replicas of a job have saved its state and have stopped, or it has ended.
-
-        Raises:
-            StopTimeoutError: they have not, within `timeout` seconds.
-            NoSuchJobError: it was deleted.
-        """
+        """Wait until the replicas of a job have saved its state and have stopped, or it has ended."""
         deadline = time.monotonic() + timeout
         while True:
             now = self.find(job.id)
@@ -173,11 +140,7 @@ class ClusterJobs:
             sleep(INTERVAL)
 
     def delete(self, job: ClusterJob) -> None:
-        """Delete a job and what belongs to it.
-
-        Raises:
-            StillRunningError: it runs.
-        """
+        """Delete a job and what belongs to it."""
         if job.runs and not job.is_stopped:
             raise StillRunningError(
                 f"job {job.name} in namespace {job.namespace} is {job.state.lower()}: stop it first, with "

@@ -33,15 +33,7 @@ FAILED = 1
 
 
 class JobFollower:
-    """Shows the Events, the state and the reports of a job until it ends.
-
-    Args:
-        api: the API server.
-        jobs: the jobs of the cluster.
-        client: the client of the metrics service.
-        display: shows them to the user.
-        sleep: waits for a number of seconds.
-    """
+    """Shows the Events, the state and the reports of a job until it ends."""
 
     def __init__(
         self,

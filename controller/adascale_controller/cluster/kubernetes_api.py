@@ -52,13 +52,7 @@ _FORBIDDEN = re.compile(
 
 
 class KubernetesApi:
-    """The API server of a kubeconfig, with the rights of its user. Threads may share it.
-
-    Args:
-        api: the client.
-        context: the context of the kubeconfig; empty inside a pod.
-        namespace: the namespace of jobs that are named without one.
-    """
+    """The API server of a kubeconfig, with the rights of its user. Threads may share it."""
 
     def __init__(self, api: client.ApiClient, context: str, namespace: str) -> None:
         self._api = api
@@ -204,11 +198,7 @@ class KubernetesApi:
 
 @contextmanager
 def connect(target: ClusterTarget) -> Iterator[KubernetesApi]:
-    """Yield the API server that `target` selects.
-
-    Raises:
-        NoClusterError: there is no kubeconfig, or no such context, or it cannot be used.
-    """
+    """Yield the API server that `target` selects."""
     settings = client.Configuration()
     try:
         context, namespace = _load(target, settings)

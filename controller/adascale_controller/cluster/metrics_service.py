@@ -28,12 +28,7 @@ _PLAIN_ANSWER = "first record does not look like a TLS handshake"
 
 
 class ProxyTransport:
-    """Sends the reads of a `MetricsServiceClient` through the API server.
-
-    Args:
-        api: the API server.
-        namespace: the namespace of the metrics service.
-    """
+    """Sends the reads of a `MetricsServiceClient` through the API server."""
 
     def __init__(self, api: Api, namespace: str) -> None:
         self._api = api
@@ -47,13 +42,7 @@ class ProxyTransport:
         return f"service {names.API_SERVICE} in namespace {self._namespace}"
 
     def request(self, method: str, path: str, body: object = None, *, wait: float = 0.0) -> Any:
-        """As `Transport.request`.
-
-        Raises:
-            ServiceUnreachableError: the API server or the service does not answer.
-            ServiceRefusedError: the service answers with an error status.
-            ClusterError: the API server refuses the request.
-        """
+        """As `Transport.request`."""
         if method != "GET" or body is not None:
             raise ValueError(f"only reads go through the API server, not {method}")
         try:

@@ -34,11 +34,7 @@ class NoLogError(AdaScaleError):
 
 @dataclass(frozen=True)
 class ReplicaPod:
-    """A pod of a job.
-
-    Args:
-        raw: the object.
-    """
+    """A pod of a job."""
 
     raw: ApiObject
 
@@ -81,15 +77,7 @@ class ReplicaPod:
 
 
 class PodLogs:
-    """The output of the replicas of a job.
-
-    Args:
-        api: the API server.
-        namespace, name: the job.
-        output: where it is printed.
-        replica: the replica; None for all, each line with the index of its replica in front.
-        tail: the most lines of each pod to print of what there is already; None for all.
-    """
+    """The output of the replicas of a job."""
 
     def __init__(
         self, api: Api, namespace: str, name: str, output: TextIO, replica: int | None, tail: int | None
@@ -109,11 +97,7 @@ class PodLogs:
         return sorted(pods, key=lambda pod: (pod.created, pod.replica))
 
     def print_present(self) -> None:
-        """Print what there is, by time.
-
-        Raises:
-            NoLogError: there are no pods with output.
-        """
+        """Print what there is, by time."""
         pods = self._chosen(self.pods())
         with ExitStack() as stack:
             opened = []
@@ -132,9 +116,6 @@ class PodLogs:
         """Print what there is, and what the replicas print, until the job has ended or has stopped.
 
         Pods that are created later are followed too.
-
-        Args:
-            find_job: returns the job; raises `NoSuchJobError` if it was deleted.
         """
         lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_MAX_QUEUED)
         streams: dict[str, _Stream] = {}

@@ -15,15 +15,7 @@ _NOT_IN_NAMES = re.compile(r"[/%\s]")
 
 
 def advice(user: str, verb: str, resource: str, group: str, namespace: str | None) -> str:
-    """Return a message about a missing right, with the command that gives it.
-
-    Args:
-        user: who lacks it.
-        verb: such as `get`.
-        resource: such as `adascalejobs/scale`.
-        group: the API group of the resource; empty for the core group.
-        namespace: where; None for all namespaces.
-    """
+    """Return a message about a missing right, with the command that gives it."""
     what = f"{resource}.{group}" if group else resource
     where = f"in namespace {namespace}" if namespace else "in all namespaces"
     return (

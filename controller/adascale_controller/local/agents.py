@@ -19,29 +19,15 @@ STOP_TIMEOUT = 20.0
 
 @dataclass(frozen=True)
 class AgentExit:
-    """The exit of an agent.
+    """The exit of an agent."""
 
-    Args:
-        rank: the index of its replica.
-        code: its exit code; negative for a signal.
-        requested: whether it was requested to stop.
-    """
-
-    rank: int
-    code: int
-    requested: bool
+    rank: int  # the index of its replica
+    code: int  # its exit code; negative for a signal
+    requested: bool  # whether it was requested to stop
 
 
 class Agents:
-    """Starts and stops agents.
-
-    Args:
-        command: the program that their trainers run.
-        environ: the environment variables for the metrics service and the job.
-        devices: one GPU for each process of each replica; empty to train on the CPU.
-        folder: the state folder.
-        lock: the descriptor of the folder's lock, which the agents inherit.
-    """
+    """Starts and stops agents."""
 
     def __init__(
         self,
@@ -98,15 +84,7 @@ class Agents:
         return tail(self._folder.replica_log(rank), lines)
 
     def stop_all(self, kill_now: Callable[[], bool], while_waiting: Callable[[], None]) -> list[AgentExit]:
-        """Request all agents to save and exit, and wait for it.
-
-        Args:
-            kill_now: whether to kill them without more waiting.
-            while_waiting: called repeatedly during the wait.
-
-        Returns:
-            The exits of the agents that had to be killed.
-        """
+        """Request all agents to save and exit, and wait for it."""
         for rank in self.ranks:
             self.request_stop(rank)
         deadline = time.monotonic() + STOP_TIMEOUT

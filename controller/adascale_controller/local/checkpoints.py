@@ -18,12 +18,7 @@ class CheckpointStorageError(AdaScaleError):
 
 
 def location(recorded: str | None, default: Path) -> Path | str:
-    """Return the folder or the URL of checkpoints.
-
-    Args:
-        recorded: a path or a URL; None for `default`.
-        default: the folder in the state folder.
-    """
+    """Return the folder or the URL of checkpoints."""
     if recorded is None:
         return default
     return recorded if "://" in recorded else Path(recorded)
@@ -33,9 +28,6 @@ def newest_manifest(checkpoints: Path | str) -> Manifest | None:
     """Return the manifest of the newest checkpoint in a folder or at a URL; None if there is no checkpoint.
 
     A manifest that cannot be read is skipped: the trainer reports damaged checkpoints.
-
-    Raises:
-        CheckpointStorageError: the storage cannot be read.
     """
     files = _open(checkpoints)
     with _errors(files):
@@ -48,11 +40,7 @@ def newest_manifest(checkpoints: Path | str) -> Manifest | None:
 
 
 def delete_checkpoints(checkpoints: Path | str) -> None:
-    """Delete the files of checkpoints, and no files of others.
-
-    Raises:
-        CheckpointStorageError: the storage cannot be changed.
-    """
+    """Delete the files of checkpoints, and no files of others."""
     files = _open(checkpoints)
     with _errors(files):
         for name in files.names():

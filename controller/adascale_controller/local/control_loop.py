@@ -40,20 +40,7 @@ DEADLINE_SETTLED = 30.0
 
 
 class ControlLoop:
-    """Runs a job until it ends or the user stops it.
-
-    Args:
-        job: the job.
-        service: supervises the metrics service.
-        client: calls the metrics service.
-        replicas: the replicas.
-        replica_limit: the most replicas at once.
-        until: the progress at which the user wants the job to stop; None for the job's own end.
-        display: shows status and messages to the user.
-        signals: the user's requests to stop.
-        scale_requests: the user's requests for another `replica_limit`.
-        saved_generation: the generation of the newest checkpoint; 0 without one.
-    """
+    """Runs a job until it ends or the user stops it."""
 
     def __init__(
         self,
@@ -92,9 +79,6 @@ class ControlLoop:
         """Declare the job to the metrics service and request its first allocation.
 
         Others may request allocations too, so it is requested again if another came before it.
-
-        Raises:
-            ServiceError: the service does not answer, or refuses.
         """
         self._limit = self._scale_requests.apply(self._limit)
         self._client.declare_job(self._job.id, self._job.spec)
@@ -114,11 +98,7 @@ class ControlLoop:
                 return
 
     def _request_first(self, view: JobView) -> None:
-        """Request the first allocation of this run.
-
-        Raises:
-            ServiceError: as of `start`; status 409 if another was requested since `view` was read.
-        """
+        """Request the first allocation of this run."""
         total, now = self._total(view), time.monotonic()
         self._measurements.add_reported(view)
         decision = decide([self._state(view, now)], self._limit.replicas, now)[self._job.id]
@@ -132,11 +112,7 @@ class ControlLoop:
         self._display.update(RunStatus(f"starting {plural(decision.replicas, 'replica')}", total=total))
 
     def run(self) -> RunResult:
-        """Iterate until the run ends.
-
-        Raises:
-            ServiceProcessError: the metrics service exits too often, or does not start.
-        """
+        """Iterate until the run ends."""
         while True:
             result = self._iterate(time.monotonic())
             if result is not None:

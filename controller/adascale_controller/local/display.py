@@ -26,21 +26,13 @@ PLAIN_INTERVAL = 10.0
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The status of a job.
+    """The status of a job."""
 
-    Args:
-        activity: what it does besides training, in a word or two; may be empty.
-        progress: its progress, in steps at `batch_size`.
-        total: the progress at which it ends; None if unbounded.
-        report: the last report of the active generation; None before the first.
-        seconds_left: the predicted seconds until its end; None if unknown.
-    """
-
-    activity: str
-    progress: float = 0.0
-    total: float | None = None
-    report: GainReport | None = None
-    seconds_left: float | None = None
+    activity: str  # what it does besides training, in a word or two; may be empty
+    progress: float = 0.0  # its progress, in steps at `batch_size`
+    total: float | None = None  # the progress at which it ends; None if unbounded
+    report: GainReport | None = None  # the last report of the active generation; None before the first
+    seconds_left: float | None = None  # the predicted seconds until its end; None if unknown
 
 
 class Display(Protocol):

@@ -18,13 +18,7 @@ LOSS_TIMEOUT = 1.0
 
 
 class EventMessages:
-    """Compares successive views of a job and prints a message for each event.
-
-    Args:
-        replicas: the replicas of the run.
-        display: shows the messages to the user.
-        now: seconds on a monotonic clock.
-    """
+    """Compares successive views of a job and prints a message for each event."""
 
     def __init__(self, replicas: Replicas, display: Display, now: float) -> None:
         self._replicas = replicas
@@ -81,12 +75,7 @@ class EventMessages:
             self._display.message(capitalized(str(replacement)), "yellow")
 
     def report_generation(self, first: GainReport, downtime: float | None) -> None:
-        """Report a new generation.
-
-        Args:
-            first: its first report.
-            downtime: seconds from the last step before it to its first step; None if not measured.
-        """
+        """Report a new generation."""
         batch = f"local batch {local_batch(first.local_bsz, first.accumulation)}"
         after = "" if downtime is None else f", downtime {duration(downtime)}"
         self._display.message(

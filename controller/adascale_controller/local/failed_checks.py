@@ -23,21 +23,13 @@ _IN_GENERATION = frozenset({ReplicaState.RUNNING, ReplicaState.HOLDING})
 
 @dataclass(frozen=True)
 class FailedCheck:
-    """Counts that are given up, because a replica has failed its check.
+    """Counts that are given up, because a replica has failed its check."""
 
-    Args:
-        replica: its index.
-        failures: how often it has failed in a row.
-        limit: the largest count that may be used.
-        pause: seconds until larger ones may be.
-        until: when that is, on a monotonic clock.
-    """
-
-    replica: int
-    failures: int
-    limit: int
-    pause: float
-    until: float
+    replica: int  # its index
+    failures: int  # how often it has failed in a row
+    limit: int  # the largest count that may be used
+    pause: float  # seconds until larger ones may be
+    until: float  # when that is, on a monotonic clock
 
     def __str__(self) -> str:
         return (
@@ -65,13 +57,7 @@ class FailedChecks:
                 self._given_up = None
 
     def fail(self, replica: int, view: JobView, now: float) -> int:
-        """Record that a replica has failed its check, and return how often it has in a row.
-
-        Args:
-            replica: its index.
-            view: the newest view of the job.
-            now: seconds on a monotonic clock.
-        """
+        """Record that a replica has failed its check, and return how often it has in a row."""
         failures = self._failures[replica] = self._failures.get(replica, 0) + 1
         limit = _largest_count_without(replica, view)
         given_up = self.given_up(now)

@@ -26,46 +26,27 @@ class Range:
 
 @dataclass(frozen=True)
 class GenerationSummary:
-    """A generation.
-
-    Args:
-        generation: its number.
-        replicas: its replica count.
-        local_bsz: samples in a micro-batch of one replica.
-        accumulation: micro-batches of one replica in a step.
-        scale: batch size divided by `batch_size`.
-        gain: mean gain of a step.
-        efficiency: mean of gain divided by scale.
-        steps: its optimizer steps.
-        repeated: those of its steps that the previous generation had made and lost.
-        seconds: from the start of its first step to the end of its last.
-        downtime: seconds from the last step of the previous generation to its first step; None for the first
-            generation of a job or a run.
-    """
+    """A generation."""
 
     generation: int
     replicas: int
-    local_bsz: Range
-    accumulation: Range
+    local_bsz: Range  # samples in a micro-batch of one replica
+    accumulation: Range  # micro-batches of one replica in a step
     scale: Range
     gain: float
-    efficiency: float
+    efficiency: float  # mean of gain divided by scale
     steps: int
-    repeated: int
-    seconds: float
+    repeated: int  # those of its steps that the previous generation had made and lost
+    seconds: float  # from the start of its first step to the end of its last
+    # seconds from the last step of the previous generation to its first step; None for the first
+    # generation of a job or a run
     downtime: float | None
 
 
 def summarize_generations(
     reports: Sequence[GainReport], run_starts: Sequence[float] = ()
 ) -> list[GenerationSummary]:
-    """Return a summary of each generation.
-
-    Args:
-        reports: of a job; they include the first and the last step of each generation.
-        run_starts: the starts of the job's runs, in seconds since 1970. The time between two runs is no
-            downtime.
-    """
+    """Return a summary of each generation."""
     ordered = sorted(reports, key=lambda report: (report.generation, report.step))
     groups = [list(group) for _, group in groupby(ordered, key=lambda report: report.generation)]
     previous: list[list[GainReport] | None] = [None, *groups]

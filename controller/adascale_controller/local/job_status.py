@@ -17,25 +17,16 @@ from adascale_core.views.jobs import JobView
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The status of a job.
-
-    Args:
-        job: the job.
-        process: the process of its run; None if it does not run.
-        url: the address of its metrics service; None if none runs.
-        state: what it does.
-        view: the metrics service's view of it; None if no service answers.
-        checkpoint: its newest checkpoint; None if it has none, or its checkpoints cannot be read.
-        checkpoint_error: why they cannot be read; None if they can.
-    """
+    """The status of a job."""
 
     job: LocalJob
-    process: int | None
-    url: str | None
+    process: int | None  # the process of its run; None if it does not run
+    url: str | None  # the address of its metrics service; None if none runs
     state: JobStateName
-    view: JobView | None
+    view: JobView | None  # the metrics service's view of it; None if no service answers
+    # its newest checkpoint; None if it has none, or its checkpoints cannot be read
     checkpoint: Manifest | None
-    checkpoint_error: str | None = None
+    checkpoint_error: str | None = None  # why they cannot be read; None if they can
 
     @property
     def replicas(self) -> int:
@@ -158,13 +149,7 @@ def _checkpoint(status: JobStatus) -> str:
 
 
 def state_after_run(job: LocalJob, checkpoint: Manifest | None, error: str | None) -> JobStateName:
-    """Return the state of a job that does not run.
-
-    Args:
-        job: the job.
-        checkpoint: its newest checkpoint; None if it has none.
-        error: why its checkpoints cannot be read; None if they can.
-    """
+    """Return the state of a job that does not run."""
     exit_code = job.runs[-1].exit_code
     if error is not None and exit_code == 0:
         # It has finished, or has reached --until.

@@ -26,19 +26,12 @@ class LocalCommandError(AdaScaleError):
 
 @dataclass(frozen=True)
 class LocalCommand:
-    """The program that the trainers run.
-
-    Args:
-        command: the program and its arguments.
-        environ: its environment, without the variables of its replica.
-        cwd: its working directory.
-        ignored: descriptions of the settings of the job that do not apply on this machine.
-    """
+    """The program that the trainers run."""
 
     command: tuple[str, ...]
-    environ: Mapping[str, str]
+    environ: Mapping[str, str]  # its environment, without the variables of its replica
     cwd: Path
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # descriptions of the settings of the job that do not apply on this machine
 
 
 def resolve_command(
@@ -48,15 +41,6 @@ def resolve_command(
 
     `python` is replaced by the interpreter of this process, in which the worker package is installed.
     References to environment variables are expanded as Kubernetes does.
-
-    Args:
-        job: the job; it has a command.
-        checkpoints: the folder of its checkpoints, or their URL.
-        environ: the environment that the program inherits.
-        threads: threads that each replica uses for computations.
-
-    Raises:
-        LocalCommandError: the program does not exist.
     """
     cwd, ignored = _working_dir(job)
     if job.opportunistic is not None:

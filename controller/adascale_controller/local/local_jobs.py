@@ -37,13 +37,7 @@ class NotRunningError(AdaScaleError):
 
 @dataclass(frozen=True)
 class LocalJob:
-    """A job with a state folder.
-
-    Args:
-        id: `<namespace>.<name>`.
-        folder: its state folder.
-        runs: its runs, the latest last.
-    """
+    """A job with a state folder."""
 
     id: str
     folder: StateDir
@@ -71,11 +65,7 @@ class LocalJob:
         return newest_manifest(location(self.runs[-1].checkpoints, self.folder.checkpoints))
 
     def require_process(self) -> int:
-        """Return the process id of the `adascale run` that trains it.
-
-        Raises:
-            NotRunningError: it does not run.
-        """
+        """Return the process id of the `adascale run` that trains it."""
         process = self.process
         if process is None:
             raise NotRunningError(f"job {self.short_id} is not running: start it with `adascale run FILE`")
@@ -83,12 +73,7 @@ class LocalJob:
 
 
 def find_jobs(root: Path | None) -> list[LocalJob]:
-    """Return jobs by id.
-
-    Args:
-        root: a state folder, or a folder of state folders; None for those of all runs of this user on this
-            machine, and those in `.adascale`.
-    """
+    """Return jobs by id."""
     folders = _folders(DEFAULT_ROOT if root is None else root)
     if root is None:
         folders += registered_folders()
@@ -111,10 +96,6 @@ def find_folders_of(root: Path | None, job_id: str) -> list[LocalJob]:
     """Return the state folders of a job.
 
     Without `root`, those in `.adascale` come before all others, and that of a run before those of ended runs.
-
-    Args:
-        root: as for `find_jobs`.
-        job_id: the job.
     """
     roots = [DEFAULT_ROOT, None] if root is None else [root]
     found: list[LocalJob] = []
@@ -125,16 +106,7 @@ def find_folders_of(root: Path | None, job_id: str) -> list[LocalJob]:
 
 
 def find_job(root: Path | None, name: str) -> LocalJob:
-    """Return the job `name`, which is `<namespace>.<name>` or a bare name in the namespace `default`.
-
-    Args:
-        root: as for `find_folders_of`.
-        name: the job.
-
-    Raises:
-        NoSuchJobError: there is no state folder of the job.
-        SeveralFoldersError: there are several.
-    """
+    """Return the job `name`, which is `<namespace>.<name>` or a bare name in the namespace `default`."""
     found = find_folders_of(root, parse_job_id(name))
     if len(found) > 1:
         folders = ", ".join(str(job.folder.path) for job in found[:MAX_NAMED])

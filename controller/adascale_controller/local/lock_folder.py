@@ -20,11 +20,7 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTS
 
 
 def lock_folder(path: Path) -> Path:
-    """Return the folder for files of a state folder that need file locks.
-
-    Args:
-        path: the state folder. If it does not exist or cannot be written, it is returned itself.
-    """
+    """Return the folder for files of a state folder that need file locks."""
     if not path.is_dir():
         return path
     return _lock_folder(path.resolve()) or path

@@ -14,15 +14,7 @@ _BLOCK = 1 << 16
 
 
 def print_log(log: Path, output: TextIO, lines: int | None, follow: bool, runs: Callable[[], bool]) -> None:
-    """Print a log.
-
-    Args:
-        log: the file.
-        output: where it is printed.
-        lines: the most lines to print of what the log contains already; None for all.
-        follow: whether to print also what is added, until the run has ended.
-        runs: whether the run still runs.
-    """
+    """Print a log."""
     with log.open("rb") as file:
         if lines is not None:
             file.seek(_start_of_last_lines(file, lines))

@@ -56,11 +56,6 @@ def visible_gpus(
 
     They are listed by nvidia-smi, because importing torch takes seconds. Containers with compute capability
     only and ROCm lack it, so torch is asked in a child process if there is a device file of a GPU.
-
-    Args:
-        environ: the environment variables.
-        device_files: the folder of device files.
-        probe: the command of the child process; it prints how many GPUs torch can use.
     """
     visible = next((environ[name] for name in VISIBLE_DEVICES if name in environ), None)
     if visible is not None:
@@ -81,12 +76,7 @@ def visible_gpus(
 
 
 def gpu_environment(environ: Mapping[str, str], device: str) -> dict[str, str]:
-    """Return the variables that show GPUs to a process.
-
-    Args:
-        environ: its other variables. One that ROCm reads first must not keep another value.
-        device: a result of `visible_gpus`, or several with commas between them.
-    """
+    """Return the variables that show GPUs to a process."""
     names = [name for name in VISIBLE_DEVICES if name in environ] or ["CUDA_VISIBLE_DEVICES"]
     return dict.fromkeys(names, device)
 

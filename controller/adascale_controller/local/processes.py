@@ -19,16 +19,6 @@ class ChildProcess:
     It has its own session, so a Ctrl-C of the terminal reaches only this process, which stops its children in
     order. If this process dies, the kernel sends the child a SIGTERM. Start children from the main thread:
     the kernel watches the thread that started them.
-
-    Args:
-        command: the program and its arguments.
-        environ: its environment.
-        log: the file that its output is appended to.
-        pass_fds: descriptors that it inherits.
-        cwd: its working directory; None for that of this process.
-
-    Raises:
-        OSError: it cannot be started.
     """
 
     def __init__(

@@ -18,21 +18,7 @@ class StillRunningError(AdaScaleError):
 
 
 def remove_run(job: LocalJob, *, keep_checkpoints: bool) -> str | None:
-    """Delete the state folder of a job, with its checkpoints, and no files of others.
-
-    Args:
-        job: the job.
-        keep_checkpoints: whether its checkpoints stay, as those in a folder or an object store of the job's
-            own do always.
-
-    Returns:
-        where checkpoints are that were not deleted; None if there are none.
-
-    Raises:
-        StillRunningError: it runs.
-        StateDirError: processes of a killed run still use the folder.
-        OSError: a file cannot be deleted.
-    """
+    """Delete the state folder of a job, with its checkpoints, and no files of others."""
     folder = job.folder
     if job.process is not None:
         raise StillRunningError(

@@ -20,15 +20,10 @@ class ReplicaLimitError(AdaScaleError):
 
 @dataclass(frozen=True)
 class ReplicaLimit:
-    """The most replicas that a run may have at once.
-
-    Args:
-        replicas: the most that train.
-        spares: the number of spares beyond them.
-    """
+    """The most replicas that a run may have at once."""
 
     replicas: int
-    spares: int = 0
+    spares: int = 0  # the number of spares beyond them
 
     def __str__(self) -> str:
         """Return both numbers in words."""
@@ -37,16 +32,7 @@ class ReplicaLimit:
 
 
 def replica_limit(job: Job, requested: int | None, devices: Sequence[str]) -> ReplicaLimit:
-    """Return the most replicas at once. Spares take the places of others, but not of the fewest.
-
-    Args:
-        job: the job.
-        requested: the limit that the user set with --replicas, with spares; None for the machine's default.
-        devices: the GPUs of this machine; empty to train on the CPU.
-
-    Raises:
-        ReplicaLimitError: the job needs more replicas, or there are fewer GPUs.
-    """
+    """Return the most replicas at once. Spares take the places of others, but not of the fewest."""
     processes = job.spec.processes_per_replica or 1
     limit = requested or max(default_replica_limit(devices) // processes, 1)
     if devices and limit * processes > len(devices):

@@ -35,28 +35,15 @@ def backoff(failures: int) -> float:
 
 @dataclass(frozen=True)
 class JobFailure:
-    """Why a job is not continued: failures of its program, or restarts without progress.
+    """Why a job is not continued: failures of its program, or restarts without progress."""
 
-    Args:
-        message: describes the last failure, for the user.
-        log: the last lines of the program's output.
-        permanent: whether the program or the job must be changed.
-    """
-
-    message: str
-    log: str
-    permanent: bool = False
+    message: str  # describes the last failure, for the user
+    log: str  # the last lines of the program's output
+    permanent: bool = False  # whether the program or the job must be changed
 
 
 class Replicas:
-    """The replicas of a run.
-
-    Args:
-        agents: their processes.
-        backoff_limit: the failures of the program that are retried.
-        max_restarts_without_progress: the restarts after losses without a step in between.
-        display: shows messages to the user.
-    """
+    """The replicas of a run."""
 
     def __init__(
         self, agents: Agents, backoff_limit: int, max_restarts_without_progress: int, display: Display
@@ -88,11 +75,7 @@ class Replicas:
         return not self.agents.ranks
 
     def limit(self, now: float) -> tuple[int | None, str]:
-        """Return the largest count that may be used, and why; None and an empty text if any may be.
-
-        Args:
-            now: seconds on a monotonic clock.
-        """
+        """Return the largest count that may be used, and why; None and an empty text if any may be."""
         given_up = [
             each for each in (self.failing_counts.given_up, self._failed_checks.given_up(now)) if each
         ]
@@ -100,11 +83,7 @@ class Replicas:
         return (None, "") if lowest is None else (lowest.limit, str(lowest))
 
     def begin(self, view: JobView) -> None:
-        """Begin to count restarts without progress. Restarts of an earlier run do not count.
-
-        Args:
-            view: the view of the job before its first generation in this run.
-        """
+        """Begin to count restarts without progress. Restarts of an earlier run do not count."""
         self._restarts_before = view.restarts_without_progress
 
     def collect_exits(self) -> None:
@@ -116,15 +95,7 @@ class Replicas:
         self._exits += self.agents.collect_exits()
 
     def handle_exits(self, view: JobView, now: float) -> JobFailure | None:
-        """Handle the collected exits: record finished replicas, schedule restarts, count failures.
-
-        Args:
-            view: the newest view of the job.
-            now: seconds on a monotonic clock.
-
-        Returns:
-            the failure of the job, if the program failed too often.
-        """
+        """Handle the collected exits: record finished replicas, schedule restarts, count failures."""
         self.failing_counts.update(view)
         self._failed_checks.update(view)
         exits, self._exits = self._exits, []
@@ -151,12 +122,7 @@ class Replicas:
         return self._lack_of_progress(view)
 
     def start_and_stop(self, view: JobView, now: float) -> None:
-        """Start missing agents, and stop agents that the allocation does not need.
-
-        Args:
-            view: the newest view of the job.
-            now: seconds on a monotonic clock.
-        """
+        """Start missing agents, and stop agents that the allocation does not need."""
         if view.desired is None:
             return
         if view.complete or self._finished:

@@ -17,35 +17,21 @@ MAX_NUMBER = 1e12
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run.
-
-    Args:
-        job: the id of its job.
-        began: when it started, in seconds since 1970.
-        steps: the progress at which the job ends by its spec; None if unset.
-        checkpoints: the folder or URL of the job's checkpoints; None for the folder in the state folder.
-        versions: of the packages that matter for it, by name.
-        exit_code: its exit code; None if it runs or was killed.
-        ended: when it ended, in seconds since 1970; None if it runs or was killed.
-        reason: why it has failed; empty if it has not.
-    """
+    """A run."""
 
     job: str
-    began: float
-    steps: int | None = None
+    began: float  # when it started, in seconds since 1970
+    steps: int | None = None  # the progress at which the job ends by its spec; None if unset
+    # the folder or URL of the job's checkpoints; None for the folder in the state folder
     checkpoints: str | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
-    exit_code: int | None = None
-    ended: float | None = None
-    reason: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the packages that matter for it, by name
+    exit_code: int | None = None  # its exit code; None if it runs or was killed
+    ended: float | None = None  # when it ended, in seconds since 1970; None if it runs or was killed
+    reason: str = ""  # why it has failed; empty if it has not
 
 
 def require_folder_of(folder: StateDir, job: str) -> None:
-    """Check that a state folder has no state of another job than `job`, which is its id.
-
-    Raises:
-        StateDirError: it has.
-    """
+    """Check that a state folder has no state of another job than `job`, which is its id."""
     other = next((run.job for run in read_runs(folder) if run.job != job), None)
     if other is not None:
         raise StateDirError(

@@ -16,12 +16,7 @@ from adascale_core.views.runs import RunEntry, RunView
 
 
 class RunList:
-    """The runs in state folders, written to a file when they change.
-
-    Args:
-        root: a state folder, or a folder of state folders; None for those of all runs of this user.
-        file: is written.
-    """
+    """The runs in state folders, written to a file when they change."""
 
     def __init__(self, root: Path | None, file: Path) -> None:
         self._root = root

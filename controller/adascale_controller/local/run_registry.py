@@ -21,24 +21,14 @@ def registry_file() -> Path:
 
 
 def register(folder: Path) -> None:
-    """Add a state folder.
-
-    Raises:
-        OSError: the file cannot be written.
-        RuntimeError: there is no home folder.
-        ValueError: the path contains a line break.
-    """
+    """Add a state folder."""
     if b"\n" in os.fsencode(folder.absolute()):
         raise ValueError("its path contains a line break")
     _change(add=folder.absolute(), remove=folder.absolute())
 
 
 def deregister(folder: Path) -> None:
-    """Remove a state folder.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Remove a state folder."""
     if registry_file().exists():
         _change(add=None, remove=folder.absolute())
 

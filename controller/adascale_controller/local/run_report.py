@@ -21,13 +21,7 @@ from adascale_core.checkpoint_manifest import Manifest
 
 
 def completed_message(job: Job, until: int | None, checkpoint: Manifest | None) -> str | None:
-    """Return a message if the job needs no more training; None if it does.
-
-    Args:
-        job: the job.
-        until: the progress at which the user wants it to stop; None for the job's own end.
-        checkpoint: the newest checkpoint; None if there is none.
-    """
+    """Return a message if the job needs no more training; None if it does."""
     if checkpoint is None:
         return None
     steps = job.spec.steps
@@ -83,16 +77,7 @@ def print_summary(
     progress: float | None,
     seconds: float,
 ) -> None:
-    """Print a table of the generations, and the result of the job.
-
-    Args:
-        display: shows it to the user.
-        result: why the run ends.
-        generations: of the job.
-        checkpoint: the newest checkpoint; None if there is none.
-        progress: the progress in the last report; None if there is none.
-        seconds: the duration of the run.
-    """
+    """Print a table of the generations, and the result of the job."""
     if generations:
         display.print(Text())
         display.print(generations_table(generations))

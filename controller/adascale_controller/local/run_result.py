@@ -7,23 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RunResult:
-    """Why a run ends.
+    """Why a run ends."""
 
-    Args:
-        message: for the user; empty if the program has finished.
-        exit_code: of the run.
-        finished: whether the program has finished.
-        log: the last lines of the program's output, if it failed.
-        permanent: whether it would fail again, so that the program or the job must be changed.
-        stopped_at: when the replicas were requested to save and to stop, in seconds since 1970.
-    """
-
-    message: str
+    message: str  # for the user; empty if the program has finished
     exit_code: int
     finished: bool = False
-    log: str = ""
-    permanent: bool = False
-    stopped_at: float = 0.0
+    log: str = ""  # the last lines of the program's output, if it failed
+    permanent: bool = False  # whether it would fail again, so that the program or the job must be changed
+    stopped_at: float = 0.0  # when the replicas were requested to save and to stop, in seconds since 1970
 
     @property
     def reason(self) -> str:

@@ -43,32 +43,18 @@ MAX_HISTORY_POINTS = 5_000
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of `adascale run`.
+    """The options of `adascale run`."""
 
-    Args:
-        replicas: the most replicas at once; None for the machine's default.
-        until: the progress at which to stop; None for the job's own end.
-        state_dir: the state folder; None for `.adascale/<namespace>.<name>`.
-        port: the metrics service's port; None for the default port, or a free one if that is in use.
-        fresh: whether to delete the saved state first.
-    """
-
-    replicas: int | None = None
-    until: int | None = None
-    state_dir: Path | None = None
+    replicas: int | None = None  # the most replicas at once; None for the machine's default
+    until: int | None = None  # the progress at which to stop; None for the job's own end
+    state_dir: Path | None = None  # the state folder; None for `.adascale/<namespace>.<name>`
+    # the metrics service's port; None for the default port, or a free one if that is in use
     port: int | None = None
-    fresh: bool = False
+    fresh: bool = False  # whether to delete the saved state first
 
 
 def run_job(job: Job, options: RunOptions, display: Display) -> int:
-    """Run a job until it ends or the user stops it.
-
-    Returns:
-        the exit code.
-
-    Raises:
-        AdaScaleError: the job cannot be run.
-    """
+    """Run a job until it ends or the user stops it."""
     if job.suspend:
         display.message(f"{job.short_id} is not run: spec.suspend is true")
         return 0

@@ -14,12 +14,7 @@ from adascale_controller.local.state_dir import StateDir
 
 
 class RunsService:
-    """A service that shows the runs in state folders, and its list of them.
-
-    Args:
-        runs: the list.
-        process: the service.
-    """
+    """A service that shows the runs in state folders, and its list of them."""
 
     def __init__(self, runs: RunList, process: ServiceProcess) -> None:
         self.runs = runs
@@ -30,17 +25,8 @@ class RunsService:
 def runs_service(
     root: Path | None, port: int, *, required: bool, cancelled: Callable[[], bool] = lambda: False
 ) -> Iterator[RunsService | None]:
-    """Start a service that shows the runs, and stop it at the end; yield None if cancelled before it listens.
-
-    Args:
-        root: a state folder, or a folder of state folders; None for those of all runs of this user.
-        port: the port; 0 for any free port.
-        required: whether no other port may be used.
-        cancelled: whether to stop waiting for the service.
-
-    Raises:
-        PortTakenError: the service cannot listen on the port.
-        ServiceProcessError: the service does not start.
+    """Start a service that shows the runs, and stop it at the end; yield None if cancelled
+    before it listens.
     """
     with (
         tempfile.TemporaryDirectory(prefix="adascale-ui-") as temporary,

@@ -27,14 +27,7 @@ class ScaleError(AdaScaleError):
 
 
 class ScaleRequests:
-    """Reads and answers the requests. A request for an earlier run is deleted.
-
-    Args:
-        folder: the state folder.
-        job: the job of the run.
-        devices: the GPUs of this machine; empty to train on the CPU.
-        display: shows changes to the user.
-    """
+    """Reads and answers the requests. A request for an earlier run is deleted."""
 
     def __init__(self, folder: StateDir, job: Job, devices: Sequence[str], display: Display) -> None:
         self._folder = folder
@@ -70,18 +63,7 @@ class ScaleRequests:
 def request_limit(
     folder: StateDir, replicas: int, process: int, runs: Callable[[], bool], timeout: float
 ) -> ReplicaLimit | None:
-    """Request the run in a state folder to use at most `replicas`, and return the limit that it uses.
-
-    Args:
-        folder: the state folder.
-        replicas: the requested limit, at least 1.
-        process: id of the run's process.
-        runs: whether the run still runs.
-        timeout: seconds to wait for its answer. Later, the request is kept, and the result is None.
-
-    Raises:
-        ScaleError: the run refuses the limit, or ends.
-    """
+    """Request the run in a state folder to use at most `replicas`, and return the limit that it uses."""
     request_id = secrets.token_hex(8)
     _write(folder.scale_request_file, {"id": request_id, "process": process, "replicas": replicas})
     deadline = time.monotonic() + timeout

@@ -10,21 +10,13 @@ from adascale_controller.local.state_dir import StateDir
 
 @dataclass(frozen=True)
 class RunningService:
-    """The metrics service of a run.
-
-    Args:
-        url: its address.
-        pid: the process of the run.
-        job: the job of the run.
-        stopping: whether the run saves and stops.
-        read_token: the token with which the page shows the output of replicas.
-    """
+    """The metrics service of a run."""
 
     url: str
     pid: int
     job: str
-    stopping: bool = False
-    read_token: str = ""
+    stopping: bool = False  # whether the run saves and stops
+    read_token: str = ""  # the token with which the page shows the output of replicas
 
 
 def write(folder: StateDir, service: RunningService) -> None:

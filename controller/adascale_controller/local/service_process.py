@@ -41,15 +41,7 @@ class PortTakenError(AdaScaleError):
 
 
 class ServiceProcess:
-    """Starts the metrics service, and restarts it at the same address.
-
-    Args:
-        folder: the state folder, with its log and its port file.
-        options: what the service shows, as its options.
-        environ: its environment.
-        listener: the socket that it listens on.
-        inherited: descriptors that it inherits, such as that of the folder's lock.
-    """
+    """Starts the metrics service, and restarts it at the same address."""
 
     def __init__(
         self,
@@ -87,9 +79,6 @@ class ServiceProcess:
         """Start the service and wait until it accepts connections; False if cancelled before that.
 
         If it is killed before that, another one is started.
-
-        Raises:
-            ServiceProcessError: it does not start.
         """
         self._folder.port_file.unlink(missing_ok=True)
         # -P: a file in the user's folder must not shadow a library.
@@ -143,13 +132,6 @@ def listen(preferred: int, *, required: bool) -> socket.socket:
     """Return a socket that listens on `preferred`, or on any free port if `preferred` is in use.
 
     The run keeps the socket open, so no other program can take its port, even while the service restarts.
-
-    Args:
-        preferred: the port; 0 for any free port.
-        required: whether no other port may be used.
-
-    Raises:
-        PortTakenError: this program cannot listen on the port.
     """
     try:
         return socket.create_server((ADDRESS, preferred), backlog=BACKLOG)

@@ -18,15 +18,7 @@ MAX_RESTARTS_PER_MINUTE = 5
 
 
 class ServiceSupervisor:
-    """Supervises the metrics service of a run.
-
-    Args:
-        process: the service.
-        client: calls it.
-        job_id: the job of the run.
-        display: shows messages to the user.
-        signals: the user's requests to stop.
-    """
+    """Supervises the metrics service of a run."""
 
     def __init__(
         self,
@@ -46,14 +38,7 @@ class ServiceSupervisor:
         self._version: int | None = None
 
     def restart_if_exited(self, now: float) -> None:
-        """Restart the service if it has exited.
-
-        Args:
-            now: seconds on a monotonic clock.
-
-        Raises:
-            ServiceProcessError: it exits too often, or does not start.
-        """
+        """Restart the service if it has exited."""
         code = self._process.exit_code
         if code is None:
             return

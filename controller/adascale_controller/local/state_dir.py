@@ -23,11 +23,7 @@ class StateDirError(AdaScaleError):
 
 @dataclass(frozen=True)
 class StateDir:
-    """The paths in a state folder.
-
-    Args:
-        path: the folder.
-    """
+    """The paths in a state folder."""
 
     path: Path
 
@@ -102,11 +98,7 @@ class StateDir:
         return self.logs / f"replica-{rank}.log"
 
     def create(self) -> None:
-        """Create the folder, with a .gitignore for all its files.
-
-        Raises:
-            StateDirError: it cannot be created.
-        """
+        """Create the folder, with a .gitignore for all its files."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             if (elsewhere := self.local_folder) is not None:
@@ -124,11 +116,7 @@ class StateDir:
             ) from None
 
     def delete_saved_state(self, checkpoints: Path | str) -> None:
-        """Delete the files of previous runs, and no files of others.
-
-        Args:
-            checkpoints: the folder or URL of the checkpoints.
-        """
+        """Delete the files of previous runs, and no files of others."""
         delete_checkpoints(checkpoints)
         self.delete_records()
 

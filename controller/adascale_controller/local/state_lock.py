@@ -22,16 +22,7 @@ TIMEOUT = 40.0
 
 
 class StateLock:
-    """The lock, held while this object's descriptor or an inherited one is open.
-
-    Args:
-        folder: the state folder.
-        show_message: shows a message to the user.
-        cancelled: whether to stop waiting for the lock.
-
-    Raises:
-        StateDirError: another run holds the lock, or processes of a killed run do not exit.
-    """
+    """The lock, held while this object's descriptor or an inherited one is open."""
 
     def __init__(
         self,

@@ -21,14 +21,6 @@ def stop_run(job: LocalJob, timeout: float) -> None:
 
     A second SIGTERM would stop the run without saving. So the signal is not sent to a run that stops already,
     and two calls at once send one signal.
-
-    Args:
-        job: the job.
-        timeout: seconds to wait.
-
-    Raises:
-        NotRunningError: it does not run.
-        StopTimeoutError: it has not ended within `timeout`.
     """
     deadline = time.monotonic() + timeout
     process = job.require_process()

@@ -14,11 +14,7 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Records SIGINT, SIGTERM and SIGHUP while entered; restores the previous handlers on exit.
-
-    Args:
-        clock: returns the time in seconds.
-    """
+    """Records SIGINT, SIGTERM and SIGHUP while entered; restores the previous handlers on exit."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.first: signal.Signals | None = None

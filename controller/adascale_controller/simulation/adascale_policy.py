@@ -30,12 +30,7 @@ GPU = "nvidia.com/gpu"
 
 
 class AdaScalePolicy:
-    """Decides with `adascale_core.decision.decide.decide`, as the operator does.
-
-    Args:
-        placement: how new replicas are placed.
-        fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`); None for the default.
-    """
+    """Decides with `adascale_core.decision.decide.decide`, as the operator does."""
 
     def __init__(
         self, placement: PlacementMode = PlacementMode.PACKED, fairness: float | None = None

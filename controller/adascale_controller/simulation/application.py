@@ -77,16 +77,11 @@ class Application(Protocol):
 
 @dataclass(frozen=True)
 class ValidationRun:
-    """A complete training run at one batch size, one element per epoch.
+    """A complete training run at one batch size, one element per epoch."""
 
-    Args:
-        progress: steps at the smallest batch size, summed up to the end of the epoch.
-        iterations: steps up to the end of the epoch.
-        grad_sqr, grad_var: statistics in the epoch, in the units of `GradientEstimate`.
-    """
-
-    progress: Sequence[float]
-    iterations: Sequence[float]
+    progress: Sequence[float]  # steps at the smallest batch size, summed up to the end of the epoch
+    iterations: Sequence[float]  # steps up to the end of the epoch
+    # grad_sqr, grad_var: statistics in the epoch, in the units of `GradientEstimate`
     grad_sqr: Sequence[float]
     grad_var: Sequence[float]
 
@@ -97,31 +92,20 @@ StepTimes = Mapping[int, tuple[float, float]]
 
 @dataclass(frozen=True)
 class ProfiledApplication:
-    """An application whose step times and statistics are interpolated linearly between measurements.
-
-    Args:
-        name: its name.
-        placements: placement -> step times.
-        scalability: (nodes, replicas) -> step times, for placements on more nodes than `placements` has.
-        runs: global batch size -> the run at this size; the smallest is the `batch_size` of the bounds.
-        bounds: the batch sizes that it allows.
-        epoch_ends: the progress at the end of each epoch.
-        max_replicas: the most replicas that it can use; None if the bounds decide.
-        pinned_batch_size: the only global batch size that it uses; None if it is elastic.
-        min_replicas: the fewest replicas on which it runs.
-        slowdown: the factor of all step times.
-    """
+    """An application whose step times and statistics are interpolated linearly between measurements."""
 
     name: str
     placements: Mapping[Placement, StepTimes]
+    # (nodes, replicas) -> step times, for placements on more nodes than `placements` has
     scalability: Mapping[tuple[int, int], StepTimes]
+    # global batch size -> the run at this size; the smallest is the `batch_size` of the bounds
     runs: Mapping[int, ValidationRun]
-    bounds: BatchBounds
-    epoch_ends: Sequence[float]
-    max_replicas: int | None = None
-    pinned_batch_size: int | None = None
-    min_replicas: int = 1
-    slowdown: float = 1.0
+    bounds: BatchBounds  # the batch sizes that it allows
+    epoch_ends: Sequence[float]  # the progress at the end of each epoch
+    max_replicas: int | None = None  # the most replicas that it can use; None if the bounds decide
+    pinned_batch_size: int | None = None  # the only global batch size that it uses; None if it is elastic
+    min_replicas: int = 1  # the fewest replicas on which it runs
+    slowdown: float = 1.0  # the factor of all step times
     _step_times: dict[tuple[bool, Placement, int], tuple[float, float]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -130,11 +114,7 @@ class ProfiledApplication:
     )
 
     def step_time(self, placement: Placement, local_bsz: int) -> tuple[float, float]:
-        """Return the seconds of a step without accumulation, and the seconds of it that are communication.
-
-        Raises:
-            ProfileError: the local batch size is not between those of the profile.
-        """
+        """Return the seconds of a step without accumulation, and the seconds of it that are communication."""
         table = self.placements.get(canonical(placement))
         # Placements that were not measured differ only in their numbers of nodes and of replicas.
         key = (len(placement), sum(placement)) if table is None else canonical(placement)
@@ -231,29 +211,17 @@ class ProfiledApplication:
 
 @dataclass(frozen=True)
 class RecordedApplication:
-    """An application as a job of a real cluster reported it.
-
-    Args:
-        name: the name of the job.
-        bounds: the batch sizes that it allows.
-        model: fitted to the step times that it reported.
-        progress: the progress of each report, ascending.
-        estimates: the estimate of each report.
-        total: the progress at which it ends.
-        max_replicas: the most replicas that it can use.
-        pinned_batch_size: the only global batch size that it uses; None if it is elastic.
-        min_replicas: the fewest replicas on which it runs.
-    """
+    """An application as a job of a real cluster reported it."""
 
     name: str
-    bounds: BatchBounds
-    model: StepTimeModel
-    progress: Sequence[float]
+    bounds: BatchBounds  # the batch sizes that it allows
+    model: StepTimeModel  # fitted to the step times that it reported
+    progress: Sequence[float]  # the progress of each report, ascending
     estimates: Sequence[GradientEstimate]
-    total: float
-    max_replicas: int | None = None
-    pinned_batch_size: int | None = None
-    min_replicas: int = 1
+    total: float  # the progress at which it ends
+    max_replicas: int | None = None  # the most replicas that it can use
+    pinned_batch_size: int | None = None  # the only global batch size that it uses; None if it is elastic
+    min_replicas: int = 1  # the fewest replicas on which it runs
 
     @property
     def least_seconds(self) -> float:

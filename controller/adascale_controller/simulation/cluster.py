@@ -38,12 +38,6 @@ def place(
 
     Replicas that stay keep their node, those of the highest ranks stop first, and new replicas are placed
     job by job, those with the most new replicas first.
-
-    Args:
-        present: job -> node of each replica, by rank.
-        counts: job -> number of replicas; their sum is at most that of `capacity`.
-        capacity: for each node, how many replicas it holds.
-        mode: how new replicas are placed.
     """
     placed = {job: list(present.get(job, ()))[:count] for job, count in counts.items()}
     missing = {job: counts[job] - len(nodes) for job, nodes in placed.items() if counts[job] > len(nodes)}

@@ -18,14 +18,7 @@ from adascale_controller.simulation.engine import Settings, Submission
 def with_deadlines(
     submissions: Sequence[Submission], settings: Settings, tightness: tuple[float, float], seed: int
 ) -> list[Submission]:
-    """Return the jobs with drawn deadlines, in seconds from the begin of the workload.
-
-    Args:
-        submissions: the jobs.
-        settings: the cluster.
-        tightness: the least and the most of it.
-        seed: of the tightness. The same seed gives the same deadlines, whatever the policy is.
-    """
+    """Return the jobs with drawn deadlines, in seconds from the begin of the workload."""
     random = Random(seed)
     return [
         replace(each, deadline=each.time + random.uniform(*tightness) * requested_duration(each, settings))

@@ -126,13 +126,7 @@ def _throughputs(job: SimulatedJob, settings: Settings) -> dict[int, float]:
 
 
 def plans(jobs: Sequence[_Job], settings: Settings, now: float) -> list[Slots | None]:
-    """Return the GPUs of each job in each slot from now on; None for a job that misses its deadline.
-
-    Args:
-        jobs: the jobs, in the order of their deadlines.
-        settings: the cluster.
-        now: the begin of the first slot, in seconds.
-    """
+    """Return the GPUs of each job in each slot from now on; None for a job that misses its deadline."""
     slots = max((ceil((job.deadline - now) / settings.interval) for job in jobs), default=0)
     if slots > MAX_SLOTS:
         raise SimulationError(

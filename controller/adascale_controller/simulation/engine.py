@@ -27,58 +27,39 @@ class SimulationError(AdaScaleError):
 
 @dataclass(frozen=True)
 class Submission:
-    """A job of a workload.
+    """A job of a workload."""
 
-    Args:
-        name: its name, unique in the workload.
-        time: when it is submitted, in seconds.
-        application: what it trains.
-        replicas, batch_size: what policies of fixed size use.
-        by_type: type of accelerator -> the application there. Empty if types are not distinguished. It
-            differs between types in step times and in the largest local batch size only.
-        restart: seconds without training at each change; None for that of the settings.
-        deadline: when it should be complete, in seconds from the begin of the workload; None for never.
-    """
-
-    name: str
-    time: float
+    name: str  # its name, unique in the workload
+    time: float  # when it is submitted, in seconds
     application: Application
+    # replicas, batch_size: what policies of fixed size use
     replicas: int
     batch_size: int
+    # type of accelerator -> the application there. Empty if types are not distinguished. It differs
+    # between types in step times and in the largest local batch size only.
     by_type: Mapping[str, Application] = field(default_factory=lambda: MappingProxyType({}))
-    restart: float | None = None
+    restart: float | None = None  # seconds without training at each change; None for that of the settings
+    # when it should be complete, in seconds from the begin of the workload; None for never
     deadline: float | None = None
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The cluster and its costs.
+    """The cluster and its costs."""
 
-    Args:
-        nodes: for each node, how many replicas it holds.
-        restart: seconds without training at each start and each change of a job's nodes.
-        interval: seconds between two decisions.
-        prepare: seconds from a decision to the interruption, in which training continues as before.
-        max_time: seconds after which the simulation is given up.
-        types: for each node, the type of its accelerators. Empty if types are not distinguished.
-        free_moves: whether a job moves to other nodes of its type without a restart if as many of its
-            replicas share each node as before, as in the published simulation of Sia.
-    """
-
-    nodes: Sequence[int]
-    restart: float = 30.0
-    interval: float = 60.0
-    prepare: float = 0.0
-    max_time: float = MAX_TIME
+    nodes: Sequence[int]  # for each node, how many replicas it holds
+    restart: float = 30.0  # seconds without training at each start and each change of a job's nodes
+    interval: float = 60.0  # seconds between two decisions
+    prepare: float = 0.0  # seconds from a decision to the interruption, in which training continues as before
+    max_time: float = MAX_TIME  # seconds after which the simulation is given up
+    # for each node, the type of its accelerators. Empty if types are not distinguished.
     types: Sequence[str] = ()
+    # whether a job moves to other nodes of its type without a restart if as many of its replicas share
+    # each node as before, as in the published simulation of Sia
     free_moves: bool = False
 
     def type_of(self, nodes: Sequence[int]) -> str:
-        """Return the type of accelerators of the nodes of a job; empty if types are not distinguished.
-
-        Raises:
-            SimulationError: they have several types.
-        """
+        """Return the type of accelerators of the nodes of a job; empty if types are not distinguished."""
         if not self.types or not nodes:
             return ""
         found = {self.types[node] for node in nodes}
@@ -185,23 +166,14 @@ class SimulatedJob:
 
 
 class Pace(NamedTuple):
-    """How fast a job trains.
-
-    Args:
-        plan: its batch plan.
-        nodes: on how many nodes its replicas are.
-        step_time: the true seconds of an optimizer step: step + (step - sync) * (a - 1).
-        sync_time: of them, seconds of communication.
-        estimate: squared norm and variance of its gradient.
-        gain: steps at the initial batch size that a step is worth.
-    """
+    """How fast a job trains."""
 
     plan: BatchPlan
-    nodes: int
-    step_time: float
-    sync_time: float
-    estimate: GradientEstimate
-    gain: float
+    nodes: int  # on how many nodes its replicas are
+    step_time: float  # the true seconds of an optimizer step: step + (step - sync) * (a - 1)
+    sync_time: float  # of them, seconds of communication
+    estimate: GradientEstimate  # squared norm and variance of its gradient
+    gain: float  # steps at the initial batch size that a step is worth
 
 
 class Policy(Protocol):
@@ -226,15 +198,6 @@ def simulate(
 
     A decision takes place at each multiple of the interval at which there are jobs, and the batch is planned
     at each decision, each start, and the end of each epoch.
-
-    Args:
-        submissions: the workload.
-        policy: the policy.
-        settings: the cluster.
-        noise: returns the factor of the next reported step time.
-
-    Raises:
-        SimulationError: the policy uses more than a node holds, or a job never ends.
     """
     jobs = [SimulatedJob(each) for each in sorted(submissions, key=lambda each: (each.time, each.name))]
     arrived = 0
@@ -271,22 +234,14 @@ def simulate(
 
 
 class _Room:
-    """The free places of the nodes.
-
-    Args:
-        settings: the cluster.
-    """
+    """The free places of the nodes."""
 
     def __init__(self, settings: Settings) -> None:
         self._size = settings.nodes
         self._free = list(settings.nodes)
 
     def move(self, changes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Move jobs from some nodes to others.
-
-        Raises:
-            SimulationError: a node does not hold them.
-        """
+        """Move jobs from some nodes to others."""
         used: list[int] = []
         for before, after in changes:
             for node in before:

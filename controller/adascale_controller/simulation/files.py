@@ -8,11 +8,7 @@ from adascale_controller.simulation.application import ProfileError
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a text file.
-
-    Raises:
-        ProfileError: it cannot be read.
-    """
+    """Return the content of a text file."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
@@ -26,11 +22,7 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file.
-
-    Raises:
-        ProfileError: it cannot be written.
-    """
+    """Write a text file."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

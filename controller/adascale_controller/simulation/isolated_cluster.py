@@ -26,13 +26,7 @@ from adascale_controller.simulation.engine import Policy, Settings, Submission, 
 
 
 class IsolatedCluster:
-    """Completion times of jobs that are alone on their fair shares.
-
-    Args:
-        settings: the shared cluster.
-        new_policy: makes the policy of the simulation, without what it has learned of other jobs.
-        fixed_size: whether the policy runs a job on the number of replicas of the workload only.
-    """
+    """Completion times of jobs that are alone on their fair shares."""
 
     def __init__(self, settings: Settings, new_policy: Callable[[], Policy], *, fixed_size: bool) -> None:
         self._settings = settings

@@ -15,11 +15,7 @@ class PictureError(AdaScaleError):
 
 
 def draw(jobs: Sequence[SimulatedJob], settings: Settings, folder: Path) -> list[Path]:
-    """Save a Gantt chart by node and the distribution of completion times, and return their paths.
-
-    Raises:
-        PictureError: matplotlib is not installed, or the folder cannot be created.
-    """
+    """Save a Gantt chart by node and the distribution of completion times, and return their paths."""
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure

@@ -37,23 +37,16 @@ MAX_COST = 86400.0
 
 @dataclass(frozen=True)
 class Costs:
-    """What is measured of applications beside their profiles.
+    """What is measured of applications beside their profiles."""
 
-    Args:
-        restart: application -> seconds without training at each start and each change.
-        slowdown: application -> the factor of all step times.
-    """
-
+    # application -> seconds without training at each start and each change
     restart: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    # application -> the factor of all step times
     slowdown: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def read_costs(path: Path) -> Costs:
-    """Return the costs of a JSON file with `restart` and `slowdown`, each with a number by application.
-
-    Raises:
-        ProfileError: the file is missing, or has an invalid value.
-    """
+    """Return the costs of a JSON file with `restart` and `slowdown`, each with a number by application."""
     try:
         content = json.loads(read_text(path))
     except json.JSONDecodeError as error:
@@ -85,17 +78,7 @@ def _numbers_by_application(
 def read_workload(
     path: Path, profiles: Path, types: Sequence[str] = (), costs: Costs | None = None
 ) -> list[Submission]:
-    """Return the jobs of a CSV file with the columns `name,time,application,num_replicas,batch_size`.
-
-    Args:
-        path: the workload.
-        profiles: a folder with a folder per application.
-        types: the types of accelerators of the cluster. Empty if they are not distinguished.
-        costs: of changes, and slowdowns.
-
-    Raises:
-        ProfileError: a file is missing, or has an invalid value.
-    """
+    """Return the jobs of a CSV file with the columns `name,time,application,num_replicas,batch_size`."""
     costs = costs or Costs()
     applications: dict[str, Mapping[str, ProfiledApplication]] = {}
     submissions: dict[str, Submission] = {}
@@ -133,17 +116,7 @@ def read_workload(
 
 
 def read_application(folder: Path, accelerator: str = "", slowdown: float = 1.0) -> ProfiledApplication:
-    """Return the application of a folder with `placements.csv`, `scalability.csv` and `validation-*.csv`.
-
-    Args:
-        folder: the folder.
-        accelerator: the type of accelerator, whose profiles are `placements-<type>.csv` and
-            `scalability-<type>.csv`. Empty if types are not distinguished.
-        slowdown: the factor of all step times.
-
-    Raises:
-        ProfileError: a file is missing, or has an invalid value.
-    """
+    """Return the application of a folder with `placements.csv`, `scalability.csv` and `validation-*.csv`."""
     limits = {} if accelerator else PUBLISHED_LIMITS.get(folder.name, {})
     suffix = f"-{accelerator}" if accelerator else ""
     runs = {_batch_size(path): _read_run(path) for path in sorted(folder.glob("validation-*.csv"))}

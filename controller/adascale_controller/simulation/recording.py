@@ -80,15 +80,6 @@ def record(
     A job can be replayed if it is declared, has reported a step time, and its end is known: it declares
     `scaleInvariantSteps`, or it is complete. Jobs whose progress counts samples are left out, because a
     replay counts gains.
-
-    Args:
-        client: calls the metrics service.
-        path: of the file; None to save nothing.
-        show: shows a message about the jobs that are left out.
-
-    Raises:
-        ProfileError: there is no such job.
-        ServiceError: the service does not answer.
     """
     views = sorted(client.list_jobs(), key=lambda view: (view.created_at, view.id))
     of_samples = [view.id for view in views if _counts_samples(view)]
@@ -115,11 +106,7 @@ def record(
 
 
 def read_recording(path: Path) -> list[Submission]:
-    """Return the jobs of a recorded file.
-
-    Raises:
-        ProfileError: the file is missing or invalid.
-    """
+    """Return the jobs of a recorded file."""
     text = read_text(path)
     try:
         document = json.loads(text)

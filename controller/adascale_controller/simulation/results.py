@@ -18,85 +18,58 @@ from adascale_core.batch.plans import candidate_plans
 
 @dataclass(frozen=True)
 class JobResult:
-    """A completed job.
-
-    Args:
-        name, application: of the workload.
-        submitted, started, completed: in seconds from the begin of the workload.
-        completion_time: seconds from submission to completion.
-        queueing_time: seconds from submission to the first start.
-        restarts: how often its nodes changed after the first start.
-        gpu_hours: replicas times hours, restarts included.
-        finish_time_fairness: its completion time divided by that on an equal share of the cluster, among as
-            many jobs as there were on average (Mahajan et al. 2020, Themis, section 3.1); at most 1 is fair.
-            On a cluster with several types of accelerators, the share is on one type, and its time is the
-            mean over the types, each as often as it has GPUs. The share is at least one replica and a whole
-            number, and its time is that of training with the best batch in each epoch and one restart.
-        gpu_hours_by_type: type of accelerator -> replicas times hours there. Empty if types are not
-            distinguished.
-        moves: how often it moved to another type.
-        deadline: when it should have been complete, in seconds from the begin of the workload; None if it
-            had no deadline.
-        isolated_finish_time_fairness: its completion time divided by that in an isolated cluster of its fair
-            share with the same policy (`isolated_cluster`); None if that was not simulated.
-    """
+    """A completed job."""
 
     name: str
     application: str
+    # submitted, started, completed: in seconds from the begin of the workload
     submitted: float
     started: float
     completed: float
-    completion_time: float
-    queueing_time: float
-    restarts: int
+    completion_time: float  # seconds from submission to completion
+    queueing_time: float  # seconds from submission to the first start
+    restarts: int  # how often its nodes changed after the first start
     gpu_hours: float
+    # its completion time divided by that on an equal share of the cluster, among as many jobs as there
+    # were on average (Mahajan et al. 2020, Themis, section 3.1); at most 1 is fair. On a cluster with
+    # several types of accelerators, the share is on one type, and its time is the mean over the types,
+    # each as often as it has GPUs. The share is at least one replica and a whole number, and its time is
+    # that of training with the best batch in each epoch and one restart.
     finish_time_fairness: float
+    # type of accelerator -> replicas times hours there. Empty if types are not distinguished.
     gpu_hours_by_type: Mapping[str, float]
-    moves: int
+    moves: int  # how often it moved to another type
+    # when it should have been complete, in seconds from the begin of the workload; None if it had no
+    # deadline
     deadline: float | None = None
+    # its completion time divided by that in an isolated cluster of its fair share with the same policy
+    # (`isolated_cluster`); None if that was not simulated
     isolated_finish_time_fairness: float | None = None
 
 
 @dataclass(frozen=True)
 class TypeResult:
-    """What jobs used of a type of accelerator.
-
-    Args:
-        gpus: how many the cluster has.
-        gpu_hours: replicas times hours, restarts included.
-        use: the share of the GPUs that had a replica, from the first submission to the last completion.
-        jobs: how many jobs ran there at any time.
-    """
+    """What jobs used of a type of accelerator."""
 
     gpus: int
     gpu_hours: float
-    use: float
-    jobs: int
+    use: float  # the share of the GPUs that had a replica, from the first submission to the last completion
+    jobs: int  # how many jobs ran there at any time
 
 
 @dataclass(frozen=True)
 class Results:
-    """All jobs of a simulation.
-
-    Args:
-        jobs: in the order of submission.
-        gpus: type of accelerator -> how many the cluster has. Empty if types are not distinguished.
-    """
+    """All jobs of a simulation."""
 
     jobs: Sequence[JobResult]
+    # type of accelerator -> how many the cluster has. Empty if types are not distinguished.
     gpus: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
     def of(
         cls, jobs: Sequence[SimulatedJob], settings: Settings, isolated: IsolatedCluster | None = None
     ) -> Results:
-        """Return the results of the jobs of a simulation.
-
-        Args:
-            jobs: the jobs.
-            settings: the cluster.
-            isolated: simulates each job alone, for `isolated_finish_time_fairness`.
-        """
+        """Return the results of the jobs of a simulation."""
         equal_share = _EqualShare(settings)
         contention = _Contention(jobs)
         gpus = {

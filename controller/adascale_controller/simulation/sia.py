@@ -58,24 +58,16 @@ class MissingSolverError(AdaScaleError):
 
 
 class Configuration(NamedTuple):
-    """What a job may get.
-
-    Args:
-        type: the type of accelerator.
-        nodes, gpus: the numbers of nodes and of GPUs on all of them.
-    """
+    """What a job may get."""
 
     type: str
+    # nodes, gpus: the numbers of nodes and of GPUs on all of them
     nodes: int
     gpus: int
 
 
 def configurations(settings: Settings) -> list[Configuration]:
-    """Return what a job may get on a cluster.
-
-    Raises:
-        SimulationError: nodes of a type have several sizes.
-    """
+    """Return what a job may get on a cluster."""
     found = []
     for name, nodes in settings.nodes_by_type().items():
         sizes = {settings.nodes[node] for node in nodes}
@@ -226,14 +218,8 @@ def best_batches(
     replicas: Floats,
     most: int,
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the best goodput, local batch size and accumulation of each configuration; goodput 0 for none.
-
-    Args:
-        application: with the bounds of the batch.
-        model: of the step times.
-        estimate: of the gradients.
-        nodes, replicas: of the configurations.
-        most: the largest global batch size.
+    """Return the best goodput, local batch size and accumulation of each configuration; goodput
+    0 for none.
     """
     bounds = application.bounds
     upper = bounds.upper or most
@@ -267,14 +253,7 @@ def _step_times(
 def _solve(
     costs: Floats, configurations: Sequence[Configuration], settings: Settings, fixed: Mapping[int, int]
 ) -> dict[int, int]:
-    """Return the index of a job -> that of its configuration, of the jobs that get one.
-
-    Args:
-        costs: job x configuration; infinite for those that are not valid.
-        configurations: the configurations.
-        settings: the cluster.
-        fixed: the configurations of jobs that restart at present.
-    """
+    """Return the index of a job -> that of its configuration, of the jobs that get one."""
     scipy = _scipy()
     for i, index in fixed.items():
         costs[i, index] = min(costs[i, index], NOT_ALLOCATED)

@@ -23,21 +23,13 @@ class GradientEstimate:
     Both numbers are unbiased, so each may be negative by chance. They are clamped only when the gain is
     computed: clamping them before they are averaged would bias the average. They are clamped at zero, which
     does not depend on the unit of the gradients.
-
-    Attributes:
-        grad_sqr: estimated squared norm of the true gradient.
-        grad_var: estimated total variance (trace of the covariance) of a gradient at B0.
-        biased: whether it is computed from gradients of consecutive steps, not of one step.
-        grad_sqr_error: standard error of `grad_sqr`; 0 if it is not known. That of `grad_var` is small
-            compared with it: the variance of one gradient is far larger than what is left of it in a mean.
-
-    Raises:
-        ValueError: a number is infinite or NaN.
     """
 
-    grad_sqr: float
-    grad_var: float
-    biased: bool = False
+    grad_sqr: float  # estimated squared norm of the true gradient
+    grad_var: float  # estimated total variance (trace of the covariance) of a gradient at B0
+    biased: bool = False  # whether it is computed from gradients of consecutive steps, not of one step
+    # standard error of `grad_sqr`; 0 if it is not known. That of `grad_var` is small compared with it:
+    # the variance of one gradient is far larger than what is left of it in a mean.
     grad_sqr_error: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,9 +46,6 @@ class GradientEstimate:
 
         It is between 1 and S, also for S < 1. It is 1 if both numbers are zero, which is correct without
         noise, and safe otherwise.
-
-        Raises:
-            ValueError: `scale` is not a positive finite number.
         """
         require_scale(scale)
         grad_sqr = max(self.grad_sqr, 0.0)
@@ -90,9 +79,6 @@ class GradientEstimate:
         So T steps at B0 take T / L steps, and 1 - 1 / L of those without the limit in addition. This is the
         gain of another estimate, in which the L-th part of the variance counts as squared gradient, so what
         chooses batch sizes by estimates needs no limit of its own. The error of `grad_sqr` stays as it is.
-
-        Raises:
-            ValueError: `max_gain` is not a finite number above 1.
         """
         require_max_gain(max_gain)
         grad_sqr, grad_var = max(self.grad_sqr, 0.0), max(self.grad_var, 0.0)
@@ -100,21 +86,13 @@ class GradientEstimate:
         return replace(self, grad_sqr=grad_sqr + share, grad_var=grad_var - share)
 
     def gain_range(self, scale: float) -> tuple[float, float]:
-        """Return the gains at one standard error more and less of `grad_sqr`, the lower one first.
-
-        Raises:
-            ValueError: `scale` is not a positive finite number.
-        """
+        """Return the gains at one standard error more and less of `grad_sqr`, the lower one first."""
         less = GradientEstimate(self.grad_sqr - self.grad_sqr_error, self.grad_var)
         gains = self.cautious.gain(scale), less.gain(scale)
         return min(gains), max(gains)
 
     def efficiency(self, scale: float) -> float:
-        """Return gain / S, the progress per sample relative to that at B0; at most 1 for S >= 1.
-
-        Raises:
-            ValueError: `scale` is not a positive finite number.
-        """
+        """Return gain / S, the progress per sample relative to that at B0; at most 1 for S >= 1."""
         return self.gain(scale) / scale
 
 

@@ -39,31 +39,21 @@ class InvalidBoundsError(InvalidJobError):
 class BatchBounds:
     """The batch sizes that a job allows.
 
-    Args:
-        batch_size: the global batch size for which the learning rate was tuned (B0), in samples.
-        max_batch_size: upper bound of the global batch size, in samples; None if unbounded.
-        local_bsz_bounds: (lower, upper) bounds of the local batch size, in samples; None if unbounded. An
-            upper bound of "auto" means what fits into memory, up to `max_batch_size`.
-        elastic_single_replica: whether the batch of a single replica may be larger than `batch_size` too. It
-            then has two micro-batches at least, because the noise is measured by comparing them.
-        local_bsz_limit: the largest local batch size that is used, since a larger one did not fit into
-            memory; None if none has failed.
-        processes: the processes of a replica, which divide its local batch.
-
     Without either bound, the batch is not elastic: every step has `batch_size` samples.
-
-    Raises:
-        InvalidBoundsError: a size is not a positive integer (or, for upper, "auto"), lower is greater than
-            upper, `max_batch_size` is less than `batch_size`, or upper is "auto" without it; or the processes
-            of a replica cannot divide its batches.
     """
 
-    batch_size: int
-    max_batch_size: int | None = None
+    batch_size: int  # the global batch size for which the learning rate was tuned (B0), in samples
+    max_batch_size: int | None = None  # upper bound of the global batch size, in samples; None if unbounded
+    # (lower, upper) bounds of the local batch size, in samples; None if unbounded. An upper bound of
+    # "auto" means what fits into memory, up to `max_batch_size`.
     local_bsz_bounds: LocalBszBounds | None = None
+    # whether the batch of a single replica may be larger than `batch_size` too. It then has two micro-
+    # batches at least, because the noise is measured by comparing them.
     elastic_single_replica: bool = False
+    # the largest local batch size that is used, since a larger one did not fit into memory; None if none
+    # has failed
     local_bsz_limit: int | None = None
-    processes: int = 1
+    processes: int = 1  # the processes of a replica, which divide its local batch
 
     def __post_init__(self) -> None:
         _require_positive_integer("batch_size", self.batch_size)
@@ -153,11 +143,6 @@ def limit_after(too_large: int, fitting: int) -> int:
 
     Half way to the largest batch that is known to fit, so that repeated failures end there. 0 if no smaller
     batch is left.
-
-    Args:
-        too_large: the local batch size that did not fit.
-        fitting: the largest local batch size of a finished step; 0 if there is none. If it is not smaller,
-            samples differ in size, and it shows nothing.
     """
     if fitting >= too_large:
         fitting = 0
@@ -183,17 +168,11 @@ def _require_positive_integer(name: str, value: object, otherwise: str = "") -> 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The samples of one step.
-
-    Args:
-        replicas: number of replicas (K).
-        local_bsz: samples in one micro-batch of one replica (b).
-        accumulation: micro-batches whose gradients a replica accumulates in one step (a).
-    """
+    """The samples of one step."""
 
     replicas: int
-    local_bsz: int
-    accumulation: int = 1
+    local_bsz: int  # samples in one micro-batch of one replica (b)
+    accumulation: int = 1  # micro-batches whose gradients a replica accumulates in one step (a)
 
     @property
     def global_bsz(self) -> int:
@@ -293,11 +272,7 @@ def _max_replicas(bounds: BatchBounds) -> int | None:
 
 
 def require_valid_replicas(bounds: BatchBounds, minimum: int, maximum: int) -> list[int]:
-    """Return the valid replica counts from `minimum` to `maximum`, ascending.
-
-    Raises:
-        InvalidJobError: no count is valid; the message names the bounds and the valid counts.
-    """
+    """Return the valid replica counts from `minimum` to `maximum`, ascending."""
     if minimum > maximum:
         raise InvalidJobError(
             f"minReplicas {minimum} is greater than maxReplicas {maximum}: "
@@ -354,17 +329,11 @@ def _describe_valid(bounds: BatchBounds) -> str:
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """The batch plans of a replica count with the fewest micro-batches.
-
-    Args:
-        replicas: number of replicas (K).
-        local_bsz: the local batch sizes, ascending; empty if the replica count is not valid.
-        accumulation: micro-batches per step, the same for all local batch sizes (a).
-    """
+    """The batch plans of a replica count with the fewest micro-batches."""
 
     replicas: int
-    local_bsz: range
-    accumulation: int = 1
+    local_bsz: range  # the local batch sizes, ascending; empty if the replica count is not valid
+    accumulation: int = 1  # micro-batches per step, the same for all local batch sizes (a)
 
     def __len__(self) -> int:
         return len(self.local_bsz)
@@ -452,14 +421,7 @@ def _accumulating_plans(bounds: BatchBounds, choice: BatchChoice, max_plans: int
 def _fewest_for_share(
     lower: int, upper: int | None, replicas: int, share: int, least: int
 ) -> BatchPlan | None:
-    """Return the plan of at most `share` samples per replica, with the fewest micro-batches.
-
-    Args:
-        lower, upper: the bounds of the local batch size.
-        replicas: number of replicas.
-        share: samples of a replica in a step.
-        least: the fewest micro-batches allowed.
-    """
+    """Return the plan of at most `share` samples per replica, with the fewest micro-batches."""
     accumulation = least if upper is None else max(least, -(-share // upper))
     local_bsz = share // accumulation
     return BatchPlan(replicas, local_bsz, accumulation) if local_bsz >= lower else None
@@ -497,16 +459,13 @@ def _fewest_micro_batches(smallest: int, largest: int, lower: int, upper: int | 
 
 @dataclass(frozen=True)
 class EfficiencyBound:
-    """How much of the progress per sample a larger batch may cost.
+    """How much of the progress per sample a larger batch may cost."""
 
-    Args:
-        target: the least efficiency, gain / scale, of a batch, above 0 and at most 1; None for the default.
-        counts_samples: whether the length of training is in samples. An efficiency below 1 is then progress
-            that is never made, so `target` holds always. If not, training takes as many samples more, which
-            the goodput counts, and `target` holds only while the throughput is unknown.
-    """
-
+    # the least efficiency, gain / scale, of a batch, above 0 and at most 1; None for the default
     target: float | None = None
+    # whether the length of training is in samples. An efficiency below 1 is then progress that is never
+    # made, so `target` holds always. If not, training takes as many samples more, which the goodput
+    # counts, and `target` holds only while the throughput is unknown.
     counts_samples: bool = False
 
     @property
@@ -540,16 +499,6 @@ def plan_batch(
     without throughput it is the largest batch whose predicted efficiency is at least that of `efficiency`.
     With both it is the plan of the highest goodput: steps per second times gain (Qiao et al. 2021, Pollux,
     section 3); with a length in samples, of those with that efficiency. The smallest batch is always allowed.
-
-    Args:
-        bounds: the batch sizes that the job allows.
-        replicas: number of replicas (K).
-        estimate: squared norm and variance of the gradient; None if not measured.
-        throughput: predicted optimizer steps per second of a plan; None if not measured.
-        efficiency: the lower bound of gain / scale.
-
-    Raises:
-        InvalidJobError: `replicas` is not valid with these bounds.
     """
     choice = batch_choice(bounds, replicas)
     if not choice:

@@ -18,33 +18,21 @@ from adascale_core.placement.packing import Demand, Node
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The type of accelerator that a job runs on.
+    """The type of accelerator that a job runs on."""
 
-    Args:
-        type: the type. None if the job is not tied to a type.
-        required: whether its replicas have to be kept from other types.
-    """
-
-    type: str | None = None
-    required: bool = False
+    type: str | None = None  # the type. None if the job is not tied to a type.
+    required: bool = False  # whether its replicas have to be kept from other types
 
 
 @dataclass(frozen=True)
 class TypeOptions:
-    """The types of accelerators that a job may run on.
-
-    Args:
-        job: the job id.
-        smallest: type -> its smallest replica count there, on the types that have one.
-        demands: type -> what it requests of the nodes of that type, on the same types.
-        present: the type that it runs on; None if it has no replicas.
-        states: type -> its state there, on the same types. Empty if types are not compared.
-    """
+    """The types of accelerators that a job may run on."""
 
     job: str
-    smallest: Mapping[str, int]
-    demands: Mapping[str, Demand]
-    present: str | None = None
+    smallest: Mapping[str, int]  # type -> its smallest replica count there, on the types that have one
+    demands: Mapping[str, Demand]  # type -> what it requests of the nodes of that type, on the same types
+    present: str | None = None  # the type that it runs on; None if it has no replicas
+    # type -> its state there, on the same types. Empty if types are not compared.
     states: Mapping[str, JobState] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -62,12 +50,6 @@ def admit(
     smallest counts of the jobs before it; of equal types, the first by name. If its smallest count fits on
     no type, it gets the type with the largest share, and waits. Types are not compared here: `TypeChoice`
     does that.
-
-    Args:
-        jobs: all jobs, in the order of their admission. Those without options get no type.
-        nodes: all nodes.
-        preferred: job id -> the type that a job gets if it fits there, even if it runs on another.
-        capacity: `typed_capacity(jobs, nodes)`, if it is known.
     """
     preferred = preferred or {}
     waiting: set[str] = set()

@@ -29,33 +29,22 @@ UNCERTAINTY = 1.2
 
 @dataclass(frozen=True)
 class Feasibility:
-    """Whether a job can be complete by its deadline.
+    """Whether a job can be complete by its deadline."""
 
-    Args:
-        count: the smallest count on which it is predicted to be; None if it is on no count.
-        source: the measurements of which that is predicted, for people.
-    """
-
-    count: int | None
-    source: str
+    count: int | None  # the smallest count on which it is predicted to be; None if it is on no count
+    source: str  # the measurements of which that is predicted, for people
 
 
 @dataclass(frozen=True, eq=False)
 class DeadlineOutlook:
-    """How the counts of a job compare with its deadline.
+    """How the counts of a job compare with its deadline."""
 
-    Args:
-        left: seconds to the deadline.
-        counts: all valid counts, ascending.
-        seconds: predicted seconds to the end of the job on each count, with the change to it, on one node as
-            far as the counts fit there, and on several; shape (2, counts).
-        reach: how many of the counts the job may have next.
-    """
-
-    left: float
+    left: float  # seconds to the deadline
     counts: tuple[int, ...]
+    # predicted seconds to the end of the job on each count, with the change to it, on one node as far as
+    # the counts fit there, and on several; shape (2, counts)
     seconds: Floats
-    reach: int
+    reach: int  # how many of the counts the job may have next
 
     def __str__(self) -> str:
         """Which count meets the deadline, for people."""

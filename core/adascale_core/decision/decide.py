@@ -45,56 +45,37 @@ from adascale_core.placement.node_slots import SlotCapacity
 
 @dataclass(frozen=True)
 class Decision:
-    """The replica count for a job.
+    """The replica count for a job."""
 
-    Args:
-        replicas: the count; 0 if the job does not run.
-        reason: why, for events and conditions.
-        waiting: whether the job does not run because of insufficient capacity.
-        accelerator: the type of accelerator that it runs on; None if types are not known.
-        feasibility: whether the job can meet its deadline; None if it has none, or is not measured.
-    """
-
-    replicas: int
+    replicas: int  # the count; 0 if the job does not run
     reason: str
-    waiting: bool = False
+    waiting: bool = False  # whether the job does not run because of insufficient capacity
+    # the type of accelerator that it runs on; None if types are not known
     accelerator: Accelerator | None = None
+    # whether the job can meet its deadline; None if it has none, or is not measured
     feasibility: Feasibility | None = None
 
 
 @dataclass(frozen=True)
 class _Solution:
-    """What counts of interchangeable replicas were chosen from, and the counts.
-
-    Args:
-        jobs: their ids.
-        tables: their utilities.
-        room: the slots of the nodes, or how many replicas fit.
-        counts: of each job.
-    """
+    """What counts of interchangeable replicas were chosen from, and the counts."""
 
     jobs: Sequence[str]
     tables: Sequence[UtilityTables]
-    room: SlotCapacity | int
+    room: SlotCapacity | int  # the slots of the nodes, or how many replicas fit
     counts: Sequence[int]
 
 
 @dataclass(frozen=True)
 class DecisionProblem:
-    """What a decision is about: jobs that share capacity, with their predictions, and that capacity.
+    """What a decision is about: jobs that share capacity, with their predictions, and that capacity."""
 
-    Args:
-        queue: the jobs, in the order of their admission.
-        bound: the capacity.
-        valid: the ids of the jobs that have a valid count.
-        slots: the slots of the nodes if the replicas of all jobs are equal; None if not, or without nodes.
-        solutions: of the problems before, then of this one.
-    """
-
-    queue: Sequence[JobUtility]
+    queue: Sequence[JobUtility]  # the jobs, in the order of their admission
     bound: Capacity
-    valid: Sequence[str]
+    valid: Sequence[str]  # the ids of the jobs that have a valid count
+    # the slots of the nodes if the replicas of all jobs are equal; None if not, or without nodes
     slots: SlotCapacity | None
+    # of the problems before, then of this one
     solutions: list[_Solution] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
@@ -107,15 +88,7 @@ class DecisionProblem:
         *,
         fairness: float | None = None,
     ) -> Self:
-        """Return the problem.
-
-        Args:
-            jobs, capacity: as for `decide`.
-            before: the problems of the decision before. What is the same is not computed again.
-            choice: of the type of accelerator of each job, with their weights among all jobs; None if types
-                are not known.
-            fairness: as for `decide`. With weights of `choice`, it is that of these.
-        """
+        """Return the problem."""
         before = list(before)
         bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
         ordered = sorted(jobs, key=lambda job: job.admission_order)
@@ -207,17 +180,7 @@ class DecisionProblem:
 def decide(
     jobs: Iterable[JobState], capacity: int | Capacity, now: float, *, fairness: float | None = None
 ) -> dict[str, Decision]:
-    """Return the replica count of every job.
-
-    Args:
-        jobs: all jobs that may run.
-        capacity: how many replicas fit, or what they have to fit into, including those that run already.
-        now: the time, in seconds on the clock of `JobState.stable_since`.
-        fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`); None for `DEFAULT_FAIRNESS`.
-
-    Returns:
-        job id -> decision. A count is valid for its job, or 0. All counts fit at the same time.
-    """
+    """Return the replica count of every job."""
     decisions: dict[str, Decision] = {}
     for problem in DecisionProblem.independent(jobs, capacity, fairness=fairness):
         decisions |= problem.decide(now)

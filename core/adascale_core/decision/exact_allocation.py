@@ -23,13 +23,7 @@ MAX_EXACT_WORK = 10_000_000
 def allocate_replicas(
     jobs: Sequence[JobUtility], utilities: Sequence[Mapping[int, int]], total: int
 ) -> list[int]:
-    """Return one replica count per job, with the highest total utility that `total` replicas allow.
-
-    Args:
-        jobs: the jobs, in the order of their arrival.
-        utilities: count -> utility for each job.
-        total: how many replicas fit.
-    """
+    """Return one replica count per job, with the highest total utility that `total` replicas allow."""
     return maximize(admitted_utilities(jobs, total, utilities), total)
 
 
@@ -56,10 +50,6 @@ def maximize(utilities: Sequence[Mapping[int, int]], total: int) -> list[int]:
     """Return one count per job, with a high total utility and a sum of at most `total`.
 
     It is the highest total utility up to `MAX_EXACT_WORK`.
-
-    Args:
-        utilities: count -> utility for each job.
-        total: at least the sum of the smallest counts.
     """
     if sum(map(len, utilities)) * total <= MAX_EXACT_WORK:
         return maximize_exactly(utilities, total)
@@ -71,10 +61,6 @@ def maximize_greedily(utilities: Sequence[Mapping[int, int]], total: int) -> lis
 
     Each job starts at its smallest count. The steps of each job's concave envelope are made in the order of
     utility per replica, as far as they fit; what remains free goes to the jobs in their order.
-
-    Args:
-        utilities: count -> utility for each job.
-        total: at least the sum of the smallest counts.
     """
     chosen = [min(counts) for counts in utilities]
     free = total - sum(chosen)
@@ -117,22 +103,13 @@ def maximize_exactly(utilities: Sequence[Mapping[int, int]], total: int) -> list
     """Return one count per job, with the highest total utility and a sum of at most `total`.
 
     Of several solutions with the same utility, the solution with more replicas for earlier jobs is returned.
-
-    Args:
-        utilities: count -> utility for each job.
-        total: at least the sum of the smallest counts.
     """
     best = best_utilities(utilities, total)
     return counts_of_best(utilities, best, len(best[0]) - 1)
 
 
 def best_utilities(utilities: Sequence[Mapping[int, int]], total: int) -> list[npt.NDArray[np.int64]]:
-    """Return `best`: `best[i][free]` is the highest total utility of the last i jobs with `free` replicas.
-
-    Args:
-        utilities: count -> utility for each job.
-        total: the largest `free`, except that no job can use more than its largest count.
-    """
+    """Return `best`: `best[i][free]` is the highest total utility of the last i jobs with `free` replicas."""
     total = max(0, min(total, sum(max(counts) for counts in utilities)))
     best = [np.zeros(total + 1, dtype=np.int64)]
     for counts in reversed(utilities):

@@ -39,17 +39,7 @@ def explain(
     only: Collection[str] | None = None,
     choice: TypeChoice | None = None,
 ) -> dict[str, DecisionView]:
-    """Return the explanation of each decision, by job id.
-
-    Args:
-        problem: what was decided.
-        now: the time of the decision, on the clock of `JobState.stable_since`.
-        decisions: what `problem.decide(now)` returned. The caller may have replaced the reasons, and added
-            decisions about other jobs.
-        time: of the decision, in seconds since 1970.
-        only: the jobs to explain; None for all.
-        choice: of the types of accelerators; None if types are not known.
-    """
+    """Return the explanation of each decision, by job id."""
     of_queue = {each.job.id: decisions[each.job.id] for each in problem.queue}
     explainer = _Explainer(problem, of_queue, now, choice)
     return {
@@ -61,15 +51,10 @@ def explain(
 
 @dataclass(frozen=True)
 class _Room:
-    """Whether counts fit.
-
-    Args:
-        bound: the capacity.
-        total: how many replicas fit in any shares; None if no such number exists.
-    """
+    """Whether counts fit."""
 
     bound: Capacity
-    total: int | None
+    total: int | None  # how many replicas fit in any shares; None if no such number exists
 
     @classmethod
     def of(cls, problem: DecisionProblem) -> _Room:
@@ -160,16 +145,7 @@ class _Explainer:
     def _make_room(
         self, job: str, counts: dict[str, int], steps: list[tuple[float, str, int]]
     ) -> dict[str, int] | None:
-        """Lower `counts` of other jobs until all fit.
-
-        Args:
-            job: the job for which they make room.
-            counts: job id -> count.
-            steps: a heap of the next step down of each other job: its loss, the job, its count.
-
-        Returns:
-            job id -> replicas to give up; None if all don't fit, or if it would take too many steps.
-        """
+        """Lower `counts` of other jobs until all fit."""
         tries = MAX_TRIES
         while not self._room.fits(counts):
             # Where replicas are not alike, each attempt packs the replicas of all jobs.

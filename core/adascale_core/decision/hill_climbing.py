@@ -30,11 +30,6 @@ def allocate_on_nodes(
     """Return one replica count per job, of the highest total utility that is found.
 
     The present counts are among the candidates, so they change only for a higher total utility.
-
-    Args:
-        jobs: the jobs, in the order of their arrival.
-        tables: count -> utility for each job.
-        capacity: the nodes and the demands of the jobs.
     """
     utilities = {job.job.id: table for job, table in zip(jobs, tables, strict=True) if job.counts}
     wanted = {job.job.id: _most_useful(utilities[job.job.id], job.job.replicas) for job in jobs if job.counts}
@@ -67,26 +62,16 @@ def _most_useful(utilities: Mapping[int, int], present: int) -> int:
 
 @dataclass(frozen=True)
 class _Start:
-    """Where a search starts.
-
-    Args:
-        counts: job id -> count.
-        packing: of these counts.
-        desired: job id -> count, to which jobs are raised first, as far as they fit.
-    """
+    """Where a search starts."""
 
     counts: Mapping[str, int]
     packing: Packing
+    # job id -> count, to which jobs are raised first, as far as they fit
     desired: Mapping[str, int] = field(default_factory=dict)
 
 
 class _Plan:
-    """Counts of a high total utility, where all nodes together are taken for a single one.
-
-    Args:
-        utilities: job id -> count -> utility.
-        capacity: the nodes.
-    """
+    """Counts of a high total utility, where all nodes together are taken for a single one."""
 
     def __init__(self, utilities: Mapping[str, Mapping[int, int]], capacity: NodeCapacity) -> None:
         self._capacity = capacity
@@ -166,14 +151,7 @@ def _admit(jobs: Sequence[JobUtility], capacity: NodeCapacity) -> dict[str, JobU
 
 
 class HillClimbing:
-    """A sequence of changes that raise the total utility. Each changes the count of one job.
-
-    Args:
-        utilities: job id -> count -> utility, in the order of arrival.
-        capacity: the capacity into which the counts must fit.
-        packing: a packing of `start`.
-        start: job id -> count to start from.
-    """
+    """A sequence of changes that raise the total utility. Each changes the count of one job."""
 
     def __init__(
         self,

@@ -84,18 +84,12 @@ UtilityTables = tuple[Mapping[int, int], Mapping[int, int]]
 
 @dataclass(frozen=True)
 class Change:
-    """What a change of the replica count has to be worth.
+    """What a change of the replica count has to be worth."""
 
-    Args:
-        factor: of the goodput; None if the count changes only for lack of capacity.
-        trial_factor: the same for a larger count than those that were measured.
-        text: why, with a placeholder for each value.
-        values: the values. A decision needs the text of few jobs, so it is not formatted before.
-    """
-
-    factor: float | None
-    trial_factor: float | None
-    text: str
+    factor: float | None  # of the goodput; None if the count changes only for lack of capacity
+    trial_factor: float | None  # the same for a larger count than those that were measured
+    text: str  # why, with a placeholder for each value
+    # the values. A decision needs the text of few jobs, so it is not formatted before.
     values: tuple[float, ...] = ()
 
     @property
@@ -106,42 +100,28 @@ class Change:
 
 @dataclass
 class _Memory:
-    """What was computed of predictions, for the next decision with the same.
+    """What was computed of predictions, for the next decision with the same."""
 
-    Args:
-        values: counts; utilities without the weight and the cost of a change, on one node and on several;
-            1 for each count that is a change to a measured count, and 1 for each that is a trial.
-        tables: weight, costs of a change and of a trial, and what its deadline adds; and the utilities.
-        seconds: the remaining progress, its unit and the later estimates, and the seconds to the end on each
-            count.
-    """
-
+    # counts; utilities without the weight and the cost of a change, on one node and on several; 1 for
+    # each count that is a change to a measured count, and 1 for each that is a trial
     values: tuple[tuple[int, ...], Floats, npt.NDArray[np.int64]] | None = None
+    # weight, costs of a change and of a trial, and what its deadline adds; and the utilities
     tables: tuple[tuple[object, ...], UtilityTables] | None = None
+    # the remaining progress, its unit and the later estimates, and the seconds to the end on each count
     seconds: tuple[tuple[object, ...], Floats] | None = None
 
 
 @dataclass(frozen=True)
 class JobUtility:
-    """A job with its candidate counts, and predictions for the counts that it may have next.
-
-    Args:
-        job: the job.
-        counts: valid counts within its bounds, ascending.
-        table: the goodput of the counts that it may have next; None if it is not measured.
-        node_size: how many replicas fit on a node; None if not known.
-        fills_nodes: whether only counts that divide a node or fill nodes are considered.
-        weight: of the logarithm of its goodput.
-        model: its step times; None if it is not measured.
-    """
+    """A job with its candidate counts, and predictions for the counts that it may have next."""
 
     job: JobState
-    counts: Sequence[int]
-    table: Goodputs | None
-    node_size: int | None = None
-    fills_nodes: bool = False
-    weight: float = 1.0
-    model: StepTimeModel | None = None
+    counts: Sequence[int]  # valid counts within its bounds, ascending
+    table: Goodputs | None  # the goodput of the counts that it may have next; None if it is not measured
+    node_size: int | None = None  # how many replicas fit on a node; None if not known
+    fills_nodes: bool = False  # whether only counts that divide a node or fill nodes are considered
+    weight: float = 1.0  # of the logarithm of its goodput
+    model: StepTimeModel | None = None  # its step times; None if it is not measured
     _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
 
     @classmethod
@@ -154,15 +134,7 @@ class JobUtility:
         before: JobUtility | None = None,
         model: StepTimeModel | None = None,
     ) -> JobUtility:
-        """Return the candidate counts and predictions of `job`.
-
-        Args:
-            job: the job.
-            node_size: how many replicas fit on a node; None if not known.
-            fills_nodes: whether to consider only counts that divide a node or fill nodes.
-            before: of an earlier state of the job, from which predictions are taken that are the same.
-            model: of its step times; None if it is not known yet.
-        """
+        """Return the candidate counts and predictions of `job`."""
         if before is not None and (before.node_size, before.fills_nodes) == (node_size, fills_nodes):
             if before.job is job:
                 return before
@@ -274,9 +246,6 @@ class JobUtility:
 
         The first table is for replicas on one node, as far as they fit on it, the second for replicas on
         several nodes. Both are empty if no count is valid.
-
-        Args:
-            now: the time, in seconds on the clock of `JobState.stable_since`.
         """
         if not self.counts:
             return {}, {}
@@ -293,11 +262,7 @@ class JobUtility:
         return self._memory.tables[1]
 
     def deadline_outlook(self, now: float) -> DeadlineOutlook | None:
-        """Return how its counts compare with its deadline; None without one, or without a prediction.
-
-        Args:
-            now: the time, in seconds on the clock of `JobState.stable_since`.
-        """
+        """Return how its counts compare with its deadline; None without one, or without a prediction."""
         job = self.job
         if job.deadline is None or job.remaining is None or self.table is None:
             return None
@@ -367,11 +332,7 @@ class JobUtility:
         return FORCED_CHANGE_COST if factor is None else round(UTILITY_UNIT * self.weight * log(factor))
 
     def change(self, now: float) -> Change:
-        """Return what a change from the present count has to be worth.
-
-        Args:
-            now: the time, in seconds on the clock of `JobState.stable_since`.
-        """
+        """Return what a change from the present count has to be worth."""
         job = self.job
         if job.stable_since is None:
             return Change(None, None, "its last change is in progress")
@@ -401,11 +362,7 @@ class JobUtility:
         )
 
     def move_cost(self, now: float) -> int | None:
-        """Return what a move to another type of accelerator costs; None if it may not move.
-
-        Args:
-            now: the time, in seconds on the clock of `JobState.stable_since`.
-        """
+        """Return what a move to another type of accelerator costs; None if it may not move."""
         job = self.job
         if not job.replicas:
             return 0
@@ -521,14 +478,7 @@ def utilities_of(
     fills_nodes: bool = False,
     before: Mapping[str, JobUtility] = MappingProxyType({}),
 ) -> list[JobUtility]:
-    """Return `JobUtility.of` for each job.
-
-    Args:
-        jobs: the jobs.
-        node_sizes: how many replicas of each job fit on a node.
-        fills_nodes: whether to consider only counts that divide a node or fill nodes.
-        before: job id -> an earlier state, from which is taken what is the same.
-    """
+    """Return `JobUtility.of` for each job."""
     models: dict[str, StepTimeModel | None] = {}
     unknown = []
     for job in jobs:
@@ -561,10 +511,6 @@ def weights_by_size(
     the power p of the replicas (heSRPT, Berg, Vesilo and Harchol-Balter 2020, theorem 4). With a fairness of
     1 all are equal, and the decision is proportionally fair (Kelly 1997). Between them the objective is the
     weighted mean of both. The weights are 1 on average, and a job of unknown size has the weight 1.
-
-    Args:
-        sizes: job id -> its remaining size, in any unit; None if not known.
-        fairness: from 0, for the lowest mean completion time, to 1, for equal weights.
     """
     ranked = sorted(((size, name) for name, size in sizes.items() if size is not None), reverse=True)
     number, exponent = len(ranked), 1 / (1 - SPEEDUP_EXPONENT)
@@ -578,13 +524,7 @@ def weights_by_size(
 def weighted(
     jobs: Sequence[JobUtility], weights: Mapping[str, float] | None = None, fairness: float = DEFAULT_FAIRNESS
 ) -> list[JobUtility]:
-    """Return the jobs with weights.
-
-    Args:
-        jobs: the jobs.
-        weights: job id -> weight; None for those by the remaining sizes of these jobs.
-        fairness: of these, as for `weights_by_size`.
-    """
+    """Return the jobs with weights."""
     if weights is None:
         weights = weights_by_size({utility.job.id: utility.remaining_seconds for utility in jobs}, fairness)
     return [

@@ -42,24 +42,14 @@ _MAX_EXCHANGING = 500
 
 @dataclass(frozen=True)
 class Consumer:
-    """A job that competes for resources.
-
-    Args:
-        utilities: count -> utility.
-        request: units of each resource that a replica takes.
-    """
+    """A job that competes for resources."""
 
     utilities: Mapping[int, int]
-    request: tuple[int, ...]
+    request: tuple[int, ...]  # units of each resource that a replica takes
 
 
 def choose_counts(consumers: Sequence[Consumer], totals: Floats) -> list[int]:
-    """Return one count per job, with a high total utility.
-
-    Args:
-        consumers: the jobs. Their smallest counts fit.
-        totals: the units of each resource.
-    """
+    """Return one count per job, with a high total utility."""
     if not consumers:
         return []
     return _choose_exactly(consumers, totals) or _choose_by_prices(consumers, totals)
@@ -138,14 +128,7 @@ def _choose_by_prices(consumers: Sequence[Consumer], totals: Floats) -> list[int
 
 
 def _prices(slopes: Floats, sizes: Floats, requests: Floats, free: Floats) -> Floats:
-    """Return the utility that a unit of each resource is worth.
-
-    Args:
-        slopes: of each step of a job's concave envelope, the utility of a replica.
-        sizes: of each step, its replicas.
-        requests: units of each resource that a replica takes, of shape (steps, resources).
-        free: units of each resource.
-    """
+    """Return the utility that a unit of each resource is worth."""
     prices = np.zeros(len(free))
     scarce = np.flatnonzero(sizes @ requests > free)
     if not len(scarce):

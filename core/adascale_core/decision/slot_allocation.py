@@ -18,13 +18,7 @@ from adascale_core.placement.node_slots import NodeSlots, SlotCapacity, free_slo
 def allocate_slots(
     jobs: Sequence[JobUtility], tables: Sequence[UtilityTables], capacity: SlotCapacity
 ) -> list[int]:
-    """Return one replica count per job, of a high total utility on the nodes.
-
-    Args:
-        jobs: the jobs, in the order of their arrival.
-        tables: the utilities of each job.
-        capacity: the nodes, and the jobs' present nodes.
-    """
+    """Return one replica count per job, of a high total utility on the nodes."""
     free = free_slots(capacity.slots, (capacity.placed.get(job.job.id, ()) for job in jobs))
     options = [_Options.of(job.job.id, *each, capacity, free) for job, each in zip(jobs, tables, strict=True)]
     planned = maximize(
@@ -35,16 +29,10 @@ def allocate_slots(
 
 @dataclass(frozen=True)
 class _Options:
-    """The counts of a job.
-
-    Args:
-        nodes: its present nodes, by rank.
-        planned: count -> utility where it is likely to run.
-        one_node, several_nodes: count -> utility.
-    """
+    """The counts of a job."""
 
     nodes: Sequence[int]
-    planned: Mapping[int, int]
+    planned: Mapping[int, int]  # count -> utility where it is likely to run
     one_node: Mapping[int, int]
     several_nodes: Mapping[int, int]
 

@@ -51,18 +51,14 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class TypeChoice:
-    """The types of accelerators of all jobs.
+    """The types of accelerators of all jobs."""
 
-    Args:
-        types: job id -> the type, of each job that has any option.
-        utilities: job id -> what counts are worth to a job on that type.
-        weights: job id -> the weight of its utility; None if types were not compared.
-        known: (job id, type) -> what counts are worth there, for the next decision.
-    """
-
-    types: Mapping[str, str]
+    types: Mapping[str, str]  # job id -> the type, of each job that has any option
+    # job id -> what counts are worth to a job on that type
     utilities: Mapping[str, JobUtility] = field(default_factory=lambda: MappingProxyType({}))
+    # job id -> the weight of its utility; None if types were not compared
     weights: Mapping[str, float] | None = None
+    # (job id, type) -> what counts are worth there, for the next decision
     known: Mapping[tuple[str, str], JobUtility] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
@@ -75,16 +71,7 @@ class TypeChoice:
         *,
         fairness: float | None = None,
     ) -> TypeChoice:
-        """Return the types of the highest total utility that is found.
-
-        Args:
-            jobs: all jobs, in the order of their admission.
-            nodes: all nodes.
-            now: the time, in seconds on the clock of `JobState.stable_since`.
-            before: of the decision before. What is the same is not computed again.
-            fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`); None for
-                `DEFAULT_FAIRNESS_ACROSS_TYPES`.
-        """
+        """Return the types of the highest total utility that is found."""
         if all(len(job.states) < 2 for job in jobs):
             return cls(admit(jobs, nodes)[0])
         fairness = DEFAULT_FAIRNESS_ACROSS_TYPES if fairness is None else fairness
@@ -104,29 +91,18 @@ class TypeChoice:
 
 @dataclass(frozen=True)
 class _Market:
-    """What slots of each type are worth to each job.
-
-    Args:
-        jobs: the jobs.
-        names: the types.
-        totals: the slots of each type.
-        known: (job id, type) -> what counts are worth.
-        weights: job id -> weight.
-        utilities: of each type, shape (jobs, counts); minus infinity where a job has no such count.
-        slots: of each type, what the counts take, same shape.
-        has_equal_replicas: whether the replicas of all jobs take the same on each type.
-        compared: the ids of the jobs whose goodput is predicted. Others stay where they are.
-    """
+    """What slots of each type are worth to each job."""
 
     jobs: Sequence[TypeOptions]
     names: Sequence[str]
     totals: Sequence[float]
-    known: Mapping[tuple[str, str], JobUtility]
+    known: Mapping[tuple[str, str], JobUtility]  # (job id, type) -> what counts are worth
     weights: Mapping[str, float]
+    # of each type, shape (jobs, counts); minus infinity where a job has no such count
     utilities: Sequence[Floats]
-    slots: Sequence[Floats]
-    has_equal_replicas: bool
-    compared: frozenset[str]
+    slots: Sequence[Floats]  # of each type, what the counts take, same shape
+    has_equal_replicas: bool  # whether the replicas of all jobs take the same on each type
+    compared: frozenset[str]  # the ids of the jobs whose goodput is predicted. Others stay where they are.
 
     @classmethod
     def of(
@@ -182,11 +158,7 @@ class _Market:
         return cls(jobs, names, totals, known, weights, utilities, slots, is_equal, compared)
 
     def improve(self, types: Mapping[str, str]) -> dict[str, str]:
-        """Return types of a higher total utility, or the same.
-
-        Args:
-            types: job id -> type, of the jobs that are admitted.
-        """
+        """Return types of a higher total utility, or the same."""
         index = {name: t for t, name in enumerate(self.names)}
         chosen = np.array([index.get(types.get(job.job, ""), -1) for job in self.jobs])
         for i, t in enumerate(chosen.tolist()):

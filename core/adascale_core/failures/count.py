@@ -15,17 +15,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FailureCount:
-    """The failures of a job's program.
+    """The failures of a job's program."""
 
-    Args:
-        count: how often the program has failed.
-        generation: the newest generation whose failure is counted; 0 if none is.
-        false_starts: the rounds of starts that are counted, or are never to be counted, of the replicas that
-            are still observed.
-    """
-
-    count: int = 0
-    generation: int = 0
+    count: int = 0  # how often the program has failed
+    generation: int = 0  # the newest generation whose failure is counted; 0 if none is
+    # the rounds of starts that are counted, or are never to be counted, of the replicas that are still
+    # observed
     false_starts: int = 0
 
     def with_generations(self, generations: Iterable[int]) -> FailureCount:
@@ -42,12 +37,6 @@ class FailureCount:
 
         As many replicas as there are spares may fail to start without keeping the others from training. So a
         round counts only if more have failed in it.
-
-        Args:
-            starts: for each replica, how many of its observed starts have failed before any generation. The
-                observed starts may become fewer, as when pods are deleted: then the count stays, and later
-                failures are added to it.
-            spares: the number of the job's spares.
         """
         most = sorted(starts, reverse=True)
         rounds = most[spares] if spares < len(most) else 0
@@ -56,11 +45,7 @@ class FailureCount:
         return FailureCount(self.count + new, self.generation, observed)
 
     def without_false_starts(self, starts: Iterable[int]) -> FailureCount:
-        """Return this count, in which failures before any generation are not counted now, nor later.
-
-        Args:
-            starts: as of `with_false_starts`.
-        """
+        """Return this count, in which failures before any generation are not counted now, nor later."""
         return FailureCount(self.count, self.generation, max(starts, default=0))
 
     def exceeds(self, limit: int) -> bool:

@@ -96,12 +96,7 @@ _CLASSES: Final = {
 
 
 def classify_exit(code: int, *, out_of_memory: bool = False) -> ExitClass:
-    """Return what an exit code of a trainer or an agent means.
-
-    Args:
-        code: the exit code; `-n` or `128+n` for signal n.
-        out_of_memory: whether the container runtime reports that the memory limit was exceeded (`OOMKilled`).
-    """
+    """Return what an exit code of a trainer or an agent means."""
     if out_of_memory:
         return ExitClass.OUT_OF_MEMORY
     if signal_name(code) in _DISRUPTION_SIGNALS:
@@ -114,9 +109,6 @@ def agent_exit_code(trainer_code: int) -> int:
 
     It is the trainer's own, and 128+n for signal n. A code that means no failure when an agent exits with it
     (for example 69) becomes 1.
-
-    Args:
-        trainer_code: exit code of the trainer; `-n` for signal n.
     """
     code = trainer_code if trainer_code >= 0 else _SIGNAL_BASE - trainer_code
     return code if classify_exit(code).is_failure else 1

@@ -13,19 +13,12 @@ LAST_LINES = 2
 
 @dataclass(frozen=True)
 class ProgramFailure:
-    """A failure of the program on a replica.
+    """A failure of the program on a replica."""
 
-    Args:
-        replica: the index of the replica.
-        generation: the last generation that the program has run in; 0 if none.
-        exit_code: the exit code of the agent. None if unknown.
-        log: the last lines of the program's output.
-    """
-
-    replica: int
-    generation: int
-    exit_code: int | None
-    log: str
+    replica: int  # the index of the replica
+    generation: int  # the last generation that the program has run in; 0 if none
+    exit_code: int | None  # the exit code of the agent. None if unknown.
+    log: str  # the last lines of the program's output
 
     def is_like(self, other: ProgramFailure) -> bool:
         """Whether both have the same exit code and the same last lines of output."""
@@ -40,10 +33,6 @@ def is_permanent(exit_class: ExitClass, measured: Collection[int]) -> bool:
     """Whether a program that has ended in this way would fail again.
 
     A program that has failed because it has several replicas may continue on one, if it has trained on one.
-
-    Args:
-        exit_class: what the exit code means.
-        measured: the replica counts on which step times were measured.
     """
     if exit_class is ExitClass.SINGLE_REPLICA_PROGRAM:
         return 1 not in measured
@@ -56,12 +45,6 @@ def repeats_early_failure(
     """Whether a replica has failed twice in a row in the same way, both times before a step.
 
     False if the program has trained on another replica count, to which the job may return.
-
-    Args:
-        failures: the failures, in the order of the starts of the replicas.
-        latest: the newest generation that has made a step; 0 if none has.
-        replicas: the present replica count. None if there is none.
-        measured: the replica counts on which step times were measured.
     """
     if any(replicas is not None and count != replicas for count in measured):
         return False

@@ -24,17 +24,11 @@ _FIRST_LINE = re.compile(
 
 @dataclass(frozen=True)
 class TerminationMessage:
-    """The message of an agent that exits because its program has failed.
+    """The message of an agent that exits because its program has failed."""
 
-    Args:
-        generation: the last generation that its program has run in; 0 if none.
-        exit_code: exit code of the agent: that of the program, or 128+n for signal n.
-        log: the last lines of the program's output, or an error message.
-    """
-
-    generation: int
-    exit_code: int
-    log: str = ""
+    generation: int  # the last generation that its program has run in; 0 if none
+    exit_code: int  # exit code of the agent: that of the program, or 128+n for signal n
+    log: str = ""  # the last lines of the program's output, or an error message
 
     def to_text(self, limit: int = LIMIT) -> str:
         """Return the message as text of at most `limit` bytes in UTF-8. A long log loses its first lines."""

@@ -209,11 +209,7 @@ def _decode(line: str, kinds: UnionType) -> Any:
 
 
 def _read(hint: Any, value: Any) -> Any:
-    """Return a JSON value as a value of the type `hint`.
-
-    Raises:
-        ValueError: it has another type.
-    """
+    """Return a JSON value as a value of the type `hint`."""
     if isinstance(hint, UnionType):
         return None if value is None else _read(get_args(hint)[0], value)
     origin = get_origin(hint)

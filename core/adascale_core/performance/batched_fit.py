@@ -63,28 +63,23 @@ def fit_all(measured: Sequence[Measured]) -> list[StepTimeModel | None]:
 
 @dataclass(frozen=True)
 class _Problems:
-    """Problems of the same form, for R rows: those of a problem with fewer rows are padded.
+    """Problems of the same form, for R rows: those of a problem with fewer rows are padded."""
 
-    Args:
-        is_parallel, is_between_nodes: of each row, whether it has several replicas, and on several nodes;
-            shape (R, jobs), as all rows.
-        further: replicas beyond the second.
-        size, accumulation, time: as in `FitProblem.rows`; `time` is the logarithm.
-        weight: 1, or 0 for padding.
-        prior, precision: mean and inverse standard deviation of the parameters, of shape (7, jobs).
-        link: the inverse standard deviation of the link between communication on one node and between
-            nodes, of shape (jobs,); 0 if they are not tied together.
-    """
-
+    # is_parallel, is_between_nodes: of each row, whether it has several replicas, and on several nodes;
+    # shape (R, jobs), as all rows
     is_parallel: npt.NDArray[np.bool_]
     is_between_nodes: npt.NDArray[np.bool_]
-    further: Floats
+    further: Floats  # replicas beyond the second
+    # size, accumulation, time: as in `FitProblem.rows`; `time` is the logarithm
     size: Floats
     accumulation: Floats
     time: Floats
     weight: Floats
+    # prior, precision: mean and inverse standard deviation of the parameters, of shape (7, jobs)
     prior: Floats
     precision: Floats
+    # the inverse standard deviation of the link between communication on one node and between nodes, of
+    # shape (jobs,); 0 if they are not tied together
     link: Floats
 
     @classmethod
@@ -196,14 +191,7 @@ def _solve(problems: Sequence[FitProblem]) -> Floats:
 
 
 def _step(matrix: Floats, column: Floats, damping: Floats, bound: npt.NDArray[np.bool_]) -> Floats:
-    """Return the solution of each system, by Cholesky's decomposition.
-
-    Args:
-        matrix: the lower triangle of each, of shape (7, 7, jobs).
-        column: the right-hand sides, of shape (7, jobs).
-        damping: by which the diagonals are multiplied first.
-        bound: whether the last element of a solution is 0, because the parameter is at its bound.
-    """
+    """Return the solution of each system, by Cholesky's decomposition."""
     lower, solution = matrix.copy(), column.copy()
     diagonal = np.arange(7)
     lower[diagonal, diagonal] *= damping

@@ -63,14 +63,10 @@ def _valid_range(bounds: BatchBounds, count: int) -> range:
 
 @dataclass(frozen=True, eq=False)
 class PlanGrid:
-    """The candidate plans of some replica counts: a row per count, a column per plan.
+    """The candidate plans of some replica counts: a row per count, a column per plan."""
 
-    Args:
-        replicas: the counts, of shape (counts, 1).
-        local_bsz, accumulation, scale: of the plans; rows are padded with their last plan.
-    """
-
-    replicas: Floats
+    replicas: Floats  # the counts, of shape (counts, 1)
+    # local_bsz, accumulation, scale: of the plans; rows are padded with their last plan
     local_bsz: Floats
     accumulation: Floats
     scale: Floats
@@ -114,21 +110,14 @@ _grid = lru_cache(maxsize=64)(PlanGrid.of)
 
 @dataclass(frozen=True, eq=False)
 class Goodputs:
-    """The goodput of each of some replica counts, with the plan that reaches it.
-
-    Args:
-        counts: the replica counts, ascending.
-        one_node, several_nodes: steps at `batch_size` per second, where the replicas share a node or not.
-        columns: the column in `grid` of the best plan, on one node and on several.
-        gains: the gain of the best plan, on one node and on several.
-        grid: the plans.
-    """
+    """The goodput of each of some replica counts, with the plan that reaches it."""
 
     counts: tuple[int, ...]
+    # one_node, several_nodes: steps at `batch_size` per second, where the replicas share a node or not
     one_node: Floats
     several_nodes: Floats
-    columns: tuple[Any, Any]
-    gains: tuple[Floats, Floats]
+    columns: tuple[Any, Any]  # the column in `grid` of the best plan, on one node and on several
+    gains: tuple[Floats, Floats]  # the gain of the best plan, on one node and on several
     grid: PlanGrid
 
     @cached_property
@@ -156,16 +145,7 @@ def goodputs(
     *,
     least_efficiency: float = 0.0,
 ) -> Goodputs:
-    """Return the goodput of each count, with the plan that a trainer would choose (see `plan_batch`).
-
-    Args:
-        bounds: the batch sizes that the job allows.
-        counts: replica counts, each valid with `bounds`.
-        estimate: squared norm and variance of the gradient.
-        model: the step times.
-        grid: `PlanGrid.of(bounds, counts)`, if it is known.
-        least_efficiency: of a plan, gain / scale; the smallest plan of a count is always allowed.
-    """
+    """Return the goodput of each count, with the plan that a trainer would choose (see `plan_batch`)."""
     grid = grid or _grid(bounds, counts)
     sqr, var = max(estimate.grad_sqr, 0.0), max(estimate.grad_var, 0.0)
     largest = max(sqr, var)

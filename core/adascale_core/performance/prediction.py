@@ -18,20 +18,13 @@ from adascale_core.performance.throughput import StepTimeModel
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted performance of a replica count.
+    """The predicted performance of a replica count."""
 
-    Args:
-        plan: the batch plan that the job would use.
-        scale: S of that plan.
-        gain: the gain of that plan, in steps at `batch_size` per step.
-        step_time: seconds per optimizer step.
-        gain_range: the gains at one standard error of the estimate; twice `gain` if the error is not known.
-    """
-
-    plan: BatchPlan
+    plan: BatchPlan  # the batch plan that the job would use
     scale: float
-    gain: float
-    step_time: float
+    gain: float  # the gain of that plan, in steps at `batch_size` per step
+    step_time: float  # seconds per optimizer step
+    # the gains at one standard error of the estimate; twice `gain` if the error is not known
     gain_range: tuple[float, float]
 
     @property
@@ -55,18 +48,7 @@ def predict(
     model: StepTimeModel,
     efficiency: EfficiencyBound = DEFAULT_EFFICIENCY,
 ) -> dict[int, Prediction]:
-    """Return the prediction for each replica count.
-
-    Args:
-        bounds: the batch sizes that the job allows.
-        counts: replica counts, each valid with `bounds`.
-        estimate: squared norm and variance of the gradient.
-        model: the step time of any batch plan.
-        efficiency: lower bound of the efficiency of a batch.
-
-    Raises:
-        InvalidJobError: a count is not valid with `bounds`.
-    """
+    """Return the prediction for each replica count."""
     predictions = {}
     for count in counts:
         plan = plan_batch(

@@ -33,15 +33,10 @@ _QUARTER: Final = WINDOW // 4
 
 @dataclass(frozen=True)
 class SlowReplica:
-    """A replica that is slower than the others.
+    """A replica that is slower than the others."""
 
-    Args:
-        replica: its rank, or its index.
-        factor: its typical time over the median of those of the others, above 1.
-    """
-
-    replica: int
-    factor: float
+    replica: int  # its rank, or its index
+    factor: float  # its typical time over the median of those of the others, above 1
 
     def __str__(self) -> str:
         return (
@@ -51,15 +46,10 @@ class SlowReplica:
 
 
 class TypicalTime(NamedTuple):
-    """The typical time of a replica.
+    """The typical time of a replica."""
 
-    Args:
-        seconds: of its last steps; 0 if it is not measured.
-        error: the standard error of `seconds`, if the times of steps vary independently.
-    """
-
-    seconds: float = 0.0
-    error: float = 0.0
+    seconds: float = 0.0  # of its last steps; 0 if it is not measured
+    error: float = 0.0  # the standard error of `seconds`, if the times of steps vary independently
 
 
 class RecentTimes:
@@ -92,13 +82,7 @@ class RecentTimes:
 def slow_replica(
     times: Sequence[float], errors: Sequence[float], previous: SlowReplica | None = None
 ) -> SlowReplica | None:
-    """Return the slowest replica if it is slow, by rank; None if no replica is.
-
-    Args:
-        times: rank -> its typical time in seconds; 0 or less if it is not measured.
-        errors: rank -> the standard error of that time.
-        previous: what was found before for the same replicas.
-    """
+    """Return the slowest replica if it is slow, by rank; None if no replica is."""
     if len(times) < 2 or min(times) <= 0.0:
         return None
     slowest = max(range(len(times)), key=lambda rank: times[rank])

@@ -58,27 +58,19 @@ LINK_SPREAD = 1.5
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """Seconds per optimizer step of any batch plan on any number of nodes.
+    """Seconds per optimizer step of any batch plan on any number of nodes."""
 
-    Args:
-        fixed: seconds per micro-batch, independent of its size.
-        per_sample: seconds per sample of a micro-batch.
-        sync: seconds per step to communicate between two replicas on one node.
-        sync_per_replica: seconds per step that each replica beyond the second adds, on one node.
-        node_sync, node_sync_per_replica: the same on several nodes; None for those on one node.
-        overlap: how much communication overlaps with computation, from 1 (not at all) to 10.
-        separates_batch_size: whether the measurements cover two local batch sizes, so that `fixed` and
-            `per_sample` are both determined.
-    """
-
-    fixed: float
-    per_sample: float
-    sync: float = 0.0
-    sync_per_replica: float = 0.0
+    fixed: float  # seconds per micro-batch, independent of its size
+    per_sample: float  # seconds per sample of a micro-batch
+    sync: float = 0.0  # seconds per step to communicate between two replicas on one node
+    sync_per_replica: float = 0.0  # seconds per step that each replica beyond the second adds, on one node
+    # whether the measurements cover two local batch sizes, so that `fixed` and `per_sample` are both
+    # determined
     separates_batch_size: bool = False
+    # node_sync, node_sync_per_replica: the same on several nodes; None for those on one node
     node_sync: float | None = None
     node_sync_per_replica: float | None = None
-    overlap: float = 1.0
+    overlap: float = 1.0  # how much communication overlaps with computation, from 1 (not at all) to 10
 
     def compute_time(self, local_bsz: int) -> float:
         """Predicted seconds of a micro-batch without communication."""
@@ -104,12 +96,7 @@ class StepTimeModel:
 
     @classmethod
     def fit(cls, measurements: Sequence[StepTime], template: Sequence[StepTime] = ()) -> Self | None:
-        """Return the most probable model; None without measurements.
-
-        Args:
-            measurements: of the job.
-            template: of other jobs with the same template.
-        """
+        """Return the most probable model; None without measurements."""
         fitted = _fit(usable(tuple(measurements)), usable(tuple(template)))
         return None if fitted is None else cls(**vars(fitted))
 
@@ -168,33 +155,22 @@ def _fit(measurements: tuple[StepTime, ...], template: tuple[StepTime, ...]) -> 
 
 @dataclass(frozen=True)
 class FitProblem:
-    """A fit in units of a reference micro-batch, in which all parameters are of the order of 1.
-
-    Args:
-        seconds, samples: of the reference micro-batch.
-        rows: replicas, nodes, size of a micro-batch in units of the reference, micro-batches, logarithm of
-            the step time.
-        prior, spread: mean and standard deviation of each parameter's logarithm.
-        is_linked: whether communication on one node and between nodes are tied together.
-        separates_batch_size: whether the measurements cover two local batch sizes.
-    """
+    """A fit in units of a reference micro-batch, in which all parameters are of the order of 1."""
 
     seconds: float
     samples: int
+    # replicas, nodes, size of a micro-batch in units of the reference, micro-batches, logarithm of the
+    # step time
     rows: Sequence[tuple[int, int, float, int, float]]
+    # prior, spread: mean and standard deviation of each parameter's logarithm
     prior: Sequence[float]
     spread: Sequence[float]
-    is_linked: bool
-    separates_batch_size: bool
+    is_linked: bool  # whether communication on one node and between nodes are tied together
+    separates_batch_size: bool  # whether the measurements cover two local batch sizes
 
     @classmethod
     def of(cls, measurements: Sequence[StepTime], template: StepTimeModel | None) -> FitProblem:
-        """Return the problem.
-
-        Args:
-            measurements: of the job, valid and at least one.
-            template: the model of other jobs with the same template; None if there is none.
-        """
+        """Return the problem."""
         first = measurements[0]
         separates = len({each.local_bsz for each in measurements}) > 1
         seconds, samples = first.step_time / first.accumulation, first.local_bsz
@@ -395,13 +371,7 @@ def _fix(matrix: list[list[float]], column: list[float], index: int) -> None:
 
 
 def _solve(matrix: list[list[float]], column: list[float], damping: float) -> list[float]:
-    """Return x with `matrix` x = `column`, for a positive definite matrix, by Cholesky's decomposition.
-
-    Args:
-        matrix: its lower triangle.
-        column: the right-hand side.
-        damping: by which the diagonal is multiplied first.
-    """
+    """Return x with `matrix` x = `column`, for a positive definite matrix, by Cholesky's decomposition."""
     size = len(column)
     lower: list[list[float]] = []
     solution: list[float] = []

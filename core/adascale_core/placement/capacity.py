@@ -40,13 +40,9 @@ class Capacity(Protocol):
 
 @dataclass(frozen=True)
 class ReplicaCapacity:
-    """Capacity for a number of replicas, of any job.
+    """Capacity for a number of replicas, of any job."""
 
-    Args:
-        total: the number of replicas; a negative number stands for 0.
-    """
-
-    total: int
+    total: int  # the number of replicas; a negative number stands for 0
 
     def fits(self, counts: Mapping[str, int]) -> bool:
         """Whether all `counts` (job id -> replicas) fit at the same time."""
@@ -78,11 +74,6 @@ class NodeCapacity:
     A replica that is placed on a node stays there and fits, even if the node has less than the replica
     requests (its devices may be missing for a moment while a device plugin restarts). Such a node takes no
     other replica.
-
-    Args:
-        nodes: all nodes, in any order.
-        demands: job id -> demand, of every job that appears in a question.
-        before: earlier nodes and demands, from which is taken what has not changed.
     """
 
     def __init__(

@@ -26,16 +26,10 @@ _MAX_MIXTURES = 2000
 
 @dataclass(frozen=True)
 class Kind:
-    """Equal new replicas.
+    """Equal new replicas."""
 
-    Args:
-        request: the resources that a replica takes.
-        nodes: the nodes that may get one, in the order in which they are tried.
-        number: how many there are.
-    """
-
-    request: Request
-    nodes: Integers
+    request: Request  # the resources that a replica takes
+    nodes: Integers  # the nodes that may get one, in the order in which they are tried
     number: int
 
 
@@ -45,14 +39,8 @@ def as_int64(units: int) -> int:
 
 
 def even_shares(free: Integers, kinds: Sequence[Kind]) -> list[Integers] | None:
-    """Return how many replicas of each kind each of its nodes gets, such that the room that is left is even.
-
-    Args:
-        free: the free units of the nodes, of shape (nodes, resources).
-        kinds: the new replicas, the largest first.
-
-    Returns:
-        None if there is not enough room.
+    """Return how many replicas of each kind each of its nodes gets, such that the room that is
+    left is even.
     """
     free = free.copy()
     found = []
@@ -69,15 +57,7 @@ def even_shares(free: Integers, kinds: Sequence[Kind]) -> list[Integers] | None:
 
 
 def _leveled(room: Floats, total: int) -> Integers | None:
-    """Return how many of `total` replicas each node gets, such that the room that is left is even.
-
-    Args:
-        room: of each node, how many replicas it has room for, with fractions.
-        total: how many replicas are placed.
-
-    Returns:
-        None if there is not enough room.
-    """
+    """Return how many of `total` replicas each node gets, such that the room that is left is even."""
     whole = np.floor(room)
     if total > whole.sum():
         return None
@@ -104,13 +84,6 @@ def mixed_shares(free: Integers, kinds: Sequence[Kind]) -> list[Integers] | None
     all nodes together can leave unused; among those, it is the mixture nearest to that of the replicas that
     have no node yet (patterns of the cutting-stock problem, Gilmore and Gomory 1961, without their linear
     program).
-
-    Args:
-        free: the free units of the nodes, of shape (nodes, resources).
-        kinds: the new replicas.
-
-    Returns:
-        None if a node can be filled in too many ways, or not all replicas find a node.
     """
     requests = np.zeros((len(kinds), free.shape[1]), dtype=np.int64)
     allowed = np.zeros((len(free), len(kinds)), dtype=bool)
@@ -157,11 +130,6 @@ def _mixtures(
     """Return all mixtures of replicas to which a node can't take another one, of shape (mixtures, kinds).
 
     None if there are more than `_MAX_MIXTURES`.
-
-    Args:
-        free: the free units of the node.
-        requests: of each kind, units of each resource.
-        allowed: of each kind, whether the node may get it.
     """
     found: list[tuple[int, ...]] = []
     steps = 0

@@ -18,14 +18,10 @@ MIN_UNIFORM_NODES = 4
 
 @dataclass(frozen=True)
 class SlotCapacity:
-    """Nodes with slots for equal replicas.
+    """Nodes with slots for equal replicas."""
 
-    Args:
-        slots: for each node, how many replicas it holds.
-        placed: job id -> the node of each replica, by rank, of the replicas that are placed.
-    """
-
-    slots: Sequence[int]
+    slots: Sequence[int]  # for each node, how many replicas it holds
+    # job id -> the node of each replica, by rank, of the replicas that are placed
     placed: Mapping[str, Sequence[int]]
 
     @property
@@ -48,12 +44,7 @@ class SlotCapacity:
 
 
 def free_slots(slots: Sequence[int], placed: Iterable[Iterable[int]]) -> list[int]:
-    """Return the free slots of each node, negative where too many replicas are placed.
-
-    Args:
-        slots: for each node, how many replicas it holds.
-        placed: for each job, the node of each replica.
-    """
+    """Return the free slots of each node, negative where too many replicas are placed."""
     free = list(slots)
     for nodes in placed:
         for node in nodes:
@@ -62,11 +53,7 @@ def free_slots(slots: Sequence[int], placed: Iterable[Iterable[int]]) -> list[in
 
 
 class NodeSlots:
-    """The free slots of some nodes.
-
-    Args:
-        free: for each node, how many replicas it can take.
-    """
+    """The free slots of some nodes."""
 
     def __init__(self, free: Sequence[int]) -> None:
         self._free = list(free)
@@ -131,12 +118,7 @@ class NodeSlots:
         return None
 
     def place(self, own: Sequence[int], wanted: int) -> list[int] | None:
-        """Return the nodes for new replicas and take their slots; None, and take none, if they do not fit.
-
-        Args:
-            own: the nodes of the present replicas of the job.
-            wanted: how many replicas are new.
-        """
+        """Return the nodes for new replicas and take their slots; None, and take none, if they do not fit."""
         placed: list[int] = []
         used = Counter(own)
         for node in sorted(used, key=lambda node: (-self._free[node], node)):

@@ -31,63 +31,45 @@ _REPACKING_BUDGET = 50_000
 
 @dataclass(frozen=True)
 class Node:
-    """A node and its free resources.
-
-    Args:
-        name: the node's name.
-        free: resource -> whole units (cpu in thousandths, memory in bytes, other resources as counts) that
-            the replicas of all jobs may take: what is allocatable, less what other pods take. A resource
-            that is not named has 0 units.
-    """
+    """A node and its free resources."""
 
     name: str
+    # resource -> whole units (cpu in thousandths, memory in bytes, other resources as counts) that the
+    # replicas of all jobs may take: what is allocatable, less what other pods take. A resource that is
+    # not named has 0 units.
     free: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The resources that a job requests.
+    """The resources that a job requests."""
 
-    Args:
-        request: resource -> whole units, as for `Node`, that one replica takes. A request of "pods" is at
-            least 1.
-        nodes: names of the nodes where a new replica may run; None if on all. A cordoned node is not among
-            them, but keeps the replicas that are placed on it.
-        placed: rank -> name of the node on which that replica is placed. A replica on a node that no longer
-            exists is lost and has to be placed again.
-        one_node: whether all replicas must share a node: the node with most placed replicas, or any
-            if no replica is placed.
-    """
-
+    # resource -> whole units, as for `Node`, that one replica takes. A request of "pods" is at least 1.
     request: Mapping[str, int]
+    # names of the nodes where a new replica may run; None if on all. A cordoned node is not among them,
+    # but keeps the replicas that are placed on it.
     nodes: frozenset[str] | None = None
+    # rank -> name of the node on which that replica is placed. A replica on a node that no longer exists
+    # is lost and has to be placed again.
     placed: Mapping[int, str] = field(default_factory=dict)
+    # whether all replicas must share a node: the node with most placed replicas, or any if no replica is
+    # placed
     one_node: bool = False
 
 
 @dataclass(frozen=True)
 class IndexedDemand:
-    """A job's demand, with nodes and resources as indices.
-
-    Args:
-        job: the job id.
-        demand: the same with names.
-        request: the resources that one replica takes.
-        node_order: the nodes that may get a new replica, in the order in which they are tried.
-        kind: equal for jobs with the same `request` and `node_order`.
-        placed: rank -> node, of the replicas that are placed on an existing node, by rank.
-        shared_node: the node that new replicas must use; None if it is not decided yet, or not needed.
-        dominant_share: the largest share of a resource of all nodes that one replica requests, 0 to 1.
-    """
+    """A job's demand, with nodes and resources as indices."""
 
     job: str
     demand: Demand
-    request: Request
-    node_order: tuple[int, ...]
-    kind: int
-    placed: Mapping[int, int]
+    request: Request  # the resources that one replica takes
+    node_order: tuple[int, ...]  # the nodes that may get a new replica, in the order in which they are tried
+    kind: int  # equal for jobs with the same `request` and `node_order`
+    placed: Mapping[int, int]  # rank -> node, of the replicas that are placed on an existing node, by rank
+    # the node that new replicas must use; None if it is not decided yet, or not needed
     shared_node: int | None
-    dominant_share: float
+    dominant_share: float  # the largest share of a resource of all nodes that one replica requests, 0 to 1
 
     @property
     def one_node(self) -> bool:
@@ -105,12 +87,7 @@ class IndexedDemand:
 
 
 class NodeTable:
-    """Nodes, with nodes and resources as indices, and what is known of the kinds of demands for them.
-
-    Args:
-        nodes: the nodes.
-        resources: the resources that are requested, ascending.
-    """
+    """Nodes, with nodes and resources as indices, and what is known of the kinds of demands for them."""
 
     def __init__(self, nodes: Sequence[Node], resources: Sequence[str]) -> None:
         self.nodes, self.resources = nodes, resources
@@ -190,12 +167,7 @@ def requested(demand: Demand) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class PackingProblem:
-    """Nodes and demands, with nodes and resources as indices.
-
-    Args:
-        nodes: the nodes.
-        demands: job id -> demand.
-    """
+    """Nodes and demands, with nodes and resources as indices."""
 
     nodes: NodeTable
     demands: Mapping[str, IndexedDemand]
@@ -212,12 +184,7 @@ class PackingProblem:
     def of(
         cls, nodes: Iterable[Node], demands: Mapping[str, Demand], before: PackingProblem | None = None
     ) -> PackingProblem:
-        """Return the problem of packing jobs with `demands` onto `nodes`.
-
-        Args:
-            nodes, demands: the nodes, and job id -> demand.
-            before: an earlier problem, from which is taken what has not changed.
-        """
+        """Return the problem of packing jobs with `demands` onto `nodes`."""
         nodes = tuple(nodes)
         names = {name for demand in demands.values() for name, units in demand.request.items() if units}
         resources = tuple(sorted(names | {PODS} if demands else ()))
@@ -246,12 +213,6 @@ def _slots_in_order(
 
     Nodes with the fewest resources that a replica does not request are first. Otherwise replicas without
     accelerators would take the processors of nodes with accelerators.
-
-    Args:
-        node_names: the nodes' names.
-        free: the free units, of shape (nodes, resources).
-        request: of a replica.
-        allowed: names of the nodes that it may use; None for all.
     """
     if not len(free):
         return {}
@@ -266,11 +227,7 @@ def _slots_in_order(
 
 
 def _most_used_node(placed: Mapping[int, int]) -> int | None:
-    """Return the node with the most replicas; of several, the node with the lowest rank.
-
-    Args:
-        placed: rank -> node, by rank.
-    """
+    """Return the node with the most replicas; of several, the node with the lowest rank."""
     return Counter(placed.values()).most_common(1)[0][0] if placed else None
 
 
@@ -327,15 +284,6 @@ def _place_by_kind(
 
     First fit fills the first nodes with the largest replicas, which leaves resources there that only other
     replicas could use. Here the number of each kind of replicas on each node is chosen first.
-
-    Args:
-        packing: with the replicas that are placed.
-        demands: of the jobs, the largest first.
-        counts: job id -> number of replicas.
-        shares_of: chooses the numbers, from the free units of the nodes, of shape (nodes, resources).
-
-    Returns:
-        whether nodes are found for all of them.
     """
     jobs: dict[int, list[IndexedDemand]] = {}
     for demand in demands:
@@ -367,13 +315,7 @@ def _hand_out(
     demands: Sequence[IndexedDemand],
     ranks: Sequence[Sequence[int]],
 ) -> bool:
-    """Give each job of a kind the next places, and return whether the nodes have them.
-
-    Args:
-        packing: gets the replicas.
-        nodes, shares: the nodes of the kind, and how many places each has.
-        demands, ranks: of each job, and its ranks that need a place.
-    """
+    """Give each job of a kind the next places, and return whether the nodes have them."""
     places = ((node, share) for node, share in zip(nodes, shares, strict=True) if share)
     node, free = 0, 0
     for demand, missing in zip(demands, ranks, strict=True):
@@ -419,11 +361,7 @@ class _OpenNodes:
 
 
 class Packing:
-    """An assignment of replicas to nodes, changed job by job.
-
-    Args:
-        problem: the nodes and demands.
-    """
+    """An assignment of replicas to nodes, changed job by job."""
 
     def __init__(self, problem: PackingProblem) -> None:
         self._problem = problem
@@ -464,14 +402,6 @@ class Packing:
         """Change the number of a job's replicas, if nodes are found for them; otherwise change nothing.
 
         If they do not fit beside the others, all replicas are packed again.
-
-        Args:
-            job: the job id.
-            count: the new number of replicas.
-            always_repack: whether to pack again even if the budget for it is used up.
-
-        Returns:
-            whether the job has `count` replicas now.
         """
         demand = self._problem.demands[job]
         before = dict(self._nodes.get(job, {}))
@@ -503,12 +433,7 @@ class Packing:
         return True
 
     def _restore(self, demand: IndexedDemand, before: Mapping[int, int]) -> None:
-        """Undo a failed attempt to give a job more replicas.
-
-        Args:
-            demand: of the job.
-            before: rank -> node, before the attempt.
-        """
+        """Undo a failed attempt to give a job more replicas."""
         ranks = self._own_nodes(demand.job)
         changed = [rank for rank, node in ranks.items() if before.get(rank) != node]
         if not demand.one_node and not demand.placed:
@@ -534,11 +459,7 @@ class Packing:
         return copied
 
     def moved_to(self, problem: PackingProblem) -> Packing:
-        """Return a packing of all placed replicas of a later problem on the same nodes, from one of this.
-
-        Args:
-            problem: the later one.
-        """
+        """Return a packing of all placed replicas of a later problem on the same nodes, from one of this."""
         moved = self.copy()
         before, moved._problem = self._problem.demands, problem
         for job, demand in before.items():
@@ -564,11 +485,7 @@ class Packing:
             self._remove(demand, ranks)
 
     def keep_placed(self, demand: IndexedDemand, count: int) -> bool:
-        """Add the replicas below rank `count` that are placed on a node.
-
-        Returns:
-            False if new replicas take resources that the placed ones need.
-        """
+        """Add the replicas below rank `count` that are placed on a node."""
         ranks = self._nodes.setdefault(demand.job, {})
         missing = [(node, rank) for rank, node in demand.placed.items() if rank < count and rank not in ranks]
         fits = True
@@ -584,11 +501,8 @@ class Packing:
         return [rank for rank in range(count) if rank not in assigned] if assigned else range(count)
 
     def may_hold(self, demands: Iterable[IndexedDemand], counts: Mapping[str, int]) -> bool:
-        """Return False if all nodes together have fewer free units of a resource than these jobs still need.
-
-        Args:
-            demands: of the jobs.
-            counts: job id -> number of replicas.
+        """Return False if all nodes together have fewer free units of a resource than these
+        jobs still need.
         """
         needed = [0] * len(self._total)
         for demand in demands:

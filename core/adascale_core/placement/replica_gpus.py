@@ -11,11 +11,7 @@ _GPU: Final = re.compile(r"(nvidia|amd)\.com/(gpu|gpu\.shared|mig-.+)|gpu\.intel
 
 
 def requested_gpus(resources: object) -> int:
-    """Return how many GPUs a container requests.
-
-    Args:
-        resources: its `resources`, as in a pod; what is no valid quantity is left to the API server.
-    """
+    """Return how many GPUs a container requests."""
     if not isinstance(resources, Mapping):
         return 0
     found: dict[str, int] = {}
@@ -27,12 +23,7 @@ def requested_gpus(resources: object) -> int:
 
 
 def describe_unused_gpus(gpus: int, processes: int | None = None) -> str | None:
-    """Return the warning about a replica that has more or fewer GPUs than it uses; None if it uses all.
-
-    Args:
-        gpus: its number of GPUs; 0 if it computes on the CPU.
-        processes: the number of its processes; None for one with the whole model.
-    """
+    """Return the warning about a replica that has more or fewer GPUs than it uses; None if it uses all."""
     if processes is not None:
         if gpus in (0, processes):
             return None

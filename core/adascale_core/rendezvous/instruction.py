@@ -21,15 +21,7 @@ class Instruction(Enum):
 def instruction(
     view: AllocationView, replica: int, instance: str, assigned: int, *, holds: bool
 ) -> Instruction | None:
-    """Return what the trainer `instance` of `replica` must do; None if nothing.
-
-    Args:
-        view: the generations of the job.
-        replica: the index of the replica.
-        instance: the trainer.
-        assigned: the newest generation that the trainer was assigned to or holds for; 0 if none.
-        holds: whether the trainer holds, with or without state, for `assigned`.
-    """
+    """Return what the trainer `instance` of `replica` must do; None if nothing."""
     active = view.active
     if active is None or active.generation < assigned:
         return None
@@ -47,12 +39,6 @@ def is_taken_for_lost(
     """Whether the others have taken a trainer for lost that is released, so they go on without it.
 
     In a planned change it makes the same steps as the others until all of them leave together.
-
-    Args:
-        view: the generations of the job.
-        replica: the index of the replica.
-        instance: the trainer.
-        assignment: the generation that it was assigned to last; None if none.
     """
     active, desired = view.active, view.desired
     if active is None or desired is None or replica not in desired.indices:

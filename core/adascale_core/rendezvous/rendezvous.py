@@ -98,51 +98,37 @@ class VersionMismatchError(AdaScaleError):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The generations and replicas of a job.
+    """The generations and replicas of a job."""
 
-    Args:
-        desired: the newest allocation; None before the first.
-        active: the allocation that trainers run in or move to; None before the first.
-        broken: whether the active generation has lost a member.
-        complete: whether the program has finished on rank 0 of its generation.
-        replicas: index -> the last registration, of the replicas whose heartbeats arrive.
-        failures: the number of generations in which the user's program failed.
-        disruptions: the number of generations that were lost for another reason.
-        expired: index -> the last registration, of the replicas whose heartbeats have expired.
-        replaced: agents that another agent of their replica has replaced, the latest last. Their
-            registrations are ignored, unless the other agent has expired or exited.
-        left_out: instances of trainers that were members and are not any more, the latest last. They take
-            part in no later generation.
-        key: the secret of the job's members; empty before the first registration.
-        last_failed: the newest generation that is counted in `failures`; 0 if none is.
-        last_disrupted: the newest generation that is counted in `disruptions`; 0 if none is.
-        stepped: the newest generation in which a step was finished; 0 if none.
-        stalled: the number of disrupted generations since, in which no step was finished.
-        deaths: index -> the number of trainers of this replica since that were killed before any step.
-        local_bsz_limits: type of accelerator -> the largest local batch size that is used on it, since a
-            larger one did not fit into its memory.
-        last_limited: the newest generation that has ended because a batch did not fit; 0 if none has.
-        slow_places: the replicas whose places spares have taken because they were slow.
-    """
-
-    desired: Allocation | None = None
+    desired: Allocation | None = None  # the newest allocation; None before the first
+    # the allocation that trainers run in or move to; None before the first
     active: ActiveAllocation | None = None
-    broken: bool = False
-    complete: bool = False
+    broken: bool = False  # whether the active generation has lost a member
+    complete: bool = False  # whether the program has finished on rank 0 of its generation
+    # index -> the last registration, of the replicas whose heartbeats arrive
     replicas: Mapping[int, Registration] = field(default_factory=lambda: MappingProxyType({}))
-    failures: int = 0
-    disruptions: int = 0
+    failures: int = 0  # the number of generations in which the user's program failed
+    disruptions: int = 0  # the number of generations that were lost for another reason
+    # index -> the last registration, of the replicas whose heartbeats have expired
     expired: Mapping[int, Registration] = field(default_factory=lambda: MappingProxyType({}))
+    # agents that another agent of their replica has replaced, the latest last. Their registrations are
+    # ignored, unless the other agent has expired or exited.
     replaced: tuple[str, ...] = ()
+    # instances of trainers that were members and are not any more, the latest last. They take part in no
+    # later generation.
     left_out: tuple[str, ...] = ()
-    key: str = ""
-    last_failed: int = 0
-    last_disrupted: int = 0
-    stepped: int = 0
-    stalled: int = 0
+    key: str = ""  # the secret of the job's members; empty before the first registration
+    last_failed: int = 0  # the newest generation that is counted in `failures`; 0 if none is
+    last_disrupted: int = 0  # the newest generation that is counted in `disruptions`; 0 if none is
+    stepped: int = 0  # the newest generation in which a step was finished; 0 if none
+    stalled: int = 0  # the number of disrupted generations since, in which no step was finished
+    # index -> the number of trainers of this replica since that were killed before any step
     deaths: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    # type of accelerator -> the largest local batch size that is used on it, since a larger one did not
+    # fit into its memory
     local_bsz_limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    last_limited: int = 0
+    last_limited: int = 0  # the newest generation that has ended because a batch did not fit; 0 if none has
+    # the replicas whose places spares have taken because they were slow
     slow_places: SlowPlaces = field(default_factory=SlowPlaces)
 
     @property
@@ -151,12 +137,7 @@ class Rendezvous:
         return applicable_limit(self.local_bsz_limits, self._present_accelerators)
 
     def local_bsz_limit_of_report(self, accelerator: str) -> int | None:
-        """Return the largest local batch size that fits where a report was made; None if none has failed.
-
-        Args:
-            accelerator: the type of accelerator of the report, which is that of rank 0. While a replica has
-                it, the limit is that of all replicas.
-        """
+        """Return the largest local batch size that fits where a report was made; None if none has failed."""
         present = self._present_accelerators
         is_elsewhere = accelerator != "" and accelerator not in present
         return applicable_limit(self.local_bsz_limits, {accelerator} if is_elsewhere else present)
@@ -225,16 +206,7 @@ def applicable_limit(limits: Mapping[str, int], accelerators: Collection[str]) -
 
 
 def allocate(state: Rendezvous, allocation: Allocation, declared: JobSpec | None = None) -> Rendezvous:
-    """Return the state after the controller writes `allocation`. The same allocation may be written again.
-
-    Args:
-        state: the state before.
-        allocation: the desired allocation.
-        declared: the job's current spec, which the next active allocation gets; None if it is not declared.
-
-    Raises:
-        StaleAllocationError: a newer allocation, or a different one of this generation, is desired already.
-    """
+    """Return the state after the controller writes `allocation`. The same allocation may be written again."""
     if state.desired is not None and allocation.generation <= state.desired.generation:
         if allocation == state.desired:
             return state
@@ -247,16 +219,7 @@ def allocate(state: Rendezvous, allocation: Allocation, declared: JobSpec | None
 
 
 def register(state: Rendezvous, registration: Registration, declared: JobSpec | None = None) -> Rendezvous:
-    """Return the state after an agent registers. The same registration may be sent again.
-
-    Args:
-        state: the state before.
-        registration: what the agent's trainer does.
-        declared: as for `allocate`.
-
-    Raises:
-        VersionMismatchError: members with state run another version of the package.
-    """
+    """Return the state after an agent registers. The same registration may be sent again."""
     state = replace(state, key=state.key or registration.key)
     registration = replace(registration, key="")
     before = state.replicas.get(registration.replica) or state.expired.get(registration.replica)
@@ -296,11 +259,6 @@ def expire(state: Rendezvous, indices: Iterable[int], declared: JobSpec | None =
 
     A trainer whose agent does not answer may still train, and its loss is noticed by the other members. The
     generation is broken when no member is left that could notice it.
-
-    Args:
-        state: the state before.
-        indices: the indices of these agents' replicas.
-        declared: as for `allocate`.
     """
     overdue = {index for index in indices if index in state.replicas}
     if not overdue or state.complete:
@@ -329,12 +287,6 @@ def report(
 
     The change is made at once or not at all: while another one is in progress, or no spare waits, a later
     report makes it.
-
-    Args:
-        state: the state before.
-        latest: the report, later than those before.
-        declared: as for `allocate`.
-        now: the time, in seconds since 1970.
     """
     places = state.slow_places.at(now)
     if places is not state.slow_places:
@@ -551,13 +503,7 @@ def _breaks_generation(state: Rendezvous, registration: Registration) -> bool:
 
 
 def _break_generation(state: Rendezvous, *, disrupted: bool, newest: int = 0) -> Rendezvous:
-    """Mark the active generation as broken. The desired count stays, in a newer generation.
-
-    Args:
-        state: the state before.
-        disrupted: whether the generation counts as a disruption.
-        newest: the newest generation that a replica names; the next generation is newer.
-    """
+    """Mark the active generation as broken. The desired count stays, in a newer generation."""
     active, desired = state.active, state.desired
     if active is None or desired is None:
         return state

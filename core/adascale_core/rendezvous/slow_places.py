@@ -18,17 +18,11 @@ MAX_PAUSE: Final = 86_400.0
 
 @dataclass(frozen=True)
 class SlowPlace:
-    """A replica that was slow on a node. On another node it need not be slow.
+    """A replica that was slow on a node. On another node it need not be slow."""
 
-    Args:
-        replica: its index.
-        node: the node; empty if unknown.
-        found_at: when a spare has taken its place, in seconds since 1970.
-    """
-
-    replica: int
-    node: str
-    found_at: float
+    replica: int  # its index
+    node: str  # the node; empty if unknown
+    found_at: float  # when a spare has taken its place, in seconds since 1970
 
 
 @dataclass(frozen=True)
@@ -37,16 +31,11 @@ class SlowPlaces:
 
     A difference of the clocks of several services, or a clock that is set back, has no lasting effect: a
     time in the future counts like one in the past.
-
-    Args:
-        places: the replicas, the latest last.
-        replaced_at: when a spare has last taken a place, in seconds since 1970; 0 if none has.
-        pause: seconds from then on in which no other one does.
     """
 
     places: tuple[SlowPlace, ...] = ()
-    replaced_at: float = 0.0
-    pause: float = 0.0
+    replaced_at: float = 0.0  # when a spare has last taken a place, in seconds since 1970; 0 if none has
+    pause: float = 0.0  # seconds from then on in which no other one does
 
     def includes(self, registration: Registration) -> bool:
         """Whether a replica was slow, and is on the same node still."""

@@ -48,20 +48,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     the trainer. Before `epochs`, `num_processes` is 1, because the schedule and the learning rate are those
     of `batch_size` at any number of replicas. The batch size of the training loader, times
     `gradient_accumulation_steps`, has to be `batch_size`.
-
-    Args:
-        args, options: for `Accelerator`.
-        batch_size, max_batch_size, local_bsz_bounds, scale_invariant_steps, train_samples,
-            efficiency_target, checkpoint_dir, checkpoint_interval, max_nonfinite_steps,
-            single_replica_gain, max_gain, seed: for `ElasticTrainer`. A job file overrides them.
-
-    Attributes:
-        trainer: the `ElasticTrainer`, for what Accelerate has no name for, such as `trainer.weighted` and
-            `trainer.log`.
-
-    Raises:
-        InvalidJobError, EnvironmentVariableError: see `ElasticTrainer`.
-        WorkerError: an option of Accelerate is not supported, or an Accelerator was made before.
     """
 
     def __init__(
@@ -185,11 +171,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Return a loader of the trainer's batches, see `ElasticDataLoader`.
-
-        Raises:
-            DatasetError: the loader chooses its batches in a way that the trainer has not.
-        """
+        """Return a loader of the trainer's batches, see `ElasticDataLoader`."""
         del slice_fn_for_dispatch
         if isinstance(data_loader, ElasticDataLoader):
             return data_loader
@@ -203,11 +185,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Place a model on the device, with mixed precision. `epochs` makes it data-parallel in place.
-
-        Raises:
-            WorkerError: training has begun.
-        """
+        """Place a model on the device, with mixed precision. `epochs` makes it data-parallel in place."""
         if not evaluation_mode:
             self._require_before_epochs("prepare() got a model")
         with self._replica_state.alone():
@@ -219,11 +197,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
-        """Return the program's own optimizer, which `epochs` makes elastic in place.
-
-        Raises:
-            WorkerError: training has begun.
-        """
+        """Return the program's own optimizer, which `epochs` makes elastic in place."""
         del device_placement
         self._require_before_epochs("prepare() got an optimizer")
         if not any(optimizer is known for known in self._trained_optimizers):
@@ -232,11 +206,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Return the program's own scheduler, which follows progress in steps at `batch_size`.
-
-        Raises:
-            WorkerError: training has begun.
-        """
+        """Return the program's own scheduler, which follows progress in steps at `batch_size`."""
         self._require_before_epochs("prepare() got a scheduler")
         if not any(scheduler is known for known in self._followed_schedulers):
             self._followed_schedulers.append(scheduler)
@@ -244,12 +214,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         return scheduler
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and restore the state of more objects, with that of the job.
-
-        Raises:
-            ValueError: an object has no `state_dict` or no `load_state_dict`.
-            WorkerError: training has begun.
-        """
+        """Save and restore the state of more objects, with that of the job."""
         self._require_before_epochs("register_for_checkpointing() was called")
         super().register_for_checkpointing(*objects)
 
@@ -345,13 +310,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         Begins with the present epoch: a replica that joins, or a program that resumes, gets the state of
         training here. Ends after `epochs` epochs, or at the `scale_invariant_steps` or `train_samples` of the
         job.
-
-        Args:
-            epochs: see `ElasticTrainer.epochs`.
-
-        Raises:
-            WorkerError: no model or no optimizer was prepared. See also `ElasticTrainer.epochs`.
-            CheckpointError: see `ElasticTrainer.program_reentry`.
         """
         self._enter()
         return self._each_epoch(self.trainer.epochs(epochs))
@@ -435,11 +393,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         return send_to_device(batch, loader.device, non_blocking=self.non_blocking)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Refuse: a loop over a prepared loader continues where training is.
-
-        Raises:
-            WorkerError: always, unless there is nothing to skip.
-        """
+        """Refuse: a loop over a prepared loader continues where training is."""
         if num_batches:
             raise WorkerError(
                 "accelerator.skip_first_batches() is not needed: a loop over a prepared loader continues "
@@ -469,11 +423,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         return self._trains and self._has_stepped and is_complete and not self.trainer.made_step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients. The loss is that of a whole batch, and is not divided by anything.
-
-        Raises:
-            WorkerError: the program evaluates.
-        """
+        """Compute gradients. The loss is that of a whole batch, and is not divided by anything."""
         if self._evaluation is not None:
             raise WorkerError(
                 "accelerator.backward() was called in a loop over evaluation batches: the model is in "
@@ -505,10 +455,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
         After the loop, each replica has got the result of each sample once, also if replicas were lost
         meanwhile. Elsewhere as `gather`.
-
-        Args:
-            input_data: tensors, or lists of objects that are numbers, strings, or lists and dicts of them.
-            use_gather_object: whether to return a list of the objects.
         """
         if self._evaluation is None:
             self._follow_replicas()
@@ -573,9 +519,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
         The job does not need it: the trainer saves and restores checkpoints of its own. A folder that is
         named automatically is replaced if it is there, since after a restart some steps are made again.
-
-        Raises:
-            WorkerError: training has not begun.
         """
         if not self._has_entered:
             raise WorkerError(
@@ -599,9 +542,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
         A replica that joins, and a program that starts again, have newer state than any folder, from the
         other replicas or the checkpoints of the job.
-
-        Raises:
-            WorkerError: training is at its beginning, or goes on.
         """
         self._enter()
         if self.trainer.finished:
@@ -629,11 +569,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
-        """Return the model, which is the program's own.
-
-        Raises:
-            WorkerError: `keep_fp32_wrapper` is False during training.
-        """
+        """Return the model, which is the program's own."""
         if not keep_fp32_wrapper:
             raise WorkerError(
                 "accelerator.unwrap_model(keep_fp32_wrapper=False) would remove the forward pass that "
@@ -670,13 +606,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Log values on rank 0.
-
-        Args:
-            values: by name.
-            step: its number. None: the progress, in steps at `batch_size`, also on a replica that has joined.
-            log_kwargs: see `Accelerator.log`.
-        """
+        """Log values on rank 0."""
         if not self.is_main_process:
             return
         self._start_trackers()

@@ -41,14 +41,6 @@ class ElasticDataLoader:
 
     Inside `for epoch in accelerator.epochs(n)`, with the model in training mode, these are the rest of the
     present epoch. With the model in evaluation mode, they are this replica's share of the data set.
-
-    Args:
-        loader: of the program.
-        begin: returns an iterator over the batches of this loader.
-        device: on which the batches are. None: where the loader has made them.
-
-    Raises:
-        DatasetError: the loader's batches cannot be chosen by the trainer.
     """
 
     def __init__(
@@ -115,11 +107,7 @@ class ElasticDataLoader:
 
 
 def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments for `trainer.dataloader` that give the order of a loader's sampler.
-
-    Raises:
-        DatasetError: the trainer has no such order.
-    """
+    """Return the arguments for `trainer.dataloader` that give the order of a loader's sampler."""
     sampler = loader.sampler
     if isinstance(sampler, SequentialSampler):
         return {"shuffle": False}

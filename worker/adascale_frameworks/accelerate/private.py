@@ -18,11 +18,7 @@ _LISTS = ("_models", "_optimizers", "_schedulers", "_custom_objects")
 
 
 def require_parts(accelerator: accelerate.Accelerator) -> None:
-    """Check that the installed version has the private parts.
-
-    Raises:
-        WorkerError: one is missing.
-    """
+    """Check that the installed version has the private parts."""
     for name in _LISTS:
         if not isinstance(getattr(accelerator, name, None), list):
             raise WorkerError(

@@ -27,15 +27,7 @@ _VARIABLES = {
 
 
 def refuse_unsupported(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Check the arguments of `Accelerator`, and what `accelerate config` sets in the environment.
-
-    Args:
-        arguments: by name.
-        environ: the environment of the process.
-
-    Raises:
-        WorkerError: one asks for something that an elastic job does not support.
-    """
+    """Check the arguments of `Accelerator`, and what `accelerate config` sets in the environment."""
     for name, reason in _ARGUMENTS.items():
         if arguments.get(name) is not None:
             raise WorkerError(f"ElasticAccelerator got {name}, but {reason}: leave it out")

@@ -19,11 +19,7 @@ from adascale_worker.errors import WorkerError
 
 
 def require_first() -> None:
-    """Check that this process has made no `Accelerator` before.
-
-    Raises:
-        WorkerError: it has.
-    """
+    """Check that this process has made no `Accelerator` before."""
     if is_initialized():
         raise WorkerError(
             "an Accelerator was made before ElasticAccelerator in this process, and all of them share their "
@@ -32,11 +28,7 @@ def require_first() -> None:
 
 
 class ReplicaState:
-    """Sets the rank and the number of replicas in Accelerate's states.
-
-    Args:
-        device: of this replica.
-    """
+    """Sets the rank and the number of replicas in Accelerate's states."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

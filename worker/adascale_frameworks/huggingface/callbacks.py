@@ -16,11 +16,6 @@ class ElasticCallbackHandler(CallbackHandler):  # type: ignore[misc]
     `on_step_end` is called once for each step at the initial batch size: a step that is worth three of them
     calls it three times, with a `global_step` that rises by one. So what a callback does at multiples of a
     number is done once for each multiple, and `control` has what any of these calls has requested.
-
-    Args:
-        original: the handler of the trainer, whose callbacks this one has.
-        trainer: the framework's trainer.
-        run: its training.
     """
 
     def __init__(self, original: CallbackHandler, trainer: Any, run: TrainingRun) -> None:

@@ -52,25 +52,6 @@ def elastic(
     `trainer.elastic` is its `ElasticTrainer`. The steps of its arguments (`max_steps`, `warmup_steps`,
     `logging_steps`, `eval_steps`, `save_steps`) and those of its schedule are steps at the initial batch
     size. `docs/frameworks.md` has what differs from a plain `Trainer`.
-
-    Args:
-        trainer: before its `train` is called.
-        batch_size: the initial batch size (B0), in samples. Default: that of a plain `Trainer` on one device,
-            `per_device_train_batch_size * gradient_accumulation_steps`.
-        max_batch_size, local_bsz_bounds, efficiency_target, checkpoint_dir, checkpoint_interval,
-            max_nonfinite_steps, single_replica_gain, max_gain: as of `ElasticTrainer`.
-        train_samples: as of `ElasticTrainer`, in place of `max_steps` and `num_train_epochs`.
-        order: as of `ElasticTrainer.dataloader`, in place of a sampler of the program's own.
-        hyperparameters: as of `ElasticTrainer.program_reentry`.
-
-    Returns:
-        `trainer` itself.
-
-    Raises:
-        WorkerError: `trainer` is no `Trainer`, is elastic already, or has an argument that is not supported.
-        DatasetError: its training data is missing, or has no length.
-        InvalidJobError: an argument is out of range.
-        EnvironmentVariableError: an environment variable has an invalid value.
     """
     if not isinstance(trainer, Trainer):
         raise WorkerError(

@@ -26,11 +26,7 @@ _NOT_REPORTED = re.compile(r"epoch|total_flos|.*(_runtime|_per_second|_model_pre
 
 
 class ElasticMixin:
-    """What an elastic `Trainer` does in another way than its own class. The first base of its new class.
-
-    Attributes:
-        elastic: the `ElasticTrainer`, for `elastic.replicas`, `elastic.progress` and the like.
-    """
+    """What an elastic `Trainer` does in another way than its own class. The first base of its new class."""
 
     elastic: ElasticTrainer
     _elastic_run: TrainingRun
@@ -53,9 +49,6 @@ class ElasticMixin:
         """Train, or go on with training where the other replicas or the job's last checkpoint are.
 
         The arguments and the result are those of `Trainer.train`.
-
-        Raises:
-            WorkerError: an argument is not supported, or training was begun before.
         """
         require_supported(self)
         require_trainable(self._elastic_run, resume_from_checkpoint, trial)
@@ -304,11 +297,7 @@ class ElasticMixin:
             super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        """Load the best model, from a folder that all replicas share.
-
-        Raises:
-            WorkerError: this replica does not find it.
-        """
+        """Load the best model, from a folder that all replicas share."""
         folder = self.state.best_model_checkpoint
         if not os.path.isdir(folder):  # noqa: PTH112
             raise WorkerError(

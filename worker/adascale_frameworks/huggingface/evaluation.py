@@ -20,18 +20,11 @@ SAMPLES = "adascale_samples"
 
 @dataclass(frozen=True)
 class DividedData:
-    """The data of an evaluation that can be divided.
+    """The data of an evaluation that can be divided."""
 
-    Args:
-        dataset: has a length and items by index.
-        batch_size: samples of a batch.
-        drop_last: whether an incomplete last batch does not count.
-        options: arguments for DataLoader.
-    """
-
-    dataset: Any
-    batch_size: int
-    drop_last: bool
+    dataset: Any  # has a length and items by index
+    batch_size: int  # samples of a batch
+    drop_last: bool  # whether an incomplete last batch does not count
     options: dict[str, Any]
 
 
@@ -57,13 +50,7 @@ def divided(source: DataLoader[Any]) -> DividedData | None:
 
 
 class RecordedResults:
-    """The results of the prediction steps of a whole evaluation.
-
-    Args:
-        results: of each batch: loss, logits and labels.
-        inputs: of each batch: what the framework's loop reads of it besides.
-        batch_size: samples of a batch.
-    """
+    """The results of the prediction steps of a whole evaluation."""
 
     def __init__(self, results: list[Any], inputs: list[dict[str, Any]], batch_size: int) -> None:
         self._results = results

@@ -33,23 +33,13 @@ class LossSums:
         self._micro_batches, self._weight = 0.0, 0.0
 
     def add(self, loss: Tensor, weight: float) -> None:
-        """Add the mean loss of a micro-batch of this replica. Does not wait for the device.
-
-        Args:
-            loss: a tensor of one element.
-            weight: the number that it is a mean over.
-        """
+        """Add the mean loss of a micro-batch of this replica. Does not wait for the device."""
         if weight:
             self._micro_batches = loss.detach().double().mean() * weight + self._micro_batches
             self._weight += weight
 
     def finish_step(self, weight: float, *, only_finite: bool) -> None:
-        """Add the loss of a step that was made. Does not wait for the device.
-
-        Args:
-            weight: the sum of the weights of its micro-batches on all replicas.
-            only_finite: whether a loss that is NaN or infinite counts as zero.
-        """
+        """Add the loss of a step that was made. Does not wait for the device."""
         if weight:
             loss = torch.as_tensor(self._micro_batches) / weight
             if only_finite:

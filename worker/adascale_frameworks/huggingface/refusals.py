@@ -14,11 +14,7 @@ _ONE_COPY = (
 
 
 def require_supported(trainer: Any) -> None:
-    """Check the arguments of a trainer.
-
-    Raises:
-        WorkerError: one of them is not supported.
-    """
+    """Check the arguments of a trainer."""
     args = trainer.args
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     refused = {
@@ -61,11 +57,7 @@ def require_supported(trainer: Any) -> None:
 
 
 def require_train_dataset(trainer: Any) -> int:
-    """Return the number of samples of the training data.
-
-    Raises:
-        DatasetError: there is none, or it has no length.
-    """
+    """Return the number of samples of the training data."""
     dataset = trainer.train_dataset
     if dataset is None:
         raise DatasetError(
@@ -82,11 +74,7 @@ def require_train_dataset(trainer: Any) -> int:
 
 
 def require_trainable(run: TrainingRun, resume_from_checkpoint: Any, trial: Any) -> None:
-    """Check the arguments of `train`.
-
-    Raises:
-        WorkerError: one of them is not supported, or training was begun before.
-    """
+    """Check the arguments of `train`."""
     if resume_from_checkpoint:
         raise WorkerError(
             f"train() got resume_from_checkpoint={resume_from_checkpoint!r}, but an elastic job continues by "

@@ -22,18 +22,7 @@ STATE_NAME = "huggingface"
 
 
 class TrainingRun:
-    """The progress of a training, in the framework's terms.
-
-    Args:
-        elastic: the elastic trainer.
-        hyperparameters: as the argument of `program_reentry`.
-
-    Attributes:
-        losses: what is logged.
-        data: the training data. None before `train`.
-        is_entered: whether the replicas have exchanged the state of training.
-        is_inside_step: whether the last micro-batch has not completed its step.
-    """
+    """The progress of a training, in the framework's terms."""
 
     def __init__(self, elastic: ElasticTrainer, hyperparameters: Choice) -> None:
         self.elastic = elastic
@@ -51,14 +40,7 @@ class TrainingRun:
     # -- the beginning ----------------------------------------------------------------------------------
 
     def enter(self, trainer: Any) -> None:
-        """Make model, optimizer and scheduler elastic, and restore the state of training.
-
-        Args:
-            trainer: the framework's trainer, whose model, optimizer and scheduler are made.
-
-        Raises:
-            WorkerError: something else than the model itself is trained, or training was begun before.
-        """
+        """Make model, optimizer and scheduler elastic, and restore the state of training."""
         if trainer.model_wrapped is not trainer.model:
             raise WorkerError(
                 f"the Trainer has wrapped its model in {type(trainer.model_wrapped).__name__}, but the "

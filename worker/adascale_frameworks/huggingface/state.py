@@ -26,10 +26,6 @@ class FrameworkState:
 
     Callbacks have state if they are an `ExportableState`, as early stopping is, or have `state_dict` and
     `load_state_dict`.
-
-    Args:
-        trainer: the framework's trainer, in training.
-        losses: the losses that were not logged yet.
     """
 
     def __init__(self, trainer: FrameworkTrainer, losses: LossSums) -> None:
@@ -47,11 +43,7 @@ class FrameworkState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state.
-
-        Raises:
-            ValueError: the program has other callbacks with state.
-        """
+        """Restore a state."""
         callbacks = self._stateful()
         names = [type(each).__name__ for each in callbacks]
         saved = [name for name, _ in state["callbacks"]]

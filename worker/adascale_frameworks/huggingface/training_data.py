@@ -29,14 +29,6 @@ class TrainingData:
     """What the loop of the framework iterates over, once in each epoch.
 
     An iteration delivers micro-batches until the epoch of the trainer ends, or training.
-
-    Args:
-        elastic: delivers the batches.
-        source: the data loader that the framework would use, for its data set and its options.
-        order: the order of samples. None: that of the sampler of `source`.
-        batch_size: the initial batch size (B0).
-        pin_memory: whether batches are copied to a GPU.
-        begin_batch: called before a batch is delivered.
     """
 
     def __init__(
@@ -95,11 +87,7 @@ class TrainingData:
 
 
 def options_of(source: DataLoader[Any], order: Order | None, *, pin_memory: bool) -> dict[str, Any]:
-    """Return the arguments for `ElasticTrainer.dataloader` that load what a data loader would.
-
-    Raises:
-        DatasetError: its sampler has an order that does not follow from the number of the pass.
-    """
+    """Return the arguments for `ElasticTrainer.dataloader` that load what a data loader would."""
     initialize = source.worker_init_fn
     if isinstance(initialize, functools.partial) and initialize.func is seed_worker:
         initialize = None  # The trainer seeds the workers, by the position in the data.

@@ -14,11 +14,7 @@ _WRITER = "_experiment"
 
 
 class CallbackStates:
-    """The states of the callbacks of a Trainer, and the runs of its loggers, as one registered object.
-
-    Args:
-        trainer: Lightning's.
-    """
+    """The states of the callbacks of a Trainer, and the runs of its loggers, as one registered object."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

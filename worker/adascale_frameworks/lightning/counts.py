@@ -12,10 +12,6 @@ class StepCount(int):
 
     Lightning and callbacks act when `global_step % interval` is 0. A step of a larger batch may pass over
     a multiple. So the remainder is 0 once for each multiple that a step reaches or passes over.
-
-    Args:
-        after: progress after the last optimizer step.
-        before: progress before it.
     """
 
     _before: float
@@ -39,20 +35,12 @@ class StepCount(int):
 
 @dataclass
 class Counts:
-    """The position in training, from which Lightning's counters are set.
+    """The position in training, from which Lightning's counters are set."""
 
-    Args:
-        epoch_length: steps at the initial batch size in an epoch, samples over the batch size.
-        max_batches: what Lightning takes for the number of batches in an epoch.
-        epoch: the present epoch, from 0.
-        before: progress before the last optimizer step.
-        after: progress now.
-    """
-
-    epoch_length: float
-    max_batches: int
-    epoch: int = 0
-    before: float = 0.0
+    epoch_length: float  # steps at the initial batch size in an epoch, samples over the batch size
+    max_batches: int  # what Lightning takes for the number of batches in an epoch
+    epoch: int = 0  # the present epoch, from 0
+    before: float = 0.0  # progress before the last optimizer step
     after: float = 0.0
 
     @property
@@ -66,11 +54,8 @@ class Counts:
         return self._in_epoch(self.after)
 
     def batches(self, interval: float, *, is_last: bool) -> int:
-        """Return the batches of the epoch that are done, as a multiple of `interval` if the step crossed one.
-
-        Args:
-            interval: a number of batches after which Lightning does something.
-            is_last: whether this was the last step of the epoch.
+        """Return the batches of the epoch that are done, as a multiple of `interval` if the
+        step crossed one.
         """
         if is_last:
             return self.max_batches
@@ -82,11 +67,8 @@ class Counts:
         return _last_crossed(interval, int(self.before), int(self.after)) or int(self.after)
 
     def logged_steps(self, interval: int, after: float | None = None) -> int:
-        """Return the number of the step that is logged, from 0: that of a multiple of `interval` if crossed.
-
-        Args:
-            interval: Lightning logs every so many steps; 0: never.
-            after: progress at the end of the step. None: now, at the end of the last step.
+        """Return the number of the step that is logged, from 0: that of a multiple of
+        `interval` if crossed.
         """
         before, end = (self.before, self.after) if after is None else (self.after, after)
         return (_last_crossed(interval, int(before), int(end)) or int(end)) - 1

@@ -37,16 +37,7 @@ class _Replaced:
 
 
 class TrainingLoader(_Replaced):
-    """Delivers the replica's micro-batches of the present epoch.
-
-    Args:
-        loader: the program's; its batch size is the initial batch size.
-        batches: returns an iterator over the rest of the present epoch.
-        has_order: whether the program has passed an order of samples of its own.
-
-    Raises:
-        DatasetError: the loader's sampler determines the samples in a way that the trainer does not know.
-    """
+    """Delivers the replica's micro-batches of the present epoch."""
 
     def __init__(
         self, loader: object, batches: Callable[[], Iterator[Any]], *, has_order: bool = False
@@ -100,16 +91,7 @@ class TrainingLoader(_Replaced):
 
 
 class EvaluationLoader(_Replaced):
-    """Delivers the replica's share of the batches of a data set, or all of them.
-
-    Args:
-        loader: the program's.
-        share: returns an iterator over the replica's share of the first batches, as many as it gets. None:
-            each replica gets all of these.
-
-    Attributes:
-        limit: the number of batches that are evaluated, at most.
-    """
+    """Delivers the replica's share of the batches of a data set, or all of them."""
 
     def __init__(
         self, loader: DataLoader[Any], share: Callable[[DataLoader[Any], int], Iterator[Any] | None]

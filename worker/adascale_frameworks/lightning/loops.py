@@ -109,24 +109,14 @@ class ElasticEvaluationLoop(EvaluationLoop):
 
 
 def make_elastic(loop: Any, kind: type, strategy: object) -> None:
-    """Let a loop of Lightning have the methods of `kind`.
-
-    Args:
-        loop: of Lightning.
-        kind: `ElasticTrainingLoop` or `ElasticEvaluationLoop`.
-        strategy: what the methods ask.
-    """
+    """Let a loop of Lightning have the methods of `kind`."""
     if not isinstance(loop, kind):
         loop.__class__ = type(kind.__name__, (kind, type(loop)), {})
     loop._elastic_strategy = strategy
 
 
 def logged_sums(results: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield what Lightning has added up for the values that were logged: a name, the metric, an attribute.
-
-    Args:
-        results: the values that the program has logged in the present loop.
-    """
+    """Yield what Lightning has added up for the values that were logged: a name, the metric, an attribute."""
     for key, metric in results.items():
         if metric.is_tensor and metric.meta.on_epoch:
             yield f"{key} value", metric, "value"

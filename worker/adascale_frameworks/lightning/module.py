@@ -13,9 +13,6 @@ class TrainingStep(torch.nn.Module):
 
     The module itself stays as it is: what the program calls in `training_step`, `self(x)` above all, is not
     made data-parallel again.
-
-    Args:
-        module: the program's LightningModule.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -17,16 +17,7 @@ PACKAGES: tuple[Package, ...] = ("lightning.pytorch", "pytorch_lightning")
 
 
 def import_package(name: Package | None) -> ModuleType:
-    """Import the package whose `Trainer` the program uses.
-
-    Args:
-        name: of the package. None: the one that the program has imported.
-
-    Raises:
-        WorkerError: there is no such package, or the program has imported both and has not said which it
-            uses.
-        MissingExtraError: it is not installed.
-    """
+    """Import the package whose `Trainer` the program uses."""
     if name is not None and name not in PACKAGES:
         raise WorkerError(
             f'ElasticStrategy got package={name!r}: it must be "lightning.pytorch" or "pytorch_lightning"'

@@ -54,14 +54,7 @@ PRIVATE_SOURCES: dict[str, tuple[str, ...]] = {
 
 
 def require_private_parts(package: str) -> None:
-    """Check that the installed Lightning has what this adapter uses.
-
-    Args:
-        package: `lightning.pytorch` or `pytorch_lightning`.
-
-    Raises:
-        WorkerError: it has not.
-    """
+    """Check that the installed Lightning has what this adapter uses."""
     missing = missing_parts(package)
     if missing:
         version = getattr(import_module(package), "__version__", "unknown")

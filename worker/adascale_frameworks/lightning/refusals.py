@@ -17,17 +17,7 @@ _REFUSED_CALLBACKS = {
 
 
 def require_supported(trainer: Any, module: Any, layer_sync: object, package: str) -> None:
-    """Check the settings of a Trainer before `fit`.
-
-    Args:
-        trainer: Lightning's.
-        module: the program's.
-        layer_sync: what `sync_batchnorm` has made.
-        package: the name of Lightning's package.
-
-    Raises:
-        WorkerError: a setting is not supported.
-    """
+    """Check the settings of a Trainer before `fit`."""
     settings = [
         (
             trainer.accumulate_grad_batches != 1,
@@ -74,11 +64,7 @@ def require_supported(trainer: Any, module: Any, layer_sync: object, package: st
 
 
 def require_one_loader(number: int) -> None:
-    """Check how many train dataloaders there are.
-
-    Raises:
-        DatasetError: several.
-    """
+    """Check how many train dataloaders there are."""
     if number != 1:
         raise DatasetError(
             f"Trainer.fit got {number} train dataloaders, but an elastic job has one position in its data: "
@@ -88,11 +74,7 @@ def require_one_loader(number: int) -> None:
 
 
 def require_optimizers(optimizers: Sequence[Any], trainer: Any) -> None:
-    """Check what `configure_optimizers` has returned.
-
-    Raises:
-        WorkerError: there is no optimizer, or Lightning would count the steps of several.
-    """
+    """Check what `configure_optimizers` has returned."""
     if not optimizers or type(optimizers[0]).__name__ == "_MockOptimizer":
         raise WorkerError(
             "configure_optimizers returned no optimizer, but an elastic job trains with one: return an "
@@ -107,18 +89,7 @@ def require_optimizers(optimizers: Sequence[Any], trainer: Any) -> None:
 
 
 def split_schedulers(configs: Sequence[Any], module: Any) -> tuple[dict[int, Any], dict[str, Any]]:
-    """Return the schedulers that follow progress, and those that only have to be saved.
-
-    Args:
-        configs: Lightning's, of `configure_optimizers`.
-        module: the program's.
-
-    Returns:
-        The first by the id of their optimizers, the others by a name.
-
-    Raises:
-        WorkerError: a scheduler cannot follow progress, or an optimizer has several that would.
-    """
+    """Return the schedulers that follow progress, and those that only have to be saved."""
     following: dict[int, Any] = {}
     others: dict[str, Any] = {}
     for number, config in enumerate(configs):

@@ -49,24 +49,6 @@ class ElasticStrategy(Strategy):
 
     The initial batch size (B0) is that of the train dataloader, and `max_steps`, `max_epochs`, `global_step`,
     schedules and intervals count steps at it. A job file overrides the batch sizes and `max_steps`.
-
-    Args:
-        max_batch_size: upper bound of the global batch size, in samples. None: not bounded.
-        local_bsz_bounds: (lower, upper) bounds of the batch on one replica, in samples; the upper one may be
-            "auto". None: not bounded.
-        batch_size: the initial batch size. None: that of the train dataloader.
-        checkpoint_dir: folder or URL of the checkpoints from which the job resumes. None: nothing is saved
-            beside what Lightning's callbacks save.
-        order: a function of the number of a pass and a seed that returns the order of samples, in place of a
-            sampler.
-        lengths: the length of each sample, for batches of samples of similar length.
-        find_unused_parameters: whether a step may use only some of the parameters.
-        package: the package of the Trainer, if the program imports both.
-        options: other arguments of `ElasticTrainer`, such as `seed` or `checkpoint_interval`; `train_samples`
-            is used in place of `max_steps` and `max_epochs`.
-
-    Raises:
-        WorkerError: Lightning is not installed, or both of its packages are imported and none is named.
     """
 
     cluster_environment: Any = None
@@ -127,11 +109,7 @@ class ElasticStrategy(Strategy):
 
     @property
     def elastic_trainer(self) -> ElasticTrainer:
-        """The elastic trainer, from the beginning of `fit`.
-
-        Raises:
-            WorkerError: `fit` has not begun.
-        """
+        """The elastic trainer, from the beginning of `fit`."""
         if self._elastic is None:
             raise WorkerError("the strategy has no elastic trainer before Trainer.fit(module)")
         return self._elastic
@@ -537,11 +515,7 @@ class ElasticStrategy(Strategy):
         del name
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all replicas.
-
-        Raises:
-            WorkerError: with gradients, or before the first batch.
-        """
+        """Return the tensors of all replicas."""
         del group
         if sync_grads or not self._is_in_step:
             raise WorkerError(
@@ -560,11 +534,7 @@ class ElasticStrategy(Strategy):
         self.model.to(self.root_device)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a file for an evaluation.
-
-        Raises:
-            WorkerError: for `fit`, which resumes from the checkpoints of the job.
-        """
+        """Load a file for an evaluation."""
         if self._trainer is not None and self._trainer.state.fn == _FITTING:
             raise WorkerError(
                 f"Trainer.fit got ckpt_path={str(checkpoint_path)!r}: an elastic job resumes by itself, from "
@@ -610,10 +580,8 @@ class ElasticStrategy(Strategy):
 
 
 class _FileExists:
-    """`ModelCheckpoint.file_exists`: only rank 0 writes, so another replica may see the file that it wrote.
-
-    Args:
-        original: the method.
+    """`ModelCheckpoint.file_exists`: only rank 0 writes, so another replica may see the file
+    that it wrote.
     """
 
     def __init__(self, original: Callable[..., bool]) -> None:

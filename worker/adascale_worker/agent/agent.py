@@ -55,21 +55,7 @@ EXIT_REPORT_TIMEOUT = 3.0
 
 
 class Agent:
-    """Runs the user's program as one replica of a job, in one generation after the other.
-
-    Args:
-        client: the metrics service.
-        job_id: the job.
-        command: the user's program and its arguments.
-        environ: the environment of the trainers, without what the agent sets. Variables of launchers are
-            left out, because frameworks would start communication of their own.
-        replica: index of the replica.
-        address: host name or IP address at which other replicas reach it.
-        node: the node that it runs on.
-        service_timeout: seconds within which the service must answer for the first time.
-        termination_grace: seconds that a trainer has to save its state after the agent's SIGTERM.
-        termination_log: where to write why the program has failed.
-    """
+    """Runs the user's program as one replica of a job, in one generation after the other."""
 
     def __init__(
         self,
@@ -120,17 +106,7 @@ class Agent:
         self._registered: Registration | None = None
 
     def run(self) -> int:
-        """Run until the program has finished or failed, or the agent gets SIGTERM, SIGINT or SIGHUP.
-
-        Returns:
-            the exit code of the agent: 0, that of the failed program (128+n for signal n), or EXIT_REENTRY.
-
-        Raises:
-            ServiceUnreachableError: the metrics service does not answer.
-            WorkerError: the program cannot be started, or makes no trainer.
-            ReplicaRefusedError: the service refuses the replica.
-            ReplicaCheckError: the replica has failed the check before it joins.
-        """
+        """Run until the program has finished or failed, or the agent gets SIGTERM, SIGINT or SIGHUP."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
                 signal.signal(number, self._terminate)
@@ -425,11 +401,7 @@ class Agent:
                 return ReplicaState.FAILED
 
     def _has_finished_on_rank_0(self, trainer: TrainerProcess) -> bool:
-        """Wait until the program has finished on rank 0.
-
-        Returns:
-            Whether it has. Not if its generation breaks before, or if this agent is terminated.
-        """
+        """Wait until the program has finished on rank 0."""
         if self._rank == 0:
             return True
         self._register(self._registration(trainer, ReplicaState.FINISHED, EXIT_FINISHED))

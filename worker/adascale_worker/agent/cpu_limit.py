@@ -20,11 +20,6 @@ def thread_variables(
 
     By itself torch starts one for each processor of the machine. They use up the limit's share of each period
     at once, and all of them stand still for the rest of it.
-
-    Args:
-        environ: the environment of the agent. Empty if the user has set a number of threads.
-        root, own: as for `control_groups`.
-        processors: how many processors this process may use. None for what the system says.
     """
     if any(name in environ for name in _THREAD_VARIABLES):
         return {}
@@ -38,9 +33,6 @@ def cpu_limit(root: Path = ROOT, own: Path = OWN) -> float:
 
     The limit of a control group holds for those in it, so it is the smallest one up to the root. Version 2
     and version 1 of control groups are read.
-
-    Args:
-        root, own: as for `thread_variables`.
     """
     return min([inf, *map(_quota, control_groups("cpu", root, own))])
 

@@ -26,15 +26,7 @@ _CONSEQUENCES = (0, EXIT_PEER_LOST, -signal.SIGKILL)
 
 
 class FollowerProcesses:
-    """The processes 1 to G-1 of a replica.
-
-    Args:
-        start: starts a process with an environment.
-        environ: of the first process.
-        count: number of processes of the replica (G).
-        forward: forwards the output of a process until it is closed. Called in a thread.
-        on_failure: called in a thread when one of them has ended with an error.
-    """
+    """The processes 1 to G-1 of a replica."""
 
     def __init__(
         self,
@@ -66,11 +58,7 @@ class FollowerProcesses:
         return [each.pid for each in self._processes]
 
     def exit_code(self, first: int) -> int:
-        """Return the exit code of the replica, after all processes have ended.
-
-        Args:
-            first: that of the first process.
-        """
+        """Return the exit code of the replica, after all processes have ended."""
         if first not in _CONSEQUENCES:
             return first
         codes = [each.returncode for each in self._processes]
@@ -87,12 +75,7 @@ class FollowerProcesses:
                         os.killpg(each.pid, signal.SIGKILL)
 
     def end(self, grace: float, output_timeout: float) -> None:
-        """Wait until they have ended, and kill them after `grace` seconds.
-
-        Args:
-            grace: in seconds.
-            output_timeout: seconds within which the rest of their output is read.
-        """
+        """Wait until they have ended, and kill them after `grace` seconds."""
         deadline = time.monotonic() + grace
         while time.monotonic() < deadline and any(each.returncode is None for each in self._processes):
             time.sleep(0.01)

@@ -25,14 +25,7 @@ REFUSAL_GRACE = 10.0
 
 
 class Heartbeat:
-    """Registers the replica, and keeps the latest view of the job's generations.
-
-    Args:
-        client: the metrics service.
-        job_id: the job.
-        on_change: called when `view` has changed, from a thread of this object.
-        clock: returns seconds from an arbitrary start.
-    """
+    """Registers the replica, and keeps the latest view of the job's generations."""
 
     def __init__(
         self,
@@ -82,15 +75,7 @@ class Heartbeat:
         threading.Thread(target=self._read_generations, name="adascale-generations", daemon=True).start()
 
     def register(self, registration: Registration, timeout: float = 0.0) -> bool:
-        """Send a registration, and repeat it as a heartbeat until the next call.
-
-        Args:
-            registration: the state of the replica.
-            timeout: seconds to wait until the service has acknowledged it.
-
-        Returns:
-            Whether the service acknowledged it within the timeout.
-        """
+        """Send a registration, and repeat it as a heartbeat until the next call."""
         deadline = time.monotonic() + timeout
         with self._changed:
             self._registration = registration
@@ -171,12 +156,7 @@ class Heartbeat:
             self._on_change()
 
     def _update_view(self, view: AllocationView, before: AllocationView | None) -> None:
-        """Store the view of an answer.
-
-        Args:
-            view: the view in the answer.
-            before: the latest view when the request was sent.
-        """
+        """Store the view of an answer."""
         with self._changed:
             self._error = None
             # The answers to the two threads can overtake each other, so an answer with a lower version may be

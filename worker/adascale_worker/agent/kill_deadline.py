@@ -39,12 +39,7 @@ class KillDeadline:
 
 
 def release_grace(*, was_lost: bool, last: bool) -> float:
-    """Return the seconds that a released trainer may take to exit.
-
-    Args:
-        was_lost: whether its replica is still desired, so that the others have taken the trainer for lost.
-        last: whether no other trainer keeps the state.
-    """
+    """Return the seconds that a released trainer may take to exit."""
     if not was_lost:
         return RESCALE_GRACE
     return LEAVE_GRACE if last else REPLACED_GRACE

@@ -22,12 +22,7 @@ PATIENCE: Final = HEARTBEAT_TIMEOUT + 10.0
 
 
 class LinkCheck:
-    """Whether a new trainer's replica reaches the member of rank 0, to which all members connect.
-
-    Args:
-        replica: index of the replica.
-        clock: returns seconds from an arbitrary start.
-    """
+    """Whether a new trainer's replica reaches the member of rank 0, to which all members connect."""
 
     def __init__(self, replica: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._replica = replica
@@ -41,13 +36,6 @@ class LinkCheck:
 
         Without a generation that runs there is nobody to connect to, and nobody who would wait. If the
         replica is a member of it, its earlier trainer is lost, which the service learns by the registration.
-
-        Args:
-            view: the generations of the job.
-            is_current: whether the metrics service answers, so that the view is its present one.
-
-        Raises:
-            ReplicaCheckError: the member was out of reach for too long, although it trains.
         """
         member = None if self._passed else self._member(view)
         if member is None or view.active is None:

@@ -30,10 +30,6 @@ def interface_variables(address: str, environ: Mapping[str, str]) -> dict[str, s
 
     By themselves they choose one: gloo that of the host name, which is a loopback address on Debian, and NCCL
     the first one. Variables that are set already are left out.
-
-    Args:
-        address: the host name or IP address at which other replicas reach this one.
-        environ: the environment of the agent.
     """
     name = interface_of(address)
     if name is None:
@@ -44,11 +40,7 @@ def interface_variables(address: str, environ: Mapping[str, str]) -> dict[str, s
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an address. None if none has, or if that is unknown.
-
-    Args:
-        address: a host name or an IP address.
-    """
+    """Return the name of the interface that has an address. None if none has, or if that is unknown."""
     try:
         wanted = {_parse(each[4][0]) for each in socket.getaddrinfo(address, None)}
         for index, found in _addresses():

@@ -16,11 +16,7 @@ class RestartBackoff:
         self._fruitless = 0
 
     def delay_after(self, *, made_step: bool) -> float:
-        """Return the seconds until the next trainer is started: 0, 1, 2, 4 and so on.
-
-        Args:
-            made_step: whether the trainer that has ended had finished a step.
-        """
+        """Return the seconds until the next trainer is started: 0, 1, 2, 4 and so on."""
         if made_step:
             self._fruitless = 0
             return 0.0

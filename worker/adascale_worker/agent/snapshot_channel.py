@@ -37,15 +37,7 @@ class SnapshotChannelError(OSError):
 
 
 class SnapshotChannel:
-    """One end of a connection.
-
-    Args:
-        connection: with a timeout, after which each call raises `TimeoutError`.
-        key: the secret of the job's members.
-
-    Raises:
-        SnapshotChannelError: `key` is empty.
-    """
+    """One end of a connection."""
 
     def __init__(self, connection: socket.socket, key: str) -> None:
         if not key:
@@ -55,11 +47,7 @@ class SnapshotChannel:
         self._received = b""
 
     def accept(self) -> None:
-        """Authenticate both ends, as the server.
-
-        Raises:
-            OSError: the other end is not an agent of this job and version.
-        """
+        """Authenticate both ends, as the server."""
         challenge = secrets.token_hex(16)
         self._send(challenge=challenge)
         answer = self._receive()
@@ -67,11 +55,7 @@ class SnapshotChannel:
         self._send(mac=self._mac("server", str(answer.get("challenge"))))
 
     def connect(self) -> None:
-        """Authenticate both ends, as the receiver.
-
-        Raises:
-            OSError: the other end is not an agent of this job and version.
-        """
+        """Authenticate both ends, as the receiver."""
         challenge, question = secrets.token_hex(16), self._receive()
         self._send(challenge=challenge, mac=self._mac("receiver", str(question.get("challenge"))))
         self._require(self._receive(), "server", challenge)

@@ -49,12 +49,6 @@ class SnapshotReceiver:
     """Copies the state of one member after another into the memory of this agent.
 
     Nothing is written after `stop`, or after `finish` has returned True, so the trainer can use the copy.
-
-    Args:
-        paths: of the files for the copies.
-        key: returns the secret of the job's members.
-        on_change: called in a thread when `finish` may return True.
-        available: returns the bytes that can be used, and have not been used so far.
     """
 
     def __init__(
@@ -172,12 +166,7 @@ class _Transfers:
             self._on_change()
 
     def _transfer_until_last(self) -> None:
-        """Connect, and copy the state again and again, until the last time.
-
-        Raises:
-            OSError: the connection has failed.
-            _MemoryLackError: there is not enough memory.
-        """
+        """Connect, and copy the state again and again, until the last time."""
         address = self.source.address, self.source.snapshot_port
         with socket.create_connection(address, CONNECT_TIMEOUT) as connection:
             connection.settimeout(TIMEOUT)
@@ -198,10 +187,6 @@ class _Transfers:
         """Copy the state once, in place of the older copy, if there is a later one.
 
         Without enough memory, the earlier copies are deleted, unless the trainer needs them now.
-
-        Raises:
-            OSError: the connection has failed.
-            _MemoryLackError: there is not enough memory.
         """
         length, document_bytes = channel.request(self._latest())
         if not length:

@@ -28,13 +28,7 @@ MAX_CONNECTIONS: Final = 32
 
 
 class SnapshotServer:
-    """Answers requests for copies, in threads of its own. The trainer does not notice it.
-
-    Args:
-        paths: of the files with the copies.
-        address: at which the other agents reach this one.
-        key: returns the secret of the job's members; empty if it is not known yet.
-    """
+    """Answers requests for copies, in threads of its own. The trainer does not notice it."""
 
     def __init__(self, paths: Sequence[str], address: str, key: Callable[[], str]) -> None:
         self._places = [SnapshotPlace(path) for path in paths]
@@ -115,9 +109,6 @@ def _send(channel: SnapshotChannel, place: SnapshotPlace) -> None:
     """Send the copy in a locked place.
 
     It is copied first, since what a connection refers to can change until the other end has it.
-
-    Raises:
-        OSError: the receiver does not get it, or the copy was deleted.
     """
     length, document_bytes = sum(place.lengths), place.lengths[1]
     channel.announce(length, document_bytes)

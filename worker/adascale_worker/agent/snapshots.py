@@ -16,14 +16,7 @@ from adascale_worker.agent.snapshot_server import SnapshotServer
 
 
 class Snapshots:
-    """Keeps the copies, and exchanges them with the agents of other replicas.
-
-    Args:
-        replica: index of the replica.
-        address: at which the other agents reach this one.
-        key: returns the secret of the job's members; empty if it is not known yet.
-        on_change: called in a thread when `is_ready` may return another value.
-    """
+    """Keeps the copies, and exchanges them with the agents of other replicas."""
 
     def __init__(
         self, replica: int, address: str, key: Callable[[], str], on_change: Callable[[], None]

@@ -9,11 +9,7 @@ from adascale_core.failures.termination_message import TerminationMessage
 
 
 class TerminationLog:
-    """The termination log of a container.
-
-    Args:
-        path: the file; None if there is no container.
-    """
+    """The termination log of a container."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

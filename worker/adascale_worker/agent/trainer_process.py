@@ -50,18 +50,7 @@ REPLICA_STORE = "processes"
 
 
 class TrainerProcess:
-    """A trainer process.
-
-    Args:
-        start: starts a process with an environment.
-        environ: its environment.
-        on_change: called in another thread when its status changes, and when it has exited.
-        processes: of the replica. The first is the trainer that communicates; the others end with it.
-
-    Raises:
-        OSError: the program cannot be started.
-        WorkerError: there is no folder for its socket.
-    """
+    """A trainer process."""
 
     def __init__(
         self,

@@ -26,14 +26,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class TrainerSocket:
-    """Accepts the connection of one trainer, and refuses other connections.
-
-    Attributes:
-        path: of the socket, in a folder that only this user can enter.
-
-    Raises:
-        WorkerError: no folder for temporary files is writable.
-    """
+    """Accepts the connection of one trainer, and refuses other connections."""
 
     def __init__(self) -> None:
         self._folder = _make_folder()
@@ -47,14 +40,7 @@ class TrainerSocket:
         return f"{self._folder}/{name}"
 
     def accept(self) -> tuple[socket.socket, int | None]:
-        """Wait for the trainer.
-
-        Returns:
-            The connection, and the process id of the trainer; None if it is unknown.
-
-        Raises:
-            OSError: this socket was closed.
-        """
+        """Wait for the trainer."""
         while True:
             connection, _ = self._listener.accept()
             try:
@@ -63,11 +49,7 @@ class TrainerSocket:
                 _refuse(connection, f"the agent of this replica refuses the connection: {error}")
 
     def refuse_others(self, trainer: int | None) -> None:
-        """Refuse all further connections, until this socket is closed.
-
-        Args:
-            trainer: the process id of the trainer; None if it is unknown.
-        """
+        """Refuse all further connections, until this socket is closed."""
         process = "" if trainer is None else f", process {trainer}"
         with contextlib.suppress(OSError):
             while True:

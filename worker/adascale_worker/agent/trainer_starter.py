@@ -72,9 +72,6 @@ class TrainerStarter:
     """Starts processes that run a program.
 
     All calls have to come from the thread that waits for events.
-
-    Args:
-        command: the program and its arguments.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -83,14 +80,7 @@ class TrainerStarter:
         self._is_ready = False
 
     def start(self, environ: Mapping[str, str]) -> Child:
-        """Start a process. It leads a process group, and dies with this process.
-
-        Args:
-            environ: its environment.
-
-        Raises:
-            OSError: the program cannot be started.
-        """
+        """Start a process. It leads a process group, and dies with this process."""
         child = self._fork(environ) or self._execute(environ)
         _unreaped.add(child.pid)
         return child

@@ -24,42 +24,29 @@ from adascale_core.names import MAX_ACCELERATOR_LENGTH, MAX_STALL_LENGTH
 
 @dataclass(frozen=True)
 class TrainerStatus:
-    """The state of a trainer, from its messages.
+    """The state of a trainer, from its messages."""
 
-    Args:
-        port: where it listens for other members; None before it is ready for a generation.
-        pid: its process id, which is not that of the agent's child process if a shell has started it.
-            None before it is ready, or if unknown.
-        state: WAITING before its first generation, RUNNING or HOLDING.
-        generation: the generation that it runs in or has held for; 0 before the first.
-        step: while it holds, the step of its state; None if it has no state.
-        lost: while it holds, the indices of the replicas whose loss it has noticed.
-        stepped: the newest generation in which it has finished a step; 0 if none.
-        final: whether the end of training is saved. The program may still evaluate.
-        finished: whether training is finished, and the program ends by itself.
-        terminated: whether it was requested to save and exit.
-        stall: while no step ends: where it is, or that it waits for the others. Empty while steps end.
-        accelerator: the type of accelerator that it computes on; empty if unknown.
-        local_bsz_limit: the largest local batch size that it can still try, because a larger one did not fit
-            into memory; None if none has failed in its generation.
-        saved: the generation of the checkpoint that it cannot replace, because it runs in an earlier one.
-        exit_code: the exit code with which it ends. None if it runs, was killed or has ended by os._exit.
-    """
-
-    port: int | None = None
+    port: int | None = None  # where it listens for other members; None before it is ready for a generation
+    # its process id, which is not that of the agent's child process if a shell has started it. None
+    # before it is ready, or if unknown.
     pid: int | None = None
-    state: ReplicaState = ReplicaState.WAITING
-    generation: int = 0
-    step: int | None = None
-    lost: tuple[int, ...] = ()
-    stepped: int = 0
-    final: bool = False
-    finished: bool = False
-    terminated: bool = False
+    state: ReplicaState = ReplicaState.WAITING  # WAITING before its first generation, RUNNING or HOLDING
+    generation: int = 0  # the generation that it runs in or has held for; 0 before the first
+    step: int | None = None  # while it holds, the step of its state; None if it has no state
+    lost: tuple[int, ...] = ()  # while it holds, the indices of the replicas whose loss it has noticed
+    stepped: int = 0  # the newest generation in which it has finished a step; 0 if none
+    final: bool = False  # whether the end of training is saved. The program may still evaluate.
+    finished: bool = False  # whether training is finished, and the program ends by itself
+    terminated: bool = False  # whether it was requested to save and exit
+    # while no step ends: where it is, or that it waits for the others. Empty while steps end.
     stall: str = ""
-    accelerator: str = ""
+    accelerator: str = ""  # the type of accelerator that it computes on; empty if unknown
+    # the largest local batch size that it can still try, because a larger one did not fit into memory;
+    # None if none has failed in its generation
     local_bsz_limit: int | None = None
+    # the generation of the checkpoint that it cannot replace, because it runs in an earlier one
     saved: int = 0
+    # the exit code with which it ends. None if it runs, was killed or has ended by os._exit.
     exit_code: int | None = None
 
     def after(self, message: TrainerMessage) -> TrainerStatus:

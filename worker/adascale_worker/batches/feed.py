@@ -48,15 +48,7 @@ _RANDOM_ORDER = (
 
 
 class DataFeed:
-    """Checks data sets, and loads micro-batches from the position in the stream.
-
-    Args:
-        bounds: the job's batch size and bounds.
-        group: the replicas.
-        seed: determines the order of samples.
-        progress: of training. Default: none has been made.
-        division: which steps of a single replica are divided; None if none is.
-    """
+    """Checks data sets, and loads micro-batches from the position in the stream."""
 
     def __init__(
         self,
@@ -108,22 +100,7 @@ class DataFeed:
         lengths: Lengths | None = None,
         allow_other_length: bool = False,
     ) -> SampleStream:
-        """Return the sample stream of a data set.
-
-        Args:
-            dataset: has a length and items by index.
-            shuffle: whether each pass has its own order.
-            options: arguments for DataLoader.
-            order: the program's order.
-            lengths: of the samples, which are grouped by them.
-            allow_other_length: whether the first data set after a checkpoint was restored may have another
-                length than the one before.
-
-        Raises:
-            DatasetError: the data set has no length or no items by index, fewer samples than `max_batch_size`
-                (or `batch_size`, if that is not set), or another length than before; or an option would
-                choose the batches; or the arguments contradict each other.
-        """
+        """Return the sample stream of a data set."""
         if conflicting := _CHOSEN_BY_TRAINER & set(options):
             raise DatasetError(_refusal(conflicting, options))
         # Batches that are not loaded in their order cannot be parts of a step.
@@ -232,16 +209,7 @@ class DataFeed:
         self._length, self._kind, self._is_open = order.length, order.kind, True
 
     def _change_kind(self, present: str, progress: TrainingProgress, *, allow: bool) -> None:
-        """Begin the next pass with a data set with items by index in place of a stream, or the reverse.
-
-        Args:
-            present: what the present data set is.
-            progress: of training.
-            allow: whether this is allowed after a checkpoint.
-
-        Raises:
-            DatasetError: it is not allowed.
-        """
+        """Begin the next pass with a data set with items by index in place of a stream, or the reverse."""
         words = _IN_WORDS.get(self._kind or "")
         before = words.replace("is", "was", 1) if words else f"had {self._length} samples by index"
         if self._is_open:
@@ -266,19 +234,7 @@ class DataFeed:
     def micro_batches(
         self, dataset: Sized, stream: SampleStream, options: dict[str, Any], consumed: int, plan: BatchPlan
     ) -> LoadedBatches:
-        """Load this replica's micro-batches, without end.
-
-        Args:
-            dataset: a data set whose stream `open` has returned.
-            stream: the sample stream.
-            options: arguments for DataLoader. With persistent_workers=True, the worker processes go on
-                until `close`, and so do the batches that they have loaded ahead, if this is the next place.
-            consumed: position in the stream of the first step's first sample.
-            plan: replicas, local batch size and accumulation.
-
-        Raises:
-            DatasetError: persistent workers go on that have another data set or other options.
-        """
+        """Load this replica's micro-batches, without end."""
         if self._group.processes > 1:
             return self._share_of_process(dataset, stream, options, consumed, plan)
         kept = self._kept_loader(dataset, options)
@@ -359,16 +315,6 @@ class DataFeed:
 
         It gets the position in the samples of all replicas of the next step's first sample, and the batch
         plan.
-
-        Args:
-            dataset: an iterable data set.
-            stream: how it is read.
-            options: arguments for DataLoader.
-            allow_other_kind: whether the data set before a checkpoint was restored may have been another.
-
-        Raises:
-            DatasetError: the data set is an iterator, an option would choose the batches, or the data set
-                before had items by index.
         """
         self._require_one_process()
         _require_repeatable(dataset)
@@ -395,20 +341,7 @@ class DataFeed:
         options: dict[str, Any],
         allow_other_kind: bool = False,
     ) -> Callable[[int, BatchPlan], LoadedBatches]:
-        """Use a stream of shards, and return what `open_stream` returns; calls of it are collective.
-
-        Args:
-            make_shard: returns a shard.
-            shards: their number.
-            stream: how they are read.
-            shuffle: whether the shards have another order in each pass.
-            options: arguments for DataLoader.
-            allow_other_kind: whether the data set before a checkpoint was restored may have been another.
-
-        Raises:
-            DatasetError: an option would choose the batches, or there were other shards, or another kind of
-                data set, before.
-        """
+        """Use a stream of shards, and return what `open_stream` returns; calls of it are collective."""
         self._require_one_process()
         self._require_kind(SHARDS, options, allow=allow_other_kind)
         feed = self._shards
@@ -448,13 +381,8 @@ class DataFeed:
         return self._kind in _IN_WORDS
 
     def finished_step(self, *, ends_by_epochs: bool) -> None:
-        """Record that training is at a step boundary, and learn the length of a stream whose pass has ended.
-
-        Args:
-            ends_by_epochs: whether the replicas have to agree where an epoch ends.
-
-        Raises:
-            PeersLostError: members are lost.
+        """Record that training is at a step boundary, and learn the length of a stream whose
+        pass has ended.
         """
         consumed = self._progress.consumed
         place: StreamPlace | ShardPlace | None = None
@@ -475,12 +403,7 @@ class DataFeed:
             self._length = consumed - self._origin.consumed
 
     def compare_records(self) -> None:
-        """Check that all replicas read the same stream. A collective call, at a step boundary.
-
-        Raises:
-            DatasetError: they do not.
-            PeersLostError: members are lost.
-        """
+        """Check that all replicas read the same stream. A collective call, at a step boundary."""
         if self._stream is None or not self._stream_is_exact or self._group.replicas == 1:
             return
         place = self._stream.place_at(self._progress.consumed)
@@ -544,12 +467,7 @@ class DataFeed:
 
 
 def require_evaluable(dataset: Sized, options: dict[str, Any]) -> None:
-    """Check a data set for evaluation, and the arguments for DataLoader.
-
-    Raises:
-        DatasetError: the data set has no length, no items by index, or no items; or an option would choose
-            the batches.
-    """
+    """Check a data set for evaluation, and the arguments for DataLoader."""
     if conflicting := _CHOSEN_BY_TRAINER & set(options):
         raise DatasetError(
             f"evaluation() got {', '.join(sorted(conflicting))}, but the trainer chooses the batches: pass "
@@ -598,17 +516,7 @@ def stream_options(
     has_lengths: bool,
     shards: int | None,
 ) -> StreamOptions | None:
-    """Return how a stream is read; None if the data set has items by index.
-
-    Args:
-        dataset: the data set.
-        transform, shuffle_buffer, is_exact: see `StreamOptions`.
-        has_order, has_lengths: whether the program has passed `order` and `lengths`.
-        shards: their number, if the data set is a function that returns a shard.
-
-    Raises:
-        DatasetError: an argument is not one for this data set, or invalid.
-    """
+    """Return how a stream is read; None if the data set has items by index."""
     kind = type(dataset).__name__
     if shards is not None:
         if type(shards) is not int or shards < 1:
@@ -651,14 +559,7 @@ def stream_options(
 
 
 def shards_of(dataset: Any, shards: int | None, stream: StreamOptions) -> tuple[MakeShard, int] | None:
-    """Return a function that returns a shard of a stream, and their number; None to read it as a whole.
-
-    Args:
-        dataset: such a function, if `shards` is set; or one with `num_shards` and `shard()`, as data sets of
-            Hugging Face are.
-        shards: their number.
-        stream: how it is read.
-    """
+    """Return a function that returns a shard of a stream, and their number; None to read it as a whole."""
     if shards is not None:
         return dataset, shards
     count = getattr(dataset, "num_shards", None)
@@ -673,11 +574,7 @@ def shards_of(dataset: Any, shards: int | None, stream: StreamOptions) -> tuple[
 
 
 def _require_repeatable(dataset: Iterable[Any]) -> None:
-    """Check that a stream can be read again.
-
-    Raises:
-        DatasetError: it is an iterator.
-    """
+    """Check that a stream can be read again."""
     if isinstance(dataset, Iterator):
         raise DatasetError(
             f"dataloader() got an iterator (type {type(dataset).__name__}), which can be read only once, and "

@@ -24,10 +24,6 @@ def fingerprint(record: object) -> int:
 
     Of large arrays, a part counts. Of an object whose contents are unknown, such as an open file, the type
     counts only.
-
-    Args:
-        record: consists of tensors, arrays, numbers, strings, bytes, images, lists, tuples, sets, mappings,
-            and objects with attributes of these types.
     """
     digest = blake2b(digest_size=8)
     _add(record, digest.update, 0)

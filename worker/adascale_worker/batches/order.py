@@ -26,11 +26,7 @@ _LARGEST_WINDOW = 2**16
 
 
 class Order(ABC):
-    """The order of samples. Two that are equal have the same samples at the same positions.
-
-    Attributes:
-        kind: of the order, for messages.
-    """
+    """The order of samples. Two that are equal have the same samples at the same positions."""
 
     kind: str
 
@@ -41,12 +37,7 @@ class Order(ABC):
 
     @abstractmethod
     def indices(self, number: int, offsets: Indices) -> Indices:
-        """Return the indices of samples of a pass.
-
-        Args:
-            number: the number of the pass, from 0.
-            offsets: positions in the pass, of dimension 1.
-        """
+        """Return the indices of samples of a pass."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +80,6 @@ class GroupedOrder(Order):
 
     The shuffled samples are divided into windows of 50 groups. Those of a window are sorted by length and
     divided into groups, which are shuffled. So only a window is sorted at once.
-
-    Args:
-        lengths: of each sample. Also any number that grows with its costs.
-        seed: determines the order.
-        group_size: number of samples of a group.
     """
 
     kind = "grouped by length"
@@ -148,17 +134,7 @@ class GroupedOrder(Order):
 
 
 class ProgramOrder(Order):
-    """An order that the program gives.
-
-    Args:
-        function: returns the indices of the samples of a pass, of which some may be repeated or left out.
-        samples: length of the data set.
-        seed: determines the seed that the function gets in each pass.
-        number: of a pass. That of its indices is the length of all passes.
-
-    Raises:
-        DatasetError: the function returns something else.
-    """
+    """An order that the program gives."""
 
     kind = "given by the program"
 
@@ -175,11 +151,7 @@ class ProgramOrder(Order):
         return self._length
 
     def indices(self, number: int, offsets: Indices) -> Indices:
-        """Return indices of a pass. Those of the last pass are kept.
-
-        Raises:
-            DatasetError: the function returns something else than indices, or another number of them.
-        """
+        """Return indices of a pass. Those of the last pass are kept."""
         if self._pass[0] != number:
             indices = self._call(number)
             if len(indices) != self._length:

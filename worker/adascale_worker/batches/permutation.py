@@ -26,13 +26,7 @@ _HALF = numpy.uint64(32)
 
 
 def permute(positions: Indices, length: int, key: int) -> Indices:
-    """Return the images of positions under a permutation of the numbers below `length`.
-
-    Args:
-        positions: numbers from 0 to `length` - 1, of any shape.
-        length: at most 2**62.
-        key: determines the permutation, 64 bits.
-    """
+    """Return the images of positions under a permutation of the numbers below `length`."""
     limit = numpy.uint64(length)
     images = _network(positions.astype(numpy.uint64).ravel(), length, key)
     outside = numpy.flatnonzero(images >= limit)

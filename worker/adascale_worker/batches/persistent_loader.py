@@ -21,15 +21,7 @@ S = TypeVar("S", bound=PlacedSampler)
 
 
 class PersistentLoader(LoadedBatches, Generic[S]):
-    """Loads micro-batches without end, in the same worker processes also from another place.
-
-    Args:
-        dataset: the data set, of which each worker process has a copy.
-        options: arguments for DataLoader.
-        loader: made from both.
-        sampler: its batch sampler.
-        drawn: see `LoadedBatches`.
-    """
+    """Loads micro-batches without end, in the same worker processes also from another place."""
 
     def __init__(
         self,

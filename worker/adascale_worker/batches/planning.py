@@ -33,16 +33,7 @@ fit into memory."""
 
 
 class BatchPlanner:
-    """Holds the current batch plan, and chooses the next plan.
-
-    Args:
-        bounds: the job's batch size and bounds.
-        group: the replicas of this generation.
-        efficiency: the lower bound of gain / scale of a batch.
-
-    Raises:
-        InvalidJobError: the bounds allow no batch on this number of replicas.
-    """
+    """Holds the current batch plan, and chooses the next plan."""
 
     def __init__(self, bounds: BatchBounds, group: ReplicaGroup, efficiency: EfficiencyBound) -> None:
         replicas = group.replicas
@@ -103,11 +94,7 @@ class BatchPlanner:
         self._acknowledged = True
 
     def require_acknowledged(self) -> None:
-        """Check that the program trains with the current local batch size.
-
-        Raises:
-            StaleBatchSizeError: the plan has changed, and the program has not read the new size.
-        """
+        """Check that the program trains with the current local batch size."""
         if not self._acknowledged:
             raise StaleBatchSizeError(
                 f"the local batch size is now {self.plan.local_bsz}, but the program has not read it: "
@@ -115,12 +102,7 @@ class BatchPlanner:
             )
 
     def replan(self, optimizer: Optimizers, step_timer: StepTimer) -> None:
-        """Choose a plan on rank 0 and use it on all ranks. A collective call.
-
-        Args:
-            optimizer: provides the estimate of the gain on rank 0.
-            step_timer: provides the measured step times on rank 0.
-        """
+        """Choose a plan on rank 0 and use it on all ranks. A collective call."""
         self._planned_at = time.monotonic()
         self._share(self._choose(optimizer, step_timer) if self._group.is_main else self.plan)
 
@@ -163,11 +145,7 @@ class BatchPlanner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the plan of a saved state, until `adapt` is called.
-
-        Raises:
-            UnusableCheckpointError: the state was saved with another batch size.
-        """
+        """Continue with the plan of a saved state, until `adapt` is called."""
         saved, batch_size = state["batch_size"], self.bounds.batch_size
         if saved != batch_size:
             raise UnusableCheckpointError(
@@ -179,14 +157,7 @@ class BatchPlanner:
         self.fitting = int(state["fitting"])
 
     def begin(self, bounds: BatchBounds) -> None:
-        """Choose the first plan of a job for the replicas that there are.
-
-        Args:
-            bounds: the present bounds.
-
-        Raises:
-            InvalidJobError: the bounds allow no batch on this number of replicas.
-        """
+        """Choose the first plan of a job for the replicas that there are."""
         _require_valid_replicas(bounds, self._group.replicas)
         self.bounds = bounds
         self.plan = plan_batch(bounds, self._group.replicas)
@@ -196,9 +167,6 @@ class BatchPlanner:
 
         A collective call. Before it, ranks can have different plans: some may have got the next one at the
         end of an epoch, when others were lost.
-
-        Raises:
-            InvalidJobError: the bounds allow no batch on this number of replicas.
         """
         _require_valid_replicas(bounds, self._group.replicas)
         self.bounds = bounds

@@ -20,13 +20,7 @@ from adascale_worker.errors import DatasetError
 
 @dataclass(frozen=True)
 class Request:
-    """What to load a micro-batch from.
-
-    Args:
-        first, count, end, keep_from, start, ahead: see `Reader.take`.
-        seed: determines the random numbers that are drawn for these samples, together with `position`.
-        position: in the samples of all replicas.
-    """
+    """What to load a micro-batch from."""
 
     first: int
     count: int
@@ -34,8 +28,8 @@ class Request:
     keep_from: int
     start: Any
     ahead: int
-    seed: int
-    position: int
+    seed: int  # determines the random numbers that are drawn for these samples, together with `position`
+    position: int  # in the samples of all replicas
 
 
 class Reader(Protocol):
@@ -44,29 +38,11 @@ class Reader(Protocol):
     def take(
         self, first: int, count: int, end: int, keep_from: int, start: Any, ahead: int
     ) -> tuple[list[Any], Any]:
-        """Return records, and the place after the micro-batches of all that they are a share of.
-
-        Args:
-            first: position of the first record.
-            count: number of records.
-            end: position after these micro-batches.
-            keep_from: position of the first record that may be requested again.
-            start: where to begin if the reader is elsewhere. None if it is not.
-            ahead: records after `end` that are read too, if there are so many.
-
-        Raises:
-            DatasetError: the records are not as before.
-        """
+        """Return records, and the place after the micro-batches of all that they are a share of."""
 
 
 class Requests(Sampler[Request]):
-    """The endless sequence of the requests of a replica.
-
-    Args:
-        sequence: what determines the sequence of samples.
-        seed: of the trainer.
-        kept: returns the position of the next step's first record, among those that are read.
-    """
+    """The endless sequence of the requests of a replica."""
 
     def __init__(self, sequence: tuple[object, ...], seed: int, kept: Callable[[], int]) -> None:
         self.sequence = sequence
@@ -86,19 +62,7 @@ class Requests(Sampler[Request]):
         ahead: int = 1,
         looks_first: bool = False,
     ) -> None:
-        """Let the next iteration begin at a place.
-
-        Args:
-            start: where a reader begins.
-            position: of the first record there.
-            consumed: position of the first step's first sample, in the samples of all replicas.
-            plan: replicas, local batch size and accumulation.
-            rank: index of the replica.
-            is_shared: whether all replicas read the same records, and each trains its share.
-            readers: processes that read: the first request of each contains `start`.
-            ahead: see `Reader.take`.
-            looks_first: whether the first request has no samples, to see what follows.
-        """
+        """Let the next iteration begin at a place."""
         self._start, self._position, self._readers = start, position, readers
         self._sharers, self._share = (plan.replicas, rank) if is_shared else (1, 0)
         self._ahead, self._looks_first = ahead, looks_first
@@ -179,13 +143,6 @@ def make_loader(
     """Return a loader of what is requested, whose worker processes go on.
 
     It yields batches and places; in place of both, a `DatasetError` and None.
-
-    Args:
-        reader: is copied to worker processes.
-        requests: what to load.
-        transform: makes a sample of a record.
-        options: arguments for DataLoader.
-        seed: from which the loader draws the seeds of its workers, instead of the program's random state.
     """
     return DataLoader(
         Samples(reader, transform),

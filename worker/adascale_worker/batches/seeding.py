@@ -19,11 +19,6 @@ def seed_generators(seed: int, position: int, rank: int) -> None:
     """Seed the generators of Python, NumPy, torch on the CPU, and on the GPU if it is in use.
 
     Takes about 8 microseconds on a CPU.
-
-    Args:
-        seed: the program's seed.
-        position: number of samples consumed before the step.
-        rank: index of the replica.
     """
     mixed = mix(mix(mix(seed) + position) + rank)
     # `torch.manual_seed` takes 20 times as long, and records its call until CUDA is initialized.

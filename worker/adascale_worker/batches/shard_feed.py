@@ -40,16 +40,7 @@ class Exchange(Protocol):
 
 
 class ShardFeed:
-    """Loads a replica's micro-batches, and knows what is left of each shard, at each step boundary.
-
-    Args:
-        place: what is left; None for the beginning of the first pass.
-        consumed: samples of all replicas before it.
-        group: the replicas.
-
-    Attributes:
-        exchanges: how often the replicas have to exchange what follows, so far.
-    """
+    """Loads a replica's micro-batches, and knows what is left of each shard, at each step boundary."""
 
     def __init__(self, place: ShardPlace | None, consumed: int, group: Exchange) -> None:
         self._place = place
@@ -77,17 +68,7 @@ class ShardFeed:
     def open(
         self, make_shard: MakeShard, order: ShardOrder, stream: StreamOptions, options: dict[str, Any]
     ) -> None:
-        """Use shards from the next micro-batch on. Those that are open already are read on.
-
-        Args:
-            make_shard: see `ShardReader`.
-            order: of the shards in each pass; its seed is that of the trainer.
-            stream: how they are read.
-            options: arguments for DataLoader.
-
-        Raises:
-            DatasetError: there was another number of shards before.
-        """
+        """Use shards from the next micro-batch on. Those that are open already are read on."""
         if self._place is not None and any(shard.index >= order.shards for shard in self._place.rest):
             raise DatasetError(
                 f"dataloader() got shards={order.shards}, but shard "
@@ -121,12 +102,7 @@ class ShardFeed:
         )
 
     def restore(self, place: ShardPlace, consumed: int) -> None:
-        """Continue at the place of a saved state.
-
-        Args:
-            place: what is left.
-            consumed: samples of all replicas before it.
-        """
+        """Continue at the place of a saved state."""
         self._place, self._since, self._dealt, self._batches = place, consumed, None, None
 
     @property
@@ -152,15 +128,8 @@ class ShardFeed:
     # -- micro-batches ------------------------------------------------------------------------------------
 
     def micro_batches(self, consumed: int, plan: BatchPlan) -> Iterator[Any]:
-        """Load this replica's micro-batches, without end, until `exchanges` has changed. A collective call.
-
-        Args:
-            consumed: samples of all replicas before the next step.
-            plan: replicas, local batch size and accumulation.
-
-        Raises:
-            DatasetError: there are fewer records than in a step, or others than before.
-            PeersLostError: members are lost.
+        """Load this replica's micro-batches, without end, until `exchanges` has changed. A
+        collective call.
         """
         place = self.place_at(consumed)
         assert place is not None

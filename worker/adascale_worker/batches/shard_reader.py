@@ -23,27 +23,15 @@ MakeShard = Callable[[int], Iterable[Any]]
 
 @dataclass(frozen=True)
 class ShardPosition:
-    """A position in the list of a replica.
+    """A position in the list of a replica."""
 
-    Args:
-        position: records of the list before it.
-        path: what follows.
-        reread: records that were read in vain so far, to begin inside a shard.
-    """
-
-    position: int
+    position: int  # records of the list before it
     path: Path
-    reread: int
+    reread: int  # records that were read in vain so far, to begin inside a shard
 
 
 class ShardReader:
-    """Reads records of a list forward, and returns those of a micro-batch.
-
-    Args:
-        make_shard: returns the records of a shard; their method `set_epoch` gets the number of the pass.
-        seed: determines the random numbers that a shard draws, and the order in shuffled blocks.
-        shuffle_buffer: records of a block of a shard that is shuffled; 0 keeps the order of the shard.
-    """
+    """Reads records of a list forward, and returns those of a micro-batch."""
 
     def __init__(self, make_shard: MakeShard, seed: int, *, shuffle_buffer: int = 0) -> None:
         self._make_shard = make_shard
@@ -66,16 +54,7 @@ class ShardReader:
     def take(
         self, first: int, count: int, end: int, keep_from: int, start: tuple[Shard, ...] | None, ahead: int
     ) -> tuple[list[Any], ShardPosition]:
-        """Return records, and the position after the micro-batches that they are a share of.
-
-        Args:
-            first: position of the first record in the list.
-            count: number of records. Fewer are returned if the list ends.
-            end: position after these micro-batches.
-            keep_from: position of the first record that may be requested again.
-            start: a list to begin with; None to read on in the last one.
-            ahead: records after `end` that are read too.
-        """
+        """Return records, and the position after the micro-batches that they are a share of."""
         with hidden_worker_info(), self._generators.used():
             try:
                 if start is not None:

@@ -27,38 +27,25 @@ _PASSES_AHEAD = 2
 
 @dataclass(frozen=True)
 class Shard:
-    """What is left of a shard in a pass.
-
-    Args:
-        number: of the pass.
-        index: of the shard.
-        offset: records of it that were trained.
-        end: its number of records; None if it is unknown.
-        owner: the rank that has begun to read it; None if none has.
-    """
+    """What is left of a shard in a pass."""
 
     number: int
     index: int
-    offset: int = 0
-    end: int | None = None
-    owner: int | None = None
+    offset: int = 0  # records of it that were trained
+    end: int | None = None  # its number of records; None if it is unknown
+    owner: int | None = None  # the rank that has begun to read it; None if none has
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive records of a shard.
+    """Consecutive records of a shard."""
 
-    Args:
-        number, index, offset: see `Shard`; of the first of them.
-        count: number of records.
-        ends: whether the shard ends after them.
-    """
-
+    # number, index, offset: see `Shard`; of the first of them
     number: int
     index: int
     offset: int
     count: int
-    ends: bool
+    ends: bool  # whether the shard ends after them
 
 
 Path = tuple[Stretch, ...]
@@ -67,15 +54,10 @@ Path = tuple[Stretch, ...]
 
 @dataclass(frozen=True)
 class Deal:
-    """The list of shards of each replica.
+    """The list of shards of each replica."""
 
-    Args:
-        lists: one for each rank; if `is_shared`, one for all.
-        is_shared: whether all replicas read the same list.
-    """
-
-    lists: tuple[tuple[Shard, ...], ...]
-    is_shared: bool
+    lists: tuple[tuple[Shard, ...], ...]  # one for each rank; if `is_shared`, one for all
+    is_shared: bool  # whether all replicas read the same list
 
     def of(self, rank: int) -> tuple[Shard, ...]:
         """Return the list of a rank."""
@@ -84,19 +66,12 @@ class Deal:
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """What is left of a pass.
-
-    Args:
-        number: of the pass.
-        begin: records of all passes before it.
-        rest: the shards that have not ended.
-        length: records of the first pass; None while it has not ended.
-    """
+    """What is left of a pass."""
 
     number: int
-    begin: int
-    rest: tuple[Shard, ...]
-    length: int | None = None
+    begin: int  # records of all passes before it
+    rest: tuple[Shard, ...]  # the shards that have not ended
+    length: int | None = None  # records of the first pass; None while it has not ended
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place as plain values."""
@@ -112,17 +87,11 @@ class ShardPlace:
 
 @dataclass(frozen=True)
 class ShardOrder:
-    """The order of the shards in each pass.
-
-    Args:
-        shards: their number.
-        seed: determines the order.
-        shuffles: whether each pass has another order than 0, 1, 2, ...
-    """
+    """The order of the shards in each pass."""
 
     shards: int
     seed: int
-    shuffles: bool
+    shuffles: bool  # whether each pass has another order than 0, 1, 2, ..
 
     def of(self, number: int) -> tuple[Shard, ...]:
         """Return the shards of a pass in their order."""
@@ -137,11 +106,6 @@ def deal(place: ShardPlace, order: ShardOrder, replicas: int) -> Deal:
 
     Each gets a shard whose end is unknown, so it finds the end of another one if it has too few records. A
     shard that was begun stays with the rank that reads it.
-
-    Args:
-        place: what is left.
-        order: of the shards in the passes that follow.
-        replicas: their number K.
     """
     unknown = [shard for shard in place.rest if shard.end is None]
     if replicas == 1 or len(unknown) < replicas:
@@ -195,16 +159,7 @@ def rest_of(shards: Sequence[Shard], path: Path, count: int, rank: int) -> tuple
 def advance(
     place: ShardPlace, dealt: Deal, paths: Sequence[Path], order: ShardOrder, *, before: int, count: int
 ) -> ShardPlace:
-    """Return the place after some steps, whose shares are the same for all replicas.
-
-    Args:
-        place: before them, where the paths begin.
-        dealt: the lists. Without shards, the place is after them already.
-        paths: of each rank; if all read the same list, of any.
-        order: of the shards in the passes that follow.
-        before: records of all passes before `place`.
-        count: records of all replicas in these steps.
-    """
+    """Return the place after some steps, whose shares are the same for all replicas."""
     if not any(dealt.lists):
         return place
     if dealt.is_shared:

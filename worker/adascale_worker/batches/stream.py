@@ -28,31 +28,16 @@ _READ_AHEAD = 1024
 
 @dataclass(frozen=True)
 class Origin:
-    """Where training on the present data set began.
-
-    Args:
-        consumed: position in the stream.
-        number: number of the pass that begins there.
-        epoch: number of the epoch that begins there.
-        progress: the progress there.
-    """
+    """Where training on the present data set began."""
 
     consumed: int = 0
-    number: int = 0
-    epoch: int = 0
+    number: int = 0  # number of the pass that begins there
+    epoch: int = 0  # number of the epoch that begins there
     progress: float = 0.0
 
 
 class SampleStream:
-    """The endless sequence of sample indices of a data set.
-
-    Args:
-        length: number of samples in the data set.
-        seed: determines the order of each pass, together with the number of the pass.
-        shuffle: whether passes are shuffled; otherwise each pass is in the order of the data set.
-        order: the order of samples, in place of that of `shuffle`.
-        origin: where the first pass begins.
-    """
+    """The endless sequence of sample indices of a data set."""
 
     def __init__(
         self,
@@ -106,11 +91,6 @@ class Batch(list[int]):
     A worker process of a DataLoader seeds its random number generators when it receives them, which is just
     before it loads the samples. So the numbers that a data set draws there depend on the position in the
     data, and not on what the process has loaded before. Without worker processes, the trainer seeds.
-
-    Args:
-        indices: the sample indices.
-        seed: the seed of the stream.
-        position: position in the stream of the first sample.
     """
 
     def __init__(self, indices: list[int], seed: int, position: int) -> None:
@@ -130,19 +110,12 @@ def _receive_batch(indices: list[int], seed: int, position: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """A place in the micro-batches of a replica.
+    """A place in the micro-batches of a replica."""
 
-    Args:
-        sequence: what determines the sequence of samples.
-        position: position in the stream of the next step's, or micro-batch's, first sample of all replicas.
-        plan: replicas, local batch size and accumulation.
-        rank: index of the replica.
-    """
-
-    sequence: tuple[object, ...]
-    position: int
-    plan: BatchPlan
-    rank: int
+    sequence: tuple[object, ...]  # what determines the sequence of samples
+    position: int  # position in the stream of the next step's, or micro-batch's, first sample of all replicas
+    plan: BatchPlan  # replicas, local batch size and accumulation
+    rank: int  # index of the replica
 
     def after(self, micro_batch: BatchPlan) -> Place:
         """Return the place after a micro-batch of a plan."""
@@ -150,19 +123,7 @@ class Place:
 
 
 class MicroBatches(Sampler[list[int]]):
-    """The endless sequence of a replica's micro-batches, as lists of sample indices.
-
-    Args:
-        stream: the job's stream of samples.
-        start: position in the stream of the first step's first sample.
-        plan: replicas, local batch size and accumulation.
-        rank: index of the replica.
-        division: which steps are divided; None if none is.
-
-    Attributes:
-        drawn: how the step of each micro-batch that was drawn, and not taken from here, is delivered, and the
-            index of the micro-batch in a divided step, else 0.
-    """
+    """The endless sequence of a replica's micro-batches, as lists of sample indices."""
 
     def __init__(
         self,
@@ -206,17 +167,7 @@ class MicroBatches(Sampler[list[int]]):
 
 
 class LoadedBatches(Iterator[Any]):
-    """A replica's micro-batches as they are loaded, without end.
-
-    Args:
-        batches: what a DataLoader loads.
-        plan: replicas, local batch size and accumulation.
-        drawn: of the batch sampler, see `MicroBatches`; None if no step is divided.
-
-    Attributes:
-        step: how the step of the last micro-batch is delivered.
-        index: of the last micro-batch in a divided step, else 0.
-    """
+    """A replica's micro-batches as they are loaded, without end."""
 
     def __init__(
         self, batches: Iterator[Any], plan: BatchPlan, drawn: deque[tuple[StepPlan, int]] | None = None

@@ -14,27 +14,18 @@ from adascale_worker.batches.stream_reader import StreamPlace, StreamReader
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How a stream is read.
+    """How a stream is read."""
 
-    Args:
-        transform: is applied to the replica's own records; None if the records are the samples.
-        shuffle_buffer: records of a block that is shuffled; 0 keeps the order of the data set.
-        is_exact: whether each replica reads the same records, and trains its share of them. Otherwise each
-            replica trains all that it reads.
-    """
-
+    # is applied to the replica's own records; None if the records are the samples
     transform: Callable[[Any], Any] | None = None
-    shuffle_buffer: int = 0
+    shuffle_buffer: int = 0  # records of a block that is shuffled; 0 keeps the order of the data set
+    # whether each replica reads the same records, and trains its share of them. Otherwise each replica
+    # trains all that it reads.
     is_exact: bool = True
 
 
 class StreamFeed:
-    """Loads a replica's micro-batches of a stream, and knows the places after each of them.
-
-    Args:
-        place: where training is in the stream.
-        consumed: samples of all replicas before this place.
-    """
+    """Loads a replica's micro-batches of a stream, and knows the places after each of them."""
 
     def __init__(self, place: StreamPlace, consumed: int) -> None:
         self._places = [(consumed, place)]
@@ -50,14 +41,7 @@ class StreamFeed:
     def open(
         self, dataset: Iterable[Any], stream: StreamOptions, options: dict[str, Any], *, seed: int
     ) -> None:
-        """Use a data set from the next micro-batch on. One that is open already is read on.
-
-        Args:
-            dataset: see `StreamReader`.
-            stream: how it is read.
-            options: arguments for DataLoader.
-            seed: of the trainer.
-        """
+        """Use a data set from the next micro-batch on. One that is open already is read on."""
         is_same = dataset is self._dataset and seed == self._seed
         before = self._stream
         if not is_same or (before.shuffle_buffer, before.is_exact) != (
@@ -71,16 +55,7 @@ class StreamFeed:
         self._dataset, self._stream, self._options, self._seed = dataset, stream, options, seed
 
     def micro_batches(self, consumed: int, plan: BatchPlan, rank: int) -> Iterator[Any]:
-        """Load this replica's micro-batches, without end.
-
-        Args:
-            consumed: samples of all replicas before the next step.
-            plan: replicas, local batch size and accumulation.
-            rank: index of the replica.
-
-        Raises:
-            DatasetError: the stream has no records, ends earlier than before, or has others than before.
-        """
+        """Load this replica's micro-batches, without end."""
         place = self.place_at(consumed)
         self._places = [(consumed, place)]
         workers = self._options.get("num_workers", 0)
@@ -140,12 +115,7 @@ class StreamFeed:
         return self._places[0][1]
 
     def restore(self, place: StreamPlace, consumed: int) -> None:
-        """Continue at the place of a saved state.
-
-        Args:
-            place: in the stream.
-            consumed: samples of all replicas before it.
-        """
+        """Continue at the place of a saved state."""
         self._places = [(consumed, place)]
 
     def close(self) -> None:

@@ -40,36 +40,22 @@ SAVE_INTERVAL = 1024
 
 @dataclass(frozen=True)
 class SavedState:
-    """The state of a data set.
+    """The state of a data set."""
 
-    Args:
-        position: of the next record after the state was loaded.
-        state: what `state_dict` has returned.
-    """
-
-    position: int
+    position: int  # of the next record after the state was loaded
     state: Any
 
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """A position in a stream, and what a reader needs to begin there.
+    """A position in a stream, and what a reader needs to begin there."""
 
-    Args:
-        position: number of records before it, over all passes.
-        number: number of the pass that the next record is in.
-        begin: position of the first record of this pass.
-        length: records of the first pass; None while it has not ended.
-        fingerprint: of the next record; None if it is unknown or the first of its pass.
-        saved: the last state of the data set in this pass; None if it has none.
-    """
-
-    position: int
-    number: int = 0
-    begin: int = 0
-    length: int | None = None
-    fingerprint: int | None = None
-    saved: SavedState | None = None
+    position: int  # number of records before it, over all passes
+    number: int = 0  # number of the pass that the next record is in
+    begin: int = 0  # position of the first record of this pass
+    length: int | None = None  # records of the first pass; None while it has not ended
+    fingerprint: int | None = None  # of the next record; None if it is unknown or the first of its pass
+    saved: SavedState | None = None  # the last state of the data set in this pass; None if it has none
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place as plain values."""
@@ -84,16 +70,7 @@ class StreamPlace:
 
 
 class StreamReader:
-    """Reads records forward, and returns those of a micro-batch.
-
-    Args:
-        dataset: begins a pass at each `iter(dataset)`. Its method `set_epoch` gets the number of the pass
-            before. `state_dict` and `load_state_dict` are methods of the data set or of its iterator.
-        seed: determines the random numbers that the data set draws, and the order in shuffled blocks.
-        shuffle_buffer: records of a block that is shuffled; 0 keeps the order of the data set.
-        is_exact: whether the stream is the same on all replicas and again after a restart. Otherwise a
-            reader begins a pass of its own wherever it begins, and positions count what it has read.
-    """
+    """Reads records forward, and returns those of a micro-batch."""
 
     def __init__(
         self, dataset: Iterable[Any], seed: int, *, shuffle_buffer: int = 0, is_exact: bool = True
@@ -121,19 +98,7 @@ class StreamReader:
     def take(
         self, first: int, count: int, end: int, keep_from: int, start: StreamPlace | None, ahead: int = 1
     ) -> tuple[list[Any], StreamPlace]:
-        """Return records, and the place after the micro-batches of all replicas that they are a share of.
-
-        Args:
-            first: position of the first record.
-            count: number of records.
-            end: position after these micro-batches.
-            keep_from: position of the first record that may be requested again.
-            start: where to begin if the reader is elsewhere. None if it is not.
-            ahead: records after `end` that are read too, unless the pass ends: always 1.
-
-        Raises:
-            DatasetError: the stream has no records, ends earlier than before, or has others than before.
-        """
+        """Return records, and the place after the micro-batches of all replicas that they are a share of."""
         assert ahead == 1
         with hidden_worker_info(), nullcontext() if self._generators is None else self._generators.used():
             try:

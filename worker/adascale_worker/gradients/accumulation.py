@@ -25,11 +25,7 @@ from adascale_worker.program.elastic_adascale import ElasticAdaScale
 
 
 class Accumulation(ABC):
-    """Counts the micro-batches of a step, and keeps the gradients of those before the last.
-
-    Args:
-        weights: of the micro-batches.
-    """
+    """Counts the micro-batches of a step, and keeps the gradients of those before the last."""
 
     def __init__(self, weights: MicroBatchWeights) -> None:
         self.weights = weights
@@ -64,20 +60,11 @@ class Accumulation(ABC):
 
     @abstractmethod
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
-        """Use the accumulation of `plan` from the next step on.
-
-        Args:
-            plan: the new batch plan.
-            scale: its scale S.
-        """
+        """Use the accumulation of `plan` from the next step on."""
 
     @abstractmethod
     def use_step(self, step: StepPlan) -> None:
-        """Use the micro-batches of the next step, which may be divided. Before its first backward pass.
-
-        Args:
-            step: how it is delivered.
-        """
+        """Use the micro-batches of the next step, which may be divided. Before its first backward pass."""
 
     @abstractmethod
     def restart_step(self) -> None:
@@ -105,16 +92,7 @@ class Accumulation(ABC):
 
 
 class GradientAccumulation(Accumulation):
-    """Counts the micro-batches of a step; the replicas exchange gradients only in the last micro-batch.
-
-    Args:
-        optimizer: AdaScale around the program's optimizer.
-        model: the program's model.
-        program_model: the program's model itself.
-        group: the replicas.
-        failure: of the present step.
-        division: which steps are divided.
-    """
+    """Counts the micro-batches of a step; the replicas exchange gradients only in the last micro-batch."""
 
     def __init__(
         self,
@@ -146,12 +124,7 @@ class GradientAccumulation(Accumulation):
         return bool(self._set_aside)
 
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
-        """Use the accumulation of `plan` from the next step on.
-
-        Args:
-            plan: the new batch plan.
-            scale: its scale S.
-        """
+        """Use the accumulation of `plan` from the next step on."""
         self._accumulation = plan.accumulation
         self.weights.set_plan(plan)
         self._optimizer.set_num_gradients_to_accumulate(plan.accumulation)
@@ -182,11 +155,7 @@ class GradientAccumulation(Accumulation):
         self._optimizer.zero_grad()
 
     def before_backward(self) -> None:
-        """Let the next backward pass add its gradients to the gradients of earlier micro-batches.
-
-        Raises:
-            WorkerError: the program has deleted the gradients of an earlier pass for this micro-batch.
-        """
+        """Let the next backward pass add its gradients to the gradients of earlier micro-batches."""
         self.require_passes()
         self._optimizer.sum_gradients_again()
         self.put_back()
@@ -195,11 +164,7 @@ class GradientAccumulation(Accumulation):
             self._exchange.begin_pass()
 
     def require_passes(self) -> None:
-        """Check that the gradients of the passes of this micro-batch are there.
-
-        Raises:
-            WorkerError: the program has deleted the gradients of an earlier pass for this micro-batch.
-        """
+        """Check that the gradients of the passes of this micro-batch are there."""
         if self._has_lost_pass:
             raise WorkerError(
                 "zero_grad() was called between two backward passes for a batch, but the gradients of the "
@@ -210,12 +175,7 @@ class GradientAccumulation(Accumulation):
             )
 
     def after_backward(self) -> None:
-        """Let the program see the mean gradient of the step in its last micro-batch, else none.
-
-        Raises:
-            WorkerError: some micro-batches of the step have a weight, and others have none.
-            PeersLostError: members are lost.
-        """
+        """Let the program see the mean gradient of the step in its last micro-batch, else none."""
         self._passes += 1
         self._model.end_backward()
         self._exchange.end_pass()
@@ -248,11 +208,6 @@ class GradientAccumulation(Accumulation):
         """Check that the gradients of a complete step are the means over the replicas.
 
         A collective call in the first steps of a generation.
-
-        Raises:
-            ReplicationError: they are not.
-            WorkerError: some micro-batches of the step have a weight, and others have none.
-            PeersLostError: members are lost.
         """
         self.weights.exchange_later()
         self._exchange.compare()
@@ -267,11 +222,7 @@ class GradientAccumulation(Accumulation):
         self.weights.begin_micro_batch()
 
     def advance(self) -> bool:
-        """Count a micro-batch, and return whether it was the last of its step.
-
-        Raises:
-            WorkerError: some micro-batches of the step have a weight, and others have none.
-        """
+        """Count a micro-batch, and return whether it was the last of its step."""
         is_complete = super().advance()
         if is_complete:
             self.weights.check_complete_step()

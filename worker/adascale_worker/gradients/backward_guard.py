@@ -33,11 +33,6 @@ class BackwardGuard:
     communication, but not a lack of memory, and costs time for each bucket of gradients.
 
     This adds nothing to a pass that succeeds. `uninstall` undoes it.
-
-    Args:
-        failure: of the present step, to which errors are reported.
-        gradients: of the step; prepared before a pass and after it, not for the passes of re-entrant
-            checkpoints inside it.
     """
 
     def __init__(self, failure: StepFailure, gradients: Accumulation) -> None:

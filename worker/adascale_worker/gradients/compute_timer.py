@@ -18,9 +18,6 @@ class ComputeTimer:
     That is loading the batch, what the program does between two steps, and its forward and backward passes.
     All replicas begin a step at the same time, because all of them have waited for the same exchange. Where a
     replica waits in between, the timer is suspended. The optimizer's own step is left out.
-
-    Args:
-        clock: of the device.
     """
 
     def __init__(self, clock: DeviceClock) -> None:
@@ -58,12 +55,7 @@ class ComputeTimer:
             self._is_running, self._is_complete = False, True
 
     def finish_step(self, place: Place, *, counts: bool) -> None:
-        """Record the time of a step that was made. Does not wait for the device.
-
-        Args:
-            place: of the step.
-            counts: whether nothing but the step was done since the one before.
-        """
+        """Record the time of a step that was made. Does not wait for the device."""
         if place != self._place:
             self._place = place
             self._recent.clear()

@@ -41,12 +41,9 @@ TIMING_INTERVAL = 10
 
 @dataclass
 class ForwardRecord:
-    """Records forward passes through the model that was passed to `program_reentry`.
+    """Records forward passes through the model that was passed to `program_reentry`."""
 
-    Args:
-        called: whether there was one, in training mode and with gradients enabled, since the last step.
-    """
-
+    # whether there was one, in training mode and with gradients enabled, since the last step
     called: bool = False
 
 
@@ -60,27 +57,6 @@ class DataParallelModel:
     Under an agent, DDP is made over a process group of this process alone, with the same buckets on all
     members, and uses the group of a generation from `connect` to `disconnect`. So members with and without
     DDP can form a group together, without a collective call for it.
-
-    Args:
-        model: on `device` already.
-        device: the replica's device.
-        group: the replicas.
-        forward: records forward passes through the model.
-        trained: which parameters are trained.
-        failure: of the present step.
-        find_unused_parameters: as DDP's argument of this name.
-        before_forward: called in each forward pass while training, when buffers are those of rank 0.
-        changed_forward: called before a forward pass in which other parameters are trained than in the last.
-        changed_trained: called with the parameters that are frozen or unfrozen since the last step, before
-            the optimizer makes a step.
-        steps: returns the number of the last step.
-        local_bsz: returns the local batch size.
-
-    Attributes:
-        ddp: the DDP module that wraps the model. None on one replica, and without a trained parameter.
-        device: the replica's device.
-        compute: measures how long this replica computes in a step.
-        other_parallelism: finds wrappers around the model.
     """
 
     def __init__(
@@ -187,11 +163,6 @@ class DataParallelModel:
         """Train the parameters that require gradients now in the step that the optimizer makes next.
 
         Deletes the gradients of those that do not, and did in the last step or a forward pass of this one.
-
-        Raises:
-            WorkerError: the gradients of a parameter are not averaged.
-            ReplicationError: another replica trains other parameters.
-            PeersLostError: members are lost.
         """
         now = self._trained.current()
         passes = [flags for flags, _ in self._passes]
@@ -210,11 +181,7 @@ class DataParallelModel:
             self._changed_trained(changed)
 
     def _require_averaged(self, now: Flags) -> None:
-        """Check that the last micro-batch has trained each parameter whose gradients are used.
-
-        Raises:
-            WorkerError: it has not.
-        """
+        """Check that the last micro-batch has trained each parameter whose gradients are used."""
         if self._group.replicas == 1 or not self._passes:
             return
         exchanged = [flags for flags, is_exchanged in self._passes if is_exchanged]
@@ -229,13 +196,7 @@ class DataParallelModel:
                 )
 
     def _begin_forward(self) -> bool:
-        """Return whether a forward pass trains parameters, and make DDP for them if it is for others.
-
-        Raises:
-            WorkerError: DDP cannot be made again before the backward pass of an earlier forward pass.
-            ReplicationError: another replica trains other parameters.
-            PeersLostError: members are lost.
-        """
+        """Return whether a forward pass trains parameters, and make DDP for them if it is for others."""
         now = self._trained.current()
         if not any(now):
             return False
@@ -385,13 +346,7 @@ class DataParallelModel:
 
 
 class _Graph:
-    """A hook on the outputs of a forward pass, which are in a graph until their backward pass or for ever.
-
-    Args:
-        graphs: contains this one until its backward pass begins.
-        parameter: one that is trained.
-        at_end: called at the end of the backward pass, before DDP waits for the other replicas.
-    """
+    """A hook on the outputs of a forward pass, which are in a graph until their backward pass or for ever."""
 
     def __init__(
         self, graphs: weakref.WeakSet[_Graph], parameter: Tensor, at_end: Callable[[], None] | None
@@ -447,14 +402,7 @@ def _set_zeros(model: torch.nn.Module) -> None:
 
 
 class _OriginalForward(torch.nn.Module):
-    """The module that DDP wraps: calls the forward that the model had before it was overridden.
-
-    Args:
-        model: the program's model.
-        before: called before each forward pass.
-        reverse_parameters: list the parameters in reverse order, in which their gradients usually become
-            ready, so that DDP exchanges the first buckets while the other gradients are computed.
-    """
+    """The module that DDP wraps: calls the forward that the model had before it was overridden."""
 
     def __init__(
         self, model: torch.nn.Module, before: Callable[[], None], *, reverse_parameters: bool

@@ -20,11 +20,6 @@ def averaged(
 
     A gradient that some replicas have and others do not have counts as zero where it is missing. A parameter
     without a gradient on any replica is left out.
-
-    Args:
-        parameters: the same on all replicas.
-        gradients: of this replica, by parameter.
-        average: replaces tensors by their means over the replicas.
     """
     buckets = list(_buckets(parameters))
     flat = []

@@ -37,12 +37,7 @@ ROUNDING = 4.0
 
 
 class ExchangeCheck:
-    """Compares a few elements of each gradient before and after its exchange.
-
-    Args:
-        model: the program's model.
-        group: the replicas.
-    """
+    """Compares a few elements of each gradient before and after its exchange."""
 
     def __init__(self, model: torch.nn.Module, group: ReplicaGroup) -> None:
         self._model = model
@@ -98,12 +93,7 @@ class ExchangeCheck:
         self._has_arrived = True
 
     def compare(self) -> None:
-        """Compare the gradients of this step. A collective call in the first steps.
-
-        Raises:
-            ReplicationError: those after the exchange are not the mean of those before, on all replicas.
-            PeersLostError: members are lost.
-        """
+        """Compare the gradients of this step. A collective call in the first steps."""
         if not self._found:
             return
         given, found = (torch.stack(list(each.values())) for each in (self._given, self._found))

@@ -44,11 +44,7 @@ class ScaledSteps(Protocol):
 
 
 def scaler_of(registered: Iterable[object]) -> GradScaler | None:
-    """Return the GradScaler among the registered objects.
-
-    Raises:
-        WorkerError: there are several.
-    """
+    """Return the GradScaler among the registered objects."""
     scalers = [each for each in registered if isinstance(each, GradScaler)]
     if len(scalers) > 1:
         raise WorkerError(
@@ -140,11 +136,7 @@ class UnregisteredScaler:
         self._calls = 0
 
     def check(self) -> None:
-        """Check who calls `optimizer.step()`.
-
-        Raises:
-            WorkerError: a GradScaler that was not registered.
-        """
+        """Check who calls `optimizer.step()`."""
         if self._calls >= CHECKED_CALLS:
             return
         self._calls += 1

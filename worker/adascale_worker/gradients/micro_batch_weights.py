@@ -70,20 +70,7 @@ class Weighing(Protocol):
 
 
 class MicroBatchWeights:
-    """The weights of the micro-batches of a step.
-
-    Args:
-        group: the replicas.
-        weigh: called in a backward pass with the factor by which the program has multiplied its loss, before
-            the gradients of parameters arrive.
-
-    Attributes:
-        of_step: the weights of the step, once they are exchanged, which is in its last micro-batch. None
-            without weights.
-        factor: by which the loss of the present micro-batch is multiplied.
-        total: the sum of the weights of the last step that has exchanged them, over all replicas. None
-            before, and without weights.
-    """
+    """The weights of the micro-batches of a step."""
 
     def __init__(self, group: Weighing, weigh: Callable[[float], None] = lambda _: None) -> None:
         self._group = group
@@ -118,11 +105,7 @@ class MicroBatchWeights:
         self._local_bsz = plan.local_bsz
 
     def begin_generation(self) -> None:
-        """Agree again, with other replicas. A collective call.
-
-        Raises:
-            PeersLostError: members are lost.
-        """
+        """Agree again, with other replicas. A collective call."""
         self._are_used = self._unagreed = None
         # One that joins does not know it.
         _, greatest = self._group.extremes(torch.tensor([self._unit or 0.0]))
@@ -131,11 +114,7 @@ class MicroBatchWeights:
     # -- the program --------------------------------------------------------------------------------------
 
     def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
-        """Return the loss of a micro-batch, times a factor in proportion to `weight`.
-
-        Raises:
-            WorkerError: `weight` is no finite number of at least 0, or earlier steps had no weights.
-        """
+        """Return the loss of a micro-batch, times a factor in proportion to `weight`."""
         number = float(weight)
         if not (math.isfinite(number) and number >= 0.0):
             raise WorkerError(
@@ -191,11 +170,7 @@ class MicroBatchWeights:
         return self._is_weighted_pass
 
     def check_pass(self) -> None:
-        """Check that the passes of the present micro-batch have a weight, or none has. No collective call.
-
-        Raises:
-            WorkerError: only some have. On this replica.
-        """
+        """Check that the passes of the present micro-batch have a weight, or none has. No collective call."""
         if self._weight is not None and self._has_unweighted_pass:
             raise self._mixed_here(self._present())
 
@@ -206,47 +181,28 @@ class MicroBatchWeights:
         return self._present().numbers()
 
     def exchange(self) -> None:
-        """Exchange the weights of this step, once. A collective call, in the last micro-batch.
-
-        Raises:
-            WorkerError: see `agree`. On this replica, if one of its own micro-batches has no weight.
-            PeersLostError: members are lost.
-        """
+        """Exchange the weights of this step, once. A collective call, in the last micro-batch."""
         if self.of_step is None:
             if self._earlier.weighted < self._accumulation - 1:
                 raise self._mixed_here(self._present())
             self.agree(self._group.sum(self.sums()))
 
     def check_complete_step(self) -> None:
-        """Check that all micro-batches of the last step have a weight, or none has. No collective call.
-
-        Raises:
-            WorkerError: only some have, or those of earlier steps have. On this replica.
-        """
+        """Check that all micro-batches of the last step have a weight, or none has. No collective call."""
         sums = self._unagreed
         if sums is not None and (self._are_used or sums.weighted) and sums.weighted < self._accumulation:
             raise self._mixed_here(sums)
 
     def exchange_later(self) -> None:
-        """Agree that the steps have no weights, if that is not known. A collective call after the last pass.
-
-        Raises:
-            WorkerError: see `agree`.
-            PeersLostError: members are lost.
+        """Agree that the steps have no weights, if that is not known. A collective call after
+        the last pass.
         """
         unagreed, self._unagreed = self._unagreed, None
         if unagreed is not None and self._are_used is not False:
             self.agree(self._group.sum(unagreed.numbers()))
 
     def agree(self, sums: Sequence[float]) -> None:
-        """Use the sums over the replicas of `sums`.
-
-        Args:
-            sums: of the micro-batches so far.
-
-        Raises:
-            WorkerError: some micro-batches have a weight, and others have none. On all replicas.
-        """
+        """Use the sums over the replicas of `sums`."""
         total, weighted, positive, unweighted = sums
         if weighted == unweighted == 0.0:
             return  # No pass has reached the parameters of an optimizer yet, perhaps none in this step.

@@ -28,14 +28,6 @@ class ModelSet:
     """The calls of several models while they train, and what fails in them.
 
     Has the attributes of `DataParallelModel`, which is this for one model.
-
-    Args:
-        models: on `device` already.
-        device: the replica's device.
-        group: the replicas.
-        failure: of the present step.
-        local_bsz: returns the local batch size.
-        allows_shards: whether the models may be sharded.
     """
 
     ddp = None

@@ -29,19 +29,7 @@ MAX_STEPS_WITHOUT_GRADIENTS = 3
 
 
 class OptimizerGradients:
-    """The gradients of the parameters of one optimizer.
-
-    Args:
-        name: of the optimizer, for messages.
-        adascale: around the optimizer; it measures the gradients that are passed to it.
-        group: the replicas.
-        average: replaces tensors by their means over the replicas.
-
-    Attributes:
-        parameters: of the optimizer.
-        has_stepped: whether the program has called `step()` for the present batch.
-        is_averaged: whether `.grad` is the mean over the replicas. The same on all of them.
-    """
+    """The gradients of the parameters of one optimizer."""
 
     def __init__(
         self,
@@ -81,11 +69,7 @@ class OptimizerGradients:
     # -- a backward pass ----------------------------------------------------------------------------------
 
     def before_backward(self, *, completes_step: bool) -> None:
-        """Take the gradients out of `.grad`, so that the next pass does not add to them.
-
-        Args:
-            completes_step: whether this is the last micro-batch of a step.
-        """
+        """Take the gradients out of `.grad`, so that the next pass does not add to them."""
         if all(parameter.grad is None for parameter in self._parameters):
             self._is_stale = False
         if completes_step:
@@ -97,15 +81,7 @@ class OptimizerGradients:
             parameter.grad = None
 
     def after_backward(self, batch: int, number: int) -> bool:
-        """Add the gradients of a pass to the gradients of this batch.
-
-        Args:
-            batch: the number of the present batch.
-            number: of the pass for this batch, from 0.
-
-        Returns:
-            whether there are any.
-        """
+        """Add the gradients of a pass to the gradients of this batch."""
         found = {p: p.grad for p in self._parameters if p.grad is not None}
         hidden, self._hidden = self._hidden, {}
         for parameter, gradient in hidden.items():
@@ -137,9 +113,6 @@ class OptimizerGradients:
 
         Those of earlier micro-batches wait for the first pass that reaches the optimizer, but not longer than
         in the micro-batch before: perhaps no pass of this one reaches it.
-
-        Args:
-            number: of the pass for this batch, from 0.
         """
         return bool(self._found) or (number >= self._first_pass and self.lacks_earlier)
 
@@ -153,13 +126,7 @@ class OptimizerGradients:
         return {p: gradient for p, gradient in self._earlier.items() if p not in self._included}
 
     def average(self, accumulation: int, weights: StepWeights | None = None, weight: float = 1.0) -> None:
-        """Add the mean over micro-batches and replicas of new gradients to `.grad`. A collective call.
-
-        Args:
-            accumulation: micro-batches per step.
-            weights: of the step; None without weights.
-            weight: by which the losses of this micro-batch are multiplied.
-        """
+        """Add the mean over micro-batches and replicas of new gradients to `.grad`. A collective call."""
         divisor = float(accumulation) if weights is None else weights.divisor
         new, self._found = self._found, {}
         missing = self._missing_earlier()
@@ -200,14 +167,7 @@ class OptimizerGradients:
             self.adascale.discard_measurement()
 
     def check_step(self, micro_batch: int) -> None:
-        """Check a call of `step()`, and count it for the present batch.
-
-        Args:
-            micro_batch: index of the present micro-batch in its step.
-
-        Raises:
-            WorkerError: the loop does not make its steps as the trainer requires.
-        """
+        """Check a call of `step()`, and count it for the present batch."""
         if self.has_stepped:
             raise WorkerError(
                 f"step() of the optimizer {self.name!r} was called twice for one batch: call it at most once "
@@ -232,12 +192,6 @@ class OptimizerGradients:
 
         Later it may be without, as one for a task of which a batch has no samples. Such a step is not
         measured.
-
-        Args:
-            is_restored: whether other processes have made the first steps.
-
-        Raises:
-            WorkerError: they have none.
         """
         self._has_had_gradients = self._has_had_gradients or self.is_averaged or is_restored
         if not self.is_averaged:
@@ -253,14 +207,7 @@ class OptimizerGradients:
             )
 
     def check_micro_batches(self, micro_batch: int) -> None:
-        """Check that the program has called `step()` for all micro-batches of this step, or for none.
-
-        Args:
-            micro_batch: how many there were.
-
-        Raises:
-            WorkerError: it has not.
-        """
+        """Check that the program has called `step()` for all micro-batches of this step, or for none."""
         if self._micro_batches != micro_batch and (self._micro_batches or self.has_stepped or self._local):
             raise WorkerError(
                 f"step() of the optimizer {self.name!r} was called for {self._micro_batches} of the first "
@@ -269,11 +216,7 @@ class OptimizerGradients:
             )
 
     def finish_micro_batch(self, weight: float = 1.0) -> None:
-        """Keep the gradients of a micro-batch that does not complete a step.
-
-        Args:
-            weight: by which its losses are multiplied.
-        """
+        """Keep the gradients of a micro-batch that does not complete a step."""
         self.adascale.read_micro_gradient(self._local, weight)
         _add(self._earlier, self._local)
         self._local = {}
@@ -292,11 +235,7 @@ class OptimizerGradients:
         self._is_stale = True
 
     def discard(self) -> None:
-        """Delete all gradients, because the step is discarded.
-
-        Raises:
-            RuntimeError: a collective call that was started has failed; the next call succeeds.
-        """
+        """Delete all gradients, because the step is discarded."""
         for parameter in self._parameters:
             parameter.grad = None
         self.finish_step()

@@ -65,15 +65,6 @@ def forward_without_activations(
     If the batch does not fit without a graph either, the output of a part of it is repeated. Then it gets a
     graph that keeps no activations: a loop may register hooks on the output, or compute gradients of it by
     `torch.autograd.grad`, and gets zeros.
-
-    Args:
-        forward: the forward of a model.
-        args, kwargs: its arguments.
-        batch: the local batch size. Tensors with this first dimension are divided.
-        parameters: of the model.
-
-    Raises:
-        Exception: what `forward` raises, also for the smallest part.
     """
     size = batch
     while True:

@@ -30,17 +30,7 @@ from adascale_worker.scaling.statistics.step_settings import StepWeights
 
 
 class ShardedAccumulation(GradientAccumulation):
-    """Counts the micro-batches of a step, and averages the gradients of a sharded model after the last.
-
-    Args:
-        optimizer: AdaScale around the program's optimizer; it measures the gradients that are passed to it.
-        model: the sharded model.
-        program_model: the program's model itself.
-        group: the replicas.
-        failure: of the present step.
-        division: which steps are divided; none of them.
-        observe_pass: called before each backward pass with a gradient that is there already, or None.
-    """
+    """Counts the micro-batches of a step, and averages the gradients of a sharded model after the last."""
 
     def __init__(
         self,
@@ -73,11 +63,7 @@ class ShardedAccumulation(GradientAccumulation):
         super().restart_step()
 
     def before_backward(self) -> None:
-        """Let the gradients of the next backward pass come alone.
-
-        Raises:
-            WorkerError: the program has deleted the gradients of an earlier pass for this micro-batch.
-        """
+        """Let the gradients of the next backward pass come alone."""
         self.require_passes()
         self._optimizer.sum_gradients_again()
         self._before = [(p, p.grad) for p in self._parameters if p.grad is not None]
@@ -90,10 +76,6 @@ class ShardedAccumulation(GradientAccumulation):
         """Let the program see the mean gradient of the step in its last micro-batch, else none.
 
         A collective call of all processes in the last micro-batch, else of those of the replica.
-
-        Raises:
-            WorkerError: some micro-batches of the step have a weight, and others have none.
-            PeersLostError: members are lost, on all processes of the replica.
         """
         shards = shards_of(self._parameters)
         if shards:
@@ -139,12 +121,7 @@ class ShardedAccumulation(GradientAccumulation):
         self.weights.begin_generation()
 
     def check_exchange(self) -> None:
-        """Agree on whether the steps have weights. A collective call in the first steps of a generation.
-
-        Raises:
-            WorkerError: some micro-batches of the step have a weight, and others have none.
-            PeersLostError: members are lost.
-        """
+        """Agree on whether the steps have weights. A collective call in the first steps of a generation."""
         self.weights.exchange_later()
 
     @staticmethod
@@ -157,11 +134,7 @@ class ShardedAccumulation(GradientAccumulation):
 
 
 class ShardedWeights(MicroBatchWeights):
-    """The weights of the micro-batches of all processes of all replicas.
-
-    Args:
-        group: the replicas.
-    """
+    """The weights of the micro-batches of all processes of all replicas."""
 
     def __init__(self, group: LaneGroup) -> None:
         super().__init__(AllProcesses(group))
@@ -170,14 +143,7 @@ class ShardedWeights(MicroBatchWeights):
         """Micro-batches of this replica with a weight above 0 in this step."""
 
     def of_replica(self, *, is_weighted: bool) -> float:
-        """Return the weight of the replica's present micro-gradient. A collective call in the replica.
-
-        Args:
-            is_weighted: whether the pass was of a weighted loss, on this process.
-
-        Raises:
-            WorkerError: it was on some of the processes only.
-        """
+        """Return the weight of the replica's present micro-gradient. A collective call in the replica."""
         if self._are_used is False:
             return 1.0  # The steps of this generation have no weights, which all processes know.
         count = self._lanes.processes
@@ -211,11 +177,7 @@ class ShardedWeights(MicroBatchWeights):
 
 
 class AllProcesses:
-    """All processes of all replicas, as the replicas of a program whose processes are replicas.
-
-    Args:
-        group: the replicas.
-    """
+    """All processes of all replicas, as the replicas of a program whose processes are replicas."""
 
     def __init__(self, group: LaneGroup) -> None:
         self._group = group

@@ -29,23 +29,7 @@ from adascale_worker.torch_private.fsdp import is_fully_sharded, sharded_paramet
 
 
 class ShardedModel(ModelSet):
-    """The calls of a sharded model while it trains, and the averages of its gradients.
-
-    Args:
-        model: with `fully_shard` applied over `trainer.mesh`.
-        device: the replica's device.
-        group: the replicas.
-        forward: records forward passes through the model.
-        trained: which parameters are trained.
-        failure: of the present step.
-        before_forward: called in each forward pass while training.
-        changed_trained: called with the parameters that are frozen or unfrozen since the last step, before
-            the optimizer makes a step.
-        steps: returns the number of the last step.
-
-    Raises:
-        WorkerError: the model is not sharded as above.
-    """
+    """The calls of a sharded model while it trains, and the averages of its gradients."""
 
     def __init__(
         self,
@@ -142,11 +126,7 @@ def buffers_of(shards: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def require_sharded(model: torch.nn.Module, group: LaneGroup) -> None:
-    """Check that `fully_shard` was applied to a model over the processes of the replica, to all of it.
-
-    Raises:
-        WorkerError: it was not.
-    """
+    """Check that `fully_shard` was applied to a model over the processes of the replica, to all of it."""
     if not any(is_fully_sharded(module) for module in model.modules()):
         raise WorkerError(
             f"program_reentry got a model that is not sharded, but a replica has {group.processes} "

@@ -29,30 +29,15 @@ gradients: they are so large that they would decide the averages for hundreds of
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How the samples of one step are delivered.
+    """How the samples of one step are delivered."""
 
-    Args:
-        plan: the batch plan of this step, with the global batch size of the job's plan.
-        interval: the number of steps for which the measurement of a divided step stands; 0 if it is not
-            divided.
-    """
-
-    plan: BatchPlan
+    plan: BatchPlan  # the batch plan of this step, with the global batch size of the job's plan
+    # the number of steps for which the measurement of a divided step stands; 0 if it is not divided
     interval: int = 0
 
 
 class StepDivision:
-    """Decides which steps are divided.
-
-    Args:
-        bounds: returns the job's bounds.
-        is_allowed: whether the program allows that steps are divided. If not, consecutive steps are compared.
-        has_batch_norm: whether the model has a layer that needs two samples in each micro-batch.
-        observed_steps: steps that are observed before the first one is divided.
-
-    Attributes:
-        loads_parts: whether the parts of a divided step can be loaded, as those of a stream cannot.
-    """
+    """Decides which steps are divided."""
 
     def __init__(
         self,
@@ -94,12 +79,7 @@ class StepDivision:
         return bounds.elastic and bounds.max_batch_size != bounds.batch_size
 
     def observe_step(self, *, is_divisible: bool) -> None:
-        """Record a step that was not divided.
-
-        Args:
-            is_divisible: whether what the program has done for its batch can be done for parts of it, one
-                after the other.
-        """
+        """Record a step that was not divided."""
         self._left_to_observe -= self._left_to_observe > 0
         self._is_divisible = self._is_divisible and is_divisible
 
@@ -117,12 +97,7 @@ class StepDivision:
         self._whole_until = state["whole_until"]
 
     def step_at(self, position: int, plan: BatchPlan) -> StepPlan:
-        """Return how the step is delivered that begins at a position in the stream.
-
-        Args:
-            position: of its first sample.
-            plan: the job's batch plan.
-        """
+        """Return how the step is delivered that begins at a position in the stream."""
         if self._left_to_observe:
             self._whole_until = position + plan.global_bsz
         if position < self._whole_until or not self.is_possible(plan):

@@ -13,18 +13,7 @@ from adascale_worker.membership.process_group import ReplicaGroup
 
 
 class StepFailure:
-    """The failure of the present step, until the trainer begins the step again.
-
-    Args:
-        group: the replicas.
-        repeats_in_smaller_batches: returns whether an error means that a batch does not fit into memory, and
-            its samples can follow in smaller batches.
-        on_discard: called when a step is discarded, before the trainer puts its changes back.
-
-    Attributes:
-        lacks_memory: whether the batch does not fit, so that the program gets outputs whose gradients are
-            zero, and makes no backward pass.
-    """
+    """The failure of the present step, until the trainer begins the step again."""
 
     def __init__(
         self,

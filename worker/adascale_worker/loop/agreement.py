@@ -24,28 +24,18 @@ from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 
 @dataclass(frozen=True)
 class Requests:
-    """What one replica requests.
+    """What one replica requests."""
 
-    Args:
-        exit: save and exit at the next step boundary.
-        change: enter a newer generation at the next step boundary.
-        save: save a checkpoint at the next step boundary.
-        replan: choose the batch plan again at the end of the epoch.
-        agree_each_step: exchange requests on every step, because steps are slow. Otherwise they are
-            exchanged on the steps that AdaScale measures.
-        finish: end training at the next step boundary.
-        compare_weights: compare the weights of the replicas after this step.
-        is_unsaved: no request: the last checkpoint that this replica has begun is not saved yet.
-    """
-
-    exit: bool
-    save: bool = False
-    replan: bool = False
+    exit: bool  # save and exit at the next step boundary
+    save: bool = False  # save a checkpoint at the next step boundary
+    replan: bool = False  # choose the batch plan again at the end of the epoch
+    # exchange requests on every step, because steps are slow. Otherwise they are exchanged on the steps
+    # that AdaScale measures.
     agree_each_step: bool = False
-    finish: bool = False
-    compare_weights: bool = False
-    change: bool = False
-    is_unsaved: bool = False
+    finish: bool = False  # end training at the next step boundary
+    compare_weights: bool = False  # compare the weights of the replicas after this step
+    change: bool = False  # enter a newer generation at the next step boundary
+    is_unsaved: bool = False  # no request: the last checkpoint that this replica has begun is not saved yet
 
     def flags(self) -> tuple[float, ...]:
         """Return the requests as numbers to be summed over the replicas."""
@@ -74,12 +64,7 @@ class Agreement:
     is_unsaved: bool = True
 
     def update(self, sums: tuple[float, ...] | None, replicas: int) -> None:
-        """Add the summed requests of all replicas.
-
-        Args:
-            sums: None if this step had no exchange.
-            replicas: number of replicas.
-        """
+        """Add the summed requests of all replicas."""
         if sums is not None:
             (
                 exit_sum,
@@ -103,35 +88,24 @@ class Agreement:
 
 @dataclass(eq=False)
 class StepAgreement:
-    """What this replica requests, and what all replicas have agreed on.
+    """What this replica requests, and what all replicas have agreed on."""
 
-    Args:
-        optimizer: exchanges the requests in its all-reduce.
-        group: the replicas.
-        planner, checkpointing, comparison: rank 0 requests what is due.
-        compute: measures how long this replica computes in a step. With the requests, the replicas exchange
-            these times.
-        finish_request: whether the program has called `finish`.
-        shutdown_request: whether this replica was requested to save and exit.
-        membership: whether a newer generation is there. None without an agent.
-
-    Attributes:
-        agreed: what all replicas do.
-        slow: the rank that is slower than the others; None if none is.
-        steps_are_slow: whether steps take so long that requests are exchanged in each.
-    """
-
-    optimizer: Optimizers
+    optimizer: Optimizers  # exchanges the requests in its all-reduce
     group: ReplicaGroup
+    # planner, checkpointing, comparison: rank 0 requests what is due
     planner: BatchPlanner
     checkpointing: Checkpointing
     comparison: WeightComparison
+    # measures how long this replica computes in a step. With the requests, the replicas exchange these
+    # times.
     compute: ComputeTimer
-    finish_request: FinishRequest
-    shutdown_request: ShutdownRequest
-    membership: Membership | None
+    finish_request: FinishRequest  # whether the program has called `finish`
+    shutdown_request: ShutdownRequest  # whether this replica was requested to save and exit
+    membership: Membership | None  # whether a newer generation is there. None without an agent.
     agreed: Agreement = field(default_factory=Agreement, init=False)
+    # the rank that is slower than the others; None if none is
     slow: SlowReplica | None = field(default=None, init=False)
+    # whether steps take so long that requests are exchanged in each
     steps_are_slow: bool = field(default=True, init=False)
 
     def begin_generation(self) -> None:
@@ -154,14 +128,7 @@ class StepAgreement:
         self.optimizer.flags = self.flags()
 
     def exchange(self, flags: tuple[float, ...]) -> None:
-        """Agree after a step. A collective call if steps are slow, and the step had no all-reduce.
-
-        Args:
-            flags: what this replica has requested in the step.
-
-        Raises:
-            PeersLostError: members are lost.
-        """
+        """Agree after a step. A collective call if steps are slow, and the step had no all-reduce."""
         sums = None if self.group.processes > 1 else self.optimizer.flags_sum
         if sums is None and (self.agreed.agree_each_step or self.group.processes > 1):
             # AdaScale does not measure every step, and the next measured one may be a minute away. Of a

@@ -38,11 +38,7 @@ _USE_THE_MODEL = (
 
 
 class BatchChecks:
-    """Finds a loop that makes no steps. All that is checked for several optimizers in common.
-
-    Args:
-        group: the replicas.
-    """
+    """Finds a loop that makes no steps. All that is checked for several optimizers in common."""
 
     passes_per_batch = 0
     """Unknown."""
@@ -77,11 +73,7 @@ class BatchChecks:
         self._batches = 0
 
     def delivered_batch(self) -> None:
-        """Record that the program gets the next batch of `trainer.dataloader`.
-
-        Raises:
-            WorkerError: it has made no step for many batches, on several replicas.
-        """
+        """Record that the program gets the next batch of `trainer.dataloader`."""
         self._batches += 1
         if self._batches == MAX_BATCHES_WITHOUT_STEP:
             found = (
@@ -95,18 +87,7 @@ class BatchChecks:
 
 
 class LoopChecks:
-    """Observes batches, backward passes and steps of the program's loop, and refuses a wrong loop.
-
-    Args:
-        model: the program's model.
-        optimizer: AdaScale around the program's optimizer.
-        forward: records forward passes through the model.
-        group: the replicas.
-        at_first_micro_batch: returns whether the next backward pass is the first of its step.
-        has_set_aside: returns whether gradients of this step are set aside, so that `.grad` is None.
-        arrived: called when a gradient of the optimizer's parameters arrives, in any pass.
-        requires_all: whether every parameter needs a gradient in every step, as DDP requires by default.
-    """
+    """Observes batches, backward passes and steps of the program's loop, and refuses a wrong loop."""
 
     def __init__(
         self,
@@ -232,11 +213,7 @@ class LoopChecks:
         self._has_backward = True
 
     def count_passes(self, batches: int) -> None:
-        """Record how many backward passes the program makes for each batch, in a step that is measured.
-
-        Args:
-            batches: the micro-batches of this step.
-        """
+        """Record how many backward passes the program makes for each batch, in a step that is measured."""
         self.passes_per_batch = max(self.passes_per_batch, self._optimizer.backward_passes // batches)
 
     def discarded_step(self) -> None:
@@ -248,14 +225,7 @@ class LoopChecks:
     # -- checks -----------------------------------------------------------------------------------------
 
     def check_step(self, *, inside_epoch: bool) -> None:
-        """Check a call of `optimizer.step()`, and begin to observe the next one.
-
-        Args:
-            inside_epoch: whether the program is inside its loop over `trainer.dataloader`.
-
-        Raises:
-            WorkerError: the loop does not make its steps as the trainer requires.
-        """
+        """Check a call of `optimizer.step()`, and begin to observe the next one."""
         if inside_epoch and self._has_stepped:
             raise WorkerError(
                 "optimizer.step() was called twice for one batch: call it once for each batch that "
@@ -317,12 +287,7 @@ class LoopChecks:
 
 
 class _BackwardHook(Generic[Place]):
-    """A hook on the gradient of a parameter that does not change it.
-
-    Args:
-        arrived: called with `place`.
-        place: the parameter, or its name.
-    """
+    """A hook on the gradient of a parameter that does not change it."""
 
     observes_only = True
     """See `BackwardObserver.observe`."""
@@ -339,10 +304,6 @@ class UnusedParameters:
     """Finds the parameters that get no gradient in the first step.
 
     DDP then averages the gradients of no parameter, without an error before the next step.
-
-    Args:
-        model: the program's model.
-        replicas: number of replicas (K).
     """
 
     def __init__(self, model: torch.nn.Module, replicas: int) -> None:
@@ -362,11 +323,7 @@ class UnusedParameters:
             hook.remove()
 
     def check(self) -> None:
-        """Check that no parameter is unused, and stop observing them.
-
-        Raises:
-            ReplicationError: some are.
-        """
+        """Check that no parameter is unused, and stop observing them."""
         self.remove_hooks()
         missing = [name for name, parameter in self._missing.items() if parameter.requires_grad]
         if not missing:
@@ -384,10 +341,6 @@ def check_optimizer_parameters(model: torch.nn.Module, optimizer: HasGroups, rep
 
     The gradients of others are not averaged. On one replica the program is warned, because it works there. It
     is also warned of parameters of the model that require gradients, but are not trained.
-
-    Raises:
-        WorkerError: the optimizer has no parameter of the model.
-        ReplicationError: the optimizer has other parameters, on several replicas.
     """
     own = {id(parameter) for parameter in model.parameters()}
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -434,9 +387,6 @@ def check_synchronized_norms(model: torch.nn.Module, device: torch.device) -> No
     """Check that the device supports the model's layers of type `SyncBatchNorm`, if it has any.
 
     torch refuses them on a CPU where there is a process group, which a single replica has too.
-
-    Raises:
-        WorkerError: it does not.
     """
     if device.type != "cpu":
         return

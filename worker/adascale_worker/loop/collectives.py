@@ -15,11 +15,6 @@ class ProgramCollectives:
 
     A call that fails, because a replica is lost, discards the step that the program works on. After a step
     was discarded nothing is exchanged, because the other replicas do not communicate any more.
-
-    Args:
-        group: the replicas.
-        failure: of the present step.
-        loop: where the program is.
     """
 
     def __init__(self, group: ReplicaGroup, failure: StepFailure, loop: ProgramLoop) -> None:

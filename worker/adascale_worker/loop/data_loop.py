@@ -11,9 +11,6 @@ class DataLoop(Iterator[Any]):
 
     A `for` loop that is left ends its iteration, also if a variable refers to this object: only the loop has
     the iterator.
-
-    Args:
-        begin: returns the batches of the rest of the current epoch.
     """
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:

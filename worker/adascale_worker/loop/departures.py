@@ -24,21 +24,14 @@ _LEFT, _FAILED = "left", "left-alone"
 
 @dataclass(frozen=True)
 class Departure:
-    """The place of a replica among the data loops of the program.
-
-    Args:
-        epoch: the epoch of its loop.
-        loops: loops of this epoch that it has left.
-        step: the number of its last step when it left.
-        line: the line of the program that has left the loop; empty if unknown.
-        expected: whether the others need not be warned: this replica has called `finish`, so they end too, or
-            an error ends its program, so they lose it.
-    """
+    """The place of a replica among the data loops of the program."""
 
     epoch: int = 0
-    loops: int = 0
-    step: int = 0
-    line: str = ""
+    loops: int = 0  # loops of this epoch that it has left
+    step: int = 0  # the number of its last step when it left
+    line: str = ""  # the line of the program that has left the loop; empty if unknown
+    # whether the others need not be warned: this replica has called `finish`, so they end too, or an
+    # error ends its program, so they lose it
     expected: bool = False
 
     @property
@@ -48,11 +41,7 @@ class Departure:
 
 
 class LoopDepartures:
-    """Announces when this replica leaves a data loop, and knows when the others have.
-
-    Args:
-        group: the replicas.
-    """
+    """Announces when this replica leaves a data loop, and knows when the others have."""
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
@@ -60,24 +49,11 @@ class LoopDepartures:
         self._left_early = self._fails = False
 
     def begin_generation(self, epoch: int, *, inside: bool) -> None:
-        """Announce the place of this replica to the members of a new generation.
-
-        Args:
-            epoch: the epoch of the program's loop.
-            inside: whether it is inside a loop of this epoch, or before its first.
-        """
+        """Announce the place of this replica to the members of a new generation."""
         self._announce(Departure(epoch, 0 if inside else 1, self._own.step, self._own.line))
 
     def leave(self, epoch: int, step: int, line: str, *, early: bool, expected: bool) -> None:
-        """Announce that this replica has left a loop.
-
-        Args:
-            epoch: the epoch of the loop.
-            step: the number of the last step.
-            line: the line of the program that has left it.
-            early: whether the program has left it before its end.
-            expected: whether the others end too, because of `finish`.
-        """
+        """Announce that this replica has left a loop."""
         loops = self._own.loops + 1 if epoch == self._own.epoch else 1
         self._left_early = early and self._group.replicas > 1
         self._announce(Departure(epoch, loops, step, line, expected or self._fails))
@@ -88,14 +64,7 @@ class LoopDepartures:
         self._announce(replace(self._own, expected=True))
 
     def wait(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
-        """If this replica has left its last loop early, wait until the others have left it too.
-
-        Args:
-            is_interrupted: returns whether to wait no longer.
-
-        Raises:
-            ReplicationError: another replica has found that it has not left, and trains.
-        """
+        """If this replica has left its last loop early, wait until the others have left it too."""
         deadline = time.monotonic() + INIT_TIMEOUT.total_seconds()
         while self._left_early and not self._others_have_left():
             failures = self._group.announced(_FAILED)
@@ -116,9 +85,6 @@ class LoopDepartures:
         """Return an error message if others have left the loop that this replica is in, else None.
 
         Call it in a step that does not end. The others raise the same error.
-
-        Args:
-            step: the number of this replica's last step.
         """
         for rank, other in self._others():
             if other.place > self._own.place and other.step <= step and not other.expected:

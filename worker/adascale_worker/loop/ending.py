@@ -32,49 +32,30 @@ from adascale_worker.state.saving import StateSaving
 
 @dataclass(eq=False, kw_only=True)
 class Ending:
-    """Ends loops of the program, its training and its process.
+    """Ends loops of the program, its training and its process."""
 
-    Args:
-        job: how far training is from its end.
-        group: the replicas.
-        channel: the connection with the agent. None without an agent.
-        generations: entered if members are lost while the end is saved.
-        steps: how the replicas make steps.
-        loop: where the program is.
-        departures, evaluations: announce that the program leaves a loop, or ends.
-        finish_request: the program's request to end training.
-        comparison: compares the weights before the end is saved.
-        saving, checkpointing: save the end.
-        progress, planner, telemetry: the last step is reported.
-        shutdown_request: whether this replica was requested to save and exit.
-    """
-
-    job: Job
+    job: Job  # how far training is from its end
     group: ReplicaGroup
-    channel: AgentChannel | None
-    generations: Generations
+    channel: AgentChannel | None  # the connection with the agent. None without an agent.
+    generations: Generations  # entered if members are lost while the end is saved
     steps: StepStrategy
     loop: ProgramLoop
+    # departures, evaluations: announce that the program leaves a loop, or ends
     departures: LoopDepartures
     evaluations: EvaluationSequence
-    finish_request: FinishRequest
-    comparison: WeightComparison
+    finish_request: FinishRequest  # the program's request to end training
+    comparison: WeightComparison  # compares the weights before the end is saved
     saving: StateSaving
     checkpointing: Checkpointing
     progress: TrainingProgress
     planner: BatchPlanner
     telemetry: Telemetry
-    shutdown_request: ShutdownRequest
+    shutdown_request: ShutdownRequest  # whether this replica was requested to save and exit
 
     # -- a loop -------------------------------------------------------------------------------------------
 
     def leave_loop(self, *, early: bool, by_program: bool = False) -> None:
-        """Announce that the program has left its data loop, if it is in one.
-
-        Args:
-            early: whether it has left it before its end.
-            by_program: whether the loop itself has ended, by `break` or an error.
-        """
+        """Announce that the program has left its data loop, if it is in one."""
         self.steps.leave()
         if self.loop.goes_on:
             self.departures.leave(
@@ -98,12 +79,7 @@ class Ending:
     # -- training -----------------------------------------------------------------------------------------
 
     def finish(self, reason: str) -> None:
-        """End training: at once on one replica, else after the next step for which the replicas agree.
-
-        Raises:
-            CheckpointError: the end of training cannot be saved.
-            NonFiniteWeightsError: weights are not finite.
-        """
+        """End training: at once on one replica, else after the next step for which the replicas agree."""
         self.steps.leave()
         if not self.job.finished:
             if self.group.replicas == 1:
@@ -114,11 +90,7 @@ class Ending:
         self.steps.mark_finish()
 
     def finish_together(self) -> None:
-        """Finish training, which the replicas have agreed on. A collective call.
-
-        Raises:
-            CheckpointError: the end of training cannot be saved.
-        """
+        """Finish training, which the replicas have agreed on. A collective call."""
         self.finish_request.agree()
         self.save_final()
 
@@ -133,11 +105,7 @@ class Ending:
             self.channel.send(TrainingSaved())
 
     def save_final(self) -> None:
-        """Save the end of training, once. If members are lost meanwhile, the others save it.
-
-        Raises:
-            CheckpointError: it cannot be saved.
-        """
+        """Save the end of training, once. If members are lost meanwhile, the others save it."""
         if self.checkpointing.has_final:
             return
         self.generations.report()
@@ -158,11 +126,7 @@ class Ending:
     # -- the process --------------------------------------------------------------------------------------
 
     def end_of_program(self, left_epoch: int | None) -> AdaScaleError | None:
-        """Report the last step, and return an error if training is not finished, else None.
-
-        Args:
-            left_epoch: the epoch of a loop over `trainer.epochs` that the program has left before its end.
-        """
+        """Report the last step, and return an error if training is not finished, else None."""
         self.telemetry.report_last(self.planner.plan, self.progress, self.steps.optimizer)
         if self.steps.counter.has_stepped and not self.checkpointing.has_final:
             try:

@@ -15,14 +15,7 @@ from adascale_worker.loop.ending import Ending
 
 
 class EpochLoops:
-    """The loops over epochs of a program.
-
-    Args:
-        ending: knows which epoch the program is in.
-        is_finished: returns whether training has ended.
-        end_epoch: ends an epoch, as `trainer.step` does.
-        has_begun: whether an epoch has had a loop over batches, or steps.
-    """
+    """The loops over epochs of a program."""
 
     def __init__(
         self,
@@ -41,10 +34,8 @@ class EpochLoops:
         """Whether the body of the loop has come to its end."""
 
     def begin(self) -> Iterator[int]:
-        """Yield the numbers of the epochs until training ends; each epoch has ended before the next number.
-
-        Raises:
-            WorkerError: it is iterated inside the body of another loop.
+        """Yield the numbers of the epochs until training ends; each epoch has ended before the
+        next number.
         """
         self._require_outside()
         self.end_left()

@@ -38,13 +38,7 @@ Number = int | float
 
 
 class ExactSum:
-    """A sum of numbers that is rounded once, when it is read.
-
-    Args:
-        value: the sum of all finite numbers.
-        other: the sum of all others; 0 without any.
-        is_integer: whether all numbers are integers.
-    """
+    """A sum of numbers that is rounded once, when it is read."""
 
     def __init__(self, value: Fraction = Fraction(), other: float = 0.0, *, is_integer: bool = True) -> None:
         self._value, self._other, self._is_integer = value, other, is_integer
@@ -83,13 +77,7 @@ class ExactSum:
 
 
 class Exchange:
-    """What the replicas exchange during an evaluation, through the store of the process group.
-
-    Args:
-        group: the replicas.
-        name: of this evaluation, the same on all replicas.
-        has_passed: returns the ranks that do not take part in it any more, such as one that trains already.
-    """
+    """What the replicas exchange during an evaluation, through the store of the process group."""
 
     def __init__(self, group: ReplicaGroup, name: str, has_passed: Callable[[], set[int]]) -> None:
         self._group = group
@@ -119,14 +107,7 @@ class Exchange:
         *,
         taking_part: Collection[int] = (),
     ) -> dict[int, str]:
-        """Wait for the values of other ranks, and return the values that have come.
-
-        Args:
-            kind: of the values.
-            ranks: to wait for, unless they take no part in this evaluation.
-            timeout: seconds.
-            taking_part: the ranks that are known to take part.
-        """
+        """Wait for the values of other ranks, and return the values that have come."""
         deadline = time.monotonic() + timeout
         found: dict[int, str] = {}
         interval = FIRST_POLL

@@ -20,12 +20,6 @@ class EvaluationSequence:
 
     A replica announces the places in training that it has passed. Those that evaluate do not wait for it
     then.
-
-    Args:
-        group: the replicas.
-        progress: of training.
-        step_timer: does not time evaluations.
-        loop: where the program is.
     """
 
     def __init__(
@@ -70,9 +64,5 @@ class EvaluationSequence:
         self.announce_passed([progress.epoch, progress.step, 2 if is_waiting else 1])
 
     def announce_passed(self, place: Sequence[float]) -> None:
-        """Let replicas that evaluate know that this one takes no part in evaluations before a place.
-
-        Args:
-            place: the epoch; then the step; then 1 for its training, 2 for the wait for other replicas in it.
-        """
+        """Let replicas that evaluate know that this one takes no part in evaluations before a place."""
         self._group.announce(TRAINS, json.dumps(place))

@@ -24,25 +24,15 @@ from adascale_worker.state.saving import StateSaving
 
 @dataclass(eq=False)
 class Failures:
-    """Ends a program that fails, and explains steps that do not end. See `process.exit.FailingTraining`.
+    """Ends a program that fails, and explains steps that do not end. See `process.exit.FailingTraining`."""
 
-    Args:
-        channel: the connection with the agent, which starts the program again. None without an agent.
-        group: the replicas.
-        program: the parts of the program.
-        loop: where it is.
-        steps: how the replicas make steps.
-        departures, evaluations: announce and know where the replicas are.
-        shortage: recognizes a lack of memory.
-        saving: saves the state.
-        progress: of training.
-    """
-
+    # the connection with the agent, which starts the program again. None without an agent.
     channel: AgentChannel | None
     group: ReplicaGroup
     program: ProgramState
     loop: ProgramLoop
     steps: StepStrategy
+    # departures, evaluations: announce and know where the replicas are
     departures: LoopDepartures
     evaluations: EvaluationSequence
     shortage: MemoryShortage
@@ -71,9 +61,6 @@ class Failures:
 
         With an agent, another process continues with smaller batches, from the state of the others. Rank 0
         saves its state, because the batch may have been too large for all of them.
-
-        Returns:
-            whether it has, so that the process can end.
         """
         if self.channel is None or not isinstance(error, Exception) or not self._is_training():
             return False

@@ -15,16 +15,7 @@ FINISH_TIMEOUT = 30.0
 
 
 class FinishRequest:
-    """What this replica has requested. Training ends after the next step for which the replicas agree.
-
-    Args:
-        progress: of training.
-        group: the replicas.
-        saving: saves the state.
-
-    Attributes:
-        reason: why training ends; None without a request.
-    """
+    """What this replica has requested. Training ends after the next step for which the replicas agree."""
 
     def __init__(self, progress: TrainingProgress, group: ReplicaGroup, saving: StateSaving) -> None:
         self._progress = progress
@@ -34,11 +25,7 @@ class FinishRequest:
         self.reason: str | None = None
 
     def make(self, reason: str) -> None:
-        """Request the end of training.
-
-        Raises:
-            NonFiniteWeightsError: weights are not finite.
-        """
+        """Request the end of training."""
         self._saving.require_finite_weights()
         self.reason, self._line = reason, calling_line()
         self._group.announce(FINISH)

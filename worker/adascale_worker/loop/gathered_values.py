@@ -15,9 +15,6 @@ class GatheredValues:
 
     Round t has one batch of each rank, and in each batch the program may gather several times. From the first
     value on that does not come from a rank, because it is lost or does not evaluate, none is expected.
-
-    Args:
-        exchange: of this evaluation.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -31,13 +28,7 @@ class GatheredValues:
         self._is_shared = False
 
     def begin(self, round_: int, *, is_shared: bool, of_rank: int | None = None) -> None:
-        """Begin with a batch.
-
-        Args:
-            round_: its round.
-            is_shared: whether each other rank has another batch of this round.
-            of_rank: the rank whose batch is delivered in its place. None: this one.
-        """
+        """Begin with a batch."""
         self._round, self._call, self._is_shared, self._redelivers = round_, 0, is_shared, of_rank
 
     @property

@@ -44,30 +44,11 @@ from adascale_worker.state.training import TrainingState
 
 @dataclass(eq=False, kw_only=True)
 class Generations:
-    """Enters and leaves generations. See `membership.generations.Joining`.
+    """Enters and leaves generations. See `membership.generations.Joining`."""
 
-    Args:
-        job: its settings are those of the generation.
-        group: the replicas.
-        membership, channel: to enter generations, and the connection with the agent. None without an agent.
-        steps: how the replicas make steps.
-        loop: where the program is.
-        departures, evaluations: announce where it is.
-        program: the parts of the program.
-        progress: of training.
-        planner, feed, telemetry, checkpointing: use the settings of the generation.
-        state: of the program and its trainer.
-        held: the state in the memory of this process.
-        exchange: copies it between the members.
-        saving: saves it.
-        snapshots: copies of it in the memory of the agent.
-        shortage: whether batches have to be smaller.
-        shutdown_request: whether this replica was requested to save and exit.
-        fast_exit: ends the process.
-    """
-
-    job: Job
+    job: Job  # its settings are those of the generation
     group: ReplicaGroup
+    # membership, channel: to enter generations, and the connection with the agent. None without an agent.
     membership: Membership | None
     channel: AgentChannel | None
     steps: StepStrategy
@@ -76,28 +57,25 @@ class Generations:
     evaluations: EvaluationSequence
     program: ProgramState
     progress: TrainingProgress
+    # planner, feed, telemetry, checkpointing: use the settings of the generation
     planner: BatchPlanner
     feed: DataFeed
     telemetry: Telemetry
     checkpointing: Checkpointing
-    state: TrainingState
-    held: HeldState
+    state: TrainingState  # of the program and its trainer
+    held: HeldState  # the state in the memory of this process
     exchange: StateExchange
     saving: StateSaving
-    snapshots: AgentSnapshots
-    shortage: MemoryShortage
-    shutdown_request: ShutdownRequest
+    snapshots: AgentSnapshots  # copies of it in the memory of the agent
+    shortage: MemoryShortage  # whether batches have to be smaller
+    shutdown_request: ShutdownRequest  # whether this replica was requested to save and exit
     fast_exit: FastExit
     _assignment: Assignment | None = field(default=None, init=False)
 
     # -- the first generation -----------------------------------------------------------------------------
 
     def begin_alone(self) -> None:
-        """Restore the last checkpoint, and begin, without an agent. A collective call.
-
-        Raises:
-            CheckpointError: no intact checkpoint is left, or it was saved by another program.
-        """
+        """Restore the last checkpoint, and begin, without an agent. A collective call."""
         self.held.was_restored = self._load()
         self._begin()
 
@@ -123,12 +101,7 @@ class Generations:
         self.group.destroy()
 
     def synchronize(self, assignment: Assignment, formation: Formation) -> None:
-        """Give all members of a generation whose group is formed the same state.
-
-        Raises:
-            CheckpointError: no intact checkpoint is left, or it was saved by another program.
-            PeersLostError: members are lost.
-        """
+        """Give all members of a generation whose group is formed the same state."""
         group, steps, trained = self.group, self.steps, self.program.trained
         self._assignment = assignment
         self._adopt_settings(assignment)
@@ -200,10 +173,6 @@ class Generations:
 
         Rank 0 reads it, each process of it its part, and sends the state to the others. If the memory of its
         agent has a later copy, it uses that.
-
-        Raises:
-            CheckpointError: no intact checkpoint is left, or it was saved by another program.
-            PeersLostError: members are lost, or this generation could not replace the checkpoint.
         """
         group, checkpointing, trained = self.group, self.checkpointing, self.program.trained
         failure: tuple[str, str] | None = None
@@ -246,11 +215,7 @@ class Generations:
         return bool(is_restored)
 
     def _restore(self, state: State, kept: KeptSnapshot | None) -> None:
-        """Restore a state on rank 0: of the last checkpoint, or a copy that is later.
-
-        Raises:
-            CheckpointError: it cannot be restored, and neither can the last checkpoint.
-        """
+        """Restore a state on rank 0: of the last checkpoint, or a copy that is later."""
         checkpointing = self.checkpointing
         if kept is None or not checkpointing.is_from_memory:
             self.state.load_state_dict(state)

@@ -26,26 +26,16 @@ class Undo(Protocol):
 
 @dataclass(eq=False)
 class HeldState:
-    """The state of training that this member has. See `membership.generations.MemberState`.
-
-    Args:
-        progress: of training.
-        state: what is saved.
-        saving: saves it.
-        undo: puts an unfinished step back.
-        checkpointing: whether anything is saved.
-
-    Attributes:
-        generation: the generation in which the state was last equal on all members. None without a state.
-        was_restored: whether training has continued from a checkpoint, or from the state of other members.
-    """
+    """The state of training that this member has. See `membership.generations.MemberState`."""
 
     progress: TrainingProgress
     state: TrainingState
     saving: StateSaving
     undo: Undo
     checkpointing: Checkpointing
+    # the generation in which the state was last equal on all members. None without a state.
     generation: int | None = field(default=None, init=False)
+    # whether training has continued from a checkpoint, or from the state of other members
     was_restored: bool = field(default=False, init=False)
 
     @property
@@ -67,9 +57,6 @@ class HeldState:
         """Save the state in a thread, while the main thread cannot leave a collective call.
 
         That is the state from before an unfinished step.
-
-        Returns:
-            whether it is saved.
         """
         if self.generation is None or not self.checkpointing.enabled:
             return False

@@ -18,15 +18,7 @@ from adascale_worker.state.checkpoints.store import CheckpointInfo
 
 
 class Job:
-    """The settings of a job, and its end.
-
-    Args:
-        arguments: of the program.
-        settings: what they and the environment result in.
-        progress: of training.
-        group: the replicas.
-        incarnation: creation time of the job, in seconds since 1970; 0 if unknown.
-    """
+    """The settings of a job, and its end."""
 
     def __init__(
         self,
@@ -58,14 +50,7 @@ class Job:
         return self._settings
 
     def adopt(self, environ: Mapping[str, str | None]) -> None:
-        """Use the settings of a generation: the bounds of the job may have changed.
-
-        Args:
-            environ: its environment variables; None for a variable that is not set.
-
-        Raises:
-            WorkerError: the batch size has changed, or what progress counts.
-        """
+        """Use the settings of a generation: the bounds of the job may have changed."""
         environment.apply_settings(os.environ, environ)
         batch_size = self._settings.bounds.batch_size
         settings = resolve_settings(self._arguments, environment.read_job_settings(os.environ))
@@ -126,9 +111,6 @@ class Job:
         """Return the progress at which training ends with a data set; None if it is unknown.
 
         It is if the program decides, or after epochs of a stream whose first pass has not ended.
-
-        Args:
-            feed: of the data set that is open.
         """
         settings = self._settings
         if settings.scale_invariant_steps is not None or settings.epochs is None:

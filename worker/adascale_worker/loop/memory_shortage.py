@@ -17,14 +17,7 @@ MAX_REASON = 200
 
 
 class MemoryShortage:
-    """Recognizes that a batch does not fit, and limits the batches that follow.
-
-    Args:
-        planner: of the batches.
-        group: the replicas.
-        device: of the model.
-        channel: reports the limit to the agent. None without an agent.
-    """
+    """Recognizes that a batch does not fit, and limits the batches that follow."""
 
     def __init__(
         self, planner: BatchPlanner, group: ReplicaGroup, device: torch.device, channel: AgentChannel | None

@@ -22,17 +22,7 @@ from adascale_worker.program.patching import patch_optimizer
 
 
 class OneOptimizer(StepStrategy):
-    """Makes steps with one optimizer.
-
-    Args:
-        optimizer: AdaScale around the program's optimizer.
-        models: the data-parallel model.
-        accumulation: has the gradients of a step.
-        checks: checks the steps of the program's loop.
-        buffers: puts the model's buffers back if a step is discarded.
-        model: the program's model itself.
-        parts: what it uses besides.
-    """
+    """Makes steps with one optimizer."""
 
     def __init__(
         self,
@@ -72,13 +62,7 @@ class OneOptimizer(StepStrategy):
         return self._loop_checks.has_stepped
 
     def step(self) -> None:
-        """Count a micro-batch, and after the last one of a step update the parameters.
-
-        Raises:
-            StaleBatchSizeError: the program has not read the current local batch size.
-            WorkerError: the loop does not make its steps as the trainer requires, or the weights of the
-                replicas differ or are not finite.
-        """
+        """Count a micro-batch, and after the last one of a step update the parameters."""
         self.counter.begin_call()
         if self.failure.is_discarded:
             self.discard()
@@ -126,9 +110,6 @@ class OneOptimizer(StepStrategy):
         """Leave out a step that the program has left out, on all replicas.
 
         Not when the loop is left, which may be because of an error.
-
-        Raises:
-            WorkerError: the other replicas would wait.
         """
         if self.at_boundary or not self._checks.left_out_step or self.failure.is_discarded:
             return

@@ -27,20 +27,7 @@ class Place(Enum):
 
 
 class ProgramLoop:
-    """The loop of the program over the batches of an epoch, and the epochs that it has ended.
-
-    Attributes:
-        place: where the program is.
-        number: loops that it has begun. 0 also for a program that has batches of its own.
-        is_evaluating: whether it is inside a loop over `trainer.evaluation`.
-        epoch: the epoch of its last loop.
-        delivered: samples of the data that all replicas together have got so far, over all passes.
-        overtaken_epoch: the epoch of its loop, if a member had ended it, and this one has copied its state.
-        overtaken_states: the states of the registered objects then: the program changes them again after
-            its loop.
-        step_at_begin: the last step before the present epoch of a program that has batches of its own.
-        epochs_behind: how many epochs fewer than the state the program has ended, if it has such batches.
-    """
+    """The loop of the program over the batches of an epoch, and the epochs that it has ended."""
 
     def __init__(self) -> None:
         self.place = Place.OUTSIDE
@@ -78,12 +65,7 @@ class ProgramLoop:
     # -- transitions --------------------------------------------------------------------------------------
 
     def begin(self, epoch: int, delivered: int) -> int:
-        """Begin a loop over the rest of an epoch, and return its number.
-
-        Args:
-            epoch: the epoch.
-            delivered: samples of the data before it.
-        """
+        """Begin a loop over the rest of an epoch, and return its number."""
         self.place, self.epoch, self.delivered = Place.BETWEEN, epoch, delivered
         self.number += 1
         return self.number
@@ -99,19 +81,11 @@ class ProgramLoop:
             self.place = Place.BETWEEN
 
     def leave(self, *, by_program: bool = False) -> None:
-        """End the loop.
-
-        Args:
-            by_program: whether the program has left it before its end.
-        """
+        """End the loop."""
         self.place = Place.LEFT if by_program else Place.OUTSIDE
 
     def require_last(self, number: int) -> None:
-        """Check that no later loop than `number` has begun.
-
-        Raises:
-            WorkerError: one has.
-        """
+        """Check that no later loop than `number` has begun."""
         if number != self.number:
             raise WorkerError(
                 "another loop over trainer.dataloader() began before this one ended: iterate over "
@@ -125,11 +99,7 @@ class ProgramLoop:
         self._ended_epoch = epoch
 
     def require_batches(self, epoch: int) -> None:
-        """Check that not all batches of `epoch` were delivered.
-
-        Raises:
-            WorkerError: they were, and `trainer.step` was not called.
-        """
+        """Check that not all batches of `epoch` were delivered."""
         if self._ended_epoch == epoch:
             raise WorkerError(
                 f"trainer.dataloader() was called again after all batches of epoch {epoch}: iterate over it "
@@ -138,27 +108,13 @@ class ProgramLoop:
             )
 
     def has_begun(self, epoch: int, step: int) -> bool:
-        """Whether an epoch has had a loop or steps.
-
-        Args:
-            epoch: the current epoch.
-            step: the number of the last step.
-        """
+        """Whether an epoch has had a loop or steps."""
         if self.number == 0:
             return self.step_at_begin != step
         return self.epoch == epoch or self._step_at_end != step
 
     def require_loop_in(self, epoch: int, step: int, *, is_finished: bool) -> None:
-        """Check that an epoch which ends has had a loop or steps.
-
-        Args:
-            epoch: the epoch.
-            step: the number of the last step.
-            is_finished: whether training is finished.
-
-        Raises:
-            WorkerError: it has had none.
-        """
+        """Check that an epoch which ends has had a loop or steps."""
         if not self.has_begun(epoch, step) and not is_finished:
             raise WorkerError(
                 f"epoch {epoch} has ended, but has had no batch: call "

@@ -19,9 +19,6 @@ class ReplicaSums:
 
     It is no collective call: a replica that is lost meanwhile does not end the others. It takes no part in
     the sums then, as one that is at another place.
-
-    Args:
-        sequence: gives each exchange a name that is the same on all replicas.
     """
 
     def __init__(self, sequence: EvaluationSequence) -> None:
@@ -29,11 +26,7 @@ class ReplicaSums:
         self._posted: deque[Exchange] = deque()
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums, the same on all replicas.
-
-        Raises:
-            WorkerError: another replica has other names.
-        """
+        """Return the sums, the same on all replicas."""
         exchange = self._sequence.next()
         others = [rank for rank in range(exchange.replicas) if rank != exchange.rank]
         if not others:

@@ -39,16 +39,7 @@ from adascale_worker.state.saving import StateSaving
 
 
 class SeveralAccumulations(Accumulation):
-    """Counts the micro-batches of a step, and has the gradients of each optimizer.
-
-    Args:
-        optimizers: of the program.
-        models: of the program.
-        group: the replicas.
-        failure: of the present step.
-        loop: where the program is; backward passes of a program that does not train are left alone.
-        division: which steps are divided.
-    """
+    """Counts the micro-batches of a step, and has the gradients of each optimizer."""
 
     def __init__(
         self,
@@ -76,12 +67,7 @@ class SeveralAccumulations(Accumulation):
         self._is_inside_pass = False
 
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
-        """Use the accumulation of `plan` from the next step on.
-
-        Args:
-            plan: the new batch plan.
-            scale: its scale S.
-        """
+        """Use the accumulation of `plan` from the next step on."""
         self._accumulation = plan.accumulation
         self.weights.set_plan(plan)
         for part in self.parts:
@@ -186,14 +172,7 @@ class SeveralAccumulations(Accumulation):
             self._average({part: part.lacks_earlier})
 
     def _average(self, awaits: Mapping[OptimizerGradients, bool]) -> None:
-        """Average the gradients of the optimizers for which a replica has some. A collective call.
-
-        Args:
-            awaits: for each optimizer, whether this replica has some.
-
-        Raises:
-            WorkerError: some micro-batches of the step have a weight, and others have none.
-        """
+        """Average the gradients of the optimizers for which a replica has some. A collective call."""
         numbers = self._models.sum([*map(float, awaits.values()), *self.weights.sums()])
         self.weights.agree(numbers[len(awaits) :])
         for part, count in zip(awaits, numbers, strict=False):
@@ -211,20 +190,8 @@ class SeveralAccumulations(Accumulation):
 
 
 class SeveralOptimizers(StepStrategy):
-    """Makes steps with several optimizers. The first of them leads: a step is counted when it makes its own.
-
-    Args:
-        optimizer: the optimizers.
-        models: the models.
-        accumulation: has the gradients of each optimizer.
-        checks: finds a loop without steps.
-        undo: puts the state of training back.
-        program: what the program has passed.
-        trained: which parameters are trained.
-        saving: saves the state.
-        finish_request: saves the end of training.
-        held: whether the state was restored.
-        parts: what it uses besides.
+    """Makes steps with several optimizers. The first of them leads: a step is counted when it
+    makes its own.
     """
 
     def __init__(
@@ -280,13 +247,7 @@ class SeveralOptimizers(StepStrategy):
         return self.counter.made_step and not self.failure.is_discarded
 
     def step_of(self, part: OptimizerGradients) -> None:
-        """Count a micro-batch of one optimizer, and in the last one of a step update its parameters.
-
-        Raises:
-            StaleBatchSizeError: the program has not read the current local batch size.
-            WorkerError: the loop does not make its steps as the trainer requires, or the weights of the
-                replicas differ or are not finite.
-        """
+        """Count a micro-batch of one optimizer, and in the last one of a step update its parameters."""
         self.counter.begin_call()
         if not self._loop.has_batch:
             raise WorkerError(
@@ -351,11 +312,7 @@ class SeveralOptimizers(StepStrategy):
         self.models.begin_step()
 
     def end_batch(self) -> None:
-        """Complete the step if this was its last micro-batch.
-
-        Raises:
-            WorkerError: another optimizer than the first has made a step alone.
-        """
+        """Complete the step if this was its last micro-batch."""
         if not self._is_open:
             return
         self._is_open = False

@@ -19,10 +19,6 @@ class StepUndo:
     """A copy of the state of training from before a step, on the devices of its tensors.
 
     The memory of one copy is used for the next, so the state needs twice its memory.
-
-    Args:
-        program: the state of the program.
-        progress: of training.
     """
 
     def __init__(self, program: ProgramState, progress: TrainingProgress) -> None:

@@ -48,35 +48,18 @@ as a data set, do not."""
 
 @dataclass(frozen=True)
 class Stall:
-    """A step that does not end.
+    """A step that does not end."""
 
-    Args:
-        seconds: the time since the last step.
-        line: the line of the program that is executed, as in `train.py, line 41, in load`.
-        waiting: whether this replica waits for another one.
-    """
-
-    seconds: float
-    line: str
-    waiting: bool
+    seconds: float  # the time since the last step
+    line: str  # the line of the program that is executed, as in `train.py, line 41, in load`
+    waiting: bool  # whether this replica waits for another one
 
     def __str__(self) -> str:
         return WAITS_FOR_OTHERS if self.waiting else f"is at {self.line}"
 
 
 class StepWatchdog:
-    """Observes the main thread, which calls the constructor.
-
-    Args:
-        timer: measures the steps.
-        inside_epoch: returns whether the program is inside its data loop.
-        describe: returns the name of this replica, for messages, as in `rank 1`.
-        replicas: returns the number of replicas.
-        timeout: seconds without a step after which the process ends; None for never.
-        explain: returns why the step of a replica that waits for others cannot end; None if it may. Called in
-            a thread.
-        report: called in a thread with a stall, and with None when a step ends it.
-    """
+    """Observes the main thread, which calls the constructor."""
 
     def __init__(
         self,
@@ -116,11 +99,7 @@ class StepWatchdog:
                 self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Look at the main thread.
-
-        Args:
-            now: seconds on a monotonic clock.
-        """
+        """Look at the main thread."""
         position = (self._timer.steps, self._timer.is_running or self._inside_epoch())
         if position != self._position or not position[1]:
             self._position, self._since = position, now

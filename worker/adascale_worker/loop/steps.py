@@ -41,26 +41,7 @@ MAX_SKIPPED_STEPS = 100
 
 @dataclass(eq=False)
 class StepCounter:
-    """Counts steps, checks the weights, and lets the replicas agree on what to do after a step.
-
-    Args:
-        optimizer: of the program.
-        loop: where the program is.
-        planner: of the batches.
-        progress: of training.
-        telemetry: measures and reports steps.
-        agreement: of the replicas.
-        weights: checks that weights are finite.
-        comparison: compares the weights of the replicas.
-        scaler: finds a GradScaler that was not registered.
-        shutdown_request: keeps its handlers.
-        membership: reports the first step of a generation. None without an agent.
-
-    Attributes:
-        made_step: whether the last `optimizer.step()` has changed the weights.
-        calls: calls of `optimizer.step()` so far.
-        has_stepped: whether this process has made a step.
-    """
+    """Counts steps, checks the weights, and lets the replicas agree on what to do after a step."""
 
     optimizer: Optimizers
     loop: ProgramLoop
@@ -69,10 +50,11 @@ class StepCounter:
     telemetry: Telemetry
     agreement: StepAgreement
     weights: FiniteWeights
-    comparison: WeightComparison
-    scaler: UnregisteredScaler
+    comparison: WeightComparison  # compares the weights of the replicas
+    scaler: UnregisteredScaler  # finds a GradScaler that was not registered
     shutdown_request: ShutdownRequest
-    membership: Membership | None
+    membership: Membership | None  # reports the first step of a generation. None without an agent.
+    # whether the last `optimizer.step()` has changed the weights
     made_step: bool = field(default=False, init=False)
     calls: int = field(default=0, init=False)
     _skipped_steps: int = field(default=0, init=False)
@@ -84,12 +66,7 @@ class StepCounter:
         return self._stepped_at > float("-inf")
 
     def begin_call(self) -> None:
-        """Check and record a call of `optimizer.step()`.
-
-        Raises:
-            StaleBatchSizeError: the program has not read the current local batch size.
-            WorkerError: a GradScaler was not registered.
-        """
+        """Check and record a call of `optimizer.step()`."""
         self.calls += 1
         self.made_step = False
         self.loop.is_evaluating = False
@@ -98,15 +75,7 @@ class StepCounter:
         self.planner.require_acknowledged()
 
     def count(self, flags: tuple[float, ...], passes_per_batch: int) -> None:
-        """Count a step that was made, and agree with the other replicas on what to do after it.
-
-        Args:
-            flags: what this replica has requested in the step.
-            passes_per_batch: backward passes for each batch; 0 if unknown.
-
-        Raises:
-            WorkerError: the weights of the replicas differ or are not finite.
-        """
+        """Count a step that was made, and agree with the other replicas on what to do after it."""
         self._skipped_steps = 0
         planner, compute = self.planner, self.agreement.compute
         is_divided = planner.step_plan != planner.plan
@@ -138,11 +107,7 @@ class StepCounter:
             return
 
     def count_skipped(self) -> None:
-        """Count a step that a GradScaler has skipped.
-
-        Raises:
-            NonFiniteWeightsError: too many steps in a row are skipped.
-        """
+        """Count a step that a GradScaler has skipped."""
         self.telemetry.step_timer.pause()
         self.made_step = False
         self._skipped_steps += 1
@@ -164,17 +129,7 @@ class StepCounter:
 
 @dataclass(frozen=True)
 class StepParts:
-    """What each way of making steps uses.
-
-    Args:
-        failure: of the present step.
-        counter: counts steps.
-        loop: where the program is.
-        progress: of training.
-        group: the replicas.
-        planner: of the batches.
-        checkpointing: copies the state beside training.
-    """
+    """What each way of making steps uses."""
 
     failure: StepFailure
     counter: StepCounter
@@ -192,14 +147,6 @@ class StepStrategy(ABC):
     each batch `begin_batch`, then what the program calls (`optimizer.step()`, `zero_grad()`), then
     `end_batch`. A step that fails is put back by `discard`, and the same samples are delivered again.
     `leave` and `end_epoch` follow the last batch of a loop and of an epoch.
-
-    Args:
-        optimizer: of the program, one or several.
-        models: the data-parallel models.
-        accumulation: has the gradients of a step.
-        checks: checks the steps of the program's loop.
-        undo: puts an unfinished step back.
-        parts: what it uses besides.
     """
 
     def __init__(
@@ -228,11 +175,7 @@ class StepStrategy(ABC):
 
     @abstractmethod
     def patch(self, observe: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        """Replace methods of the program's optimizers and models.
-
-        Args:
-            observe: returns a method `step` with checks around it.
-        """
+        """Replace methods of the program's optimizers and models."""
 
     @property
     @abstractmethod
@@ -241,12 +184,7 @@ class StepStrategy(ABC):
 
     @abstractmethod
     def skip_step_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the step of an optimizer whose gradients are not finite, without making it.
-
-        Raises:
-            WorkerError: the loop does not make its steps as the trainer requires.
-            NonFiniteWeightsError: too many steps in a row are skipped.
-        """
+        """Count the step of an optimizer whose gradients are not finite, without making it."""
 
     @property
     def awaits_micro_batches(self) -> bool:
@@ -277,11 +215,7 @@ class StepStrategy(ABC):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Prepare for the next step, and for putting the state back if it fails.
-
-        Raises:
-            PeersLostError: members are lost.
-        """
+        """Prepare for the next step, and for putting the state back if it fails."""
 
     def use_step(self, step: StepPlan) -> None:
         """Use the micro-batches of the next step, which may be divided."""
@@ -295,11 +229,7 @@ class StepStrategy(ABC):
 
     @abstractmethod
     def end_batch(self) -> None:
-        """Complete what the program has done for its last batch.
-
-        Raises:
-            WorkerError: the loop does not make its steps as the trainer requires.
-        """
+        """Complete what the program has done for its last batch."""
 
     def begin_loop(self) -> None:
         """Begin with the first batch of a step, in another loop of the program."""

@@ -88,57 +88,35 @@ _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 @dataclass(frozen=True)
 class Replica:
-    """What a trainer has before the program passes its model.
-
-    Args:
-        device: of models and batches.
-        seed: of the program.
-        group: the replicas.
-        job: the settings, and the end of training.
-        progress: of training.
-        planner: of the batches.
-        checkpointing: saves and restores checkpoints.
-        snapshot_memory: memory of the agent for copies of the state. None without it.
-        agent: the connection with the agent. None without an agent.
-        accelerator: the type of accelerator, under which measurements are stored.
-        make_reporter: returns what posts reports; None if there is no metrics service.
-        tracker: gets the reports too; None without one.
-        run: the id of the job's run there.
-        shutdown_request: whether this replica was requested to save and exit.
-        fast_exit, exit_status: end the process, and know with which exit code.
-    """
+    """What a trainer has before the program passes its model."""
 
     device: torch.device
     seed: int
     group: ReplicaGroup
-    job: Job
+    job: Job  # the settings, and the end of training
     progress: TrainingProgress
     planner: BatchPlanner
     checkpointing: Checkpointing
-    snapshot_memory: SnapshotMemory | None
-    agent: AgentConnection | None
-    accelerator: str
+    snapshot_memory: SnapshotMemory | None  # memory of the agent for copies of the state. None without it.
+    agent: AgentConnection | None  # the connection with the agent. None without an agent.
+    accelerator: str  # the type of accelerator, under which measurements are stored
+    # returns what posts reports; None if there is no metrics service
     make_reporter: Callable[[], Reporter | None]
-    tracker: Tracker | None
-    run: RunIdentity
-    shutdown_request: ShutdownRequest
+    tracker: Tracker | None  # gets the reports too; None without one
+    run: RunIdentity  # the id of the job's run there
+    shutdown_request: ShutdownRequest  # whether this replica was requested to save and exit
+    # fast_exit, exit_status: end the process, and know with which exit code
     fast_exit: FastExit
     exit_status: ExitStatus
 
 
 @dataclass(frozen=True)
 class ProgramOptions:
-    """What a program passes to `program_reentry` besides its parts.
+    """What a program passes to `program_reentry` besides its parts."""
 
-    Args:
-        registered: objects whose state is saved, by name.
-        hyperparameters: which are used after a checkpoint was restored.
-        find_unused_parameters: as DDP's argument of this name.
-    """
-
-    registered: Mapping[str, Stateful]
-    hyperparameters: Choice
-    find_unused_parameters: bool
+    registered: Mapping[str, Stateful]  # objects whose state is saved, by name
+    hyperparameters: Choice  # which are used after a checkpoint was restored
+    find_unused_parameters: bool  # as DDP's argument of this name
 
 
 @dataclass(frozen=True)
@@ -155,18 +133,7 @@ class _Gradients:
 
 
 class Training:
-    """The training of a program: makes its models data-parallel, and its optimizers elastic.
-
-    Args:
-        replica: what there is already.
-        parts: what the program has passed.
-        options: how.
-        end_epoch: ends an epoch, as `trainer.step` does.
-
-    Raises:
-        UnsupportedOptimizerError: AdaScale does not support an optimizer.
-        WorkerError: the state of an object could not be loaded again.
-    """
+    """The training of a program: makes its models data-parallel, and its optimizers elastic."""
 
     def __init__(
         self, replica: Replica, parts: ProgramParts, options: ProgramOptions, end_epoch: Callable[[int], None]
@@ -367,11 +334,7 @@ class Training:
     # -- the program --------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Restore the state of training, in the first generation of this trainer.
-
-        Raises:
-            ReplicaCheckError: the device of this replica must not take part.
-        """
+        """Restore the state of training, in the first generation of this trainer."""
         self._backward_guard.install()
         if self.membership is None:
             self.generations.begin_alone()

@@ -43,30 +43,12 @@ COMPARISON_STEPS = 1024
 
 @dataclass(eq=False, kw_only=True)
 class TrainingLoop:
-    """Delivers batches, and does between two steps and two epochs what the replicas have agreed on.
+    """Delivers batches, and does between two steps and two epochs what the replicas have agreed on."""
 
-    Args:
-        job: how far training is from its end.
-        group: the replicas.
-        generations: changes of the replicas.
-        ending: of the loop and of training.
-        steps: how the replicas make steps.
-        loop: where the program is.
-        departures, evaluations: announce where it is.
-        program: the parts of the program.
-        progress: of training.
-        planner, feed: plan and load batches.
-        telemetry: measures steps.
-        saving, checkpointing: save the state.
-        snapshots: copies of it in the memory of the agent.
-        shortage: whether batches have to be smaller.
-        has_agent: whether an agent changes generations.
-    """
-
-    job: Job
+    job: Job  # how far training is from its end
     group: ReplicaGroup
     generations: Generations
-    ending: Ending
+    ending: Ending  # of the loop and of training
     steps: StepStrategy
     loop: ProgramLoop
     departures: LoopDepartures
@@ -78,31 +60,19 @@ class TrainingLoop:
     telemetry: Telemetry
     saving: StateSaving
     checkpointing: Checkpointing
-    snapshots: AgentSnapshots
-    shortage: MemoryShortage
+    snapshots: AgentSnapshots  # copies of it in the memory of the agent
+    shortage: MemoryShortage  # whether batches have to be smaller
     has_agent: bool
 
     # -- batches ------------------------------------------------------------------------------------------
 
     def require_epoch(self) -> None:
-        """Check that the current epoch has not ended.
-
-        Raises:
-            WorkerError: all batches of the epoch were delivered, and `end_epoch` was not called.
-        """
+        """Check that the current epoch has not ended."""
         if not self.checkpointing.has_final:
             self.loop.require_batches(self.progress.epoch)
 
     def batches(self, load: Callable[[int, BatchPlan], LoadedBatches]) -> Iterator[Any]:
-        """Yield the micro-batches of the rest of the current epoch.
-
-        Args:
-            load: returns the micro-batches of this replica without end. Gets the position of the next step's
-                first sample, and the batch plan.
-
-        Raises:
-            WorkerError: another epoch was begun before this one ended.
-        """
+        """Yield the micro-batches of the rest of the current epoch."""
         planner, progress, loop = self.planner, self.progress, self.loop
         loaded: LoadedBatches | None = None
         place = (self.group.generation, planner.plan, self.feed.exchanges)
@@ -162,14 +132,7 @@ class TrainingLoop:
         return number
 
     def _prepare_batch(self, number: int) -> bool:
-        """Do what comes before the next batch, and return whether there is one in this epoch.
-
-        Args:
-            number: of the loop that requests it.
-
-        Raises:
-            WorkerError: another loop was begun before this one ended.
-        """
+        """Do what comes before the next batch, and return whether there is one in this epoch."""
         steps, progress = self.steps, self.progress
         while True:
             self.loop.require_last(number)
@@ -202,11 +165,7 @@ class TrainingLoop:
             return True
 
     def _at_step_boundary(self) -> None:
-        """Finish training, save, change the generation or exit if the replicas have agreed to.
-
-        Raises:
-            PeersLostError: members are lost.
-        """
+        """Finish training, save, change the generation or exit if the replicas have agreed to."""
         agreed = self.steps.counter.agreement.agreed
         self.program.trained.record()
         if agreed.finish and not self.job.finished:
@@ -234,10 +193,6 @@ class TrainingLoop:
         """Learn the length of a stream when its first pass has ended, and compare what the replicas read.
 
         They compare after each of the first three steps of a generation, and then more and more rarely.
-
-        Raises:
-            DatasetError: the replicas read different records.
-            PeersLostError: members are lost.
         """
         self.feed.finished_step(ends_by_epochs=self.job.settings.scale_invariant_steps is None)
         self.progress.target = self.job.target(self.feed)
@@ -248,16 +203,7 @@ class TrainingLoop:
     # -- epochs -------------------------------------------------------------------------------------------
 
     def end_epoch(self, epoch: int) -> None:
-        """End the current epoch: replan if the replicas have agreed to, or save the end of training.
-
-        Args:
-            epoch: number of the current epoch, from 0.
-
-        Raises:
-            WorkerError: `epoch` is not the current epoch.
-            ReplicationError: this replica has left its data loop, and another has not.
-            CheckpointError: the state at the end of training cannot be saved.
-        """
+        """End the current epoch: replan if the replicas have agreed to, or save the end of training."""
         loop, progress = self.loop, self.progress
         self.program.rates.begin_epoch()
         self.steps.end_batch()
@@ -313,11 +259,7 @@ class TrainingLoop:
         loop.epochs_behind = progress.epoch - epoch - 1
 
     def _begin_next_epoch(self) -> None:
-        """Do what the replicas have agreed on, between an epoch and the next one.
-
-        Raises:
-            PeersLostError: members are lost.
-        """
+        """Do what the replicas have agreed on, between an epoch and the next one."""
         self.evaluations.announce_passed([self.progress.epoch - 1, math.inf])
         self.steps.accumulation.restart_step()
         self.program.trained.record()
@@ -329,11 +271,7 @@ class TrainingLoop:
         self._at_step_boundary()
 
     def _replan(self) -> None:
-        """Choose the batch plan again. A collective call.
-
-        Raises:
-            PeersLostError: members are lost.
-        """
+        """Choose the batch plan again. A collective call."""
         self.steps.counter.agreement.agreed.replan = False
         self.planner.replan(self.steps.optimizer, self.telemetry.step_timer)
         self.generations.use_plan()

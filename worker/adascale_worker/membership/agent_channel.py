@@ -41,11 +41,7 @@ class MessageReceiver(Protocol):
 
 
 class AgentChannel:
-    """Receives messages of the agent in a thread, and sends messages to it.
-
-    Args:
-        channel: a connected socket.
-    """
+    """Receives messages of the agent in a thread, and sends messages to it."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._socket = channel

@@ -71,11 +71,7 @@ class LeadingMembership(_ReplicaMembership):
 
 
 class FollowerChannel(AgentChannel):
-    """In place of the connection with the agent, in processes that have none.
-
-    Args:
-        replica_store: path of the file in which the processes of this replica find each other.
-    """
+    """In place of the connection with the agent, in processes that have none."""
 
     def __init__(self, replica_store: str) -> None:
         self._limit = Path(f"{replica_store}{LIMIT_FILE_SUFFIX}")
@@ -122,11 +118,7 @@ class FollowingMembership(_ReplicaMembership):
         """Do not wait: the leader does, before it shares what follows."""
 
     def join(self, joining: Joining) -> None:
-        """Enter the generation that the leader enters.
-
-        Raises:
-            LeaveError: the replica leaves the job.
-        """
+        """Enter the generation that the leader enters."""
         while True:
             kind, *arguments = self._own.share(None)
             if kind == SAVE:

@@ -55,33 +55,19 @@ class Joining(Protocol):
 
 @dataclass(frozen=True)
 class AgentConnection:
-    """How a trainer reaches its agent and the other members.
-
-    Args:
-        channel: the connection with the agent.
-        listener: accepts connections of other members.
-        secret: authenticates members if the assignment has no secret.
-        peer_timeout: seconds of silence after which a member is lost.
-        accelerator: the type of accelerator that this trainer computes on.
-    """
+    """How a trainer reaches its agent and the other members."""
 
     channel: AgentChannel
     listener: socket.socket
-    secret: str
-    peer_timeout: float
-    accelerator: str = ""
+    secret: str  # authenticates members if the assignment has no secret
+    peer_timeout: float  # seconds of silence after which a member is lost
+    accelerator: str = ""  # the type of accelerator that this trainer computes on
 
 
 class Membership:
     """Forms the groups of generations, as the agent assigns them.
 
     It is the receiver of the agent's messages, and the observer of the group.
-
-    Args:
-        connection: with the agent and the other members.
-        group: the replicas; changed by `join`.
-        shutdown_request: whether this trainer was requested to save and exit.
-        state: of training, in the memory of this process.
     """
 
     def __init__(
@@ -138,11 +124,7 @@ class Membership:
         return self.change_is_pending and isinstance(self._channel.newest, Release)
 
     def wait_for_generation(self, generation: int) -> None:
-        """Wait until the agent has sent a message for `generation`, or members are lost.
-
-        Raises:
-            LeaveError: the trainer has to leave.
-        """
+        """Wait until the agent has sent a message for `generation`, or members are lost."""
         while self._channel.newest_generation < generation and not self._group.has_failed:
             self._require_agent()
             self._channel.wait(POLL)
@@ -223,11 +205,6 @@ class Membership:
         """Enter the newest generation. Wait for it if the present one was tried already.
 
         While members are lost, waits for another generation, with the state.
-
-        Raises:
-            LeaveError: the trainer has to leave.
-            WorkerError: the agent refuses this trainer, because it has another one.
-            OtherVersionError: the other members have another version.
         """
         while True:
             if self._channel.newest_generation <= max(self._tried, self._void) > 0:

@@ -56,11 +56,6 @@ def keep_alive(sockets: Iterable[tuple[int, str]], seconds: float) -> None:
     connection between them. The kernel asks the other host, whose kernel answers also while its process is
     busy. It waits longer than heartbeats do, so that where both notice a loss, heartbeats have named the
     replica before.
-
-    Args:
-        sockets: the connections.
-        seconds: after which heartbeats notice silence. The connections fail after one and a half times
-            that.
     """
     for descriptor, _ in sockets:
         with contextlib.suppress(OSError), _borrowed(descriptor) as borrowed:

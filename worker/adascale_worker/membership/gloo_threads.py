@@ -26,9 +26,6 @@ def wait_until_idle(name: str = NAME) -> None:
     """Wait until each thread with this name has nothing to do or is blocked, `TIMEOUT` at most.
 
     Without /proc, wait for `IDLE_TIME`.
-
-    Args:
-        name: of the threads, as the kernel knows them.
     """
     deadline = time.monotonic() + TIMEOUT
     before = _activity(name)

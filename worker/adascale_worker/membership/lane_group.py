@@ -49,13 +49,6 @@ class LaneGroup(ReplicaGroup):
 
     A collective method is called by all processes of all replicas. `average`, `send`, `receive` and `wait`
     are those of this process's lane alone; their failures count at the next `settle`.
-
-    Args:
-        assignment: rank of this replica, number of replicas, and the address of rank 0.
-        device: of the tensors that the replicas exchange.
-        own: the processes of this replica.
-        is_elastic: whether membership changes, which an agent controls.
-        peer_timeout: seconds of silence after which a member is lost; None if that is not noticed.
     """
 
     def __init__(
@@ -86,22 +79,13 @@ class LaneGroup(ReplicaGroup):
     # -- formation ----------------------------------------------------------------------------------------
 
     def form_replica(self, store: Any) -> None:
-        """Initialize torch's default process group, of the processes of this replica.
-
-        Args:
-            store: of these processes.
-        """
+        """Initialize torch's default process group, of the processes of this replica."""
         timeout = MEMBER_TIMEOUT if self.is_elastic else INIT_TIMEOUT
         self.own.form(store, backend_of(self._device, share_a_gpu=self._share_a_gpu), timeout)
 
     def form_replica_at(self, path: str | None) -> None:
-        """Initialize torch's default process group, of processes that an agent has started on this machine.
-
-        Args:
-            path: of the file in which they find each other; None for a single process.
-
-        Raises:
-            WorkerError: the program has initialized torch's default process group.
+        """Initialize torch's default process group, of processes that an agent has started on
+        this machine.
         """
         self._require_no_group()
         self._path = path
@@ -110,12 +94,7 @@ class LaneGroup(ReplicaGroup):
             self.form_replica(store)
 
     def form_from_environment(self) -> None:
-        """Form the groups of a fixed number of replicas, from torchrun's variables.
-
-        Raises:
-            GroupFormationError: another process has ended, or does not answer.
-            WorkerError: the program has initialized torch's default process group.
-        """
+        """Form the groups of a fixed number of replicas, from torchrun's variables."""
         self._require_no_group()
         try:
             store: Any = dist.HashStore()  # type: ignore[attr-defined]
@@ -137,10 +116,8 @@ class LaneGroup(ReplicaGroup):
             ) from error
 
     def form(self, assignment: Assignment, store: TCPStore | None, formation: Formation, secret: str) -> None:
-        """Form the lanes of a generation. See `ReplicaGroup.form`; the leader begins, and the others follow.
-
-        Raises:
-            PeersLostError: a member was lost meanwhile, on all processes of this replica.
+        """Form the lanes of a generation. See `ReplicaGroup.form`; the leader begins, and the
+        others follow.
         """
         if self.own.is_leader:
             states = [None if state is None else list(state) for state in formation.states]
@@ -184,11 +161,7 @@ class LaneGroup(ReplicaGroup):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """torch's process group of this process's lane: the same process of all replicas.
-
-        Raises:
-            WorkerError: the generation of this replica has not begun.
-        """
+        """torch's process group of this process's lane: the same process of all replicas."""
         if self._lane is None:
             raise WorkerError(
                 "trainer.replica_group is known after program_reentry, which waits for the other replicas: "
@@ -218,10 +191,8 @@ class LaneGroup(ReplicaGroup):
         return self._is_lost
 
     def settle(self, *, failed: bool = False) -> None:
-        """Raise an error if one of the processes of this replica has failed to communicate, on all of them.
-
-        Raises:
-            PeersLostError: members are lost.
+        """Raise an error if one of the processes of this replica has failed to communicate, on
+        all of them.
         """
         if self.own.any(failed or self._failed or self._is_lost):
             self._lose()
@@ -280,11 +251,7 @@ class LaneGroup(ReplicaGroup):
     # -- decisions of the leaders ---------------------------------------------------------------------------
 
     def _decide(self, compute: Callable[[], T]) -> T:
-        """Return on all processes of this replica what the leader has computed with the other leaders.
-
-        Raises:
-            PeersLostError: members are lost, on all processes.
-        """
+        """Return on all processes of this replica what the leader has computed with the other leaders."""
         if self._is_deciding:
             return compute()
         if self._is_lost:
@@ -332,9 +299,6 @@ class LaneGroup(ReplicaGroup):
         """Replace a tensor, the same on all processes of a replica, by its sum over the replicas.
 
         The sum is the same on all processes of all replicas, bit for bit.
-
-        Raises:
-            PeersLostError: members are lost, on all processes of this replica.
         """
         numbers = tensor.double().cpu()
 

@@ -65,14 +65,10 @@ class OtherVersionError(WorkerError):
 
 @dataclass(frozen=True)
 class Formation:
-    """What all members know when they form the group of a generation.
+    """What all members know when they form the group of a generation."""
 
-    Args:
-        store_port: port of torch's store, at the address of rank 0.
-        states: the state that each member has, in the order of ranks; None for a member without state.
-    """
-
-    store_port: int
+    store_port: int  # port of torch's store, at the address of rank 0
+    # the state that each member has, in the order of ranks; None for a member without state
     states: tuple[StateNumber | None, ...]
 
     @property
@@ -97,15 +93,7 @@ class _Link:
 
 
 class MembershipLinks:
-    """The connections of this member in one generation.
-
-    Args:
-        assignment: the generation and its members.
-        listener: accepts connections; used on rank 0.
-        secret: authenticates members.
-        peer_timeout: seconds of silence after which a member is lost.
-        on_change: called in a thread after each change of `broken`, `lost` or `formation`.
-    """
+    """The connections of this member in one generation."""
 
     def __init__(
         self,

@@ -75,13 +75,6 @@ class ReplicaGroup:
 
     Under an agent, a failed collective raises `PeersLostError`, and so does every later one until the next
     generation is formed.
-
-    Args:
-        assignment: rank of this replica, number of replicas, and the address of rank 0.
-        device: device of the tensors that the replicas exchange. "cuda" selects NCCL, or Gloo if two replicas
-            share a GPU, which NCCL refuses. Other devices select Gloo.
-        is_elastic: whether membership changes, which an agent controls.
-        peer_timeout: seconds of silence after which a member is lost; None if that is not noticed.
     """
 
     def __init__(
@@ -131,9 +124,6 @@ class ReplicaGroup:
         """Initialize torch's default process group, of several replicas from torchrun's variables.
 
         Does nothing if the program has done so.
-
-        Raises:
-            GroupFormationError: another replica has ended, or does not answer.
         """
         if dist.is_initialized():
             return
@@ -156,14 +146,7 @@ class ReplicaGroup:
         self._observer = observer
 
     def open_store(self, address: str) -> tuple[TCPStore, int]:
-        """On rank 0: open the store of a generation.
-
-        Args:
-            address: of this member.
-
-        Returns:
-            The store, and its port.
-        """
+        """On rank 0: open the store of a generation."""
         with listen(address) as listener:
             port = int(listener.getsockname()[1])
             store = tcp_store(
@@ -181,16 +164,6 @@ class ReplicaGroup:
 
         torch's store and gloo accept every connection. So each process proves in the group, before anything
         else is exchanged, that it knows the secret.
-
-        Args:
-            assignment: the members.
-            store: on rank 0, the store.
-            formation: the port of the store at the address of rank 0.
-            secret: of the job.
-
-        Raises:
-            WorkerError: the program has initialized a default process group of several processes.
-            PeersLostError: a member was lost meanwhile, or a process does not know the secret.
         """
         self._replace_group_of_program()
         self.rank, self.replicas = assignment.rank, len(assignment.members)
@@ -241,11 +214,7 @@ class ReplicaGroup:
         set_collective_timeout(MEMBER_TIMEOUT)
 
     def _warn_of_shared_gpu(self, used: Sequence[str]) -> None:
-        """Print that this replica shares its GPU although others are free, once.
-
-        Args:
-            used: the id of the GPU of each rank.
-        """
+        """Print that this replica shares its GPU although others are free, once."""
         visible = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
         message = describe_shared_gpu(
             str(self._device), used[self.rank], used, {str(each): gpu_names(each)[0] for each in visible}
@@ -255,12 +224,7 @@ class ReplicaGroup:
             print(f"adascale: rank {self.rank}: {message}", file=sys.stderr, flush=True)
 
     def _authenticate(self, greeting: Sequence[int], secret: str) -> list[list[int]]:
-        """Return the greetings of all ranks, of which each has proven that it knows the secret.
-
-        Args:
-            greeting: numbers, some of which are random, so that no other proof is valid for them.
-            secret: of the job.
-        """
+        """Return the greetings of all ranks, of which each has proven that it knows the secret."""
         greetings = self._exchange(greeting)
         proofs = self._exchange(self._proof(self.rank, greetings, secret))
         for rank, proof in enumerate(proofs):
@@ -332,9 +296,6 @@ class ReplicaGroup:
         """Destroy a default process group that the program has initialized for this process alone.
 
         As `torchrun --nproc-per-node 1` and a framework do, when they find themselves started by an agent.
-
-        Raises:
-            WorkerError: it has other processes.
         """
         if self._formed or not dist.is_initialized():
             return
@@ -348,11 +309,7 @@ class ReplicaGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """torch's process group of the replicas.
-
-        Raises:
-            WorkerError: the generation of this replica has not begun.
-        """
+        """torch's process group of the replicas."""
         if not dist.is_initialized():
             raise WorkerError(
                 "trainer.replica_group is known after program_reentry, which waits for the other replicas: "
@@ -463,9 +420,6 @@ class ReplicaGroup:
 
         A collective on a GPU ends with an error after its launch. Before the optimizer uses its result, the
         error must be known. On a CPU, every collective was waited for.
-
-        Raises:
-            PeersLostError: members are lost.
         """
         if self.is_elastic and self.replicas > 1 and self._device.type == "cuda":
             with self._guarded():
@@ -475,12 +429,6 @@ class ReplicaGroup:
         """Raise an error if this replica has failed to communicate, on all of its processes or on none.
 
         All processes of a replica call this.
-
-        Args:
-            failed: whether this process has noticed it.
-
-        Raises:
-            PeersLostError: members are lost.
         """
         if failed:
             raise PeersLostError
@@ -502,9 +450,6 @@ class ReplicaGroup:
         """Wait until what this step has exchanged has arrived, before the optimizer uses it.
 
         All processes of a replica call this.
-
-        Raises:
-            PeersLostError: members are lost, on all processes of a replica or on none.
         """
         self.wait_for_device()
 
@@ -538,20 +483,12 @@ class ReplicaGroup:
         return torch.device("cpu") if uses_gloo else self._device
 
     def send(self, tensor: torch.Tensor, target: int) -> dist.Work:
-        """Start to send `tensor` to rank `target`, which calls `receive`. Not a collective call.
-
-        Returns:
-            The work to `wait` for. Until then, `tensor` must not be changed.
-        """
+        """Start to send `tensor` to rank `target`, which calls `receive`. Not a collective call."""
         with self._guarded():
             return self._isend(tensor, target)
 
     def receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
-        """Start to receive what rank `source` sends next into `tensor`. Not a collective call.
-
-        Returns:
-            The work to `wait` for. Until then, `tensor` must not be used.
-        """
+        """Start to receive what rank `source` sends next into `tensor`. Not a collective call."""
         with self._guarded():
             return self._irecv(tensor, source)
 
@@ -712,12 +649,7 @@ class ReplicaGroup:
 
 
 def backend_of(device: torch.device, *, share_a_gpu: bool) -> str:
-    """Return the backend of the process group of replicas.
-
-    Args:
-        device: of the tensors that they exchange.
-        share_a_gpu: whether two of them use the same GPU.
-    """
+    """Return the backend of the process group of replicas."""
     if device.type != "cuda":
         return "gloo"
     return "cpu:gloo,cuda:gloo" if share_a_gpu else "cpu:gloo,cuda:nccl"
@@ -733,15 +665,7 @@ def ended_group() -> WorkerError:
 
 
 def exchange_values(store: TCPStore, key: str, rank: int, ranks: int, value: str) -> list[str]:
-    """Return the `value` of each rank. All ranks call this.
-
-    Args:
-        store: of the ranks.
-        key: the beginning of the keys to use.
-        rank: of this process.
-        ranks: their number.
-        value: of this rank.
-    """
+    """Return the `value` of each rank. All ranks call this."""
     keys = [f"{key}/{each}" for each in range(ranks)]
     store.set(keys[rank], value)
     return [each.decode() for each in store.multi_get(keys)]

@@ -25,13 +25,6 @@ class ProcessWatch:
     """Shows the other processes of a replica that this one runs, and looks whether they do.
 
     Each has a file, whose time of modification it changes. The file exists from `start` to `stop`.
-
-    Args:
-        path: of the files, without the index of the process.
-        process: index of this process.
-        count: number of processes.
-        timeout: seconds without a sign of life after which a process is frozen.
-        end: ends this process; gets the index of the frozen one.
     """
 
     def __init__(

@@ -18,9 +18,6 @@ class ReplicaMessages:
     """Exchanges values over a process group of the processes of a replica.
 
     All of them call the methods in the same order. Values consist of what JSON has.
-
-    Args:
-        group: of these processes.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -34,11 +34,6 @@ class ReplicaProcesses:
     """The processes of one replica.
 
     All of them call the methods in the same order.
-
-    Args:
-        rank: index of this process in its replica, from 0.
-        count: number of processes of a replica (G).
-        device: of the model.
     """
 
     def __init__(self, rank: int, count: int, device: torch.device) -> None:
@@ -56,13 +51,7 @@ class ReplicaProcesses:
         return self.rank == 0
 
     def form(self, store: Any, backend: str, timeout: timedelta) -> None:
-        """Initialize torch's default process group.
-
-        Args:
-            store: of these processes.
-            backend: of the default process group.
-            timeout: of each collective call.
-        """
+        """Initialize torch's default process group."""
         hook = sys.excepthook
         options = nccl_options(self._device, timeout) if "nccl" in backend else {}
         dist.init_process_group(
@@ -79,12 +68,7 @@ class ReplicaProcesses:
             self._messages = ReplicaMessages(beside)
 
     def watch(self, path: str, timeout: float) -> None:
-        """End this process when another one is frozen, until `close`.
-
-        Args:
-            path: of files of these processes.
-            timeout: seconds without a sign of life after which a process is frozen.
-        """
+        """End this process when another one is frozen, until `close`."""
         self._watch = ProcessWatch(path, self.rank, self.count, timeout)
         self._watch.start()
 

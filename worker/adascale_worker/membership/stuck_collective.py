@@ -37,12 +37,7 @@ the processor while it waits."""
 
 
 def watch(has_ended: Callable[[], bool], save: Callable[[], bool]) -> None:
-    """Start a thread that ends the process if the main thread waits in a collective call and stays there.
-
-    Args:
-        has_ended: returns whether the generation that has failed is over, so that the thread ends.
-        save: saves the state of training, and returns whether it did. Called in the thread, before the end.
-    """
+    """Start a thread that ends the process if the main thread waits in a collective call and stays there."""
     name = "adascale-stuck-collective"
     threading.Thread(target=_watch, args=(has_ended, save), name=name, daemon=True).start()
 

@@ -27,11 +27,6 @@ def unused_memory(
     limit of a control group less its own peak. What the kernel keeps of files on disk counts as left: it is
     released when memory is needed. The kernel counts it in the peak, from which what it keeps now is taken
     off.
-
-    Args:
-        root, own: as for `control_groups`.
-        machine: the file with the memory of the machine.
-        process: the file with the memory of this process.
     """
     status = _kibibytes(process)
     more = max(status.get("VmHWM", 0.0) - status.get("VmRSS", 0.0), 0.0)

@@ -13,12 +13,7 @@ OWN: Final = Path("/proc/self/cgroup")
 
 
 class ControlGroup(NamedTuple):
-    """A control group.
-
-    Args:
-        version: 1 or 2.
-        folder: its files.
-    """
+    """A control group."""
 
     version: int
     folder: Path
@@ -32,13 +27,7 @@ class ControlGroup(NamedTuple):
 
 
 def control_groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[ControlGroup]:
-    """Yield the control groups of this process, and those around them up to the root.
-
-    Args:
-        controller: of version 1, such as `cpu`.
-        root: see `ROOT`.
-        own: see `OWN`.
-    """
+    """Yield the control groups of this process, and those around them up to the root."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

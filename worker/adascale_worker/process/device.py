@@ -14,13 +14,7 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def select_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
-    """Return the device of a replica.
-
-    Args:
-        requested: the program's choice. "cuda" without an index means the replica's own GPU. None means the
-            replica's own GPU, or the CPU if there is no GPU.
-        local_rank: index of the replica on its machine; replica n uses GPU n modulo the number of GPUs.
-    """
+    """Return the device of a replica."""
     if requested is not None:
         device = torch.device(requested)
         if device.type != "cuda" or device.index is not None:
@@ -42,14 +36,7 @@ def gpu_names(device: torch.device) -> tuple[str, str]:
 
 
 def describe_shared_gpu(device: str, own: str, used: Sequence[str], visible: Mapping[str, str]) -> str | None:
-    """Return the warning about a replica that shares its GPU although others are free, else None.
-
-    Args:
-        device: the GPU of the replica, as in `cuda:0`.
-        own: its id.
-        used: the id of the GPU of each replica.
-        visible: the ids of the GPUs that this process sees, by their names.
-    """
+    """Return the warning about a replica that shares its GPU although others are free, else None."""
     free = [name for name, each in visible.items() if each not in used]
     if used.count(own) < 2 or not free:
         return None

@@ -47,9 +47,6 @@ class CudaClock:
     """Events in the current stream of a GPU.
 
     `mark` and `seconds_between` launch and query, and never wait.
-
-    Args:
-        device: with an index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,11 +72,7 @@ def clock_of(device: torch.device) -> DeviceClock:
 
 
 class PendingTimes(Generic[Label]):
-    """Measurements whose end the device may not have reached yet, in their order.
-
-    Args:
-        clock: of the device.
-    """
+    """Measurements whose end the device may not have reached yet, in their order."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock

@@ -24,11 +24,7 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTS
 
 @contextlib.contextmanager
 def download_lock(folder: str | Path) -> Iterator[bool]:
-    """Lock a folder, see `ElasticTrainer.download_lock`.
-
-    Raises:
-        WorkerError: the folder cannot be created, or written.
-    """
+    """Lock a folder, see `ElasticTrainer.download_lock`."""
     path = Path(folder).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)

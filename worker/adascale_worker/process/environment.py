@@ -29,41 +29,27 @@ ONE_PROCESS = (
 
 @dataclass(frozen=True)
 class ServiceAddress:
-    """The address of the metrics service, and the credentials for it.
-
-    Args:
-        url: base URL.
-        job_id: full id of the job that this process belongs to.
-        token: the bearer token. None if there is none, or if it is in a file.
-        token_file: a file that contains the token and can be renewed. None if there is none.
-        ca_file: a file with the certificate of its authority. None for those of the system.
-    """
+    """The address of the metrics service, and the credentials for it."""
 
     url: str
-    job_id: str
-    token: str | None = None
+    job_id: str  # full id of the job that this process belongs to
+    token: str | None = None  # the bearer token. None if there is none, or if it is in a file.
+    # a file that contains the token and can be renewed. None if there is none.
     token_file: Path | None = None
-    ca_file: Path | None = None
+    ca_file: Path | None = None  # a file with the certificate of its authority. None for those of the system.
 
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The rank of a trainer, from the variables of its agent or of torchrun.
+    """The rank of a trainer, from the variables of its agent or of torchrun."""
 
-    Args:
-        rank: index of the replica, from 0.
-        replicas: number of replicas (the world size).
-        local_rank: index of the replica on its machine.
-        local_replicas: number of replicas on its machine; 1 if unknown.
-        master_addr, master_port: address of rank 0. None if not set.
-    """
-
-    rank: int
-    replicas: int
-    local_rank: int
+    rank: int  # index of the replica, from 0
+    replicas: int  # number of replicas (the world size)
+    local_rank: int  # index of the replica on its machine
+    # master_addr, master_port: address of rank 0. None if not set.
     master_addr: str | None
     master_port: int | None
-    local_replicas: int = 1
+    local_replicas: int = 1  # number of replicas on its machine; 1 if unknown
 
 
 SingleReplicaGain = Literal["divided", "consecutive"]
@@ -106,9 +92,6 @@ def take_agent_channel(environ: MutableMapping[str, str]) -> socket.socket | Non
     """Connect to the agent that has started this program, or a program in between. None without an agent.
 
     Removes the variable, since programs that this one starts are not trainers of the agent.
-
-    Raises:
-        EnvironmentVariableError: no agent answers, or a process of another user does.
     """
     path = environ.pop(names.ENV_AGENT_SOCKET, None)
     if not path:
@@ -145,11 +128,7 @@ def apply_settings(environ: MutableMapping[str, str], settings: Mapping[str, str
 
 
 def read_secret(environ: Mapping[str, str]) -> str:
-    """Return the token of the job, with which members authenticate each other without another secret.
-
-    Raises:
-        EnvironmentVariableError: see `read_service`.
-    """
+    """Return the token of the job, with which members authenticate each other without another secret."""
     service = read_service(environ)
     return (service.token if service is not None else None) or ""
 
@@ -160,11 +139,7 @@ def read_peer_timeout(environ: Mapping[str, str]) -> float:
 
 
 def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:
-    """Return the address of the metrics service. None if no service is configured.
-
-    Raises:
-        EnvironmentVariableError: only one of the two required variables is set, or the job id is invalid.
-    """
+    """Return the address of the metrics service. None if no service is configured."""
     url = environ.get(names.ENV_API_URL)
     job = environ.get(names.ENV_JOB_ID)
     if not url and not job:
@@ -185,11 +160,7 @@ def read_service(environ: Mapping[str, str]) -> ServiceAddress | None:
 
 
 def read_assignment(environ: Mapping[str, str]) -> RankAssignment:
-    """Return the rank of a trainer without an agent: rank 0 of 1 if torchrun's variables are not set.
-
-    Raises:
-        EnvironmentVariableError: a variable is not a number, or the rank is not below the world size.
-    """
+    """Return the rank of a trainer without an agent: rank 0 of 1 if torchrun's variables are not set."""
     rank = _read(environ, "RANK", _non_negative_integer, 0)
     replicas = _read(environ, "WORLD_SIZE", _positive_integer, 1)
     if rank >= replicas:
@@ -207,12 +178,7 @@ def read_assignment(environ: Mapping[str, str]) -> RankAssignment:
 
 
 def read_agent_assignment(environ: Mapping[str, str]) -> RankAssignment:
-    """Return the rank that the agent expects for its trainer.
-
-    Raises:
-        EnvironmentVariableError: a variable is not a number, or another launcher between the agent and this
-            program has started several processes.
-    """
+    """Return the rank that the agent expects for its trainer."""
     processes = _read(environ, "WORLD_SIZE", _positive_integer, 1)
     if processes > 1:
         raise EnvironmentVariableError(
@@ -229,11 +195,7 @@ def read_agent_assignment(environ: Mapping[str, str]) -> RankAssignment:
 
 
 def read_job_settings(environ: Mapping[str, str]) -> JobSettings:
-    """Return the settings of the job, as the controller sets them.
-
-    Raises:
-        EnvironmentVariableError: a variable has an invalid value.
-    """
+    """Return the settings of the job, as the controller sets them."""
     directory = environ.get(names.ENV_CHECKPOINT_DIR)
     return JobSettings(
         batch_size=_read(environ, names.ENV_BATCH_SIZE, _positive_integer, None),
@@ -256,11 +218,7 @@ def read_processes(environ: Mapping[str, str]) -> int | None:
 
 
 def read_process(environ: Mapping[str, str], processes: int) -> int:
-    """Return the index of this process in its replica, from 0, as its agent sets it.
-
-    Raises:
-        EnvironmentVariableError: it is not below the number of processes.
-    """
+    """Return the index of this process in its replica, from 0, as its agent sets it."""
     process = _read(environ, names.ENV_LOCAL_RANK, _non_negative_integer, 0)
     if process >= processes:
         raise EnvironmentVariableError(
@@ -271,14 +229,8 @@ def read_process(environ: Mapping[str, str], processes: int) -> int:
 
 
 def divide_into_replicas(assignment: RankAssignment, processes: int) -> tuple[RankAssignment, int]:
-    """Return the rank of a replica among replicas of several processes, and the index of the process in it.
-
-    Args:
-        assignment: in which each process counts as a replica.
-        processes: of each replica.
-
-    Raises:
-        EnvironmentVariableError: they do not divide all processes.
+    """Return the rank of a replica among replicas of several processes, and the index of the
+    process in it.
     """
     replicas, rest = divmod(assignment.replicas, processes)
     if rest:

@@ -46,11 +46,7 @@ class ExitStatus:
         self._pid = os.getpid()
 
     def install(self, announce_failure: Callable[[], None]) -> None:
-        """Record the argument of `sys.exit`, `exit` and `quit`, and the frame of the main module.
-
-        Args:
-            announce_failure: lets the other replicas know that this one ends because its program has failed.
-        """
+        """Record the argument of `sys.exit`, `exit` and `quit`, and the frame of the main module."""
         if self._replaced:
             return
         self._announce_failure = announce_failure
@@ -200,10 +196,6 @@ class UncaughtErrorHandler:
       process exits with `EXIT_PEER_LOST`, while it trains.
     - If the training leaves short of memory, the process exits with `EXIT_OUT_OF_MEMORY`.
     - Any other error goes to the previous hook, after it was announced to the other replicas.
-
-    Args:
-        fast_exit: ends the process with the error's exit code; the interpreter's own code would be 1.
-        training: what goes on. None before it has begun.
     """
 
     def __init__(self, fast_exit: FastExit, training: FailingTraining | None = None) -> None:

@@ -31,25 +31,17 @@ class _Memory(ctypes.Structure):
 
 @dataclass(frozen=True)
 class GpuUse:
-    """The use of a GPU.
+    """The use of a GPU."""
 
-    Args:
-        use: the share of the last moments in which it computed, from 0 to 1; None if it is not measured, as
-            for a MIG instance.
-        memory: the share of its memory that all its processes use, from 0 to 1; None if unknown.
-    """
-
+    # the share of the last moments in which it computed, from 0 to 1; None if it is not measured, as for
+    # a MIG instance
     use: float | None = None
+    # the share of its memory that all its processes use, from 0 to 1; None if unknown
     memory: float | None = None
 
 
 class GpuMonitor:
-    """Reads the use of a GPU, if it has an NVML.
-
-    Args:
-        ids: names of the GPU, of which NVML knows one; empty without a GPU.
-        library: the file name of NVML.
-    """
+    """Reads the use of a GPU, if it has an NVML."""
 
     def __init__(self, ids: Sequence[str] = (), library: str = LIBRARY) -> None:
         self._nvml: Any = None

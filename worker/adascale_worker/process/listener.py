@@ -9,11 +9,7 @@ _BACKLOG: Final = 1024
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that listens on a free port.
-
-    Args:
-        address: at which the other replicas reach this one. A loopback address is the only one it listens on.
-    """
+    """Return a socket that listens on a free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     any_interface = "::" if family == socket.AF_INET6 else ""

@@ -47,10 +47,6 @@ def describe_differences(program: JobSettings, job: JobSettings) -> list[str]:
     """Return a description of each argument that the job overrides, if that changes the result of training.
 
     Other bounds change only how fast a job trains: the gain makes up for the batch sizes that it uses.
-
-    Args:
-        program: the program's arguments.
-        job: the settings from the environment.
     """
     used = "the job's setting is used"
     differences = [
@@ -74,14 +70,6 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> TrainerSettings:
 
     The batch size and its bounds are taken together: all from the job if it sets `batch_size`, otherwise
     all from the program.
-
-    Args:
-        program: the program's arguments.
-        job: the settings from the environment.
-
-    Raises:
-        InvalidJobError: neither sets a batch size, the bounds contradict each other, or an argument of the
-            program is out of range.
     """
     sizes = job if job.batch_size is not None else program
     if sizes.batch_size is None:
@@ -130,11 +118,7 @@ def resolve_settings(program: JobSettings, job: JobSettings) -> TrainerSettings:
 
 
 def check_arguments(program: JobSettings) -> None:
-    """Check the arguments that a program may pass with any type. `BatchBounds` checks the others.
-
-    Raises:
-        InvalidJobError: one is out of range.
-    """
+    """Check the arguments that a program may pass with any type. `BatchBounds` checks the others."""
     target: object = program.efficiency_target
     limit: object = program.max_gain
     interval: object = program.checkpoint_interval

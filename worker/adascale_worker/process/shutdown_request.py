@@ -26,9 +26,6 @@ class ShutdownRequest:
 
     In a process that this one forks, such as a worker of `multiprocessing`, every signal has the effect that
     it has without this object.
-
-    Args:
-        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

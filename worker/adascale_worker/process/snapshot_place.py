@@ -48,14 +48,7 @@ class Condition(IntEnum):
 
 
 class SnapshotPlace:
-    """A file for one copy.
-
-    Args:
-        path: of the file, which exists. Each object opens it for itself, so that locks exclude each other.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """A file for one copy."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -96,9 +89,6 @@ class SnapshotPlace:
         """Lock the place, without waiting, and yield whether nobody else has locked it.
 
         The kernel unlocks it when the process ends.
-
-        Args:
-            exclusively: whether to write it.
         """
         operation = fcntl.LOCK_EX if exclusively else fcntl.LOCK_SH
         try:
@@ -112,13 +102,7 @@ class SnapshotPlace:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def write(self, number: int, content: Iterable[memoryview], document_bytes: int) -> None:
-        """Replace the copy. If `content` raises an error, there is none.
-
-        Args:
-            number: of the copy.
-            content: the tensors and the document, in parts.
-            document_bytes: the length of the document.
-        """
+        """Replace the copy. If `content` raises an error, there is none."""
         self.condition = Condition.INVALID
         length = self._write(content)
         header = _HEADER.pack(number, length - document_bytes, document_bytes)
@@ -177,13 +161,7 @@ def state_number(info: Mapping[str, Any]) -> StateNumber:
 
 
 def lack_of_memory(places: Sequence[SnapshotPlace], content_bytes: int, available: float) -> str:
-    """Return how much memory is missing for copies in these places, for a message; empty if nothing is.
-
-    Args:
-        places: for the copies.
-        content_bytes: the length of a copy.
-        available: the bytes that can be used, and have not been used so far.
-    """
+    """Return how much memory is missing for copies in these places, for a message; empty if nothing is."""
     needed = _CONTENT_START + content_bytes
     growth = sum(max(needed - place.used, 0) for place in places)
     required = growth / LARGEST_PART + needed * MARGIN

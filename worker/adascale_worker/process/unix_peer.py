@@ -11,15 +11,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def require_same_user(connection: socket.socket) -> int | None:
-    """Check that the process at the other end of a connection belongs to the user of this one, or to root.
-
-    Returns:
-        Its process id. None if it is unknown: in another PID namespace, and on other systems than Linux,
-        where the permissions of the socket's folder have to suffice.
-
-    Raises:
-        PermissionError: it belongs to another user.
-    """
+    """Check that the process at the other end of a connection belongs to the user of this one, or to root."""
     option: int | None = getattr(socket, "SO_PEERCRED", None)
     if option is None:
         return None

@@ -15,9 +15,6 @@ class ModelBuffers:
 
     Whether a buffer has changed is known by its version. The kernels of BatchNorm change `running_mean` and
     `running_var` without counting a version, so buffers with such names are always copied.
-
-    Args:
-        model: the program's model.
     """
 
     state = None

@@ -33,16 +33,7 @@ def require_program(
     *,
     allows_shards: bool = False,
 ) -> None:
-    """Check the types of the program's objects, and that they belong together.
-
-    Args:
-        model, optimizer, lr_scheduler: that the program has passed.
-        allows_shards: whether `fully_shard` may have been applied to the model.
-
-    Raises:
-        WorkerError: an object has the wrong type, the model is data-parallel already or has sparse
-            gradients, or the scheduler belongs to another optimizer.
-    """
+    """Check the types of the program's objects, and that they belong together."""
     for name, value, kind in (
         ("model", model, torch.nn.Module),
         ("optimizer", optimizer, torch.optim.Optimizer),
@@ -81,12 +72,7 @@ def require_program(
 
 
 def require_programs(models: object, optimizers: object, lr_schedulers: object) -> None:
-    """Check the types of several models, optimizers and schedulers, and that they belong together.
-
-    Raises:
-        WorkerError: see `require_program`; or an argument is not a dict by name, an optimizer has no model,
-            or a parameter is in two optimizers.
-    """
+    """Check the types of several models, optimizers and schedulers, and that they belong together."""
     for name, value, kind in (
         ("model", models, "torch.nn.Module"),
         ("optimizer", optimizers, "torch.optim.Optimizer"),
@@ -132,15 +118,6 @@ class OtherOptimizers:
 
     One with parameters of the trainer's changes them in its place, and is refused. The gradients of one with
     other parameters are not averaged, so the replicas compare these parameters.
-
-    Args:
-        optimizers: those that were passed to `program_reentry`.
-        inside_epoch: returns whether the program is in the trainer's data loop.
-        has_stepped: returns whether the trainer's optimizer has made the step of the present batch.
-        replicas: returns the number of replicas.
-
-    Attributes:
-        parameters: of optimizers with other parameters that have made a step.
     """
 
     def __init__(

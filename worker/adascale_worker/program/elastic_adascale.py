@@ -79,24 +79,13 @@ class ElasticAdaScale(AdaScale):
     # -- replicas, model and parameters -------------------------------------------------------------------
 
     def update_scale(self, scale: float, replicas: int) -> None:
-        """Set the batch size, as a multiple of the initial batch size, and the number of replicas.
-
-        Raises:
-            ValueError: a number is out of range.
-        """
+        """Set the batch size, as a multiple of the initial batch size, and the number of replicas."""
         require_count("replicas", replicas)
         require_scale(scale)
         self._estimator.change_settings(scale=float(scale), world_size=replicas)
 
     def use_step(self, *, micro_batches: int, interval: int, compares_steps: bool) -> None:
-        """Set how the next step is made and measured, before its first backward pass.
-
-        Args:
-            micro_batches: backward passes of the step.
-            interval: the number of steps for which its measurement stands, if it is to be measured for sure;
-                0 if the sampling decides.
-            compares_steps: whether a step with one gradient is compared with another step.
-        """
+        """Set how the next step is made and measured, before its first backward pass."""
         options = self._estimator.options
         settings = replace(options.settings, accumulation=micro_batches, interval=interval)
         sampling = replace(options.sampling, compares_steps=compares_steps)
@@ -123,11 +112,8 @@ class ElasticAdaScale(AdaScale):
     # -- gradients that the training loop passes ----------------------------------------------------------
 
     def read_micro_gradient(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
-        """Read the gradient of a micro-batch that does not complete the step, with `observes_backward=False`.
-
-        Args:
-            gradients: of this rank alone, not averaged, by parameter.
-            weight: by which the loss of the micro-batch was multiplied.
+        """Read the gradient of a micro-batch that does not complete the step, with
+        `observes_backward=False`.
         """
         self._estimator.statistics.read_micro_gradient(gradients, weight)
 
@@ -136,10 +122,6 @@ class ElasticAdaScale(AdaScale):
 
         `.grad` is the sum over the micro-batches of the gradient averaged over ranks. May be called again if
         another backward pass changes it.
-
-        Args:
-            gradients: of the last micro-batch, of this rank alone, by parameter.
-            weight: by which its loss was multiplied.
         """
         self._estimator.discard_measurement()
         self._estimator.statistics.measure(gradients, weight)

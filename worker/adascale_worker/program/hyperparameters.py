@@ -46,14 +46,10 @@ class HasState(Protocol):
 
 @dataclass(frozen=True)
 class Difference:
-    """A hyperparameter that the program has changed since the checkpoint.
+    """A hyperparameter that the program has changed since the checkpoint."""
 
-    Args:
-        name: of the hyperparameter, and of its parameter group if there are several.
-        saved, current: its value in the checkpoint, and in the program.
-    """
-
-    name: str
+    name: str  # of the hyperparameter, and of its parameter group if there are several
+    # saved, current: its value in the checkpoint, and in the program
     saved: object
     current: object
 
@@ -63,15 +59,12 @@ class Difference:
 
 @dataclass
 class Hyperparameters:
-    """The values that a program made its optimizer and its scheduler with.
+    """The values that a program made its optimizer and its scheduler with."""
 
-    Args:
-        groups: for each parameter group, the values by name. The learning rate is the one before a schedule
-            changes it.
-        scheduler: attributes of the scheduler; those of its own schedulers are in lists. None without one.
-    """
-
+    # for each parameter group, the values by name. The learning rate is the one before a schedule changes
+    # it.
     groups: list[Values] = field(default_factory=list)
+    # attributes of the scheduler; those of its own schedulers are in lists. None without one.
     scheduler: Values | None = None
 
     @classmethod

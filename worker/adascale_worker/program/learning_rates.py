@@ -26,13 +26,7 @@ Method = Callable[..., Any]
 
 
 class LearningRates:
-    """Compares the learning rates, and the positions of other schedulers, after code of the program.
-
-    Args:
-        optimizers: of the program, by name.
-        schedulers: those that were passed to `program_reentry`, by the names of their optimizers.
-        registered: other objects whose state is saved.
-    """
+    """Compares the learning rates, and the positions of other schedulers, after code of the program."""
 
     def __init__(
         self,
@@ -77,12 +71,7 @@ class LearningRates:
             self._rates = self._rates_now()
 
     def observe_optimizer(self, step: Method, inside_epoch: Callable[[], bool]) -> Method:
-        """Return the method `step` of an optimizer, with a check before it.
-
-        Args:
-            step: the method.
-            inside_epoch: returns whether the program is inside its data loop.
-        """
+        """Return the method `step` of an optimizer, with a check before it."""
 
         @functools.wraps(step)
         def observed(*args: Any, **kwargs: Any) -> Any:
@@ -97,12 +86,7 @@ class LearningRates:
         return observed
 
     def observe_scheduler(self, step: Method, follows_progress: Callable[[], bool]) -> Method:
-        """Return a method of a scheduler that was passed, with a check before it.
-
-        Args:
-            step: the method.
-            follows_progress: returns whether the scheduler follows progress, so what it sets is accepted.
-        """
+        """Return a method of a scheduler that was passed, with a check before it."""
 
         @functools.wraps(step)
         def observed(*args: Any, **kwargs: Any) -> Any:
@@ -121,14 +105,7 @@ class LearningRates:
         return observed
 
     def check_schedulers(self) -> bool:
-        """Check that the program has stepped no other scheduler beside one that was passed.
-
-        Returns:
-            whether it has stepped another one.
-
-        Raises:
-            WorkerError: it has stepped two schedulers of one optimizer, and only one of them was passed.
-        """
+        """Check that the program has stepped no other scheduler beside one that was passed."""
         before, self._positions = self._positions, self._positions_now()
         for (name, other), position in zip(self._others, before, strict=True):
             if _position(other) != position:
@@ -136,14 +113,7 @@ class LearningRates:
         return before != self._positions
 
     def check(self, *, inside_epoch: bool) -> None:
-        """Check what the program has changed since the last call of the trainer.
-
-        Args:
-            inside_epoch: whether the program is in the data loop. Elsewhere, schedulers count their calls.
-
-        Raises:
-            WorkerError: see `check_schedulers`.
-        """
+        """Check what the program has changed since the last call of the trainer."""
         before = self._rates
         is_explained = self.check_schedulers()
         self.accept()

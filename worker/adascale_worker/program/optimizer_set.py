@@ -23,9 +23,6 @@ class OptimizerSet:
     """The optimizers of a program by name, each with AdaScale around it.
 
     The first one leads: it makes a step for each batch, and exchanges the requests of the replicas.
-
-    Args:
-        parts: AdaScale around each optimizer.
     """
 
     def __init__(self, parts: Mapping[str, ElasticAdaScale]) -> None:
@@ -141,11 +138,7 @@ class OptimizerSet:
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: the state is of optimizers with other names, or does not fit their parameters.
-        """
+        """Restore what `state_dict` returned."""
         if set(state) != set(self.parts):
             raise ValueError(f"it has the optimizers {sorted(state)}, the program has {sorted(self.parts)}")
         for name, part in self.parts.items():
@@ -153,11 +146,7 @@ class OptimizerSet:
 
 
 class SchedulerSet:
-    """Several schedulers of one program, as one for the parts of the trainer.
-
-    Args:
-        schedulers: by name.
-    """
+    """Several schedulers of one program, as one for the parts of the trainer."""
 
     def __init__(self, schedulers: Mapping[str, Scheduler]) -> None:
         self._schedulers = dict(schedulers)

@@ -39,15 +39,7 @@ _WHOLE = (
 
 
 def require_unwrapped(model: torch.nn.Module, *, allows_shards: bool = False) -> None:
-    """Check that a model for `program_reentry` is not parallel already, and has no part that is.
-
-    Args:
-        model: of the program.
-        allows_shards: whether `fully_shard` may have been applied to it.
-
-    Raises:
-        WorkerError: it is, or has.
-    """
+    """Check that a model for `program_reentry` is not parallel already, and has no part that is."""
     for name, module in model.named_modules():
         if (is_fully_sharded(module) and not allows_shards) or type(module).__module__ == _FSDP1:
             raise WorkerError(
@@ -79,13 +71,7 @@ def is_data_parallel(module: torch.nn.Module) -> bool:
 
 
 class OtherParallelism:
-    """Refuses wrappers around the models of a program.
-
-    Args:
-        models: the models.
-        own: the type of the module that the trainer itself wraps.
-        allows_shards: whether the models may be sharded by `fully_shard`.
-    """
+    """Refuses wrappers around the models of a program."""
 
     def __init__(
         self,
@@ -112,11 +98,7 @@ class OtherParallelism:
             self._handle = None
 
     def check_call(self) -> None:
-        """Check who calls a model, in its first calls.
-
-        Raises:
-            WorkerError: a wrapper that was made before `program_reentry`, or FSDP2 was applied to the model.
-        """
+        """Check who calls a model, in its first calls."""
         if self._calls >= CHECKED_CALLS or torch.compiler.is_compiling():
             return
         self._calls += 1

@@ -22,21 +22,13 @@ from adascale_worker.program.patching import Scheduler
 
 @dataclass(frozen=True)
 class ProgramParts:
-    """The parts of a program.
+    """The parts of a program."""
 
-    Args:
-        model: the model; several are its submodules.
-        models: the models of the program.
-        optimizers: by name; one has the name "".
-        schedulers: by the names of their optimizers.
-        are_several: whether the program has passed dicts.
-    """
-
-    model: torch.nn.Module
+    model: torch.nn.Module  # the model; several are its submodules
     models: tuple[torch.nn.Module, ...]
-    optimizers: Mapping[str, torch.optim.Optimizer]
-    schedulers: Mapping[str, Scheduler]
-    are_several: bool
+    optimizers: Mapping[str, torch.optim.Optimizer]  # by name; one has the name ""
+    schedulers: Mapping[str, Scheduler]  # by the names of their optimizers
+    are_several: bool  # whether the program has passed dicts
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -58,16 +50,7 @@ def program_parts(
     *,
     allows_shards: bool = False,
 ) -> ProgramParts:
-    """Check what the program has passed, and return it.
-
-    Args:
-        model, optimizer, lr_scheduler: that the program has passed.
-        allows_shards: whether `fully_shard` may have been applied to one model.
-
-    Raises:
-        WorkerError: an object has the wrong type, a model is data-parallel already, or the objects do not
-            belong together.
-    """
+    """Check what the program has passed, and return it."""
     if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
         schedulers = {} if lr_scheduler is None else lr_scheduler
         require_programs(model, optimizer, schedulers)

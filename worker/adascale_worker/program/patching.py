@@ -48,16 +48,7 @@ def patch_optimizer(
     zeroed_gradients: Callable[[], None],
     zeroed_later: Callable[[], None],
 ) -> None:
-    """Replace the optimizer's `step`, and make `zero_grad` a no-op while a step's gradients accumulate.
-
-    Args:
-        optimizer: the program's optimizer.
-        model: the program's model; its `zero_grad` is replaced too.
-        step: called in place of `optimizer.step`.
-        at_first_micro_batch: returns whether the next backward pass is the first of its step.
-        zeroed_gradients: called after `zero_grad` has zeroed the gradients.
-        zeroed_later: called when `zero_grad` has done nothing.
-    """
+    """Replace the optimizer's `step`, and make `zero_grad` a no-op while a step's gradients accumulate."""
     patch_step(optimizer, step)
     for owner in (optimizer, model):
         owner.zero_grad = _ZeroGrad(  # type: ignore[method-assign]
@@ -66,12 +57,7 @@ def patch_optimizer(
 
 
 def patch_step(optimizer: torch.optim.Optimizer, step: Step) -> None:
-    """Replace the optimizer's `step`, and refuse more parameter groups.
-
-    Args:
-        optimizer: the program's optimizer.
-        step: called in place of `optimizer.step`, after the closure that the program has passed.
-    """
+    """Replace the optimizer's `step`, and refuse more parameter groups."""
 
     # functools.wraps keeps the mark that a scheduler leaves on the method that it wraps. A scheduler made
     # later wraps this function, and requires a bound method for that, whose signature is without its first
@@ -110,9 +96,6 @@ class MethodOverride:
 
     A deep copy of the object, such as an averaged model, and an object that was pickled and loaded have the
     original method. The override has its name, docstring and signature, which frameworks read.
-
-    Args:
-        original: the bound method.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
@@ -137,12 +120,7 @@ def is_traced() -> bool:
 
 
 class ReplacedMethod(MethodOverride):
-    """Overrides a bound method by a function.
-
-    Args:
-        original: the bound method.
-        replacement: called in its place.
-    """
+    """Overrides a bound method by a function."""
 
     def __init__(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
         super().__init__(original)
@@ -194,16 +172,6 @@ def patch_scheduler(
     other micro-batches and for discarded steps are ignored.
 
     `step_update(n)` of a scheduler that is no `LRScheduler` gets the whole scale-invariant steps as n.
-
-    Args:
-        scheduler: the program's scheduler.
-        observe: returns a method with checks around it; its second argument returns whether a call makes the
-            schedule follow progress.
-        progress: returns the scale-invariant steps so far.
-        inside_epoch: returns whether the program is inside its data loop.
-        made_step: returns whether the last `optimizer.step()` has changed the weights.
-        is_overtaken: returns whether the state is that of another replica, whose program has made the steps
-            after this epoch already. Then calls outside the data loop do nothing.
     """
     original_state_dict = scheduler.state_dict
 

@@ -34,16 +34,7 @@ Flags = tuple[bool, ...]
 
 
 class TrainedParameters:
-    """The parameters of the program's model that require gradients.
-
-    Args:
-        model: the program's model, or several.
-        group: the replicas.
-
-    Attributes:
-        flags: those of the last step, which statistics are made for; of several optimizers, for the
-            parameters of each those of its own last step.
-    """
+    """The parameters of the program's model that require gradients."""
 
     def __init__(self, model: torch.nn.Module, group: ReplicaGroup) -> None:
         named = dict(model.named_parameters())
@@ -76,15 +67,7 @@ class TrainedParameters:
         }
 
     def load_state_dict(self, state: Mapping[str, Sequence[str]], choice: Choice) -> list[Difference]:
-        """Freeze the parameters that are frozen in a saved state, and unfreeze the others.
-
-        Args:
-            state: what `state_dict` has returned.
-            choice: which are used if the program was changed, so that it begins with others than before.
-
-        Returns:
-            the changes of the program.
-        """
+        """Freeze the parameters that are frozen in a saved state, and unfreeze the others."""
         saved = self._flags_without(state["initially_frozen"])
         differences = [
             Difference(f"requires_grad of {name!r}", before, now)
@@ -103,25 +86,13 @@ class TrainedParameters:
         return differences
 
     def undo(self, state: Mapping[str, Sequence[str]]) -> None:
-        """Put the flags of the last step back, but do not freeze: the program does so again.
-
-        Args:
-            state: what `state_dict` has returned.
-        """
+        """Put the flags of the last step back, but do not freeze: the program does so again."""
         self.flags = self._flags_without(state["frozen_before"])
 
     # -- changes ------------------------------------------------------------------------------------------
 
     def agree(self, step: int) -> None:
-        """Wait until all replicas train the parameters that are trained now.
-
-        Args:
-            step: the number of the last step.
-
-        Raises:
-            ReplicationError: another replica trains other parameters.
-            PeersLostError: members are lost.
-        """
+        """Wait until all replicas train the parameters that are trained now."""
         now = self.current()
         if now != self._agreed:
             self._agree(now, step)
@@ -130,14 +101,6 @@ class TrainedParameters:
         """Use the parameters that are trained now for a step, and return those changed since the last one.
 
         Waits until the programs of all replicas have changed them.
-
-        Args:
-            step: the number of the last step.
-            own: the parameters of the optimizer that makes the step; None for all.
-
-        Raises:
-            ReplicationError: another replica trains other parameters.
-            PeersLostError: members are lost.
         """
         now = self._with_current(self._agreed, own)
         if now != self._agreed:
@@ -165,19 +128,11 @@ class TrainedParameters:
         return _encode(self._recorded)
 
     def begin_generation(self, encoded: str) -> None:
-        """Compare later changes with what a member with the newest state trains.
-
-        Args:
-            encoded: what `encoded` returned there.
-        """
+        """Compare later changes with what a member with the newest state trains."""
         self._agreed, self._changes = self._decode(encoded), 0
 
     def require_equal(self) -> None:
-        """Check that all replicas begin with the same trained parameters. A collective call.
-
-        Raises:
-            ReplicationError: they do not.
-        """
+        """Check that all replicas begin with the same trained parameters. A collective call."""
         own = self.current()
         for rank, encoded in enumerate(self._group.gather(_encode(own))):
             self._require_same(own, rank, self._decode(encoded), "at the beginning")
@@ -186,9 +141,6 @@ class TrainedParameters:
         """Return an error message if another replica trains other parameters in this step, else None.
 
         Call it in a step that does not end. The others raise the same error.
-
-        Args:
-            step: the number of the last step.
         """
         if self._group.replicas == 1:
             return None
@@ -210,12 +162,7 @@ class TrainedParameters:
         return f"trained-{self._changes % 2}"
 
     def _agree(self, now: Flags, step: int) -> None:
-        """Wait until all replicas have made the same change.
-
-        Raises:
-            ReplicationError: another replica has made another one, or none.
-            PeersLostError: members are lost.
-        """
+        """Wait until all replicas have made the same change."""
         group = self._group
         if group.replicas > 1:
             group.announce(self._event, json.dumps([self._changes, step, _encode(now)]))

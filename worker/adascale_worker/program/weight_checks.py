@@ -30,14 +30,7 @@ PROBES = 8
 
 
 class WeightComparison:
-    """Compares a few weights of each parameter and the learning rates over the replicas, at an interval.
-
-    Args:
-        model: its parameters that require gradients are compared.
-        optimizer: its learning rates are compared.
-        group: the replicas.
-        others: parameters that are compared too, if each replica has the same number of them.
-    """
+    """Compares a few weights of each parameter and the learning rates over the replicas, at an interval."""
 
     def __init__(
         self, model: torch.nn.Module, optimizer: HasGroups, group: ReplicaGroup, others: Sequence[Tensor]
@@ -54,15 +47,7 @@ class WeightComparison:
         return self._group.replicas > 1 and time.monotonic() - self._compared_at >= COMPARISON_INTERVAL
 
     def compare(self, step: int, passes_per_batch: int = 1) -> None:
-        """Compare the weights. A collective call, which raises on all replicas or on none.
-
-        Args:
-            step: number of the step that was made last.
-            passes_per_batch: how many backward passes the program makes for each batch.
-
-        Raises:
-            DifferentWeightsError: the replicas have different weights or learning rates.
-        """
+        """Compare the weights. A collective call, which raises on all replicas or on none."""
         self._compared_at = time.monotonic()
         reshard(self._model)
         named = [
@@ -157,11 +142,6 @@ class FiniteWeights:
 
     Weights are read only after a step whose gradients were not finite, after `UNMEASURED_STEPS` steps whose
     gradients were not measured, and before a checkpoint.
-
-    Args:
-        optimizer: its parameters that require gradients are checked.
-        max_steps: consecutive steps that may leave weights that are not finite.
-        group: the replicas; rank 0 issues the warning.
     """
 
     def __init__(self, optimizer: HasGroups, max_steps: int, group: ReplicaGroup) -> None:
@@ -177,15 +157,7 @@ class FiniteWeights:
             self.are_finite()
 
     def check_step(self, step: int, *, gradients_are_finite: bool | None) -> None:
-        """Check the weights after a step, if there is a reason to.
-
-        Args:
-            step: number of the step.
-            gradients_are_finite: whether its gradients were finite. None if they were not measured.
-
-        Raises:
-            NonFiniteWeightsError: too many consecutive steps have left weights that are not finite.
-        """
+        """Check the weights after a step, if there is a reason to."""
         self._unmeasured_steps = self._unmeasured_steps + 1 if gradients_are_finite is None else 0
         if self._steps == 0 and gradients_are_finite is not False:
             if self._unmeasured_steps < UNMEASURED_STEPS:

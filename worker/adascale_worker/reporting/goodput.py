@@ -17,13 +17,7 @@ class Goodput:
         self._made = self._seconds = 0.0
 
     def update(self, step: int, progress: float, step_time: float) -> float | None:
-        """Return the goodput after a report; None if it is not measured yet.
-
-        Args:
-            step: optimizer steps so far.
-            progress: the sum of gains so far.
-            step_time: mean seconds of the steps since the last report; 0 if they were not measured.
-        """
+        """Return the goodput after a report; None if it is not measured yet."""
         before, self._step = self._step, step
         made, self._progress = progress - self._progress, progress
         # Steps that were lost with a replica are repeated.

@@ -26,16 +26,7 @@ def as_number(value: object) -> int | float | None:
 
 
 def require_metrics(values: Mapping[str, object], known: int) -> None:
-    """Check what the program logs.
-
-    Args:
-        values: by name.
-        known: the number of other metrics that were logged before.
-
-    Raises:
-        WorkerError: there is no value, a value is neither a number nor a tensor with elements, a name is not
-            allowed, or there are too many metrics.
-    """
+    """Check what the program logs."""
     if not values:
         raise WorkerError("trainer.log() got no value: call trainer.log(loss=loss, accuracy=accuracy)")
     for name, value in values.items():
@@ -60,14 +51,7 @@ def require_metrics(values: Mapping[str, object], known: int) -> None:
 
 
 def plain_result(values: Mapping[str, object]) -> dict[str, float | str]:
-    """Return the result of training as values for a manifest: a number that is not finite as text.
-
-    Args:
-        values: by name.
-
-    Raises:
-        WorkerError: a value is neither a number, nor a tensor or an array of one number, nor text.
-    """
+    """Return the result of training as values for a manifest: a number that is not finite as text."""
     return {name: _plain_value(name, value) for name, value in values.items()}
 
 

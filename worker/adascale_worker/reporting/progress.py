@@ -10,37 +10,21 @@ from adascale_worker.errors import UnusableCheckpointError
 
 @dataclass
 class TrainingProgress:
-    """The progress of training since the job began.
-
-    Args:
-        step: number of optimizer steps.
-        progress: sum of the gains, or the samples over `batch_size`; both in steps at `batch_size`.
-        epoch: current epoch, from 0.
-        consumed: samples of the stream consumed by all replicas together.
-        target: progress at which training ends; None if the program decides, or before the length of the
-            data set is known.
-        counts_samples: whether a step adds its scale to the progress, and not its gain, because the job has
-            `train_samples`.
-        finish_reason: the argument of `ElasticTrainer.finish`; None if it was not called.
-    """
+    """The progress of training since the job began."""
 
     step: int = 0
-    progress: float = 0.0
-    epoch: int = 0
-    consumed: int = 0
+    progress: float = 0.0  # sum of the gains, or the samples over `batch_size`; both in steps at `batch_size`
+    epoch: int = 0  # current epoch, from 0
+    consumed: int = 0  # samples of the stream consumed by all replicas together
+    # progress at which training ends; None if the program decides, or before the length of the data set
+    # is known
     target: float | None = None
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # the argument of `ElasticTrainer.finish`; None if it was not called
+    # whether a step adds its scale to the progress, and not its gain, because the job has `train_samples`
     counts_samples: bool = False
 
     def advance(self, gain: float, samples: int, batch_size: int, consumed: int) -> None:
-        """Count one optimizer step.
-
-        Args:
-            gain: scale-invariant steps that the step is worth.
-            samples: of the step, on all replicas.
-            batch_size: the initial batch size.
-            consumed: samples of the stream consumed so far, this step included.
-        """
+        """Count one optimizer step."""
         self.step += 1
         if self.counts_samples:
             # From whole numbers, so that no error adds up.
@@ -54,11 +38,7 @@ class TrainingProgress:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved progress.
-
-        Raises:
-            UnusableCheckpointError: it counts gains, and this one samples, or the reverse.
-        """
+        """Restore a saved progress."""
         # Earlier versions have counted gains alone.
         saved = bool(state.get("counts_samples", False))
         if saved != self.counts_samples:

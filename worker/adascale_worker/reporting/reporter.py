@@ -22,12 +22,7 @@ INVALID_REPORT = frozenset({400, 413, 422})
 
 
 class Reporter:
-    """Posts reports in the background.
-
-    Args:
-        client: the metrics service.
-        job_id: the job.
-    """
+    """Posts reports in the background."""
 
     def __init__(self, client: MetricsServiceClient, job_id: str) -> None:
         self._client = client
@@ -50,11 +45,7 @@ class Reporter:
             self._changed.notify()
 
     def close(self, timeout: float = 2.0) -> None:
-        """Post the queued reports, and stop the thread. May be called again.
-
-        Args:
-            timeout: seconds to wait; reports that are not posted by then are lost when the process exits.
-        """
+        """Post the queued reports, and stop the thread. May be called again."""
         with self._changed:
             self._closing = True
             self._changed.notify()

@@ -24,10 +24,6 @@ class StepTimer:
     It leaves out the first step of a process, which includes warm-up, and the first step after a pause,
     which would include the pause (an evaluation, a checkpoint). The times are those of the device, which may
     be some steps behind the program: a step is measured when a later one finds that the device has done it.
-
-    Args:
-        accelerator: the type of accelerator of the replicas.
-        clock: of the device.
     """
 
     def __init__(self, accelerator: str = "", clock: DeviceClock | None = None) -> None:
@@ -56,13 +52,7 @@ class StepTimer:
         return median(self._recent) if self._recent else 0.0
 
     def step(self, plan: BatchPlan | None, mark: Any, nodes: int = 1) -> None:
-        """Record that a step ended. Does not wait for the device.
-
-        Args:
-            plan: batch plan of the step; None to leave its time out.
-            mark: of the clock, at the end of the step.
-            nodes: on how many nodes the replicas run.
-        """
+        """Record that a step ended. Does not wait for the device."""
         if self._last_mark is not None and self._warm and plan is not None:
             self._measured.add(((plan, nodes), self._left_out), (self._last_mark, mark))
         for (key, left_out), seconds in self._measured.take():

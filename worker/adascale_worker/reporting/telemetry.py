@@ -26,20 +26,7 @@ from adascale_worker.reporting.trackers import Tracker
 
 
 class Telemetry:
-    """Collects logged metrics and step times, and reports them at an interval.
-
-    Args:
-        bounds: the job's batch size and bounds.
-        group: the replicas; rank 0 reports.
-        make_reporter: returns what posts the reports; None if there is no metrics service.
-        clock: of the device.
-        accelerator: the type of accelerator of the replicas.
-        measure_sync: returns the seconds in which a recent step has waited for the exchange of gradients;
-            None if there is no new measurement.
-        gpu: measures the GPU of this replica.
-        tracker: gets the reports too; None without one.
-        run: the id of the run there; None for a new one.
-    """
+    """Collects logged metrics and step times, and reports them at an interval."""
 
     def __init__(
         self,
@@ -74,11 +61,7 @@ class Telemetry:
         self._gpu = gpu
 
     def begin_generation(self, bounds: BatchBounds) -> None:
-        """Start to report if this replica is rank 0 now, and stop if it is no longer.
-
-        Args:
-            bounds: the job's present batch size and bounds.
-        """
+        """Start to report if this replica is rank 0 now, and stop if it is no longer."""
         self._bounds = bounds
         self._slow = None
         self.step_timer.pause()
@@ -106,27 +89,14 @@ class Telemetry:
     def step(
         self, plan: BatchPlan, progress: TrainingProgress, optimizer: Optimizers, *, is_divided: bool = False
     ) -> None:
-        """Record the time of a step, and report if the report interval has passed.
-
-        Args:
-            plan: of the epoch.
-            progress: of training.
-            optimizer: of the program.
-            is_divided: whether the step had smaller micro-batches than those of the plan. Its time is left
-                out.
-        """
+        """Record the time of a step, and report if the report interval has passed."""
         self.step_timer.step(None if is_divided else plan, self._clock.mark(), self._group.nodes)
         asked_for = 0.0 if self._reporter is None else self._reporter.interval
         if time.monotonic() - self._reported_at >= max(REPORT_INTERVAL, asked_for):
             self.report(plan, progress, optimizer)
 
     def compare(self, slow: SlowReplica | None, step: int) -> None:
-        """Keep for the next reports which rank is slower than the others. On rank 0, print another one.
-
-        Args:
-            slow: the rank; None if none is.
-            step: after which that was found.
-        """
+        """Keep for the next reports which rank is slower than the others. On rank 0, print another one."""
         before, self._slow = self._slow, None
         if slow is None:
             return

@@ -17,11 +17,7 @@ MAX_QUEUED = 1000
 
 
 class RunIdentity:
-    """The id of the job's run in a tracker, a part of the state of training.
-
-    Args:
-        identity: the id of a new job; None for a random id.
-    """
+    """The id of the job's run in a tracker, a part of the state of training."""
 
     def __init__(self, identity: str | None = None) -> None:
         self.id = identity or secrets.token_hex(8)
@@ -36,12 +32,7 @@ class RunIdentity:
 
 
 class TrackedRun:
-    """A run in a tracker, as long as this replica is rank 0.
-
-    Args:
-        tracker: records the values.
-        run: the id of the run.
-    """
+    """A run in a tracker, as long as this replica is rank 0."""
 
     def __init__(self, tracker: Tracker, run: str) -> None:
         self._tracker = tracker
@@ -57,11 +48,7 @@ class TrackedRun:
             self._queue.put_nowait(report)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Send what is queued, and close the run. May be called again.
-
-        Args:
-            timeout: seconds to wait; what is not sent by then is lost when the process exits.
-        """
+        """Send what is queued, and close the run. May be called again."""
         if self._thread.is_alive():
             try:
                 self._queue.put(None, timeout=timeout)

@@ -19,13 +19,7 @@ class Tracker(Protocol):
     """Where rank 0 sends the values that it reports. All methods are called from one thread."""
 
     def begin(self, run: str, step: int, progress: float) -> None:
-        """Continue a run, or begin it if there is none.
-
-        Args:
-            run: the id of the run, the same on each rank 0 of the job, also after it resumes.
-            step: the first optimizer step that follows; what the run has of it and of later ones is repeated.
-            progress: the progress after that step.
-        """
+        """Continue a run, or begin it if there is none."""
 
     def log(self, values: Mapping[str, float], step: int, progress: float) -> None:
         """Record values of an optimizer step, by name."""
@@ -39,9 +33,6 @@ class TensorBoard:
 
     Both have the same values: the horizontal axis of the first is progress, that of the other is optimizer
     steps. Curves over progress are those of jobs with other batch sizes too.
-
-    Args:
-        folder: the folder of the runs; a run has a folder in it, named by its id. All replicas share it.
     """
 
     def __init__(self, folder: str | Path = "runs") -> None:
@@ -74,12 +65,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to a run of Weights & Biases, whose axes are `progress` and `optimizer_step`.
-
-    Args:
-        project: the project; None for that of the environment.
-        options: more arguments of `wandb.init`, such as `mode="offline"`.
-    """
+    """Logs to a run of Weights & Biases, whose axes are `progress` and `optimizer_step`."""
 
     def __init__(self, project: str | None = None, **options: Any) -> None:
         self._wandb = _require("wandb", "wandb")
@@ -106,10 +92,6 @@ class MLflow:
     """Logs to a run of MLflow over progress, with the metric `optimizer_step` for the other axis.
 
     The run has the tag `adascale.run`, by which another rank 0 finds it.
-
-    Args:
-        experiment: the name of the experiment.
-        tracking_uri: the server or folder; None for that of the environment.
     """
 
     def __init__(self, experiment: str = "Default", tracking_uri: str | None = None) -> None:
@@ -145,11 +127,7 @@ _NAMED = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflo
 
 
 def make_tracker(tracker: str | Tracker | None) -> Tracker | None:
-    """Return the tracker that the program has chosen, by its name or as an object.
-
-    Raises:
-        WorkerError: it is neither, or its package is not installed.
-    """
+    """Return the tracker that the program has chosen, by its name or as an object."""
     if tracker is None:
         return None
     if isinstance(tracker, str):

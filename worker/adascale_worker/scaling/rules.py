@@ -48,17 +48,12 @@ def _not_compiled(function: Function) -> Function:
 
 
 class SecondMoment(NamedTuple):
-    """The second moment that an optimizer divides the gradient of a parameter by, as `value * factor`.
+    """The second moment that an optimizer divides the gradient of a parameter by, as `value * factor`."""
 
-    Attributes:
-        value: of the shape of the parameter.
-        factor: a positive number; or for values on a GPU, the factors of several parameters: shape (n,).
-        place: of the parameter's own factor among these.
-    """
-
-    value: Tensor
+    value: Tensor  # of the shape of the parameter
+    # a positive number; or for values on a GPU, the factors of several parameters: shape (n,)
     factor: float | Tensor = 1.0
-    place: int = 0
+    place: int = 0  # of the parameter's own factor among these
 
 
 @runtime_checkable
@@ -89,11 +84,7 @@ class SecondMomentOptimizer(Protocol):
 
 
 class ScalingRule:
-    """The rule of SGD, and the interface of the others: the lr is multiplied by the gain.
-
-    Args:
-        optimizer: with the groups.
-    """
+    """The rule of SGD, and the interface of the others: the lr is multiplied by the gain."""
 
     has_second_moments = False
 
@@ -106,11 +97,7 @@ class ScalingRule:
 
     @contextmanager
     def applied(self, gains: Sequence[Gain]) -> Iterator[None]:
-        """Set the hyperparameters of each group for its gain, and restore the user's afterwards.
-
-        Args:
-            gains: of the groups; 1 for groups without one.
-        """
+        """Set the hyperparameters of each group for its gain, and restore the user's afterwards."""
         groups = self._optimizer.param_groups
         changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
@@ -155,9 +142,6 @@ class AdamRule(ScalingRule):
     initial zero has left. So the counts of steps in the optimizer's state are multiplied by (old r) / (new r)
     when r changes. The correction of the second moment is exact then, and that of the first while its beta is
     above `LEAST_BETA1` or r does not change.
-
-    Attributes:
-        units: r of the last step, by group.
     """
 
     has_second_moments = True

@@ -21,12 +21,7 @@ There are several implementations of each, and some are subclasses of SGD or Ada
 
 
 def scaling_rule_of(optimizer: torch.optim.Optimizer) -> ScalingRule:
-    """Return the rule for the hyperparameters of `optimizer`.
-
-    Raises:
-        UnsupportedOptimizerError: it is not an SGD, a wrapper of an SGD, an Adam or AdamW, or an optimizer
-            with the methods of `SecondMomentOptimizer`.
-    """
+    """Return the rule for the hyperparameters of `optimizer`."""
     inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
     if not isinstance(optimizer, SecondMomentOptimizer):
         _require_not_refused(inner or optimizer)
@@ -74,11 +69,7 @@ def require_whole_parameters(optimizer: object, rule: ScalingRule, *, is_sharded
 
 
 def require_readable(unreadable: Sequence[Tensor]) -> None:
-    """Raise UnsupportedOptimizerError if there are parameters whose gradients AdaScale cannot read.
-
-    Args:
-        unreadable: those parameters.
-    """
+    """Raise UnsupportedOptimizerError if there are parameters whose gradients AdaScale cannot read."""
     if not unreadable:
         return
     shape = tuple(unreadable[0].shape)
@@ -98,11 +89,6 @@ def require_readable(unreadable: Sequence[Tensor]) -> None:
 
 
 def require_count(name: str, value: int) -> None:
-    """Raise ValueError unless `value` is an integer, at least 1.
-
-    Args:
-        name: of the argument, for the message.
-        value: to check.
-    """
+    """Raise ValueError unless `value` is an integer, at least 1."""
     if value != int(value) or value < 1:
         raise ValueError(f"got {name}={value}; it must be an integer, at least 1")

@@ -27,16 +27,7 @@ DELAY = 60.0
 
 
 class AgentSnapshots:
-    """Keeps copies of the state of the only replica.
-
-    Args:
-        memory: of the agent. None without one.
-        group: the replicas.
-        state: of the program and its trainer.
-        weights: checks that they are finite.
-        checkpointing: has the result of training.
-        device: of the model.
-    """
+    """Keeps copies of the state of the only replica."""
 
     def __init__(
         self,
@@ -65,9 +56,6 @@ class AgentSnapshots:
         before this one has made one: by then the loading of data, and mostly an evaluation, have shown how
         much memory they need. No copy is made of weights that are not finite. A lack is reported, and the
         memory is released for `DELAY` seconds at least.
-
-        Returns:
-            How many seconds it took.
         """
         if self._memory is None or self._group.replicas > 1:
             return 0.0
@@ -123,12 +111,7 @@ class AgentSnapshots:
         return self._memory.newest() if self._memory is not None else None
 
     def restore(self, snapshot: KeptSnapshot, state: State) -> AdaScaleError | None:
-        """Restore a copy. If that fails, delete it and return the error.
-
-        Args:
-            snapshot: the copy.
-            state: that it contains.
-        """
+        """Restore a copy. If that fails, delete it and return the error."""
         assert self._memory is not None
         self._memory.begin_restoring(snapshot)
         try:

@@ -17,14 +17,7 @@ from adascale_worker.state.tree import layouts, on_host
 
 
 class StateExchange:
-    """Copies a state between the members of a generation.
-
-    Args:
-        group: the members.
-        program: the parts of the program.
-        state: of the program and its trainer.
-        checkpointing: has a copy of the state for checkpoints.
-    """
+    """Copies a state between the members of a generation."""
 
     def __init__(
         self,
@@ -64,15 +57,7 @@ class StateExchange:
         self._initial_weights = None
 
     def copy(self, sources: Sequence[int], nodes: Sequence[str]) -> bool:
-        """Copy the state of the ranks `sources`, which is the same, to all others. A collective call.
-
-        Args:
-            sources: ranks.
-            nodes: the node of each rank; members of a node get the state over the network once.
-
-        Returns:
-            whether this replica has another state now.
-        """
+        """Copy the state of the ranks `sources`, which is the same, to all others. A collective call."""
         group = self._group
         receivers = [rank for rank in range(group.replicas) if rank not in sources]
         route = transfer.routes(sources, receivers, nodes).get(group.rank)

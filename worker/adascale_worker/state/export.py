@@ -20,17 +20,7 @@ from adascale_worker.state.weights_file import encode, plain_weights
 
 
 def export(location: str, file: Path, *, best: bool) -> str:
-    """Write the weights of the newest checkpoint, or of the best one, and return a description of them.
-
-    Args:
-        location: folder or URL of the checkpoints.
-        file: is replaced when all is written.
-        best: whether to export what `ElasticTrainer.keep_best` has kept.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it cannot be read.
-        OSError: the file cannot be written.
-    """
+    """Write the weights of the newest checkpoint, or of the best one, and return a description of them."""
     storage = open_storage(location)
     if best:
         return _export_best(storage, file)

@@ -42,21 +42,14 @@ TYPE_NAMES: Final = {
 
 @dataclass(frozen=True)
 class StateFileLayout:
-    """Where the parts of a state are in its file.
+    """Where the parts of a state are in its file."""
 
-    Args:
-        header: the first bytes of the file, up to the tensors.
-        spec: the structure of the state.
-        layouts: type and shape of each tensor, in the order of `tree.flatten`.
-        offsets: position of each tensor behind the header, in bytes; a multiple of its element's size.
-        data_bytes: length of the part behind the header.
-    """
-
-    header: bytes
+    header: bytes  # the first bytes of the file, up to the tensors
     spec: bytes
-    layouts: Sequence[TensorLayout]
+    layouts: Sequence[TensorLayout]  # type and shape of each tensor, in the order of `tree.flatten`
+    # position of each tensor behind the header, in bytes; a multiple of its element's size
     offsets: Sequence[int]
-    data_bytes: int
+    data_bytes: int  # length of the part behind the header
 
     def names_between(self, start: int, end: int) -> list[str]:
         """Return the names of the tensors that have bytes from `start` to `end` behind the header."""
@@ -88,11 +81,7 @@ def _order(layouts: Sequence[TensorLayout]) -> list[int]:
 
 
 def lay_out(spec: bytes) -> StateFileLayout:
-    """Return the layout of the file for a state.
-
-    Args:
-        spec: the structure of the state, from `tree.flatten`.
-    """
+    """Return the layout of the file for a state."""
     layouts = tree.layouts(spec)
     order, offsets = _order(layouts), offsets_of(layouts)
     names = _names(spec, len(layouts))
@@ -113,14 +102,7 @@ def lay_out(spec: bytes) -> StateFileLayout:
 
 
 def read_layout(header: bytes) -> StateFileLayout:
-    """Return the layout that a file's header describes.
-
-    Args:
-        header: the first bytes of the file, up to the tensors.
-
-    Raises:
-        InvalidSpecError: the header is not one that `lay_out` returns.
-    """
+    """Return the layout that a file's header describes."""
     try:
         spec = json.loads(header[8:])["__metadata__"][METADATA_KEY].encode("ascii")
     except (ValueError, KeyError, TypeError, AttributeError) as error:

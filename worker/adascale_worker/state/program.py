@@ -37,26 +37,18 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class ProgramState:
-    """The objects of a training program that have state.
-
-    Args:
-        model: the program's model.
-        optimizer: AdaScale around the program's optimizer, or around each of several.
-        scheduler: the learning rate scheduler, or several. None if the program has none.
-        registered: other objects to save and restore, by name.
-        rates: finds what else changes the learning rates.
-        trained: which parameters are trained.
-        hyperparameters: the values that the program made optimizer and scheduler with.
-        choice: which hyperparameters are used after a checkpoint was restored, if they differ.
-    """
+    """The objects of a training program that have state."""
 
     model: torch.nn.Module
-    optimizer: Optimizers
+    optimizer: Optimizers  # AdaScale around the program's optimizer, or around each of several
+    # the learning rate scheduler, or several. None if the program has none.
     scheduler: Scheduler | SchedulerSet | None
-    registered: Mapping[str, Stateful]
-    rates: LearningRates
+    registered: Mapping[str, Stateful]  # other objects to save and restore, by name
+    rates: LearningRates  # finds what else changes the learning rates
     trained: TrainedParameters
+    # the values that the program made optimizer and scheduler with
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
+    # which hyperparameters are used after a checkpoint was restored, if they differ
     choice: Choice = "checkpoint"
     differences: list[Difference] = field(default_factory=list)
     """The hyperparameters that differ from the restored checkpoint."""
@@ -73,11 +65,7 @@ class ProgramState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, except the model's: `load_model` restores it before the model is wrapped.
-
-        Raises:
-            UnusableCheckpointError: the state was saved by a program with other objects.
-        """
+        """Restore a saved state, except the model's: `load_model` restores it before the model is wrapped."""
         saved_type = state["scheduler_type"]
         if saved_type != self._scheduler_type:
             raise UnusableCheckpointError(
@@ -134,11 +122,7 @@ class ProgramState:
         ]
 
     def require_parameters(self, saved: list[list[str]]) -> None:
-        """Check that the optimizer has the parameters of a saved state in the same order.
-
-        Raises:
-            UnusableCheckpointError: it has others. What it keeps for each would be used for another.
-        """
+        """Check that the optimizer has the parameters of a saved state in the same order."""
         for group, (before, now) in enumerate(zip(saved, self.parameter_names(), strict=False)):
             for number, (old, new) in enumerate(zip(before, now, strict=False)):
                 if old != new:
@@ -154,11 +138,7 @@ class ProgramState:
         return [scheduler for scheduler in several if isinstance(scheduler, LRScheduler)]
 
     def registered_states(self) -> dict[str, dict[str, Any]]:
-        """Return the states of the registered objects, by name.
-
-        Raises:
-            WorkerError: a state is not a mapping.
-        """
+        """Return the states of the registered objects, by name."""
         states = {name: stateful.state_dict() for name, stateful in self.registered.items()}
         for name, state in states.items():
             if not isinstance(state, Mapping):
@@ -168,11 +148,7 @@ class ProgramState:
         return {name: dict(state) for name, state in states.items()}
 
     def load_registered(self, states: Mapping[str, Any]) -> None:
-        """Restore the states of the registered objects.
-
-        Raises:
-            UnusableCheckpointError: an object refuses its state.
-        """
+        """Restore the states of the registered objects."""
         for name, stateful in self.registered.items():
             try:
                 stateful.load_state_dict(states[name])
@@ -182,11 +158,7 @@ class ProgramState:
                 raise _refused_state(described, error, remedy) from error
 
     def require_loadable(self) -> None:
-        """Check before training that a checkpoint of this program can be loaded again.
-
-        Raises:
-            WorkerError: a state contains an object of such a type.
-        """
+        """Check before training that a checkpoint of this program can be loaded again."""
         model = self.model.state_dict()
         parts = {
             "the model": {
@@ -220,11 +192,7 @@ def _scheduler(scheduler_type: str | None) -> str:
 
 
 def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
-    """Restore a model's state.
-
-    Raises:
-        UnusableCheckpointError: the state was saved from another model; the message lists the differences.
-    """
+    """Restore a model's state."""
     current = model.state_dict()
     differences = [f"{name} is missing" for name in current if name not in saved]
     differences += [f"{name} is not in the model" for name in saved if name not in current]
@@ -249,22 +217,14 @@ def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
 
 
 def require_choice(choice: str) -> None:
-    """Check the argument `hyperparameters` of `program_reentry`.
-
-    Raises:
-        WorkerError: it is not one of the choices.
-    """
+    """Check the argument `hyperparameters` of `program_reentry`."""
     if choice not in CHOICES:
         allowed = " or ".join(map(repr, CHOICES))
         raise WorkerError(f"program_reentry got hyperparameters={choice!r}: it must be {allowed}")
 
 
 def require_stateful(registered: Mapping[str, Any]) -> None:
-    """Check that the state of registered objects can be saved and restored.
-
-    Raises:
-        WorkerError: they are not a mapping, or an object lacks `state_dict` or `load_state_dict`.
-    """
+    """Check that the state of registered objects can be saved and restored."""
     if not isinstance(registered, Mapping):
         raise WorkerError(
             f"program_reentry got register of type {type(registered).__name__}: it must be a dict of objects "

@@ -27,11 +27,7 @@ _MADV_POPULATE_WRITE: Final = 23
 
 
 class ReceiveMemory:
-    """Memory on the host, by its size. Each part is used once.
-
-    Args:
-        sizes: bytes of the tensors that are expected.
-    """
+    """Memory on the host, by its size. Each part is used once."""
 
     def __init__(self, sizes: Iterable[int] = ()) -> None:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
@@ -47,11 +43,7 @@ class ReceiveMemory:
         return sum(memory.numel() for each in self._free.values() for memory in each)
 
     def tensor(self, layout: TensorLayout) -> Tensor:
-        """Return an uninitialized tensor on the host, in prepared memory if there is some of its size.
-
-        Args:
-            layout: type and shape of the tensor.
-        """
+        """Return an uninitialized tensor on the host, in prepared memory if there is some of its size."""
         free = self._free.get(layout.bytes)
         if not free:
             return torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
@@ -67,9 +59,6 @@ class InitialWeights:
 
     A new replica makes it while the others train. They would wait longer if it received the weights elsewhere
     and then copied them.
-
-    Args:
-        model: a model without state, on the host.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -99,10 +88,6 @@ class InitialWeights:
         """Return the tensors of the model to receive a state into, by their numbers in that state.
 
         From now on, their contents are undefined until a state is loaded, or they are put back.
-
-        Args:
-            numbers: those of the tensors of the model's state, by name.
-            expected: the types and shapes of all tensors of the state, in the order of their numbers.
         """
         found: dict[int, set[Tensor | None]] = defaultdict(set)
         for name, number in numbers.items():
@@ -139,11 +124,6 @@ def expected_sizes(
     model: torch.nn.Module, optimizer: HasGroups, received_in_place: Collection[str] = ()
 ) -> list[int]:
     """Return the bytes of the tensors that a model and its optimizer have after some steps, on this process.
-
-    Args:
-        model: the program's model.
-        optimizer: its optimizer.
-        received_in_place: names of those tensors of the model's state that need no other memory.
 
     The states of the optimizer do not exist before its first step. Those that SGD, Adam and AdamW make are
     known. A wrong expectation costs time and memory until the replica has joined, and nothing else.

@@ -17,15 +17,7 @@ from adascale_worker.state.training import TrainingState
 
 
 class StateSaving:
-    """Saves checkpoints of a state.
-
-    Args:
-        state: of the program and its trainer.
-        optimizer: changes its own state in a step only.
-        weights: checks the weights.
-        checkpointing: writes checkpoints.
-        group: the replicas.
-    """
+    """Saves checkpoints of a state."""
 
     def __init__(
         self,
@@ -45,10 +37,6 @@ class StateSaving:
         """Save a checkpoint; if `final` or `durable`, before this returns. A collective call.
 
         If `alone`, the other members may save too, and a checkpoint of a later step is as good.
-
-        Raises:
-            NonFiniteWeightsError: weights are not finite; the previous checkpoint is kept.
-            CheckpointError: see `Checkpointing.save`.
         """
         checkpointing = self._checkpointing
         if final or (durable and checkpointing.enabled):
@@ -83,11 +71,7 @@ class StateSaving:
         self._checkpointing.save_on_rank_0(self._state.info(), self._state.for_checkpoint)
 
     def require_finite_weights(self) -> None:
-        """Check the weights.
-
-        Raises:
-            NonFiniteWeightsError: weights are not finite.
-        """
+        """Check the weights."""
         if not self._weights.are_finite():
             self._checkpointing.postpone()
             raise NonFiniteWeightsError(nonfinite_message(self._state.info().step))

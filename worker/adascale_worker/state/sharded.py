@@ -21,12 +21,7 @@ Convert = Callable[[Tensor, object], Tensor]
 
 
 class ShardedTrainingState(TrainingState):
-    """The state of a training program with a sharded model, and of its trainer.
-
-    Args:
-        group: the replicas.
-        arguments: of `TrainingState`.
-    """
+    """The state of a training program with a sharded model, and of its trainer."""
 
     def __init__(self, group: LaneGroup, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -115,13 +110,7 @@ def _with_local(template: Any, local: Tensor) -> Tensor:
 
 
 def _converted(state: State, convert: Convert) -> State:
-    """Return a state in which the tensors of the model and of the optimizer are converted.
-
-    Args:
-        state: of the program and its trainer.
-        convert: gets a tensor, and the name or the number of its parameter. Called in the same order for
-            equal states.
-    """
+    """Return a state in which the tensors of the model and of the optimizer are converted."""
     program = dict(state["program"])
     optimizer = dict(program["optimizer"])
     model = type(program["model"])()

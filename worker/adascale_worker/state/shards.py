@@ -26,12 +26,7 @@ Extent = tuple[int, int]
 
 @dataclass(frozen=True)
 class Division:
-    """How a tensor is divided: along one dimension, in pieces of equal size; the last may be smaller.
-
-    Args:
-        dimension: along which it is divided.
-        shape: of the whole tensor.
-    """
+    """How a tensor is divided: along one dimension, in pieces of equal size; the last may be smaller."""
 
     dimension: int
     shape: tuple[int, ...]
@@ -57,15 +52,7 @@ class Division:
         return (*self.shape[: self.dimension], stop - start, *self.shape[self.dimension + 1 :])
 
     def ranges(self, source: Extent, target: Extent, itemsize: int) -> Iterator[tuple[int, int, int]]:
-        """Return what two contiguous parts have in common.
-
-        Args:
-            source, target: the parts.
-            itemsize: bytes of an element.
-
-        Returns:
-            for each range of bytes: its position in the source, that in the target, and its length; in order.
-        """
+        """Return what two contiguous parts have in common."""
         start, stop = max(source[0], target[0]), min(source[1], target[1])
         inner = math.prod(self.shape[self.dimension + 1 :]) * itemsize
         outer = math.prod(self.shape[: self.dimension])
@@ -85,18 +72,12 @@ class Division:
 
 @dataclass(frozen=True)
 class Shards:
-    """The parts of the sharded tensors that one process has.
+    """The parts of the sharded tensors that one process has."""
 
-    Args:
-        process: its index in the replica, from 0.
-        count: number of processes of the replica.
-        model: of the tensors of the model, by name.
-        optimizer: of what the optimizer keeps for its parameters, by the number of the parameter.
-    """
-
-    process: int
-    count: int
-    model: Mapping[str, Division]
+    process: int  # its index in the replica, from 0
+    count: int  # number of processes of the replica
+    model: Mapping[str, Division]  # of the tensors of the model, by name
+    # of what the optimizer keeps for its parameters, by the number of the parameter
     optimizer: Mapping[int, Division]
 
     def division_of(self, path: Sequence[str | int]) -> Division | None:
@@ -119,11 +100,7 @@ class Shards:
 
     @classmethod
     def from_state(cls, value: Any) -> Shards:
-        """Return the shards that a state describes.
-
-        Raises:
-            InvalidSpecError: it is not what `to_state` returns.
-        """
+        """Return the shards that a state describes."""
         try:
             return cls(
                 int(value["process"]),

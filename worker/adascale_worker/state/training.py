@@ -26,13 +26,7 @@ _ADDED_PARTS = frozenset({"division", "run"})
 
 
 class TrainingState:
-    """The state of a training program and of its trainer.
-
-    Args:
-        program: the parts of the program.
-        trainer: the parts of the trainer that have a state, by name. They are restored first.
-        info: returns the description of a checkpoint of the current state.
-    """
+    """The state of a training program and of its trainer."""
 
     def __init__(
         self, program: ProgramState, trainer: Mapping[str, TrainerPart], info: Callable[[], CheckpointInfo]
@@ -67,9 +61,6 @@ class TrainingState:
         """Restore a saved state.
 
         The batch plan is the saved one; `BatchPlanner.adapt` makes it valid for the present replicas.
-
-        Raises:
-            UnusableCheckpointError: the state was saved with another batch size or by another program.
         """
         for name, part in self._trainer.items():
             if name in state or name not in _ADDED_PARTS:
@@ -82,12 +73,5 @@ class TrainingState:
 
 
 def model_tensor_numbers(spec: bytes) -> dict[str, int]:
-    """Return the numbers of the tensors of the model in a flattened state, by their names.
-
-    Args:
-        spec: the structure of what `TrainingState.state_dict` returns, see `tree.flatten`.
-
-    Raises:
-        InvalidSpecError: it is another structure.
-    """
+    """Return the numbers of the tensors of the model in a flattened state, by their names."""
     return tensor_numbers(spec, ["program", "model"])

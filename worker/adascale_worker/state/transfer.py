@@ -33,15 +33,10 @@ for each next permission of the receiver to send."""
 
 @dataclass(frozen=True)
 class Route:
-    """How the state passes through one member.
+    """How the state passes through one member."""
 
-    Args:
-        source: rank of the member that it comes from; None if this member has it.
-        target: rank of the member that it is passed on to; None at the end of a chain.
-    """
-
-    source: int | None
-    target: int | None
+    source: int | None  # rank of the member that it comes from; None if this member has it
+    target: int | None  # rank of the member that it is passed on to; None at the end of a chain
 
 
 def routes(sources: Sequence[int], receivers: Iterable[int], nodes: Sequence[str]) -> dict[int, Route]:
@@ -49,11 +44,6 @@ def routes(sources: Sequence[int], receivers: Iterable[int], nodes: Sequence[str
 
     Chains differ in length by one member at most. A member is put into a chain of its own node where that
     chain is not longer than another.
-
-    Args:
-        sources: ranks of the members that have the state; at least one.
-        receivers: ranks of those that get it.
-        nodes: name of the node of each member of the group, by rank.
     """
     chains: dict[int, list[int]] = {source: [source] for source in sources}
     for receiver in receivers:
@@ -71,17 +61,7 @@ def routes(sources: Sequence[int], receivers: Iterable[int], nodes: Sequence[str
 
 
 def send(group: ReplicaGroup, target: int, state: Any, *, device: torch.device) -> None:
-    """Send a state to a rank that calls `receive`.
-
-    Args:
-        group: the replicas.
-        target: rank of the receiver.
-        state: consists of types that `flatten` supports.
-        device: on which tensors are exchanged, and of the receiver's large tensors.
-
-    Raises:
-        PeersLostError: a member was lost.
-    """
+    """Send a state to a rank that calls `receive`."""
     spec, tensors = flatten(state)
     link = _Link(group, None, target)
     document = torch.frombuffer(bytearray(spec), dtype=torch.uint8).to(device)
@@ -101,18 +81,7 @@ def receive(
     memory: ReceiveMemory,
     places: Callable[[bytes], Mapping[int, Tensor]] = lambda _: {},
 ) -> Any:
-    """Return the state that comes from another member, and pass it on.
-
-    Args:
-        group: the replicas.
-        route: of this member, with a source.
-        device: on which tensors are exchanged, and of the large tensors.
-        memory: for tensors on the host.
-        places: returns contiguous tensors to receive into, by their numbers in a structure.
-
-    Raises:
-        PeersLostError: a member was lost.
-    """
+    """Return the state that comes from another member, and pass it on."""
     link = _Link(group, route.source, route.target)
     length = torch.zeros(1, dtype=torch.int64, device=device)
     link.exchange(length)
@@ -182,11 +151,7 @@ class _Link:
             self._pass_on()
 
     def finish(self) -> None:
-        """Wait until everything is received and sent.
-
-        Raises:
-            PeersLostError: a member was lost, also while a GPU has received.
-        """
+        """Wait until everything is received and sent."""
         self.wait_until_received()
         while self._sending:
             self._wait_for_sent()

@@ -38,12 +38,7 @@ class InvalidSpecError(CheckpointError):
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Type and shape of a tensor, from which a receiver allocates it.
-
-    Args:
-        dtype: type of its elements.
-        shape: length of each dimension.
-    """
+    """Type and shape of a tensor, from which a receiver allocates it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,18 +55,7 @@ def layout_of(tensor: Tensor) -> TensorLayout:
 
 
 def flatten(tree: Any) -> tuple[bytes, list[Tensor]]:
-    """Separate a tree into its structure and its tensors.
-
-    Args:
-        tree: consists of `ALLOWED` types. A tensor that occurs several times is listed once.
-
-    Returns:
-        The structure as a JSON document, and the tensors: detached, contiguous, on their own devices, and
-        with shared memory wherever that is possible. Copy them before they change.
-
-    Raises:
-        UnsupportedStateError: an object has another type, or the tree is nested more than `MAX_DEPTH` levels.
-    """
+    """Separate a tree into its structure and its tensors."""
     encoder = _Encoder()
     encoded = encoder.encode(tree, "", 0)
     layouts = [[_name(tensor.dtype), list(tensor.shape)] for tensor in encoder.tensors]
@@ -80,11 +64,7 @@ def flatten(tree: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def layouts(spec: bytes) -> list[TensorLayout]:
-    """Return the type and shape of each tensor that belongs to a structure.
-
-    Raises:
-        InvalidSpecError: `spec` is not a document that `flatten` returns.
-    """
+    """Return the type and shape of each tensor that belongs to a structure."""
     return _layouts(_parse(spec))
 
 
@@ -93,13 +73,6 @@ def tensor_numbers(spec: bytes, path: Sequence[str]) -> dict[str, int]:
 
     Left out are tensors whose dimensions are in another order in memory, those that require gradients, and
     those that are at other places of the tree, too.
-
-    Args:
-        spec: a document that `flatten` returns.
-        path: the keys that lead to the mapping.
-
-    Raises:
-        InvalidSpecError: `spec` is not such a document, or has no such mapping.
     """
     try:
         tree = _parse(spec)["tree"]
@@ -115,20 +88,7 @@ def tensor_numbers(spec: bytes, path: Sequence[str]) -> dict[str, int]:
 
 
 class TensorIndex:
-    """Where the tensors of a structure are.
-
-    Args:
-        spec: a document that `flatten` returns.
-
-    Attributes:
-        layouts: type and shape of each tensor.
-        numbers: the number of each tensor by its path: the keys of the mappings that lead to it. Left out are
-            tensors inside other objects than mappings, those whose dimensions are in another order in memory,
-            and those that require gradients.
-
-    Raises:
-        InvalidSpecError: `spec` is not such a document.
-    """
+    """Where the tensors of a structure are."""
 
     def __init__(self, spec: bytes) -> None:
         self._document = _parse(spec)
@@ -154,11 +114,7 @@ class TensorIndex:
         return self._uses[number]
 
     def value(self, key: str) -> Any:
-        """Return the value of a key of the tree, which has no tensors; None if there is no such key.
-
-        Raises:
-            InvalidSpecError: it cannot be decoded.
-        """
+        """Return the value of a key of the tree, which has no tensors; None if there is no such key."""
         try:
             return _Decoder(()).decode(_items_of(self._document["tree"]).get(key))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -183,10 +139,6 @@ def unflatten(spec: bytes, tensors: Sequence[Tensor]) -> Any:
     """Return the tree that `flatten` has separated into `spec` and `tensors`.
 
     The tree contains `tensors` themselves, or views of them, and arrays that share their memory.
-
-    Raises:
-        InvalidSpecError: `spec` is not a document that `flatten` returns, or the tensors have other types or
-            shapes.
     """
     document = _parse(spec)
     expected = _layouts(document)
@@ -203,11 +155,7 @@ def unflatten(spec: bytes, tensors: Sequence[Tensor]) -> Any:
 
 
 def on_host(tree: Any) -> Any:
-    """Return an equal tree whose tensors are on the host.
-
-    Args:
-        tree: consists of `ALLOWED` types.
-    """
+    """Return an equal tree whose tensors are on the host."""
     spec, tensors = flatten(tree)
     return unflatten(spec, [tensor.cpu() for tensor in tensors])
 
@@ -356,11 +304,7 @@ def _qualified(kind: type) -> str:
 
 
 class _Decoder:
-    """Makes the values of a tree.
-
-    Args:
-        tensors: the tensors of the tree, by number.
-    """
+    """Makes the values of a tree."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors

@@ -33,15 +33,7 @@ def plain_weights(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
 def encode(
     weights: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> tuple[int, Iterable[bytes | memoryview]]:
-    """Return the length of the file, and its parts.
-
-    Args:
-        weights: from `plain_weights`.
-        metadata: texts by name.
-
-    Raises:
-        CheckpointError: the format has no name for the type of a tensor.
-    """
+    """Return the length of the file, and its parts."""
     # Largest elements first: then each tensor is aligned without gaps, which the format does not allow.
     names = sorted(weights, key=lambda name: -weights[name].dtype.itemsize)
     # Programs expect the framework under this name.
@@ -70,14 +62,7 @@ def encode(
 
 
 def read_metadata(read: Callable[[int, int], bytes]) -> dict[str, str]:
-    """Return the metadata of a file.
-
-    Args:
-        read: returns the bytes of the file from a position to another.
-
-    Raises:
-        ValueError: it is not such a file.
-    """
+    """Return the metadata of a file."""
     header = json.loads(read(8, 8 + int.from_bytes(read(0, 8), "little")))
     if not isinstance(header, dict) or not isinstance(header.get("__metadata__"), dict):
         raise ValueError("the header has no metadata")

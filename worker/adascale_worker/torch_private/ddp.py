@@ -23,12 +23,7 @@ def replace_process_group(ddp: DistributedDataParallel, group: dist.ProcessGroup
 
 
 def abandon(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-    """Detach DDP from its parameters and its process group, after a backward pass that has failed.
-
-    Args:
-        ddp: is not used afterwards.
-        group: replaces its process group, which the caller destroys.
-    """
+    """Detach DDP from its parameters and its process group, after a backward pass that has failed."""
     purpose = "to continue after the loss of a replica"
     private_part(ddp.reducer, "_reset_state", purpose)()
     private_part(ddp.reducer, "_remove_autograd_hooks", purpose)()
@@ -60,10 +55,6 @@ def timed_backward_pass(ddp: DistributedDataParallel) -> tuple[int, float] | Non
     """Return the last backward pass that DDP has timed; None if it has timed no pass yet.
 
     The hooks of a program see the gradients before the exchange, and no hook is called at its end on a GPU.
-
-    Returns:
-        the number of the pass, from 1, among those that exchange gradients; and the seconds from the end of
-        the computation to the end of the exchange.
     """
     data = private_part(ddp, "_get_ddp_logging_data", "to measure the exchange of gradients")()
     exchange, hidden = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")

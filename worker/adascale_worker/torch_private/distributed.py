@@ -26,15 +26,7 @@ def default_store() -> Any:
 def tcp_store(
     host: str, port: int, world_size: int, *, is_master: bool, timeout: timedelta, listen_fd: int | None
 ) -> TCPStore:
-    """Return a TCPStore that does not wait for the other ranks, served on a socket that already listens.
-
-    Args:
-        host, port: address of the server.
-        world_size: number of ranks.
-        is_master: whether this rank is the server.
-        timeout: of the operations of the store.
-        listen_fd: file descriptor of the listening socket, on the server; None to open a socket.
-    """
+    """Return a TCPStore that does not wait for the other ranks, served on a socket that already listens."""
 
     return TCPStore(
         host,
@@ -69,14 +61,6 @@ def process_group_beside(
     """Return a process group of processes that have different default process groups.
 
     `torch.distributed.new_group` requires a default process group of which it is a part.
-
-    Args:
-        store: of the processes.
-        rank: of this process.
-        size: number of processes.
-        device: of the tensors that they exchange.
-        timeout: of the formation and of collective calls.
-        share_a_gpu: whether two of them use the same GPU, which NCCL refuses.
     """
     group = dist.ProcessGroup(store, rank, size)
     register = private_part(group, "_register_backend", "to make a group of the replicas")
@@ -121,9 +105,6 @@ def end_default_group(error: Callable[[], Exception]) -> None:
 
     A program may still have one of them. torch would let it communicate with the processes that were in it,
     or with itself alone, which is a wrong result.
-
-    Args:
-        error: returns what a collective call with one of these groups raises.
     """
     module = dist.distributed_c10d
     groups = list(private_part(module, "_world", _PURPOSE).pg_map)
@@ -135,12 +116,7 @@ _PURPOSE = "to refuse groups whose members have changed"
 
 
 def refuse_groups(groups: Iterable[dist.ProcessGroup], error: Callable[[], Exception]) -> None:
-    """Refuse collective calls of the program with `groups` from now on.
-
-    Args:
-        groups: whose members have changed.
-        error: returns what such a call raises.
-    """
+    """Refuse collective calls of the program with `groups` from now on."""
     module = dist.distributed_c10d
     _ended_groups.update(groups)
     # All collective calls with a group ask this function first.
@@ -194,10 +170,6 @@ def nccl_options(device: torch.device, timeout: timedelta) -> dict[str, Any]:
     torch 2.15 would connect at once, on the GPU of LOCAL_RANK, or else of the rank. That may be another GPU.
     And gloo's sockets, which are found among those that appear in `init_process_group`, would be confused
     with NCCL's. torch 2.9 connects at the first collective anyway, as does 2.15 with TORCH_DIST_USE_NCCL2=0.
-
-    Args:
-        device: of the tensors, with an index.
-        timeout: of the group.
     """
     options = dist.ProcessGroupNCCL.Options()
     if not hasattr(options, "lazy_init") or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
@@ -207,11 +179,7 @@ def nccl_options(device: torch.device, timeout: timedelta) -> dict[str, Any]:
 
 
 def abort_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """End the NCCL kernels of a process group that wait for a lost peer.
-
-    Args:
-        group: None for the default process group.
-    """
+    """End the NCCL kernels of a process group that wait for a lost peer."""
     group = dist.group.WORLD if group is None else group
     backend = private_part(group, "_get_backend", "to end kernels that wait for a lost peer")(
         torch.device("cuda")

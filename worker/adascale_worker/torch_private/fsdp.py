@@ -34,10 +34,6 @@ class ShardedParameterGroup:
     """The parameters of a module that FSDP2 reduces the gradients of together.
 
     Public interfaces show neither the gradients of this rank nor which backward passes were synchronised.
-
-    Args:
-        module: that `fully_shard` was applied to.
-        group: FSDP2's own object for the parameters.
     """
 
     def __init__(self, module: FSDPModule, group: Any) -> None:
@@ -89,9 +85,6 @@ class ShardedParameterGroup:
 
         FSDP2 calls its method `post_backward` there, on passes with and without a reduce-scatter. An
         exception of that method leaves out `after`.
-
-        Args:
-            before, after: given whether gradients are synchronised on this pass.
         """
         group = self._group
         post_backward = private_part(group, "post_backward", "to count the backward passes of fully_shard")

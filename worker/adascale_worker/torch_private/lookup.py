@@ -12,11 +12,7 @@ TESTED_VERSIONS = ("2.9.0", "2.15.0")
 
 
 def private_part(owner: Any, name: str, purpose: str) -> Any:
-    """Return `owner.name`.
-
-    Raises:
-        UnsupportedTorchError: `owner` has no such attribute.
-    """
+    """Return `owner.name`."""
     try:
         return getattr(owner, name)
     except AttributeError:

@@ -14,11 +14,7 @@ from adascale_worker.torch_private.lookup import private_part
 
 
 def let_clipping_find_no_gradients() -> Callable[[], None]:
-    """Let `clip_grad_value_` do nothing without gradients, as `clip_grad_norm_`; torch raises an error.
-
-    Returns:
-        Undoes it.
-    """
+    """Let `clip_grad_value_` do nothing without gradients, as `clip_grad_norm_`; torch raises an error."""
     module, name = torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype"
     original: Callable[[Sequence[Sequence[Tensor]]], dict[Any, Any]] | None = getattr(module, name, None)
     if original is None:
@@ -55,12 +51,6 @@ def lr_at_position(scheduler: LRScheduler) -> list[float] | None:
     """Return the learning rates of a schedule at its position, from its arguments alone.
 
     The public interface gives those that follow from the learning rates of the last step, which may be 0.
-
-    Args:
-        scheduler: the scheduler.
-
-    Returns:
-        One for each parameter group. None if such a scheduler cannot tell.
     """
     closed_form = getattr(scheduler, "_get_closed_form_lr", None)
     return None if closed_form is None else [float(lr) for lr in closed_form()]

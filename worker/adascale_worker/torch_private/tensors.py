@@ -14,10 +14,6 @@ def l2_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> lis
     """Return the L2 norm of each tensor, with one kernel for many of them.
 
     `torch.nn.utils.get_total_norm` uses the same kernel and returns only the norm of all.
-
-    Args:
-        tensors: of any shape.
-        dtype: to compute in; that of the tensors if None.
     """
     if not tensors:
         return []
@@ -26,12 +22,7 @@ def l2_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> lis
 
 
 def weighted_sqr_norms(tensors: Sequence[Tensor], divisors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sum of x^2 / divisor for each tensor x.
-
-    Args:
-        tensors: of one dimension, on the CPU, where an inner product costs a fraction of a norm.
-        divisors: of the same shapes, and positive. May be overwritten.
-    """
+    """Return the sum of x^2 / divisor for each tensor x."""
     return [torch.dot(_quotient(x, divisor), x) for x, divisor in zip(tensors, divisors, strict=True)]
 
 

@@ -36,17 +36,11 @@ LITTLE_ROOM = 4 * 1024 * 1024
 
 
 class Connector(Protocol):
-    """Opens connections to a database, and executes on them what differs between databases.
+    """Opens connections to a database, and executes on them what differs between databases."""
 
-    Attributes:
-        error: the base class of the driver's errors.
-        url: the URL of the database, without a password.
-        is_shared: whether several processes may use it.
-    """
-
-    error: type[Exception]
-    url: str
-    is_shared: bool
+    error: type[Exception]  # the base class of the driver's errors
+    url: str  # the URL of the database, without a password
+    is_shared: bool  # whether several processes may use it
 
     def connect(self, *, writes: bool) -> Any:
         """Open a connection."""
@@ -73,11 +67,7 @@ class Connector(Protocol):
         ...
 
     def has_room(self, *, was_full: bool) -> bool:
-        """Return whether there is room for reports.
-
-        Args:
-            was_full: whether there was none before.
-        """
+        """Return whether there is room for reports."""
         ...
 
     def make_room(self) -> bool:
@@ -97,10 +87,5 @@ class Connector(Protocol):
         ...
 
     def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
-        """Report the changes that services commit, from a thread, until `close`.
-
-        Args:
-            on_change: called with a job and its version; -1 if it was deleted.
-            on_listening: called with whether all later changes are reported.
-        """
+        """Report the changes that services commit, from a thread, until `close`."""
         ...

@@ -10,10 +10,6 @@ from adascale_api.data.tables import MIGRATIONS, SCHEMA, SCHEMA_VERSION, TABLES
 def migrates_from(found: set[str], execute: Callable[[str], Iterable[tuple[Any, ...]]]) -> int | None:
     """Return the version of tables of an earlier release that can be changed to those of this one.
 
-    Args:
-        found: names of the tables that the database has.
-        execute: executes a statement, and returns its rows.
-
     Returns: None if there are no such tables.
     """
     if SCHEMA not in found:
@@ -34,15 +30,6 @@ def require_own_tables(
     """Refuse tables of another version or program. A database without tables is accepted.
 
     Tables of a later version are accepted if they say that this version can use them.
-
-    Args:
-        url: the URL of the database, without a password.
-        found: names of the tables that it has.
-        execute: executes a statement, and returns its rows.
-        remedy: what the user can do, for messages.
-
-    Raises:
-        UnusableDatabaseError: tables are missing, or belong to another version or program.
     """
     if not found:
         return

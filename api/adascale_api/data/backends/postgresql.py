@@ -79,15 +79,7 @@ logger = logging.getLogger(__name__)
 
 
 class PostgresqlConnector:
-    """Opens connections to a PostgreSQL database.
-
-    Args:
-        url: `postgresql://USER:PASSWORD@HOST/NAME`, or what else libpq reads.
-
-    Raises:
-        UnusableDatabaseError: the URL is not valid, the database does not answer, is too old, has other
-            tables, or is behind a pooler that passes no notifications on.
-    """
+    """Opens connections to a PostgreSQL database."""
 
     error: type[Exception] = psycopg.Error
     is_shared = True

@@ -54,15 +54,7 @@ _FAILURES = {
 
 
 class SqliteConnector:
-    """Opens connections to an SQLite file.
-
-    Args:
-        url: `sqlite:///PATH`.
-
-    Raises:
-        UnusableDatabaseError: the URL is not valid, or the file can't be opened and written, is used by
-            another process, or has other tables.
-    """
+    """Opens connections to an SQLite file."""
 
     error: type[Exception] = sqlite3.Error
     is_shared = False
@@ -134,11 +126,7 @@ class SqliteConnector:
             begin_read(connection)
 
     def commit(self, connection: sqlite3.Connection, changed: Mapping[str, int]) -> None:  # noqa: ARG002
-        """Commit a transaction.
-
-        Raises:
-            sqlite3.DatabaseError: the file was deleted or replaced, so the data would be lost.
-        """
+        """Commit a transaction."""
         if self._identify() != self._identity:
             raise sqlite3.DatabaseError(f"the file {self._path} was deleted or replaced")
         connection.execute("COMMIT")

@@ -17,14 +17,7 @@ from adascale_api.data.sql import Sql
 
 
 class SqliteReader:
-    """Opens connections that read an SQLite file.
-
-    Args:
-        path: the file.
-
-    Raises:
-        UnusableDatabaseError: the file does not exist or can't be opened, or has other tables.
-    """
+    """Opens connections that read an SQLite file."""
 
     error: type[Exception] = sqlite3.Error
     # Another process may change it, so that cached states may not be the committed ones.

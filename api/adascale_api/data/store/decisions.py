@@ -9,22 +9,14 @@ from adascale_core.views.decision import DecisionView
 
 
 def store(transaction: Transaction, decision: DecisionView) -> None:
-    """Store the decision about a job in place of the last one.
-
-    Raises:
-        JobNotFoundError: the job does not exist.
-    """
+    """Store the decision about a job in place of the last one."""
     key = jobs.lock(transaction, decision.job)
     text = json.dumps(decision.to_json(), separators=(",", ":"))
     transaction.execute(_UPSERT, key=key, decision=text)
 
 
 def find(transaction: Transaction, job: Job) -> DecisionView | None:
-    """Return the last decision about a job; None if there is none.
-
-    Raises:
-        UnreadableJobError: it has no valid value.
-    """
+    """Return the last decision about a job; None if there is none."""
     row = transaction.first(_FIND, key=job.key)
     if row is None:
         return None

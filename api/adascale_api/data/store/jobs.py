@@ -98,27 +98,17 @@ class PageRoom:
 
 @dataclass(frozen=True)
 class JobPage:
-    """Some jobs, by id.
+    """Some jobs, by id."""
 
-    Args:
-        jobs: the jobs. Those that can't be read are logged, and are not among them.
-        next: the `after` of the next page; None on the last page.
-    """
-
-    jobs: list[Job]
-    next: str | None
+    jobs: list[Job]  # the jobs. Those that can't be read are logged, and are not among them.
+    next: str | None  # the `after` of the next page; None on the last page
 
 
 # -- reading --------------------------------------------------------------------------------------------
 
 
 def find_job(transaction: Transaction, job_id: str) -> Job:
-    """Return a job.
-
-    Raises:
-        JobNotFoundError: it does not exist.
-        UnreadableJobError: its row has invalid values.
-    """
+    """Return a job."""
     ticket = transaction.cache.ticket(job_id)
     found = transaction.first(_FIND, id=job_id)
     if found is None:
@@ -162,21 +152,13 @@ def declare(transaction: Transaction, job_id: str, spec: JobSpec, now: float) ->
 
 
 def allocate(transaction: Transaction, job_id: str, allocation: Allocation, now: float) -> Transition:
-    """Store a job's desired allocation. Creates the job if it does not exist.
-
-    Raises:
-        StaleAllocationError: a newer allocation is desired already.
-    """
+    """Store a job's desired allocation. Creates the job if it does not exist."""
     job = lock_or_create(transaction, job_id, now)
     return apply(transaction, job, partial(rendezvous.allocate, allocation=allocation))
 
 
 def delete_job(transaction: Transaction, job_id: str, now: float) -> None:
-    """Delete a job. `remove_deleted` removes its reports later, in pieces.
-
-    Raises:
-        JobNotFoundError: it does not exist.
-    """
+    """Delete a job. `remove_deleted` removes its reports later, in pieces."""
     job = transaction.jobs.pop(job_id, None)
     found = transaction.first(_LOCK, id=job_id)
     if found is None:
@@ -212,11 +194,7 @@ def forget_versions(transaction: Transaction, before: float) -> None:
 
 
 def lock(transaction: Transaction, job_id: str) -> int:
-    """Return the key of a job, locked until the end of the transaction.
-
-    Raises:
-        JobNotFoundError: it does not exist.
-    """
+    """Return the key of a job, locked until the end of the transaction."""
     job = transaction.jobs.get(job_id)
     if job is not None:
         return job.key
@@ -229,19 +207,7 @@ def lock(transaction: Transaction, job_id: str) -> int:
 def lock_or_create(
     transaction: Transaction, job_id: str, now: float, *, max_undeclared: int | None = None
 ) -> Job:
-    """Return a job, locked until the end of the transaction. Creates the job if it does not exist.
-
-    Args:
-        transaction: the transaction.
-        job_id: the full job id.
-        now: the time, in seconds since 1970.
-        max_undeclared: jobs that are not declared which its namespace may have if this creates it; None for
-            any number.
-
-    Raises:
-        UnreadableJobError: its row has invalid values.
-        TooManyJobsError: it would be one more than `max_undeclared`.
-    """
+    """Return a job, locked until the end of the transaction. Creates the job if it does not exist."""
     job = transaction.jobs.get(job_id)
     if job is not None:
         return job

@@ -19,9 +19,6 @@ def register(transaction: Transaction, job_id: str, registration: Registration, 
 
     The log is stored separately: a state with the logs of all replicas would be read and written with every
     registration.
-
-    Raises:
-        TooManyJobsError: the job is new, and its namespace has too many that are not declared.
     """
     job = lock_or_create(transaction, job_id, now, max_undeclared=MAX_UNDECLARED)
     without_log = replace(registration, log=None)

@@ -43,15 +43,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Retention:
-    """How many reports of a job are kept.
+    """How many reports of a job are kept."""
 
-    Args:
-        newest: the newest reports that are kept, all of them.
-        earlier: the earlier reports that are kept at least, evenly spread over the steps.
-    """
-
-    newest: int = 2000
-    earlier: int = 2000
+    newest: int = 2000  # the newest reports that are kept, all of them
+    earlier: int = 2000  # the earlier reports that are kept at least, evenly spread over the steps
 
     @property
     def limit(self) -> int:
@@ -78,15 +73,11 @@ class Posted:
 
 @dataclass(frozen=True)
 class _Times:
-    """The latest step times of a batch plan, and their latest sync times.
-
-    Args:
-        is_stored: whether the plan has a row.
-    """
+    """The latest step times of a batch plan, and their latest sync times."""
 
     seconds: "array[float]"
     sync: "array[float]"
-    is_stored: bool
+    is_stored: bool  # whether the plan has a row
 
 
 def post(
@@ -99,10 +90,6 @@ def post(
     """Store reports, each (generation, step) once. Creates the job if it does not exist.
 
     If the newest one names a slow replica, a spare may take its place.
-
-    Raises:
-        UnreadableJobError: a row of the job that this continues has no valid value.
-        TooManyJobsError: the job is new, and its namespace has too many that are not declared.
     """
     job = lock_or_create(transaction, job_id, now, max_undeclared=MAX_UNDECLARED)
     # Before any row is written: an unreadable one must leave the transaction without an effect.
@@ -192,20 +179,12 @@ def step_time_rows(transaction: Transaction, after: str, last: str) -> dict[str,
 
 
 def parse_report(job_id: str, row: Row | None) -> GainReport | None:
-    """Return the report in a row; None without one.
-
-    Raises:
-        UnreadableJobError: a column has no valid value.
-    """
+    """Return the report in a row; None without one."""
     return None if row is None else _parse_report(job_id, row)
 
 
 def parse_step_times(job_id: str, rows: Sequence[Row]) -> list[StepTime]:
-    """Return the step times in rows, of which the last column is the number of reports received since.
-
-    Raises:
-        UnreadableJobError: a column has no valid value.
-    """
+    """Return the step times in rows, of which the last column is the number of reports received since."""
     # The plan of the newest report is the one that none came after.
     present = max((row[0] for row in rows if row[-1] == 0), default=None)
     try:

@@ -47,32 +47,16 @@ OnWritten = Callable[[Resource, ApiObject, bool], None]
 
 @dataclass
 class Applied:
-    """What the next cycle has to know about the actions that were carried out.
+    """What the next cycle has to know about the actions that were carried out."""
 
-    Args:
-        claim_created: whether the checkpoint claim was created.
-        template_rejection: the API server's message, if it rejects the Indexed Job as invalid.
-        refused: its answer, if it does not create an Indexed Job now.
-    """
-
-    claim_created: bool = False
+    claim_created: bool = False  # whether the checkpoint claim was created
+    # the API server's message, if it rejects the Indexed Job as invalid
     template_rejection: str | None = None
-    refused: JobRefusedError | None = None
+    refused: JobRefusedError | None = None  # its answer, if it does not create an Indexed Job now
 
 
 class Applier:
-    """Writes to the API server and to the metrics service.
-
-    Args:
-        cluster: the API server.
-        service: the metrics service.
-        on_written: is called with each object that the API server returns, and with whether more than its
-            telemetry has changed.
-        identity: the name of the operator in its Events.
-        on_stored: is called after a write to the metrics service, with the id of the job, and with a function
-            that returns whether a view of the job has what was written.
-        before_pods: is awaited with a namespace, before something in it is created that has pods.
-    """
+    """Writes to the API server and to the metrics service."""
 
     def __init__(
         self,
@@ -107,10 +91,6 @@ class Applier:
         """Return the jobs whose telemetry is written now, as the rate of such writes allows.
 
         Those whose status was not written for the longest time come first.
-
-        Args:
-            planned: the jobs whose telemetry is due.
-            now: seconds since 1970.
         """
         # A time that is too far away was set before the clock was set back.
         until = min(max(self._telemetry_until, now - TELEMETRY_BURST / MAX_TELEMETRY_RATE), now)
@@ -132,12 +112,7 @@ class Applier:
         return self._written_at(observed) + max(TELEMETRY_INTERVAL, self.jobs / MAX_TELEMETRY_RATE)
 
     async def apply(self, observed: ObservedJob, actions: Actions) -> Applied:
-        """Carry out the actions for a job, the status first.
-
-        Raises:
-            ClusterError: the API server does not answer, or rejects another write.
-            ServiceError: the same for the metrics service.
-        """
+        """Carry out the actions for a job, the status first."""
         job, applied = observed.resource, Applied()
         await self._write_status(observed, actions)
         if actions.deregister:

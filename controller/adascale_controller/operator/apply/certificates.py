@@ -34,12 +34,7 @@ class CertificateError(AdaScaleError):
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A certificate and its private key, in PEM.
-
-    Args:
-        certificate: the certificate.
-        key: the key.
-    """
+    """A certificate and its private key, in PEM."""
 
     certificate: bytes
     key: bytes
@@ -51,25 +46,12 @@ def create_authority(now: datetime) -> KeyPair:
 
 
 def renew_authority(authority: KeyPair, now: datetime) -> KeyPair:
-    """Return an authority with the same key, valid from now.
-
-    Raises:
-        CertificateError: the key can't be read.
-    """
+    """Return an authority with the same key, valid from now."""
     return _authority(_read_key(authority.key), now)
 
 
 def issue_server_certificate(authority: KeyPair, hosts: Sequence[str], now: datetime) -> KeyPair:
-    """Return a certificate of a server, with a new key.
-
-    Args:
-        authority: the issuer.
-        hosts: names and IP addresses at which clients reach the server.
-        now: the present time.
-
-    Raises:
-        CertificateError: the authority can't be read.
-    """
+    """Return a certificate of a server, with a new key."""
     issuer, issuer_key = _read_certificate(authority.certificate), _read_key(authority.key)
     key = ec.generate_private_key(ec.SECP256R1())
     # A name in the subject may have 64 characters only; clients read the alternative names.
@@ -89,22 +71,14 @@ def issue_server_certificate(authority: KeyPair, hosts: Sequence[str], now: date
 
 
 def needs_renewal(certificate: bytes, now: datetime) -> bool:
-    """Whether a certificate has passed two thirds of its lifetime.
-
-    Raises:
-        CertificateError: it can't be read.
-    """
+    """Whether a certificate has passed two thirds of its lifetime."""
     read = _read_certificate(certificate)
     begin, end = read.not_valid_before_utc, read.not_valid_after_utc
     return now >= begin + (end - begin) * RENEWED_AFTER
 
 
 def require_certificates(pem: bytes) -> None:
-    """Return if this is one certificate in PEM or several, and text that a ConfigMap can have.
-
-    Raises:
-        CertificateError: it is not.
-    """
+    """Return if this is one certificate in PEM or several, and text that a ConfigMap can have."""
     try:
         pem.decode("ascii")
         x509.load_pem_x509_certificates(pem)
@@ -113,11 +87,7 @@ def require_certificates(pem: bytes) -> None:
 
 
 def is_issued_for(certificate: bytes, authority: bytes, hosts: Sequence[str]) -> bool:
-    """Whether a certificate is from an authority, and for these hosts.
-
-    Raises:
-        CertificateError: one of them can't be read.
-    """
+    """Whether a certificate is from an authority, and for these hosts."""
     read = _read_certificate(certificate)
     try:
         read.verify_directly_issued_by(_read_certificate(authority))

@@ -78,10 +78,6 @@ class Cluster(Protocol):
         """Return all objects of a resource of Kueue, in the version that the API server prefers.
 
         None if the cluster has no Kueue, or if the operator may not list them.
-
-        Args:
-            plural: the resource.
-            namespace: only those of a namespace. None for cluster-scoped resources.
         """
 
     async def apply_status(self, namespace: str, name: str, uid: str, status: ApiObject) -> ApiObject:
@@ -141,11 +137,4 @@ class Cluster(Protocol):
     async def record_event(
         self, namespace: str, name: str, uid: str, event: Event, now: float, reporter: str
     ) -> None:
-        """Create an Event about an AdaScaleJob.
-
-        Args:
-            namespace, name, uid: the AdaScaleJob.
-            event: the Event.
-            now: seconds since 1970.
-            reporter: `reportingInstance`, the identity of the operator.
-        """
+        """Create an Event about an AdaScaleJob."""

@@ -35,18 +35,7 @@ def indexed_job_manifest(
     adopts: bool = False,
     extra: bool = False,
 ) -> Manifest:
-    """Return the Indexed Job whose pods are the replicas, or the extra pods.
-
-    Args:
-        workload: the AdaScaleJob.
-        replicas: the number of pods. For 0, `suspend` must be true: a Job with 0 completions is complete.
-        suspend: `spec.suspend`.
-        single_node: whether all replicas must share a node, because only one node can mount the claim.
-        accelerator: the type of accelerator that the pods require. None if they require none.
-        fs_group: whether volumes get a group that may write to them, where the template sets none.
-        adopts: whether it takes over pods of this AdaScaleJob that have no controller, in no queue.
-        extra: whether its pods are extra pods.
-    """
+    """Return the Indexed Job whose pods are the replicas, or the extra pods."""
     settings = workload.job.opportunistic if extra else None
     template = build_pod_template(
         workload, single_node=single_node, accelerator=accelerator, fs_group=fs_group, extra=settings
@@ -124,12 +113,7 @@ def _select_by_uid(spec: Manifest, workload: Workload) -> None:
 
 
 def pod_manifest(workload: Workload, *, fs_group: bool = True, extra: bool = False) -> Manifest:
-    """Return a pod of an Indexed Job, for a dry run. It requires no type of accelerator.
-
-    Args:
-        workload: the AdaScaleJob.
-        fs_group, extra: as for `indexed_job_manifest`.
-    """
+    """Return a pod of an Indexed Job, for a dry run. It requires no type of accelerator."""
     settings = workload.job.opportunistic if extra else None
     template = build_pod_template(workload, single_node=False, fs_group=fs_group, extra=settings).manifest
     metadata = template["metadata"]
@@ -152,10 +136,6 @@ def check_pod_manifest(workload: Workload, name: str) -> Manifest:
     """Return a pod of the template that shows whether its image and its volumes are there.
 
     It runs the agent's help, where the job's replicas are, and requests nothing.
-
-    Args:
-        workload: the AdaScaleJob.
-        name: name of the pod.
     """
     built = build_pod_template(workload, single_node=True)
     spec = built.manifest["spec"]
@@ -194,11 +174,6 @@ def resize_patch(
     """Return a merge patch with everything of an Indexed Job that may change while it runs.
 
     Completions and parallelism change together, which is what the API server allows for an Indexed Job.
-
-    Args:
-        replicas: as for `indexed_job_manifest`.
-        suspend: `spec.suspend`. None leaves it, also if others change it at the same time.
-        active_deadline_seconds: `spec.activeDeadlineSeconds`. None for no deadline.
     """
     spec: Manifest = {**_size(replicas), "activeDeadlineSeconds": active_deadline_seconds}
     if suspend is None:
@@ -209,10 +184,8 @@ def resize_patch(
 
 
 def resize_extra_patch(replicas: int) -> Manifest:
-    """Return a merge patch for an Indexed Job of extra pods. It stays suspended if somebody has suspended it.
-
-    Args:
-        replicas: the number of pods; 0 suspends it.
+    """Return a merge patch for an Indexed Job of extra pods. It stays suspended if somebody has
+    suspended it.
     """
     return {"spec": _size(replicas) if replicas else {"suspend": True}}
 

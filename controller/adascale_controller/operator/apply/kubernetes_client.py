@@ -24,16 +24,11 @@ class NoAnswerError(Exception):
 
 @dataclass(frozen=True)
 class Response:
-    """An answer of the API server.
-
-    Args:
-        status: the HTTP status.
-        content: the body.
-        retry_after: seconds after which the API server accepts the call, by its header; None without one.
-    """
+    """An answer of the API server."""
 
     status: int
     content: bytes
+    # seconds after which the API server accepts the call, by its header; None without one
     retry_after: float | None = None
 
 
@@ -47,19 +42,7 @@ async def call(
     body: Mapping[str, Any] | None = None,
     content_type: str = "application/json",
 ) -> Response:
-    """Make a call with the client's authentication.
-
-    Args:
-        api: the client.
-        method, path: of the call.
-        timeout: seconds until the call fails.
-        query: the query parameters.
-        body: JSON to send.
-        content_type: type of the body.
-
-    Raises:
-        NoAnswerError: the API server did not answer in time, or could not be reached.
-    """
+    """Make a call with the client's authentication."""
     try:
         request = await api.param_serialize(
             method,

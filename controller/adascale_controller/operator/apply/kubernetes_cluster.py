@@ -38,12 +38,7 @@ _APPLY_PATCH = "application/apply-patch+yaml"
 
 
 class KubernetesCluster:
-    """The Kubernetes API.
-
-    Args:
-        api: the client.
-        namespace: the only namespace whose objects are listed. None for all namespaces.
-    """
+    """The Kubernetes API."""
 
     def __init__(
         self,

@@ -46,17 +46,11 @@ _LOST_NODE_SECONDS: Final = 5
 
 @dataclass(frozen=True)
 class BuiltPodTemplate:
-    """A PodTemplateSpec for the Indexed Job.
-
-    Args:
-        manifest: the PodTemplateSpec.
-        worker: name of the container that trains.
-        warnings: which parts of the user's template are overridden.
-    """
+    """A PodTemplateSpec for the Indexed Job."""
 
     manifest: Manifest
-    worker: str
-    warnings: tuple[str, ...]
+    worker: str  # name of the container that trains
+    warnings: tuple[str, ...]  # which parts of the user's template are overridden
 
 
 def build_pod_template(
@@ -67,15 +61,7 @@ def build_pod_template(
     fs_group: bool = True,
     extra: OpportunisticSettings | None = None,
 ) -> BuiltPodTemplate:
-    """Return the pod template of one of a job's Indexed Jobs.
-
-    Args:
-        workload: the job.
-        single_node: whether all replicas must share a node, because only one node can mount the claim.
-        accelerator: the type of accelerator that the pods require. None if they require none.
-        fs_group: whether volumes get a group that may write to them, where the template sets none.
-        extra: how extra pods run, if the template is theirs.
-    """
+    """Return the pod template of one of a job's Indexed Jobs."""
     template: Manifest = copy.deepcopy(dict(workload.template))
     warnings: list[str] = []
     _set_labels(template, workload, warnings)

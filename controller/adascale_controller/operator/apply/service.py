@@ -14,11 +14,7 @@ class AllocationService(Protocol):
     """The metrics service. Each call blocks, and may raise the `ServiceError`s of `adascale_client`."""
 
     def read_jobs(self, share: float = 1.0) -> JobList:
-        """Return all jobs, and the cursor from which their later changes are read.
-
-        Args:
-            share: the share of the time that the requests take.
-        """
+        """Return all jobs, and the cursor from which their later changes are read."""
 
     def read_changes(self, cursor: str, wait: float = 0.0) -> JobChanges:
         """Return what has changed since a cursor, after `wait` seconds at most. Status 410 if it expired."""

@@ -18,29 +18,20 @@ from adascale_core.messages.allocation import Allocation
 
 @dataclass(frozen=True)
 class AdaScaleJob:
-    """An AdaScaleJob.
-
-    Args:
-        namespace, name, uid: its identity.
-        generation: `metadata.generation`, which rises with each edit of the spec.
-        created_at: seconds since 1970.
-        job: the parsed spec. None if it is invalid.
-        invalid: why the spec is invalid.
-        template: `spec.template` as the user wrote it.
-        status: `status` as it was last written.
-        queueing: the labels and annotations of Kueue.
-    """
+    """An AdaScaleJob."""
 
     namespace: str
     name: str
     uid: str
-    generation: int
-    created_at: int
-    job: Job | None
+    generation: int  # `metadata.generation`, which rises with each edit of the spec
+    created_at: int  # seconds since 1970
+    job: Job | None  # the parsed spec. None if it is invalid.
     invalid: str | None = None
+    # `spec.template` as the user wrote it
     template: ApiObject = field(default_factory=lambda: MappingProxyType({}))
+    # `status` as it was last written
     status: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    queueing: Queueing = field(default_factory=Queueing)
+    queueing: Queueing = field(default_factory=Queueing)  # the labels and annotations of Kueue
 
     @property
     def deadline(self) -> float | None:
@@ -87,11 +78,7 @@ class AdaScaleJob:
 
     @property
     def valid_job(self) -> Job:
-        """The parsed spec.
-
-        Raises:
-            ValueError: the spec is invalid.
-        """
+        """The parsed spec."""
         if self.job is None:
             raise ValueError(f"{self.id} has an invalid spec: {self.invalid}")
         return self.job

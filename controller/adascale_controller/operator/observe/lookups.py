@@ -45,42 +45,25 @@ START_EVENTS: Final = ",".join(["involvedObject.kind=Pod", *(f"reason!={reason}"
 
 @dataclass(frozen=True)
 class Lookups:
-    """The lookups that a job needs now.
-
-    Args:
-        claim: name of the checkpoint claim.
-        claim_awaited: whether the job can't start before a claim of the user's exists.
-        short_of_pods: uid of an Indexed Job that has fewer pods than its parallelism.
-        slow_pod: the first pod that was assigned to a node and has started no container in time.
-    """
+    """The lookups that a job needs now."""
 
     claim: str | None
-    claim_awaited: bool
-    short_of_pods: str | None
-    slow_pod: Pod | None
+    claim_awaited: bool  # whether the job can't start before a claim of the user's exists
+    short_of_pods: str | None  # uid of an Indexed Job that has fewer pods than its parallelism
+    slow_pod: Pod | None  # the first pod that was assigned to a node and has started no container in time
 
 
 @dataclass(frozen=True)
 class LookupResults:
-    """The newest results of a job's lookups. Each is None until it is known.
-
-    Args:
-        claim: the checkpoint claim.
-        pod_creation_failure: why the Job controller can't create pods.
-        refusal: that the API server does not create an Indexed Job.
-        slow_pod: uid of the pod whose Events `slow_pod_events` holds.
-        slow_pod_events: the Events of that pod, of `START_EVENTS`.
-        admission: what admission makes of its pods.
-        template_check: of a changed template. None if it is not checked.
-    """
+    """The newest results of a job's lookups. Each is None until it is known."""
 
     claim: CheckpointClaim | None = None
-    pod_creation_failure: PodProblem | None = None
-    slow_pod: str | None = None
-    slow_pod_events: Sequence[ApiObject] = ()
-    admission: Admission | None = None
-    template_check: TemplateCheck | None = None
-    refusal: JobRefusal | None = None
+    pod_creation_failure: PodProblem | None = None  # why the Job controller can't create pods
+    slow_pod: str | None = None  # uid of the pod whose Events `slow_pod_events` holds
+    slow_pod_events: Sequence[ApiObject] = ()  # the Events of that pod, of `START_EVENTS`
+    admission: Admission | None = None  # what admission makes of its pods
+    template_check: TemplateCheck | None = None  # of a changed template. None if it is not checked.
+    refusal: JobRefusal | None = None  # that the API server does not create an Indexed Job
 
 
 def needed_lookups(cached: CachedJob, now: float) -> Lookups:
@@ -104,13 +87,7 @@ def needed_lookups(cached: CachedJob, now: float) -> Lookups:
 
 
 def read_claim(workload: Workload, name: str, raw: ApiObject | None) -> CheckpointClaim:
-    """Return the checkpoint claim of a job.
-
-    Args:
-        workload: the job.
-        name: name of the claim.
-        raw: the claim as read. None if it does not exist.
-    """
+    """Return the checkpoint claim of a job."""
     checkpoint = workload.job.checkpoint
     modes = raw["spec"]["accessModes"] if raw is not None else [checkpoint.access_mode]
     own = checkpoint.claim_name is None

@@ -42,52 +42,32 @@ REGISTRATION_TIMEOUT = MAX_INTERVAL
 
 @dataclass(frozen=True)
 class IndexedJob:
-    """An Indexed Job (batch/v1) of an AdaScaleJob's name, or of the name of its extra pods' Job.
-
-    Args:
-        uid: its uid.
-        owner: uid of the AdaScaleJob that owns it. None if no AdaScaleJob does.
-        digest: digest of the template that its pods are made from.
-        parallelism: how many pods it has when it is not suspended.
-        suspended: `spec.suspend`.
-        deleting: whether it has a deletion timestamp.
-        complete: whether one of its pods has succeeded, so that its success policy is met.
-        failed: reason and message, if the Job controller has failed it.
-        completed_at: when that pod had succeeded, in seconds since 1970. None if it is not known.
-        active_deadline_seconds: `spec.activeDeadlineSeconds`.
-        accelerator: the type of accelerator that its pods require. None if they require none.
-        first: the index of the replica of its first pod: 0, or for extra pods the number of others.
-        of: the name of the AdaScaleJob that it was made for, by its label.
-        created_at: seconds since 1970.
-        leaves_pods: whether it is being deleted without its pods.
-        suspended_by_operator: whether the operator has suspended it.
-        queue: the LocalQueue of Kueue that it is queued in. None if it is not queued.
-        queue_request: `Queueing.request` of its AdaScaleJob when it was created.
-        is_elastic: whether Kueue lets its parallelism change while it is admitted, and gates new pods.
-        gates_checked_at: when it was changed last because of gated pods, in seconds since 1970.
-        scheduling: `nodeSelector` and `tolerations` of its pods, to which Kueue adds those of a flavor.
-    """
+    """An Indexed Job (batch/v1) of an AdaScaleJob's name, or of the name of its extra pods' Job."""
 
     uid: str
-    owner: str | None
-    digest: str | None
-    parallelism: int
+    owner: str | None  # uid of the AdaScaleJob that owns it. None if no AdaScaleJob does.
+    digest: str | None  # digest of the template that its pods are made from
+    parallelism: int  # how many pods it has when it is not suspended
     suspended: bool
-    deleting: bool
-    complete: bool
-    failed: tuple[str, str] | None
+    deleting: bool  # whether it has a deletion timestamp
+    complete: bool  # whether one of its pods has succeeded, so that its success policy is met
+    failed: tuple[str, str] | None  # reason and message, if the Job controller has failed it
+    # when that pod had succeeded, in seconds since 1970. None if it is not known.
     completed_at: float | None = None
     active_deadline_seconds: int | None = None
+    # the type of accelerator that its pods require. None if they require none.
     accelerator: str | None = None
-    first: int = 0
-    of: str | None = None
-    created_at: float = 0.0
-    leaves_pods: bool = False
-    suspended_by_operator: bool = False
-    queue: str | None = None
-    queue_request: str | None = None
+    first: int = 0  # the index of the replica of its first pod: 0, or for extra pods the number of others
+    of: str | None = None  # the name of the AdaScaleJob that it was made for, by its label
+    created_at: float = 0.0  # seconds since 1970
+    leaves_pods: bool = False  # whether it is being deleted without its pods
+    suspended_by_operator: bool = False  # whether the operator has suspended it
+    queue: str | None = None  # the LocalQueue of Kueue that it is queued in. None if it is not queued.
+    queue_request: str | None = None  # `Queueing.request` of its AdaScaleJob when it was created
+    # whether Kueue lets its parallelism change while it is admitted, and gates new pods
     is_elastic: bool = False
-    gates_checked_at: float = 0.0
+    gates_checked_at: float = 0.0  # when it was changed last because of gated pods, in seconds since 1970
+    # `nodeSelector` and `tolerations` of its pods, to which Kueue adds those of a flavor
     scheduling: ApiObject = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
@@ -152,71 +132,45 @@ class IndexedJob:
 
 @dataclass(frozen=True)
 class CheckpointClaim:
-    """The PersistentVolumeClaim for checkpoints.
-
-    Args:
-        name: its name.
-        own: whether the operator creates it.
-        exists: whether it exists.
-        single_node: whether only one node can mount it at a time.
-    """
+    """The PersistentVolumeClaim for checkpoints."""
 
     name: str
     own: bool
     exists: bool
-    single_node: bool
+    single_node: bool  # whether only one node can mount it at a time
 
 
 @dataclass(frozen=True)
 class Admission:
-    """What admission makes of the pods of a template.
+    """What admission makes of the pods of a template."""
 
-    Args:
-        spec: the PodSpec after admission. None if it is not known.
-        problem: why it is not known: the API server's message.
-        forbids_fs_group: whether pods with an `fsGroup` are rejected.
-        extra_priority: the priority of extra pods. None if the job has none, or it is not known.
-        extra_problem: why the API server rejects extra pods.
-        has_quota: whether a quota allowed another pod when that was asked.
-        asked_at: when it was asked, in seconds since 1970.
-    """
-
-    spec: ApiObject | None = None
-    problem: str = ""
-    forbids_fs_group: bool = False
-    has_quota: bool = True
-    asked_at: float = 0.0
+    spec: ApiObject | None = None  # the PodSpec after admission. None if it is not known.
+    problem: str = ""  # why it is not known: the API server's message
+    forbids_fs_group: bool = False  # whether pods with an `fsGroup` are rejected
+    has_quota: bool = True  # whether a quota allowed another pod when that was asked
+    asked_at: float = 0.0  # when it was asked, in seconds since 1970
+    # the priority of extra pods. None if the job has none, or it is not known.
     extra_priority: int | None = None
-    extra_problem: str = ""
+    extra_problem: str = ""  # why the API server rejects extra pods
 
 
 @dataclass(frozen=True)
 class TemplateCheck:
-    """What is known of a changed template, of which a pod is started before the old ones are stopped.
-
-    Args:
-        digest: of the template.
-        done: whether the pod has started, or can't be tried.
-        reason, message: why it does not start, as of a condition. None if no reason is known.
-    """
+    """What is known of a changed template, of which a pod is started before the old ones are stopped."""
 
     digest: str
-    done: bool = False
+    done: bool = False  # whether the pod has started, or can't be tried
+    # reason, message: why it does not start, as of a condition. None if no reason is known.
     reason: Reason | None = None
     message: str = ""
 
 
 @dataclass(frozen=True)
 class JobRefusal:
-    """That the API server does not create an Indexed Job now.
-
-    Args:
-        problem: why.
-        extra: whether it is the Indexed Job of extra pods.
-    """
+    """That the API server does not create an Indexed Job now."""
 
     problem: PodProblem
-    extra: bool
+    extra: bool  # whether it is the Indexed Job of extra pods
 
     def is_past(self, job: CachedJob) -> bool:
         """Whether a job has the Indexed Job, or needs it no more."""
@@ -227,24 +181,15 @@ class JobRefusal:
 
 @dataclass(frozen=True)
 class CachedJob:
-    """An AdaScaleJob with its Indexed Job and pods, as the caches hold them.
-
-    Args:
-        resource: the AdaScaleJob.
-        workload: what its objects are made from. None if the spec is invalid.
-        indexed_job: the Job of the same name.
-        pods: the pods of the same name.
-        lost_nodes: names of nodes that are not ready.
-        extra_job: the Indexed Job of extra pods.
-        leaving: the other pods of the same name that have not ended: those of a Job that was deleted.
-    """
+    """An AdaScaleJob with its Indexed Job and pods, as the caches hold them."""
 
     resource: AdaScaleJob
-    workload: Workload | None
-    indexed_job: IndexedJob | None
-    pods: Sequence[Pod]
-    lost_nodes: frozenset[str]
-    extra_job: IndexedJob | None = field(default=None, kw_only=True)
+    workload: Workload | None  # what its objects are made from. None if the spec is invalid.
+    indexed_job: IndexedJob | None  # the Job of the same name
+    pods: Sequence[Pod]  # the pods of the same name
+    lost_nodes: frozenset[str]  # names of nodes that are not ready
+    extra_job: IndexedJob | None = field(default=None, kw_only=True)  # the Indexed Job of extra pods
+    # the other pods of the same name that have not ended: those of a Job that was deleted
     leaving: Sequence[Pod] = field(default=(), kw_only=True)
 
     @property
@@ -286,31 +231,21 @@ class CachedJob:
 
 @dataclass(frozen=True)
 class ObservedJob(CachedJob):
-    """The observed state of one AdaScaleJob at one moment: what the caches hold, and what had to be fetched.
-
-    Args:
-        service: its view in the metrics service. None if the metrics service does not answer.
-        claim: the claim for checkpoints. None if checkpoints are saved at a path.
-        digest: digest of the current template.
-        pod_creation_failure: why the Job controller can't create pods.
-        now: seconds since 1970.
-        admission: what admission makes of its pods.
-        template_check: of a changed template. None if it is not checked.
-        queue: what Kueue says about it. None if that was not read yet, or there is nothing.
-        extra_queue: the same about its extra pods.
-        refusal: that the API server does not create an Indexed Job that it lacks.
+    """The observed state of one AdaScaleJob at one moment: what the caches hold, and what had
+    to be fetched.
     """
 
-    service: JobView | None
-    claim: CheckpointClaim | None
+    service: JobView | None  # its view in the metrics service. None if the metrics service does not answer.
+    claim: CheckpointClaim | None  # the claim for checkpoints. None if checkpoints are saved at a path.
     digest: str
-    pod_creation_failure: PodProblem | None
-    now: float
-    admission: Admission = Admission()
-    template_check: TemplateCheck | None = None
+    pod_creation_failure: PodProblem | None  # why the Job controller can't create pods
+    now: float  # seconds since 1970
+    admission: Admission = Admission()  # what admission makes of its pods
+    template_check: TemplateCheck | None = None  # of a changed template. None if it is not checked.
+    # what Kueue says about it. None if that was not read yet, or there is nothing.
     queue: QueueView | None = None
-    extra_queue: QueueView | None = None
-    refusal: JobRefusal | None = None
+    extra_queue: QueueView | None = None  # the same about its extra pods
+    refusal: JobRefusal | None = None  # that the API server does not create an Indexed Job that it lacks
 
     @property
     def is_held(self) -> bool:
@@ -563,12 +498,7 @@ class ObservedJob(CachedJob):
         return {replica.replica for replica in replicas if replica.state not in gone}
 
     def placement_problem(self, ranks: range, spares: int = 0) -> PodProblem | None:
-        """Return why one of these ranks can't start, the lowest first. None if all can.
-
-        Args:
-            ranks: the ranks.
-            spares: how many of them need not start.
-        """
+        """Return why one of these ranks can't start, the lowest first. None if all can."""
         problems = list(islice(self._placement_problems(ranks), spares + 1))
         return problems[-1] if len(problems) > spares else self._suspension_problem(ranks)
 
@@ -593,11 +523,7 @@ class ObservedJob(CachedJob):
                 yield pod.problem
 
     def start_problem(self, ranks: range, spares: int = 0) -> PodProblem | None:
-        """Return why one of these ranks can't start, or else why one of them starts slowly.
-
-        Args:
-            ranks, spares: as of `placement_problem`.
-        """
+        """Return why one of these ranks can't start, or else why one of them starts slowly."""
         live = self.live_pods
         problems = [problem for rank in ranks if rank in live and (problem := live[rank].problem)]
         slow = problems[spares] if len(problems) > spares else None

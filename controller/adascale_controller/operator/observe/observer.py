@@ -18,11 +18,7 @@ from adascale_core.views.jobs import JobView
 
 
 class Observer:
-    """Reads cached objects. Parsed specs and pods are kept until their objects change.
-
-    Args:
-        settings: settings that all pods get.
-    """
+    """Reads cached objects. Parsed specs and pods are kept until their objects change."""
 
     def __init__(self, settings: PodSettings) -> None:
         self._settings = settings
@@ -47,15 +43,7 @@ class Observer:
         lost_nodes: frozenset[str],
         raw_extra_job: ApiObject | None = None,
     ) -> CachedJob:
-        """Return an AdaScaleJob.
-
-        Args:
-            raw: the AdaScaleJob.
-            raw_indexed_job: the Job of its name. None if there is none.
-            pods: the pods of its name.
-            lost_nodes: names of the nodes that are not ready.
-            raw_extra_job: the Job of the name that the Job of its extra pods has. None if there is none.
-        """
+        """Return an AdaScaleJob."""
         job = AdaScaleJob.read(raw, self._specs)
         indexed_job = IndexedJob.read(raw_indexed_job) if raw_indexed_job is not None else None
         extra_job = IndexedJob.read(raw_extra_job) if raw_extra_job is not None else None
@@ -124,16 +112,7 @@ def observe(
     queue: QueueView | None = None,
     extra_queue: QueueView | None = None,
 ) -> ObservedJob:
-    """Return the observed state of a job.
-
-    Args:
-        cached: the job as the caches hold it.
-        lookups: the newest results of its lookups.
-        views: the jobs of the metrics service by job id. None if the metrics service does not answer.
-        now: seconds since 1970.
-        queue: what Kueue says about its Indexed Job. None if that is not known.
-        extra_queue: the same about the Indexed Job of its extra pods.
-    """
+    """Return the observed state of a job."""
     job = cached.resource
     return ObservedJob(
         resource=job,

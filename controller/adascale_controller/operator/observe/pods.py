@@ -61,40 +61,27 @@ _VOLUME_MESSAGE: Final = re.compile(
 
 @dataclass(frozen=True)
 class PodProblem:
-    """Why a pod does not start.
-
-    Args:
-        reason: the reason of a condition.
-        message: the message of a condition. It names the missing object.
-        blocks: whether the pod can't start unless something changes. False if it may only be slow.
-    """
+    """Why a pod does not start."""
 
     reason: Reason
-    message: str
-    blocks: bool = True
+    message: str  # the message of a condition. It names the missing object.
+    blocks: bool = True  # whether the pod can't start unless something changes. False if it may only be slow.
 
 
 @dataclass(frozen=True)
 class PodExit:
-    """How a pod has ended.
+    """How a pod has ended."""
 
-    Args:
-        exit_code: exit code of the worker, or of the container that failed the pod. None if no container ran.
-        reason: Kubernetes' reason: Completed, Error, OOMKilled, StartError, Evicted, DeadlineExceeded.
-        message: the message of the container, or else of the pod.
-        termination: the termination message of the agent; None if it wrote none.
-        disruption: whether the pod has the condition DisruptionTarget: eviction, preemption, a lost node.
-        of_worker: whether the exit code is that of the worker.
-        others: names of the containers that run on.
-    """
-
+    # exit code of the worker, or of the container that failed the pod. None if no container ran.
     exit_code: int | None
-    reason: str = ""
-    message: str = ""
+    reason: str = ""  # Kubernetes' reason: Completed, Error, OOMKilled, StartError, Evicted, DeadlineExceeded
+    message: str = ""  # the message of the container, or else of the pod
+    # the termination message of the agent; None if it wrote none
     termination: TerminationMessage | None = None
+    # whether the pod has the condition DisruptionTarget: eviction, preemption, a lost node
     disruption: bool = False
-    of_worker: bool = True
-    others: tuple[str, ...] = ()
+    of_worker: bool = True  # whether the exit code is that of the worker
+    others: tuple[str, ...] = ()  # names of the containers that run on
 
     @property
     def is_rejection(self) -> bool:
@@ -104,55 +91,38 @@ class PodExit:
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod of a job.
-
-    Args:
-        name, uid: its identity.
-        rank: the index of its replica: its completion index, after the core if it is an extra pod. -1 if it
-            has none, so it does not belong to an Indexed Job.
-        node: the node that it is assigned to.
-        phase: Pending, Running, Succeeded, Failed or Unknown.
-        created_at: seconds since 1970.
-        deletion_deadline: deletion timestamp, which includes the grace period, in seconds since 1970. None if
-            it is not being deleted.
-        scheduled_at: when it was assigned to its node, in seconds since 1970. None if it is not.
-        has_started: whether one of its containers has ever started.
-        problem: why it does not start.
-        exit: how its worker has ended, whatever else runs on in it. None if it has not.
-        tracked: whether it has the Job controller's finalizer.
-        priority: its priority. None if it has none.
-        init_container: the init container that runs now, which is no sidecar. None if none does.
-        is_ending: whether it has a deadline of its own, `spec.activeDeadlineSeconds`.
-        controller: uid of the Job that controls it. None if no object does.
-        outlives_controller: whether it has another owner too, so it stays when its controller is deleted.
-        job_uid: uid of the AdaScaleJob that it was made for. None if it is not known: the Indexed Job was
-            created by an earlier version.
-        template: digest of the template that it was made from. None if it is not known.
-        accelerator: the type of accelerator that it requires. None if it requires none.
-        is_extra: whether it is an extra pod, whose completion index is not its rank.
-    """
+    """A pod of a job."""
 
     name: str
     uid: str
+    # the index of its replica: its completion index, after the core if it is an extra pod. -1 if it has
+    # none, so it does not belong to an Indexed Job.
     rank: int
-    node: str | None
-    phase: str
-    created_at: float
+    node: str | None  # the node that it is assigned to
+    phase: str  # Pending, Running, Succeeded, Failed or Unknown
+    created_at: float  # seconds since 1970
+    # deletion timestamp, which includes the grace period, in seconds since 1970. None if it is not being
+    # deleted.
     deletion_deadline: float | None = None
+    # when it was assigned to its node, in seconds since 1970. None if it is not.
     scheduled_at: float | None = None
-    has_started: bool = True
+    has_started: bool = True  # whether one of its containers has ever started
     problem: PodProblem | None = None
-    exit: PodExit | None = None
-    tracked: bool = False
-    priority: int | None = None
-    is_ending: bool = False
+    exit: PodExit | None = None  # how its worker has ended, whatever else runs on in it. None if it has not.
+    tracked: bool = False  # whether it has the Job controller's finalizer
+    priority: int | None = None  # its priority. None if it has none.
+    is_ending: bool = False  # whether it has a deadline of its own, `spec.activeDeadlineSeconds`
+    # the init container that runs now, which is no sidecar. None if none does.
     init_container: str | None = None
-    controller: str | None = None
+    controller: str | None = None  # uid of the Job that controls it. None if no object does.
+    # whether it has another owner too, so it stays when its controller is deleted
     outlives_controller: bool = False
+    # uid of the AdaScaleJob that it was made for. None if it is not known: the Indexed Job was created by
+    # an earlier version.
     job_uid: str | None = None
-    template: str | None = None
-    accelerator: str | None = None
-    is_extra: bool = False
+    template: str | None = None  # digest of the template that it was made from. None if it is not known.
+    accelerator: str | None = None  # the type of accelerator that it requires. None if it requires none.
+    is_extra: bool = False  # whether it is an extra pod, whose completion index is not its rank
 
     @property
     def has_ended(self) -> bool:

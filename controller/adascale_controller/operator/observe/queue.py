@@ -7,17 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class QueueView:
-    """What Kueue says about one job.
+    """What Kueue says about one job."""
 
-    Args:
-        admitted: the number of replicas for which quota is reserved.
-        room: the number of further replicas that the unused quota of its flavor holds. None if that is not
-            known.
-        cluster_queue: the ClusterQueue that has reserved the quota. Empty if none has.
-        message: why Kueue has not admitted it, has evicted it, or does not admit more replicas.
-    """
-
-    admitted: int = 0
+    admitted: int = 0  # the number of replicas for which quota is reserved
+    # the number of further replicas that the unused quota of its flavor holds. None if that is not known.
     room: int | None = None
-    cluster_queue: str = ""
-    message: str = ""
+    cluster_queue: str = ""  # the ClusterQueue that has reserved the quota. Empty if none has.
+    message: str = ""  # why Kueue has not admitted it, has evicted it, or does not admit more replicas

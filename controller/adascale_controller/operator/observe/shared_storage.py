@@ -19,10 +19,6 @@ def why_not_shared(template: ApiObject, path: str) -> str | None:
 
     None if it is visible, or if the template does not show it: for example, whether a claim can be mounted
     on several nodes.
-
-    Args:
-        template: `spec.template` as the user wrote it. Each container has a name.
-        path: a folder in the worker's container.
     """
     spec = template["spec"]
     worker = spec["containers"][find_worker(template)]

@@ -45,13 +45,7 @@ def count_failures(observed: ObservedJob) -> FailureCount:
 
 
 def with_pods(recorded: FailureCount, pods: Iterable[Pod], spares: int = 0) -> FailureCount:
-    """Return the recorded failures, and the failures of the pods of the job's own Indexed Job.
-
-    Args:
-        recorded: the failures.
-        pods: the pods.
-        spares: the number of the job's spares.
-    """
+    """Return the recorded failures, and the failures of the pods of the job's own Indexed Job."""
     pods = list(pods)
     starts = false_starts(pods)
     return with_generations(recorded, pods).with_false_starts(starts.values(), spares=spares)

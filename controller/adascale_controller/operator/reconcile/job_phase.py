@@ -42,16 +42,11 @@ class JobPhase(Enum):
 
 @dataclass(frozen=True)
 class Assessment:
-    """The phase of a job, and why.
-
-    Args:
-        phase: the phase.
-        failures: the failures of its program.
-        reason, message: those of the condition that shows the phase.
-    """
+    """The phase of a job, and why."""
 
     phase: JobPhase
     failures: FailureCount
+    # reason, message: those of the condition that shows the phase
     reason: Reason = Reason.TRAINING
     message: str = ""
 

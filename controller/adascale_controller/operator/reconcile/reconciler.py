@@ -41,16 +41,7 @@ def reconcile(
     failing_count: FailingCount | None = None,
     capacity_request: CapacityRequest | None = None,
 ) -> Actions:
-    """Return the actions for one job.
-
-    Args:
-        observed: the job.
-        assessment: its phase.
-        decision: its replica count. None if the job may not run.
-        failed_placement: a larger count that could not be placed.
-        failing_count: a larger count on which the program fails at once.
-        capacity_request: the count, if it is requested although it does not fit.
-    """
+    """Return the actions for one job."""
     if belongs_to_predecessor(observed):
         return _deregister_predecessor(observed, assessment)
     assessment = _with_accelerator(observed, assessment, decision)

@@ -69,38 +69,22 @@ STATUS_FIELDS = TELEMETRY | {
 
 @dataclass(frozen=True)
 class ScheduledJob:
-    """The allocation of a job and its reasons.
-
-    Args:
-        assessment: the phase of the job.
-        allocation: the allocation that it gets.
-        reason: the reason that the decision gives.
-        changed: whether the allocation differs from the recorded allocation.
-        failed_placement: a larger count that could not be placed.
-        failing_count: a larger count on which the program fails at once.
-        accelerator: the type of accelerator that it gets. None if it is not known now.
-        capacity_request: the count, if it is requested although it does not fit.
-        feasibility: whether it can meet its deadline. None if it has none, or if that is not known.
-    """
+    """The allocation of a job and its reasons."""
 
     assessment: Assessment
     allocation: Allocation | None
-    reason: str = ""
-    changed: bool = False
-    failed_placement: FailedPlacement | None = None
-    failing_count: FailingCount | None = None
+    reason: str = ""  # the reason that the decision gives
+    changed: bool = False  # whether the allocation differs from the recorded allocation
+    failed_placement: FailedPlacement | None = None  # a larger count that could not be placed
+    failing_count: FailingCount | None = None  # a larger count on which the program fails at once
+    # the type of accelerator that it gets. None if it is not known now.
     accelerator: Accelerator | None = None
-    capacity_request: CapacityRequest | None = None
+    capacity_request: CapacityRequest | None = None  # the count, if it is requested although it does not fit
+    # whether it can meet its deadline. None if it has none, or if that is not known.
     feasibility: Feasibility | None = None
 
     def start_problem(self, observed: ObservedJob, ranks: range, spares: int = 0) -> PodProblem | None:
-        """Return why one of these ranks does not start, and what is done about it.
-
-        Args:
-            observed: the job.
-            ranks: the ranks.
-            spares: how many of them need not start.
-        """
+        """Return why one of these ranks does not start, and what is done about it."""
         problem, request = observed.start_problem(ranks, spares), self.capacity_request
         if problem is None and request is not None and any(rank not in observed.live_pods for rank in ranks):
             # The pods are not made yet, and may be placed at once.

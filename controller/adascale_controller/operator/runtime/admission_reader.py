@@ -50,29 +50,16 @@ _CONTAINER_FIELDS: Final = ("name", "resources", "restartPolicy")
 
 @dataclass
 class _Answer:
-    """What is known of the pods of a template in a namespace.
+    """What is known of the pods of a template in a namespace."""
 
-    Args:
-        admission: the last answer. None before the first one.
-        asked_at: seconds since 1970.
-        is_running: whether the API server has not answered yet.
-        waiting: the jobs that wait for the first answer.
-    """
-
-    admission: Admission | None = None
-    asked_at: float = float("-inf")
-    is_running: bool = False
-    waiting: set[JobKey] = field(default_factory=set)
+    admission: Admission | None = None  # the last answer. None before the first one.
+    asked_at: float = float("-inf")  # seconds since 1970
+    is_running: bool = False  # whether the API server has not answered yet
+    waiting: set[JobKey] = field(default_factory=set)  # the jobs that wait for the first answer
 
 
 class AdmissionReader:
-    """The pods of templates as admission makes them.
-
-    Args:
-        cluster: the API server.
-        on_answer: is called with each job that has waited for an answer.
-        may_create_pods: whether the operator may create pods, which dry runs require.
-    """
+    """The pods of templates as admission makes them."""
 
     def __init__(
         self, cluster: Cluster, on_answer: Callable[[JobKey], None], *, may_create_pods: bool

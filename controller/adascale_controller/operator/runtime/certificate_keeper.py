@@ -56,14 +56,6 @@ class CertificateKeeper:
 
     The authority is in the Secret `names.AUTHORITY` beside that of the service, and its certificate in the
     ConfigMap of that name of each namespace with jobs, from which the kubelet gives it to pods.
-
-    Args:
-        cluster: the API server.
-        secret: namespace and name of the Secret of the metrics service.
-        hosts: that the certificate is for.
-        namespaces: returns the namespaces with jobs.
-        is_external: whether another program makes and renews the Secret.
-        clock: returns seconds since 1970.
     """
 
     def __init__(
@@ -107,11 +99,7 @@ class CertificateKeeper:
         self._folder.cleanup()
 
     async def refresh(self) -> None:
-        """Make or renew the certificates that need it, and read that of the authority.
-
-        Raises:
-            ClusterError: the API server does not answer, or rejects a call, or a Secret can't be used.
-        """
+        """Make or renew the certificates that need it, and read that of the authority."""
         authority = await (self._read_external() if self._is_external else self._keep())
         if authority != self._authority:
             new = self.ca_file.with_suffix(".new")

@@ -80,35 +80,15 @@ STORE = "store explained decisions"
 
 @dataclass(frozen=True)
 class _TrackedJob:
-    """A job as it was looked at last.
+    """A job as it was looked at last."""
 
-    Args:
-        cached: the job as the caches held it.
-        observed: its observed state.
-        assessment: its phase.
-    """
-
-    cached: CachedJob
+    cached: CachedJob  # the job as the caches held it
     observed: ObservedJob
     assessment: Assessment
 
 
 class ControlLoop:
-    """Keeps all AdaScaleJobs in their desired state.
-
-    Args:
-        cache: the cache of watched objects.
-        cluster: the API server.
-        service: the metrics service.
-        settings: of the operator.
-        resources: the watched resources.
-        reader: the metrics service over connections of its own, to follow its jobs. None for `service`.
-        may_create_pods: whether the operator may ask what admission makes of pods.
-        before_pods: is awaited with a namespace, before something in it is created that has pods.
-        metrics: counts what is done. None for metrics that no one reads.
-        on_progress: is called whenever the actions for a job are applied, and after each cycle.
-        clock: returns seconds since 1970.
-    """
+    """Keeps all AdaScaleJobs in their desired state."""
 
     def __init__(
         self,
@@ -231,20 +211,14 @@ class ControlLoop:
         self._cache.changed.clear()
 
     async def list_all(self) -> None:
-        """Fill the cache.
-
-        Raises:
-            ClusterError: the API server does not answer, or rejects a list.
-        """
+        """Fill the cache."""
         for resource in self._resources:
             objects, version = await self._cluster.list(resource)
             self._cache.replace(resource, objects, version)
 
     async def cycle(self, *, full: bool = False) -> None:
-        """Read all jobs of the metrics service, and run one cycle, with the decision that it starts, if any.
-
-        Args:
-            full: whether to look at all jobs, and not only at those that have changed.
+        """Read all jobs of the metrics service, and run one cycle, with the decision that it
+        starts, if any.
         """
         await asyncio.to_thread(self._follower.refresh)
         if full:

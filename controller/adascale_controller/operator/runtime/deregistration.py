@@ -17,12 +17,7 @@ MAX_DEREGISTERED = 100_000
 
 
 class Deregistration:
-    """Removes jobs from the metrics service that the cluster no longer has.
-
-    Args:
-        service: the metrics service.
-        namespace: the only namespace whose jobs are deregistered. None for all namespaces.
-    """
+    """Removes jobs from the metrics service that the cluster no longer has."""
 
     def __init__(self, service: AllocationService, namespace: str | None) -> None:
         self._service = service
@@ -35,25 +30,14 @@ class Deregistration:
         present: Collection[str],
         with_pods: Callable[[], Collection[str]],
     ) -> Sequence[str]:
-        """Return the jobs of the metrics service that the cluster no longer has.
-
-        Args:
-            views: the jobs of the metrics service.
-            present: ids of all AdaScaleJobs.
-            with_pods: returns the ids of jobs that still have pods, which would register again.
-        """
+        """Return the jobs of the metrics service that the cluster no longer has."""
         deleted = [view.id for view in views.values() if view.id not in present and self._is_ours(view)]
         # Reading all pods is expensive, and most cycles find no deleted job.
         ending = with_pods() if deleted else ()
         return [job_id for job_id in deleted if job_id not in ending]
 
     async def deregister(self, deleted: Sequence[str], exists: Callable[[str], bool]) -> None:
-        """Delete these jobs from the metrics service. What fails is logged, and left to the next call.
-
-        Args:
-            deleted: their ids.
-            exists: returns whether there is an AdaScaleJob of this id again.
-        """
+        """Delete these jobs from the metrics service. What fails is logged, and left to the next call."""
         for job_id in deleted:
             if exists(job_id):
                 continue

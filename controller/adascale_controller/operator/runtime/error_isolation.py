@@ -23,17 +23,11 @@ TOO_MANY_REQUESTS = 429
 
 @dataclass
 class _Failure:
-    """The last error of a job.
-
-    Args:
-        message: what was logged.
-        retry_at: when to try again, in seconds since 1970.
-        interval: seconds from an error to the next attempt.
-    """
+    """The last error of a job."""
 
     message: str = ""
-    retry_at: float = 0.0
-    interval: float = RETRY_INTERVAL
+    retry_at: float = 0.0  # when to try again, in seconds since 1970
+    interval: float = RETRY_INTERVAL  # seconds from an error to the next attempt
 
 
 class ErrorIsolation:
@@ -41,10 +35,6 @@ class ErrorIsolation:
 
     What a server refuses is tried again after intervals that double, so that many jobs of which writes are
     refused, by a quota for example, send few requests.
-
-    Args:
-        on_error: is called for each error.
-        clock: returns seconds since 1970.
     """
 
     def __init__(

@@ -26,12 +26,7 @@ EventsByObject = Mapping[str, Sequence[ApiObject]]
 
 
 class EventReader:
-    """Reads Events.
-
-    Args:
-        cluster: the API server.
-        deadline: seconds after which a read fails.
-    """
+    """Reads Events."""
 
     def __init__(self, cluster: Cluster, deadline: float) -> None:
         self._cluster = cluster

@@ -23,12 +23,7 @@ class ProbeAddressError(AdaScaleError):
 
 
 class Health:
-    """Records the progress of the operator, once it has its lease.
-
-    Args:
-        metrics: served beside the probe.
-        clock: a monotonic clock, in seconds.
-    """
+    """Records the progress of the operator, once it has its lease."""
 
     def __init__(self, metrics: OperatorMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
@@ -46,11 +41,7 @@ class Health:
 
     @asynccontextmanager
     async def serve(self, address: str | None) -> AsyncIterator[None]:
-        """Answer `GET /healthz` and `GET /metrics` at an address (HOST:PORT). None serves nothing.
-
-        Raises:
-            ProbeAddressError: the address is invalid or in use.
-        """
+        """Answer `GET /healthz` and `GET /metrics` at an address (HOST:PORT). None serves nothing."""
         if address is None:
             yield
             return

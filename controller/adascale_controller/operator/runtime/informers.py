@@ -59,13 +59,7 @@ class _NoDifferences(kopf.DiffBaseStorage):
 async def run_informers(
     cache: ObjectCache, resources: Iterable[Resource], settings: OperatorSettings
 ) -> None:
-    """Watch until SIGTERM or SIGINT, or until cancelled.
-
-    Args:
-        cache: the cache to keep up to date.
-        resources: the resources to watch.
-        settings: of the operator.
-    """
+    """Watch until SIGTERM or SIGINT, or until cancelled."""
     registry = kopf.OperatorRegistry()
     kopf.on.login(registry=registry)(_login)
 

@@ -35,11 +35,6 @@ class JobFollower:
 
     A thread waits for changes. Reports are not among them, so it reads all jobs once in `refresh_interval`
     while a job trains.
-
-    Args:
-        service: the metrics service. No one else should use its connections: a cursor is valid at one of
-            several services only.
-        on_news: is called in the event loop when `views` is replaced.
     """
 
     def __init__(self, service: AllocationService, on_news: Callable[[], None]) -> None:
@@ -95,11 +90,7 @@ class JobFollower:
         return True
 
     def check(self) -> None:
-        """Check that the thread still runs.
-
-        Raises:
-            Exception: the thread has ended with it.
-        """
+        """Check that the thread still runs."""
         if self._failure is not None:
             raise self._failure
 

@@ -61,15 +61,10 @@ class UnansweredError(Exception):
 
 @dataclass(frozen=True)
 class Lease:
-    """A Lease.
-
-    Args:
-        spec: its holder and times.
-        metadata: its metadata, with the resource version.
-    """
+    """A Lease."""
 
     spec: Spec
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, Any]  # its metadata, with the resource version
 
     @property
     def holder(self) -> str:
@@ -91,20 +86,7 @@ class LeaseApi(Protocol):
 
 
 class Election:
-    """Acquires, renews and releases the lease.
-
-    Args:
-        api: the lease at the API server.
-        identity: the identity of this process. A lease of the same identity is taken over at once: it belongs
-            to an earlier process of the same pod.
-        duration: seconds without a renewal after which another operator may take the lease; rounded up.
-        renew_deadline: seconds without a renewal after which this process stops.
-        retry_interval: seconds between two renewals.
-        clock: a monotonic clock, in seconds.
-
-    Raises:
-        ValueError: not retry_interval < renew_deadline < duration.
-    """
+    """Acquires, renews and releases the lease."""
 
     def __init__(
         self,
@@ -156,11 +138,7 @@ class Election:
             await asyncio.sleep(min(self._retry_interval, POLL_INTERVAL))
 
     async def hold(self) -> None:
-        """Renew the lease until that fails.
-
-        Raises:
-            LeaseLostError: another operator holds the lease, or it could not be renewed in time.
-        """
+        """Renew the lease until that fails."""
         cause = "it was never acquired" if self._own is None else "it changes all the time"
         self._late = 0.0
         if self._own is not None and not self.held:
@@ -280,14 +258,7 @@ class Election:
 
 
 class LeaseElection(Election):
-    """The election of the operator that runs in a cluster.
-
-    Args:
-        api: the client.
-        namespace, name: the Lease.
-        identity: the name of the pod.
-        duration, renew_deadline, retry_interval: as for `Election`.
-    """
+    """The election of the operator that runs in a cluster."""
 
     def __init__(
         self,

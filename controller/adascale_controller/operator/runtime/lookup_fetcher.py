@@ -56,34 +56,21 @@ _NEVER = float("-inf")
 
 @dataclass
 class _JobLookups:
-    """The lookups for one job.
-
-    Args:
-        results: the newest results.
-        claim_error: why the claim could not be read.
-        claim_read_at, creation_events_read_at, pod_events_read_at: start of the last reads, in seconds since
-            1970.
-        short_of_pods_since: since when pods are missing, in seconds since 1970.
-        running: the calls that have not returned.
-    """
+    """The lookups for one job."""
 
     results: LookupResults = field(default_factory=LookupResults)
-    claim_error: ClusterError | None = None
+    claim_error: ClusterError | None = None  # why the claim could not be read
+    # claim_read_at, creation_events_read_at, pod_events_read_at: start of the last reads, in seconds
+    # since 1970
     claim_read_at: float = _NEVER
     creation_events_read_at: float = _NEVER
     pod_events_read_at: float = _NEVER
-    short_of_pods_since: float | None = None
-    running: set[str] = field(default_factory=set)
+    short_of_pods_since: float | None = None  # since when pods are missing, in seconds since 1970
+    running: set[str] = field(default_factory=set)  # the calls that have not returned
 
 
 class LookupFetcher:
-    """Fetches the lookups of all jobs.
-
-    Args:
-        cluster: the API server.
-        on_result: is called with a job when a call for it has returned too late for its cycle.
-        may_create_pods: whether the operator may ask what admission makes of pods.
-    """
+    """Fetches the lookups of all jobs."""
 
     def __init__(
         self, cluster: Cluster, on_result: Callable[[JobKey], None], *, may_create_pods: bool = True
@@ -122,11 +109,8 @@ class LookupFetcher:
             lookups.results = replace(lookups.results, refusal=refusal)
 
     async def fetch(self, jobs: Iterable[CachedJob], now: float) -> None:
-        """Start the calls that are due, and wait for claims and admission, but not longer than `CYCLE_WAIT`.
-
-        Args:
-            jobs: the jobs that the cycle looks at.
-            now: seconds since 1970.
+        """Start the calls that are due, and wait for claims and admission, but not longer than
+        `CYCLE_WAIT`.
         """
         # Reads of earlier cycles that hang take from the bound, but never all of it.
         limit = asyncio.Semaphore(max(MAX_CONCURRENT - self._claim_reads, 1))
@@ -153,9 +137,6 @@ class LookupFetcher:
         """Return the newest results for a job. None while its claim or its admission is unknown.
 
         Its pods depend on its claim, and where they can run on admission.
-
-        Raises:
-            ClusterError: the claim is unknown because it could not be read.
         """
         lookups = self._jobs.get(job.resource.uid, _JobLookups())
         if _asks_admission(job):
@@ -179,12 +160,7 @@ class LookupFetcher:
         return lookups.results
 
     def next_due(self, job: CachedJob, now: float) -> float:
-        """Return when the lookups of a job are due next, in seconds since 1970; infinite if never.
-
-        Args:
-            job: the job, after `fetch`.
-            now: seconds since 1970.
-        """
+        """Return when the lookups of a job are due next, in seconds since 1970; infinite if never."""
         lookups = self._jobs.get(job.resource.uid, _JobLookups())
         needed, times = needed_lookups(job, now), [next_start_check(job.pods, now)]
         if _asks_admission(job):

@@ -62,13 +62,7 @@ class UnusableClusterError(AdaScaleError):
 
 
 def run_operator(settings: OperatorSettings) -> None:
-    """Run the operator until SIGTERM or SIGINT.
-
-    Raises:
-        NoClusterError: no configuration names a cluster.
-        UnusableClusterError: Kubernetes is too old, or the CustomResourceDefinition is not applied.
-        LeaseLostError: another operator may be running.
-    """
+    """Run the operator until SIGTERM or SIGINT."""
     logging.basicConfig(
         format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING
     )
@@ -214,11 +208,7 @@ async def _watched_resources(settings: OperatorSettings, cluster: Cluster) -> li
 
 
 async def _retry(call: Callable[[], Awaitable[T]], health: Health) -> T:
-    """Return the result of a call as soon as the API server answers it. An error is progress too.
-
-    Raises:
-        ClusterError: the API server rejects the call for good.
-    """
+    """Return the result of a call as soon as the API server answers it. An error is progress too."""
     while True:
         try:
             return await call()

@@ -15,17 +15,12 @@ _NO_PODS: Mapping[JobKey, ApiObject] = {}
 
 @dataclass(frozen=True)
 class CacheChanges:
-    """What has changed in the cache.
+    """What has changed in the cache."""
 
-    Args:
-        jobs: the jobs one of whose objects has changed, by namespace and name.
-        no_news: the other jobs with an object that has changed in nothing that a reader has to look at now.
-        resources: whether the free resources may have changed: a node, or a pod that belongs to no job.
-    """
-
-    jobs: Collection[JobKey]
+    jobs: Collection[JobKey]  # the jobs one of whose objects has changed, by namespace and name
+    # the other jobs with an object that has changed in nothing that a reader has to look at now
     no_news: Collection[JobKey]
-    resources: bool
+    resources: bool  # whether the free resources may have changed: a node, or a pod that belongs to no job
 
 
 class ObjectCache:
@@ -83,14 +78,7 @@ class ObjectCache:
         return changes
 
     def put(self, resource: Resource, raw: ApiObject, *, is_news: bool = True) -> None:
-        """Store an object unless the cache has it in a newer version.
-
-        Args:
-            resource: its resource.
-            raw: the object.
-            is_news: whether a reader has to look at it now. A new generation always is; a heartbeat of a node
-                never is, nor what a pod of no job reports while it stays on its node.
-        """
+        """Store an object unless the cache has it in a newer version."""
         key = object_key(raw)
         cached = self._objects[resource].get(key)
         newest = self._deleted[resource].get(key, -1) if cached is None else _version(cached)

@@ -27,9 +27,6 @@ class QueueReader:
 
     Kueue writes the status of a ClusterQueue a moment after it has reserved quota for a Workload. What is
     reserved would be counted as unused until then, so more room counts only once it was read twice.
-
-    Args:
-        cluster: the API server.
     """
 
     def __init__(self, cluster: Cluster) -> None:

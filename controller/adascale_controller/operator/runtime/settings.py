@@ -11,43 +11,31 @@ from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """The settings of the operator.
+    """The settings of the operator."""
 
-    Args:
-        api_url: base URL of the metrics service, as the operator reaches it.
-        pod_api_url: base URL of the metrics service, as pods reach it. None for `api_url`.
-        token_file: file with the operator's token for the metrics service. It is read again for each call.
-        namespace: the only namespace to watch. None for all namespaces.
-        lease_namespace: namespace of the lease that lets one operator run at a time. None for no lease.
-        identity: the name of this operator in the lease and in Events.
-        liveness: host and port of the liveness probe. None for no probe.
-        accelerator_label: the label of nodes that names the type of their accelerators. Empty if types are
-            not distinguished.
-        request_nodes: whether replicas that do not fit are requested, so that an autoscaler adds nodes, where
-            the spec of a job does not say.
-        fairness: of the weights of jobs in the decision, from 0 (short jobs first) to 1 (equal weights); None
-            for the default, which depends on the types of accelerators.
-        fs_group: whether volumes get a group that may write to them, where a template sets none.
-        tls_secret: namespace and name of the Secret with the certificate of the metrics service and that of
-            its authority. None if it has no TLS, or a certificate of an authority of the system.
-        tls_external: whether another program makes and renews this Secret.
-        require_tls: whether pods that were made without TLS are replaced.
-    """
-
-    api_url: str
-    pod_api_url: str | None = None
+    api_url: str  # base URL of the metrics service, as the operator reaches it
+    pod_api_url: str | None = None  # base URL of the metrics service, as pods reach it. None for `api_url`.
+    # file with the operator's token for the metrics service. It is read again for each call.
     token_file: Path | None = None
-    namespace: str | None = None
+    namespace: str | None = None  # the only namespace to watch. None for all namespaces.
+    # namespace of the lease that lets one operator run at a time. None for no lease.
     lease_namespace: str | None = None
-    identity: str = "operator"
-    liveness: str | None = None
+    identity: str = "operator"  # the name of this operator in the lease and in Events
+    liveness: str | None = None  # host and port of the liveness probe. None for no probe.
+    # the label of nodes that names the type of their accelerators. Empty if types are not distinguished.
     accelerator_label: str = DEFAULT_ACCELERATOR_LABEL
+    # whether replicas that do not fit are requested, so that an autoscaler adds nodes, where the spec of
+    # a job does not say
     request_nodes: bool = False
+    # of the weights of jobs in the decision, from 0 (short jobs first) to 1 (equal weights); None for the
+    # default, which depends on the types of accelerators
     fairness: float | None = None
-    fs_group: bool = True
+    fs_group: bool = True  # whether volumes get a group that may write to them, where a template sets none
+    # namespace and name of the Secret with the certificate of the metrics service and that of its
+    # authority. None if it has no TLS, or a certificate of an authority of the system.
     tls_secret: tuple[str, str] | None = None
-    tls_external: bool = False
-    require_tls: bool = False
+    tls_external: bool = False  # whether another program makes and renews this Secret
+    require_tls: bool = False  # whether pods that were made without TLS are replaced
 
     @property
     def pod_settings(self) -> PodSettings:

@@ -29,28 +29,18 @@ UNSCHEDULABLE_TIMEOUT: Final = 60.0
 
 @dataclass
 class _Check:
-    """A check that is in progress, or has ended.
-
-    Args:
-        name: of the pod.
-        began_at, looked_at: seconds since 1970.
-        result: what is known.
-        dropped_at: when its pod was to be deleted last, in seconds since 1970.
-    """
+    """A check that is in progress, or has ended."""
 
     name: str
+    # began_at, looked_at: seconds since 1970
     began_at: float
     looked_at: float
     result: TemplateCheck
-    dropped_at: float = float("-inf")
+    dropped_at: float = float("-inf")  # when its pod was to be deleted last, in seconds since 1970
 
 
 class TemplateChecker:
-    """Checks of changed templates, one for each job.
-
-    Args:
-        cluster: the API server.
-    """
+    """Checks of changed templates, one for each job."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

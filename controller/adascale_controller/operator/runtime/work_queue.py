@@ -33,14 +33,7 @@ class WorkQueue(Generic[Key]):
         self._reported.update(dict.fromkeys(keys))
 
     def plan(self, key: Key, now: float, due: float, background_due: float) -> None:
-        """Set when a job is looked at next if nothing changes.
-
-        Args:
-            key: the job.
-            now: seconds since 1970.
-            due: when time alone may change what is to be done.
-            background_due: when its telemetry may be written.
-        """
+        """Set when a job is looked at next if nothing changes."""
         self._due[key] = due
         self._background_due[key] = min(background_due, now + SWEEP_INTERVAL)
 
@@ -65,13 +58,7 @@ class WorkQueue(Generic[Key]):
         return bool(self._reported)
 
     def take(self, now: float, max_background: int) -> list[Key]:
-        """Return the jobs of this cycle. Of the background work, the oldest jobs come first.
-
-        Args:
-            now: seconds since 1970.
-            max_background: how many of those that can wait, at most. Half of them are left to the jobs
-                without new reports, if so many are due.
-        """
+        """Return the jobs of this cycle. Of the background work, the oldest jobs come first."""
         taken = dict.fromkeys((*self._changed, *self._planned(now)))
         reported = [key for key in self._reported if key not in taken]
         due = [key for key in self._planned_background(now) if key not in taken and key not in self._reported]

@@ -17,28 +17,19 @@ from adascale_core.placement.packing import Demand
 
 @dataclass(frozen=True)
 class TypedDemand:
-    """What a job requests of the nodes of one type.
+    """What a job requests of the nodes of one type."""
 
-    Args:
-        accelerator: the type, and whether its pods have to be kept from others.
-        demand: what it requests.
-    """
-
-    accelerator: Accelerator
+    accelerator: Accelerator  # the type, and whether its pods have to be kept from others
     demand: Demand
 
 
 @dataclass(frozen=True)
 class TypedDemands:
-    """The types that a job may run on.
+    """The types that a job may run on."""
 
-    Args:
-        by_type: type -> what it requests there. Empty if it is not tied to a type.
-        present: the type of its replicas. None if it has none, or is not tied to a type.
-    """
-
+    # type -> what it requests there. Empty if it is not tied to a type.
     by_type: Mapping[str, TypedDemand] = field(default_factory=lambda: MappingProxyType({}))
-    present: str | None = None
+    present: str | None = None  # the type of its replicas. None if it has none, or is not tied to a type.
 
 
 class AcceleratorTypes:
@@ -47,10 +38,6 @@ class AcceleratorTypes:
     A job is tied to one type if its replicas request a device, or if all nodes that they may use have the
     label. It keeps its type for as long as it has replicas. Its pods require the type if there was another to
     choose from when they were created.
-
-    Args:
-        label: the label whose value is the type. Empty if types are not distinguished.
-        nodes: all nodes.
     """
 
     def __init__(self, label: str, nodes: Sequence[ApiObject] = ()) -> None:
@@ -64,12 +51,7 @@ class AcceleratorTypes:
         self._found: dict[object, Mapping[str, frozenset[str]]] = {}
 
     def demands(self, job: ObservedJob, demand: Demand) -> TypedDemands:
-        """Return what a job requests of the nodes of each type that it may run on.
-
-        Args:
-            job: the job.
-            demand: what it requests of any nodes.
-        """
+        """Return what a job requests of the nodes of each type that it may run on."""
         nodes = self._nodes_by_type(demand)
         others = {} if NO_ACCELERATOR_LABEL in nodes and not _requests_device(demand.request) else nodes
         present, pinned = self._present(job, demand)

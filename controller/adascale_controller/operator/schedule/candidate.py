@@ -27,26 +27,17 @@ from adascale_core.views.jobs import JobView
 
 @dataclass(frozen=True)
 class Candidate:
-    """A job that may run, as the decision sees it.
-
-    Args:
-        observed: the job.
-        demand: what it requests of the nodes, of any type of accelerator.
-        state: its state, on the type on which it was measured last, with the limit of the local batch size of
-            its replicas.
-        types: the types of accelerators that it may run on.
-        states: type -> its state.
-        template: what jobs of its template had reported when the state was computed.
-        limit_reason: why it has `state.limit`; None if the decision has a better reason.
-    """
+    """A job that may run, as the decision sees it."""
 
     observed: ObservedJob
-    demand: Demand
+    demand: Demand  # what it requests of the nodes, of any type of accelerator
+    # its state, on the type on which it was measured last, with the limit of the local batch size of its
+    # replicas
     state: JobState
-    types: TypedDemands
+    types: TypedDemands  # the types of accelerators that it may run on
     states: Mapping[str, JobState]
-    template: tuple[object, ...]
-    limit_reason: str | None
+    template: tuple[object, ...]  # what jobs of its template had reported when the state was computed
+    limit_reason: str | None  # why it has `state.limit`; None if the decision has a better reason
 
     def demand_on(self, accelerator: str | None) -> Demand:
         """Return what it requests if it runs on a type of accelerator. None if it is not tied to a type."""
@@ -111,16 +102,7 @@ def make_candidate(
     fitting: Callable[[], int],
     requested: int | None,
 ) -> Candidate:
-    """Return a job as the decision sees it. Changes nothing.
-
-    Args:
-        observed: the job.
-        memory: what was observed of it.
-        demand: what it requests of the nodes, of any type of accelerator.
-        types: the types of accelerators that it may run on.
-        fitting: returns how many of its replicas seem to fit.
-        requested: the replica count that is being requested since it was observed. None if none is.
-    """
+    """Return a job as the decision sees it. Changes nothing."""
     job, view = observed.resource.valid_job, observed.service or JobView.empty()
     target, measured = training_target(job, view), memory.measurements
     state = measured.job_state(job, view, target)
@@ -207,25 +189,14 @@ def _limit_beside_spares(observed: ObservedJob, fitting: Callable[[], int]) -> i
 
 @dataclass(frozen=True)
 class SparePods:
-    """The spares of a job that are on nodes, and so take what they request.
-
-    Args:
-        request: of one of them.
-        nodes: the node of each.
-    """
+    """The spares of a job that are on nodes, and so take what they request."""
 
     request: Mapping[str, int]
     nodes: Sequence[str]
 
 
 class Resources:
-    """The nodes and the pods on them that a decision can't change.
-
-    Args:
-        nodes: all nodes. None if the operator may not read nodes.
-        pods: the pods that belong to no job that may run.
-        spares: the spares of jobs that may run.
-    """
+    """The nodes and the pods on them that a decision can't change."""
 
     def __init__(
         self,
@@ -278,13 +249,7 @@ class Resources:
         demands: Mapping[str, Demand],
         known: Sequence[DecisionProblem] = (),
     ) -> Capacity:
-        """Return what the replicas of jobs have to fit into.
-
-        Args:
-            candidates: all jobs that may run.
-            demands: of the jobs in question.
-            known: the problems of the last decision, whose search for nodes is continued.
-        """
+        """Return what the replicas of jobs have to fit into."""
         if self.free is None:
             return ReplicaCapacity(sum(each.state.max_replicas for each in candidates.values()))
         bounds = (problem.bound for problem in known)
@@ -309,14 +274,7 @@ def find_preempting(
     resources: Resources,
     demands: Mapping[str, Demand],
 ) -> frozenset[str]:
-    """Return the jobs without replicas whose smallest count fits if pods of lower priority are preempted.
-
-    Args:
-        candidates: all jobs, in the order of their admission.
-        decisions: of all jobs.
-        resources: the nodes.
-        demands: of all jobs.
-    """
+    """Return the jobs without replicas whose smallest count fits if pods of lower priority are preempted."""
     lowest = resources.lowest_priority
     counts = {job_id: decision.replicas for job_id, decision in decisions.items() if decision.replicas}
     found: set[str] = set()
@@ -341,14 +299,7 @@ def find_growth(
     jobs: Collection[str],
     now: float,
 ) -> dict[str, int]:
-    """Return job id -> the next larger count of a job that has a higher utility than the decided one.
-
-    Args:
-        problems: those that were solved.
-        decisions: of all jobs.
-        jobs: the jobs in question.
-        now: the time of the decisions.
-    """
+    """Return job id -> the next larger count of a job that has a higher utility than the decided one."""
     found = {}
     for utility in (each for problem in problems for each in problem.queue if each.job.id in jobs):
         count = decisions[utility.job.id].replicas

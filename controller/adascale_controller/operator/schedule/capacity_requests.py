@@ -17,19 +17,12 @@ from adascale_controller.operator.types.conditions import Reason
 
 @dataclass(frozen=True)
 class RequestKind:
-    """Why a count is requested although it does not fit.
+    """Why a count is requested although it does not fit."""
 
-    Args:
-        reason: the reason of the condition while its pods are not placed.
-        purpose: what the request is for.
-        timeout: seconds after which it is given up.
-        pause: seconds until it is made again after the first time.
-    """
-
-    reason: Reason
+    reason: Reason  # the reason of the condition while its pods are not placed
     purpose: str
-    timeout: float
-    pause: float
+    timeout: float  # seconds after which it is given up
+    pause: float  # seconds until it is made again after the first time
 
 
 NODES = RequestKind(Reason.NODES_REQUESTED, "so that an autoscaler adds nodes", 600.0, 300.0)
@@ -61,14 +54,7 @@ class CapacityRequests:
         return self.active is None and now >= self._refused_until
 
     def begin(self, kind: RequestKind, count: int, fitting: int, now: float) -> None:
-        """Record a request.
-
-        Args:
-            kind: why it is made.
-            count: the replica count.
-            fitting: the largest count that fits; 0 if none does.
-            now: seconds since 1970.
-        """
+        """Record a request."""
         does, is_ = ("does", "is") if count == 1 else ("do", "are")
         message = (
             f"{plural(count, 'replica')} {does} not fit, and {is_} requested {kind.purpose}, for "

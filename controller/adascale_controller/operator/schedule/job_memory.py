@@ -58,13 +58,7 @@ class JobMemory:
             self.measurements.template = templates.of(_program(job.resource))
 
     def observe(self, observed: ObservedJob, types: TypedDemands, fitting: Callable[[], int]) -> None:
-        """Record the state of a job.
-
-        Args:
-            observed: the job.
-            types: the types of accelerators that it may run on.
-            fitting: returns how many of its replicas seem to fit.
-        """
+        """Record the state of a job."""
         view = observed.service or JobView.empty()
         self.measurements.update(view, time.monotonic())
         if self.digest != observed.digest:

@@ -28,11 +28,7 @@ class NodeSelection:
         self._obstacles: dict[str, str] = {}
 
     def update(self, nodes: Sequence[ApiObject]) -> bool:
-        """Use these nodes from now on, which are all nodes of the cluster.
-
-        Returns:
-            whether other nodes may be eligible than before.
-        """
+        """Use these nodes from now on, which are all nodes of the cluster."""
         known, self._attributes = self._attributes, {}
         for node in nodes:
             name, version = str(node["metadata"]["name"]), str(node["metadata"]["resourceVersion"])

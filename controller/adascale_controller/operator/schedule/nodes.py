@@ -94,13 +94,7 @@ def _amounts(parent: ApiObject, key: str) -> dict[str, int]:
 def free_nodes(
     nodes: Iterable[ApiObject], pods: Iterable[ApiObject], jobs: Collection[str] | None = None
 ) -> list[Node]:
-    """Return the ready nodes, each with the resources that are free for our jobs.
-
-    Args:
-        nodes: all nodes.
-        pods: all pods of the cluster.
-        jobs: ids of the jobs to schedule, whose pods take nothing. None for all AdaScaleJobs.
-    """
+    """Return the ready nodes, each with the resources that are free for our jobs."""
     taken: dict[str, Counter[str]] = {}
     for pod in pods:
         node = _object(pod.get("spec")).get("nodeName")
@@ -138,23 +132,12 @@ def _name(node: ApiObject) -> str:
 
 
 def eligible_nodes(spec: ApiObject, nodes: Iterable[ApiObject]) -> frozenset[str]:
-    """Return the names of the nodes that accept a new pod if they have the resources.
-
-    Args:
-        spec: the PodSpec, as in a template.
-        nodes: all nodes.
-    """
+    """Return the names of the nodes that accept a new pod if they have the resources."""
     return frozenset(_name(node) for node in nodes if _accepts(node, spec))
 
 
 def describe_obstacles(spec: ApiObject, request: Mapping[str, int], nodes: Iterable[ApiObject]) -> str:
-    """Return why nodes can't run a pod, even if they are empty; an empty text if all nodes can.
-
-    Args:
-        spec: the PodSpec, as in a template.
-        request: what the pod requests, as by `pod_request`.
-        nodes: all nodes.
-    """
+    """Return why nodes can't run a pod, even if they are empty; an empty text if all nodes can."""
     found = Counter(filter(None, (_obstacle(node, spec, request) for node in nodes)))
     most = sorted(found.items(), key=lambda each: (-each[1], each[0]))
     parts = [f"{plural(count, 'node')}: {reason}" for reason, count in most[:_MAX_OBSTACLES]]

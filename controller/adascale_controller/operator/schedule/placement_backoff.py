@@ -32,12 +32,7 @@ class PlacementBackoff:
         self._timeout_at = inf
 
     def limit(self, capacity: Callable[[], int], now: float) -> int | None:
-        """Return the largest count that may be scheduled now. None for no limit.
-
-        Args:
-            capacity: returns how many of the job's replicas seem to fit; called after a failed placement.
-            now: seconds since 1970.
-        """
+        """Return the largest count that may be scheduled now. None for no limit."""
         failed = self.failed_placement(now)
         return None if failed is None or capacity() > failed.capacity else failed.limit
 
@@ -46,12 +41,7 @@ class PlacementBackoff:
         return self._failed if self._failed is not None and now < self._failed.until else None
 
     def allow(self, reason: str, since: float) -> None:
-        """Forget a placement that failed for a reason that no longer holds.
-
-        Args:
-            reason: the reason.
-            since: when it no longer held, in seconds since 1970.
-        """
+        """Forget a placement that failed for a reason that no longer holds."""
         failed = self._failed
         if failed is not None and failed.reason == reason and failed.until - failed.pause < since:
             self._failed = None
@@ -73,17 +63,7 @@ class PlacementBackoff:
         capacity: Callable[[], int],
         now: float,
     ) -> None:
-        """Record the state of the current allocation.
-
-        Args:
-            generation, count: the allocation.
-            training: the replicas that train in the meantime.
-            problem: reason and message, if a replica can't start.
-            placed: how many ranks, counted from 0, are placed.
-            valid: returns the counts that the job may run on, ascending.
-            capacity: returns how many of the job's replicas seem to fit.
-            now: seconds since 1970.
-        """
+        """Record the state of the current allocation."""
         self._timeout_at = inf
         if problem is None:
             self._problem_since = None

@@ -24,12 +24,7 @@ _Flavor = tuple[str, str]
 def read_queues(
     workloads: Iterable[ApiObject], cluster_queues: Sequence[ApiObject] | None
 ) -> dict[str, QueueView]:
-    """Return what Kueue says about Jobs, by the uid of the Job.
-
-    Args:
-        workloads: Workloads. While a Job grows it has two: one that is admitted, and its replacement.
-        cluster_queues: all ClusterQueues. None if they may not be read.
-    """
+    """Return what Kueue says about Jobs, by the uid of the Job."""
     by_job: dict[str, list[ApiObject]] = {}
     for raw in workloads:
         owner = next(
@@ -45,9 +40,6 @@ def unused_quota(cluster_queues: Iterable[ApiObject]) -> dict[str, dict[_Flavor,
     """Return the quota that each ClusterQueue can still reserve: its own, and what its cohort lends.
 
     What a hierarchy of cohorts adds is not counted, and neither is quota that Kueue gets by preemption.
-
-    Returns:
-        ClusterQueue -> flavor and resource -> the amount.
     """
     found = {raw["metadata"]["name"]: _Quotas(raw) for raw in cluster_queues}
     unused: dict[str, dict[_Flavor, Decimal]] = {}

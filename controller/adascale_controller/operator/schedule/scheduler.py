@@ -60,46 +60,29 @@ BURST = 1.0
 
 @dataclass(frozen=True)
 class DecisionInput:
-    """The jobs and the nodes that a decision is about, at one moment.
+    """The jobs and the nodes that a decision is about, at one moment."""
 
-    Args:
-        candidates: job id -> the job, of all jobs that may run.
-        resources: the nodes.
-        before: the last decision. None if there is none.
-        same_jobs: whether no job has changed since the last decision.
-    """
-
-    candidates: Mapping[str, Candidate]
+    candidates: Mapping[str, Candidate]  # job id -> the job, of all jobs that may run
     resources: Resources
-    before: DecisionResult | None
-    same_jobs: bool
+    before: DecisionResult | None  # the last decision. None if there is none.
+    same_jobs: bool  # whether no job has changed since the last decision
 
 
 @dataclass(frozen=True)
 class DecisionResult:
-    """A decision about all jobs that may run.
-
-    Args:
-        input: what it is about.
-        decisions: job id -> the replica count.
-        decided_at: on the monotonic clock.
-        problems: the problems that were solved.
-        next_change: when the same problem may have another solution, on the monotonic clock.
-        cost: the seconds of processor time that it took.
-        preempting: the jobs without replicas whose smallest count fits if pods of lower priority leave.
-        growth: job id -> the next larger count of a job that may request nodes, and would use them.
-        choice: of the types of accelerators. None if nodes are not known.
-    """
+    """A decision about all jobs that may run."""
 
     input: DecisionInput
-    decisions: Mapping[str, Decision]
+    decisions: Mapping[str, Decision]  # job id -> the replica count
     decided_at: float
     problems: Sequence[DecisionProblem]
-    next_change: float
-    cost: float
+    next_change: float  # when the same problem may have another solution, on the monotonic clock
+    cost: float  # the seconds of processor time that it took
+    # the jobs without replicas whose smallest count fits if pods of lower priority leave
     preempting: frozenset[str] = frozenset()
+    # job id -> the next larger count of a job that may request nodes, and would use them
     growth: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    choice: TypeChoice | None = None
+    choice: TypeChoice | None = None  # of the types of accelerators. None if nodes are not known.
 
 
 class Scheduler:
@@ -108,14 +91,6 @@ class Scheduler:
     The control loop passes it what has changed. A decision is due if a job or the nodes have changed in what
     the counts must respect: at once, unless such decisions take more than half of the time. For new
     measurements decisions take at most `MAX_SHARE` of the time.
-
-    Args:
-        accelerator_label: the label of nodes that names the type of their accelerators. Empty if types are
-            not distinguished.
-        request_nodes: whether replicas that do not fit are requested for an autoscaler, where the spec of a
-            job does not say.
-        fairness: of the weights of jobs, from 0 to 1 (`weights_by_size`); None for the default, which depends
-            on the types of accelerators.
     """
 
     def __init__(
@@ -170,12 +145,7 @@ class Scheduler:
                 self.remove(job_id)
 
     def set_resources(self, nodes: Sequence[ApiObject] | None, pods: Sequence[ApiObject]) -> None:
-        """Use these nodes and pods from now on.
-
-        Args:
-            nodes: all nodes. None if the operator may not read nodes.
-            pods: the pods that belong to no job that may run.
-        """
+        """Use these nodes and pods from now on."""
         self._resources = Resources(nodes, pods, tuple(self._spares.values()))
         self._resources_changed = True
         selects_others = self._node_selection.update(nodes or ())
@@ -269,11 +239,7 @@ class Scheduler:
     # -- deciding -------------------------------------------------------------------------------------------
 
     def due_at(self, now: float) -> float:
-        """Return when to decide, in seconds since 1970; infinite until something changes.
-
-        Args:
-            now: seconds since 1970.
-        """
+        """Return when to decide, in seconds since 1970; infinite until something changes."""
         if self._result is None:
             return now if self._candidates else inf
         if self._jobs_changed or self._resources_changed:
@@ -346,15 +312,7 @@ class Scheduler:
         return DecisionResult(given, decisions, now, problems, next_change, cost, preempting, growth, choice)
 
     def adopt(self, result: DecisionResult, now: float) -> set[str]:
-        """Use a decision from now on, except what it says about jobs that have changed since.
-
-        Args:
-            result: the decision about the last input.
-            now: seconds since 1970.
-
-        Returns:
-            the jobs that get another replica count, may request more than fits, or have a decision again.
-        """
+        """Use a decision from now on, except what it says about jobs that have changed since."""
         decisions, known = result.decisions, result.input.candidates
         decided_on = {job_id: known[job_id].decided_state(each) for job_id, each in decisions.items()}
         present = {
@@ -597,12 +555,7 @@ class Scheduler:
         return sum(decision is not None and decision.replicas == 0 for decision in decisions)
 
     def _still_fits(self, result: DecisionResult, stale: Collection[str]) -> bool:
-        """Whether the counts of a decision fit on the present nodes, beside the jobs that keep theirs.
-
-        Args:
-            result: the decision.
-            stale: the jobs of which it is not used.
-        """
+        """Whether the counts of a decision fit on the present nodes, beside the jobs that keep theirs."""
         before, present = result.input.resources, self._resources
         if not stale and (before is present or before.free == present.free):
             return True

@@ -32,17 +32,7 @@ class StandingDecisions:
         *,
         may_grow: bool,
     ) -> tuple[set[str], set[str]]:
-        """Use these decisions from now on.
-
-        Args:
-            decided: job id -> the decision.
-            decided_on: job id -> the state that it is about.
-            present: job id -> the present state, of all jobs that may run.
-            may_grow: whether the nodes still have the room of which the decision knew.
-
-        Returns:
-            the jobs with another decision than before, and the jobs that have to be decided again.
-        """
+        """Use these decisions from now on."""
         changed, outdated = set(), set()
         for job_id, decision in decided.items():
             state = present.get(job_id)

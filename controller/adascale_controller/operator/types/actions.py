@@ -20,38 +20,24 @@ Isolation = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class FailedPlacement:
-    """A replica count that could not be placed.
-
-    Args:
-        count: the replica count.
-        limit: the largest count that may be scheduled until `until`.
-        reason, message: why the placement failed.
-        until: when the count may be scheduled again, in seconds since 1970.
-        capacity: how many replicas seemed to fit when the placement failed.
-        pause: seconds from the failure to `until`.
-    """
+    """A replica count that could not be placed."""
 
     count: int
-    limit: int
+    limit: int  # the largest count that may be scheduled until `until`
     reason: str
     message: str
-    until: float
-    capacity: int
-    pause: float
+    until: float  # when the count may be scheduled again, in seconds since 1970
+    capacity: int  # how many replicas seemed to fit when the placement failed
+    pause: float  # seconds from the failure to `until`
 
 
 @dataclass(frozen=True)
 class CapacityRequest:
-    """A replica count that is requested although it does not fit.
-
-    Args:
-        count: the replica count.
-        fitting: the largest count that fits; 0 if none does.
-        reason, message: those of the condition while its pods are not placed.
-    """
+    """A replica count that is requested although it does not fit."""
 
     count: int
-    fitting: int
+    fitting: int  # the largest count that fits; 0 if none does
+    # reason, message: those of the condition while its pods are not placed
     reason: Reason
     message: str
 
@@ -67,58 +53,41 @@ class Event:
 
 @dataclass(frozen=True)
 class Actions:
-    """The writes for one job. Each may be repeated without harm.
-
-    Args:
-        status: the new status.
-        status_changed: whether the status differs from the current status in more than telemetry.
-        telemetry_changed: whether the status differs from the current status at all.
-        deregister: whether to delete the job of an earlier AdaScaleJob of this name from the metrics service.
-        declare: the spec to declare at the metrics service.
-        allocate: the allocation to request at the metrics service.
-        create_claim: whether to create the job's own PersistentVolumeClaim.
-        create_indexed_job: the parallelism of the Indexed Job to create.
-        accelerator: the type of accelerator that its pods require. None if they require none.
-        resize: the new parallelism of the Indexed Job; 0 suspends it.
-        active_deadline_seconds: `activeDeadlineSeconds` of a resized Indexed Job. None for no deadline.
-        delete_indexed_job: whether to delete the Indexed Job.
-        create_extra_job, resize_extra_job, delete_extra_job: the same for the Indexed Job of extra pods.
-        delete_pods: names of pods to delete by force, together with the Job controller's finalizer.
-        end_pods: names of pods to end because their worker has ended and other containers run on, with the
-            Event about each.
-        release_pods: names of pods that lose the Job controller's finalizer.
-        check_gates: uids of Indexed Jobs to change so that Kueue looks at the gates of their pods.
-        hand_over_pods: names of pods that stay when the Indexed Job is deleted, for one of another template.
-        adopts_pods: whether the created Indexed Job takes over pods that have no other controller.
-        retire_pods: names of pods to delete with their grace period.
-        delete_job: whether to delete the AdaScaleJob.
-        events: the Events to record if the status is new.
-    """
+    """The writes for one job. Each may be repeated without harm."""
 
     status: Status
-    status_changed: bool = True
-    telemetry_changed: bool = True
+    status_changed: bool = True  # whether the status differs from the current status in more than telemetry
+    telemetry_changed: bool = True  # whether the status differs from the current status at all
+    # whether to delete the job of an earlier AdaScaleJob of this name from the metrics service
     deregister: bool = False
-    declare: JobSpec | None = None
-    allocate: Allocation | None = None
-    create_claim: bool = False
-    create_indexed_job: int | None = None
+    declare: JobSpec | None = None  # the spec to declare at the metrics service
+    allocate: Allocation | None = None  # the allocation to request at the metrics service
+    create_claim: bool = False  # whether to create the job's own PersistentVolumeClaim
+    create_indexed_job: int | None = None  # the parallelism of the Indexed Job to create
+    # the type of accelerator that its pods require. None if they require none.
     accelerator: str | None = None
-    resize: int | None = None
+    resize: int | None = None  # the new parallelism of the Indexed Job; 0 suspends it
+    # `activeDeadlineSeconds` of a resized Indexed Job. None for no deadline.
     active_deadline_seconds: int | None = None
-    delete_indexed_job: bool = False
+    delete_indexed_job: bool = False  # whether to delete the Indexed Job
+    # create_extra_job, resize_extra_job, delete_extra_job: the same for the Indexed Job of extra pods
     create_extra_job: int | None = None
     resize_extra_job: int | None = None
     delete_extra_job: bool = False
+    # names of pods to delete by force, together with the Job controller's finalizer
     delete_pods: tuple[str, ...] = ()
+    # names of pods to end because their worker has ended and other containers run on, with the Event
+    # about each
     end_pods: tuple[tuple[str, Event], ...] = ()
-    release_pods: tuple[str, ...] = ()
+    release_pods: tuple[str, ...] = ()  # names of pods that lose the Job controller's finalizer
+    # uids of Indexed Jobs to change so that Kueue looks at the gates of their pods
     check_gates: tuple[str, ...] = ()
+    # names of pods that stay when the Indexed Job is deleted, for one of another template
     hand_over_pods: tuple[str, ...] = ()
-    adopts_pods: bool = False
-    retire_pods: tuple[str, ...] = ()
+    adopts_pods: bool = False  # whether the created Indexed Job takes over pods that have no other controller
+    retire_pods: tuple[str, ...] = ()  # names of pods to delete with their grace period
     delete_job: bool = False
-    events: tuple[Event, ...] = ()
+    events: tuple[Event, ...] = ()  # the Events to record if the status is new
 
     @property
     def are_urgent(self) -> bool:

@@ -110,14 +110,7 @@ def has_ended(status: Mapping[str, Any]) -> bool:
 def merged(
     previous: Sequence[Mapping[str, Any]], current: Sequence[Condition], generation: int, now: float
 ) -> list[dict[str, Any]]:
-    """Return the conditions as JSON, with the transition times of those whose status is unchanged.
-
-    Args:
-        previous: the conditions in the current status.
-        current: the conditions to write.
-        generation: `metadata.generation` of the spec that they were computed from.
-        now: seconds since 1970, the transition time of a condition whose status changes.
-    """
+    """Return the conditions as JSON, with the transition times of those whose status is unchanged."""
     previous_by_type = {raw["type"]: raw for raw in previous}
     conditions = []
     for condition in current:

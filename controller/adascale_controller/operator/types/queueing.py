@@ -24,11 +24,7 @@ _PREFIXES: Final = (f"{KUEUE_GROUP}/", f"provreq.{KUEUE_GROUP}/")
 
 @dataclass(frozen=True)
 class Queueing:
-    """The labels and annotations of Kueue on an AdaScaleJob.
-
-    Args:
-        labels, annotations: those of Kueue.
-    """
+    """The labels and annotations of Kueue on an AdaScaleJob."""
 
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     annotations: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -40,11 +36,7 @@ class Queueing:
 
     @classmethod
     def of_extra_pods(cls, queue: str | None) -> Self:
-        """Return those of the Job of extra pods, whose count changes while it is admitted.
-
-        Args:
-            queue: its LocalQueue. None for none.
-        """
+        """Return those of the Job of extra pods, whose count changes while it is admitted."""
         return cls() if queue is None else cls({QUEUE_NAME: queue}, {ELASTIC_JOB: "true"})
 
     @property

@@ -18,22 +18,15 @@ CHECKPOINT_FOLDER: Final = "/var/lib/adascale/checkpoints"
 
 @dataclass(frozen=True)
 class PodSettings:
-    """Settings that all pods get.
+    """Settings that all pods get."""
 
-    Args:
-        api_url: base URL of the metrics service, as pods reach it.
-        accelerator_label: the label of nodes that names the type of their accelerators; empty if types are
-            not distinguished.
-        fs_group: whether volumes get a group that may write to them, where a template sets none.
-        has_authority: whether pods get the certificate of the authority of the metrics service.
-        plain_url: base URL of the metrics service without TLS, which the pods of a job may keep that were
-            made with it. None if they may not.
-    """
-
-    api_url: str
+    api_url: str  # base URL of the metrics service, as pods reach it
+    # the label of nodes that names the type of their accelerators; empty if types are not distinguished
     accelerator_label: str = names.DEFAULT_ACCELERATOR_LABEL
-    fs_group: bool = True
-    has_authority: bool = False
+    fs_group: bool = True  # whether volumes get a group that may write to them, where a template sets none
+    has_authority: bool = False  # whether pods get the certificate of the authority of the metrics service
+    # base URL of the metrics service without TLS, which the pods of a job may keep that were made with
+    # it. None if they may not.
     plain_url: str | None = None
 
     def without_tls(self) -> PodSettings | None:
@@ -45,28 +38,18 @@ class PodSettings:
 
 @dataclass(frozen=True)
 class Workload:
-    """An AdaScaleJob in the form from which its Kubernetes objects are made.
-
-    Args:
-        name: name of the AdaScaleJob.
-        namespace: namespace of the AdaScaleJob and of all its objects.
-        uid: uid of the AdaScaleJob.
-        job: the parsed spec.
-        template: `spec.template` as the user wrote it.
-        created_at: creation time of the AdaScaleJob, in seconds since 1970.
-        settings: the settings of its pods.
-        queueing: the labels and annotations of Kueue on the AdaScaleJob.
-        digests: the digests that `template_digest` has returned, by `single_node`.
-    """
+    """An AdaScaleJob in the form from which its Kubernetes objects are made."""
 
     name: str
-    namespace: str
+    namespace: str  # namespace of the AdaScaleJob and of all its objects
     uid: str
     job: Job
-    template: ApiObject
-    created_at: int
+    template: ApiObject  # `spec.template` as the user wrote it
+    created_at: int  # creation time of the AdaScaleJob, in seconds since 1970
     settings: PodSettings
+    # the labels and annotations of Kueue on the AdaScaleJob
     queueing: Queueing = field(default_factory=Queueing)
+    # the digests that `template_digest` has returned, by `single_node`
     digests: dict[bool, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -33,18 +33,13 @@ class Shards(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalStatistics:
-    """The numbers of one step on this rank, before the all-reduce.
+    """The numbers of one step on this rank, before the all-reduce."""
 
-    Attributes:
-        summed: numbers to be summed over ranks, per parameter group: shape (groups,). The squared norms of
-            the micro-gradients, or the inner product with the previous gradient.
-        averaged: squared norms of the averaged gradients, per group: shape (groups,).
-        complete: whether this rank has read all its gradients.
-    """
-
+    # numbers to be summed over ranks, per parameter group: shape (groups,). The squared norms of the
+    # micro-gradients, or the inner product with the previous gradient.
     summed: Tensor
-    averaged: Tensor
-    complete: bool
+    averaged: Tensor  # squared norms of the averaged gradients, per group: shape (groups,)
+    complete: bool  # whether this rank has read all its gradients
 
     def over(self, shards: Shards) -> "LocalStatistics":
         """Return the numbers of all shards of this replica together. A collective call."""
@@ -56,23 +51,15 @@ class LocalStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ReducedStatistics:
-    """The numbers of one step after the all-reduce, the same on all ranks.
+    """The numbers of one step after the all-reduce, the same on all ranks."""
 
-    Attributes:
-        summed: the sums over ranks of `LocalStatistics.summed`: shape (groups,).
-        averaged: the means over ranks of `LocalStatistics.averaged`: shape (groups,).
-        flags: sums over ranks, shape (flags,).
-        complete: whether all ranks took part with all their gradients: shape ().
-        agreed: whether `averaged` was the same on all ranks: shape ().
-        before_step: squared norms of the gradients before the step, on this rank: shape (groups,). None if
-            they were not read.
-    """
-
-    summed: Tensor
-    averaged: Tensor
-    flags: Tensor
-    complete: Tensor
-    agreed: Tensor
+    summed: Tensor  # the sums over ranks of `LocalStatistics.summed`: shape (groups,)
+    averaged: Tensor  # the means over ranks of `LocalStatistics.averaged`: shape (groups,)
+    flags: Tensor  # sums over ranks, shape (flags,)
+    complete: Tensor  # whether all ranks took part with all their gradients: shape ()
+    agreed: Tensor  # whether `averaged` was the same on all ranks: shape ()
+    # squared norms of the gradients before the step, on this rank: shape (groups,). None if they were not
+    # read.
     before_step: Tensor | None = None
 
     @property
@@ -82,17 +69,7 @@ class ReducedStatistics:
 
 
 class StatisticsAllReduce:
-    """An all-reduce of statistics that has started.
-
-    Args:
-        local: the numbers of this rank.
-        flags: local flags, to be summed.
-        ranks: number of ranks; with 1 there is no communication.
-        same_on_all_ranks: whether `local.averaged` should be the same on all ranks. Otherwise its mean
-            counts.
-        process_group: of the ranks; None for the default process group.
-        shards: sums over the replicas, in place of a process group.
-    """
+    """An all-reduce of statistics that has started."""
 
     def __init__(
         self,
@@ -126,12 +103,7 @@ class StatisticsAllReduce:
             self._work = dist.all_reduce(self._vector, group=process_group, async_op=True)
 
     def result(self, device: torch.device, before_step: Tensor | None = None) -> ReducedStatistics:
-        """Wait for the sums, and return them.
-
-        Args:
-            device: of the result. From a GPU to the host this is the only synchronisation of a measured step.
-            before_step: see `ReducedStatistics`; read in the same transfer.
-        """
+        """Wait for the sums, and return them."""
         if self._result is None or before_step is not None or self._result.summed.device != device:
             self.wait()
             vector = self._vector if before_step is None else torch.cat([self._vector, before_step])

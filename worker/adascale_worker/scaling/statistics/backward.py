@@ -49,18 +49,7 @@ class ReadingTime(Enum):
 
 
 class BackwardObserver:
-    """Norms of the local micro-gradients of a step, and the number of its backward passes.
-
-    Args:
-        on_pass_start: called in the first hook of each backward pass.
-        on_pass_end: called after each backward pass, when gradients are averaged.
-        metric: of the norms.
-
-    Attributes:
-        keeps_copies: whether to copy the local gradients, for `copies`.
-        passes: backward passes since `begin_step`.
-        weight: by which the loss of the present pass is multiplied, if gradients are read on arrival.
-    """
+    """Norms of the local micro-gradients of a step, and the number of its backward passes."""
 
     def __init__(
         self, on_pass_start: Callable[[], None], on_pass_end: Callable[[], None], metric: EuclideanMetric
@@ -96,10 +85,6 @@ class BackwardObserver:
 
         Gradients are read after the program's own hooks, which may change them. Ours is added again after one
         that the program has added later.
-
-        Args:
-            groups: parameters by parameter group.
-            reading_time: when their gradients are read.
         """
         self._group_count = len(groups)  # some may be without parameters
         flat = [(parameter, number) for number, group in enumerate(groups) for parameter in group]
@@ -340,10 +325,6 @@ def _add_to_copy(copies: dict[int, Tensor], index: int, gradient: Tensor) -> Non
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return a gradient without its history.
-
-    Raises:
-        SparseGradientError: the gradient is not dense.
-    """
+    """Return a gradient without its history."""
     gradient = require_dense(gradient)
     return gradient.detach() if gradient.requires_grad else gradient

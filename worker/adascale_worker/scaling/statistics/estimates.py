@@ -17,19 +17,12 @@ from adascale_core.batch.gain import require_scale
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """The estimates from one step, for each parameter group.
+    """The estimates from one step, for each parameter group."""
 
-    Attributes:
-        grad_sqr: estimated squared norms of the true gradients, shape (groups,).
-        grad_var: estimated total variances of a gradient at the initial batch size, shape (groups,).
-        valid: whether the numbers are usable, shape (groups,). Numbers that are not may have any value.
-        biased: whether they come from consecutive gradients.
-    """
-
-    grad_sqr: Tensor
-    grad_var: Tensor
-    valid: Tensor
-    biased: bool = False
+    grad_sqr: Tensor  # estimated squared norms of the true gradients, shape (groups,)
+    grad_var: Tensor  # estimated total variances of a gradient at the initial batch size, shape (groups,)
+    valid: Tensor  # whether the numbers are usable, shape (groups,). Numbers that are not may have any value.
+    biased: bool = False  # whether they come from consecutive gradients
 
 
 def from_micro_gradients(
@@ -40,15 +33,6 @@ def from_micro_gradients(
     With n micro-gradients g_i of equal batch size, L = mean |g_i|^2 and M = |mean g_i|^2:
     grad_sqr = (n M - L) / (n - 1) and grad_var = (L - M) S / (n - 1). (Appendix B.3 of the paper, with
     the variance converted to B0 from any batch size of a micro-gradient.)
-
-    Args:
-        count: n, replicas times accumulation steps.
-        mean_of_sqr: L, any shape.
-        sqr_of_mean: M, of the same shape.
-        scale: S of the whole step, all n micro-gradients together.
-
-    Raises:
-        ValueError: fewer than two gradients, or the scale is not a positive finite number.
     """
     if count < 2:
         raise ValueError(
@@ -76,15 +60,6 @@ def from_consecutive_gradients(
     covariance of g1, besides what the true gradient loses by the step: where noise dominates, more than all
     of it. Both effects vanish with the learning rate. (The gradient noise scale of AdaptDL does so for one
     replica.)
-
-    Args:
-        inner_product: g1 . g2, any shape.
-        sqr_of_difference: |g1 - g2|^2, of the same shape.
-        previous_scale: S1, scale of the earlier step.
-        scale: S2, scale of the later step.
-
-    Raises:
-        ValueError: a scale is not a positive finite number.
     """
     require_scale(previous_scale)
     require_scale(scale)

@@ -14,9 +14,6 @@ class GradientFingerprint:
     """The norms of a few gradients, to detect that all gradients were multiplied by a number.
 
     Only the smallest gradients are read: a GradScaler, or clipping by the norm, multiplies all of them.
-
-    Args:
-        parameters: on the CPU.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:

@@ -21,24 +21,16 @@ from adascale_worker.scaling.statistics.step_settings import StepSettings
 
 @dataclass(frozen=True, slots=True)
 class GainOptions:
-    """The options of the estimates.
-
-    Attributes:
-        settings: how steps are made.
-        smoothing: weight of the past in the moving average; None follows the scale.
-        sampling: the rule that selects the measured steps.
-        debias: whether the moving average is debiased.
-        observes_backward: whether hooks read the gradients; if not, the caller passes them.
-        shards: exchange the statistics, if each process of a replica has shards of the gradients.
-        max_gain: the limit of all gains, as of `GradientEstimate.limited`; None without one.
-    """
+    """The options of the estimates."""
 
     settings: StepSettings
-    smoothing: float | None
-    sampling: Sampling
-    debias: bool
-    observes_backward: bool = True
+    smoothing: float | None  # weight of the past in the moving average; None follows the scale
+    sampling: Sampling  # the rule that selects the measured steps
+    debias: bool  # whether the moving average is debiased
+    observes_backward: bool = True  # whether hooks read the gradients; if not, the caller passes them
+    # exchange the statistics, if each process of a replica has shards of the gradients
     shards: Shards | None = None
+    # the limit of all gains, as of `GradientEstimate.limited`; None without one
     max_gain: float | None = None
 
 
@@ -47,17 +39,6 @@ class GainEstimator:
 
     For each step: the backward passes, `finish_measurement` before the optimizer uses the gradients, then
     `end_step`.
-
-    Args:
-        optimizer: the optimizer whose parameters are measured.
-        rule: of the optimizer; it determines the metric.
-        options: of the estimates.
-        model: a `DistributedDataParallel` or a model with `fully_shard`, if it was given.
-        grad_scaler: of the training loop, if it was given.
-
-    Attributes:
-        statistics: of the current step.
-        gradients_are_divided: whether gradients were divided by the accumulation count since backward.
     """
 
     def __init__(
@@ -132,10 +113,8 @@ class GainEstimator:
         return self._limited(total(available)) if available else None
 
     def gain(self, scale: float, group: int | None = None) -> float:
-        """Return the gain at `scale`, of a parameter group or of all that are trained; 1 without an estimate.
-
-        Raises:
-            IndexError: there is no such group.
+        """Return the gain at `scale`, of a parameter group or of all that are trained; 1
+        without an estimate.
         """
         if group is None:
             estimate = self.total_estimate()

@@ -13,15 +13,7 @@ LocalGradients = Mapping[Tensor, Tensor]
 
 
 class GivenGradients:
-    """The squared norms of the micro-gradients of this rank.
-
-    Args:
-        parameters: of the optimizer.
-        metric: of the norms.
-
-    Attributes:
-        count: of the micro-gradients that were read, without the last one.
-    """
+    """The squared norms of the micro-gradients of this rank."""
 
     def __init__(self, parameters: OptimizerParameters, metric: EuclideanMetric) -> None:
         self._parameters = parameters

@@ -36,16 +36,13 @@ from adascale_worker.scaling.statistics.uneven_inputs import joins_without
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """The result of a step.
+    """The result of a step."""
 
-    Attributes:
-        estimate: None if the step gives none: it was not measured, or there is no gradient to compare with.
-        flag_sums: sums of the flags over ranks, shape (flags,). None without an all-reduce or without flags.
-        finite: whether all gradients were finite, shape (). None if the step was not measured.
-    """
-
+    # None if the step gives none: it was not measured, or there is no gradient to compare with
     estimate: StepEstimate | None = None
+    # sums of the flags over ranks, shape (flags,). None without an all-reduce or without flags.
     flag_sums: Tensor | None = None
+    # whether all gradients were finite, shape (). None if the step was not measured.
     finite: Tensor | None = None
 
 
@@ -54,20 +51,6 @@ class GradientStatistics:
 
     For each step: `begin_step`, the backward passes, perhaps `preview`, then `finish_step` before the
     optimizer uses the gradients.
-
-    Args:
-        optimizer: the optimizer whose parameters are observed.
-        rule: of the optimizer; it determines the metric.
-        settings: how steps are made.
-        model: a `DistributedDataParallel` or a model with `fully_shard`, if it was given.
-        grad_scaler: of the training loop, if it was given.
-        observes_backward: whether hooks read the gradients; if not, the caller passes them.
-        shards: exchange the statistics, if each process of a replica has shards of the gradients. Then the
-            caller passes these.
-
-    Attributes:
-        flags: local numbers that are summed over ranks along with the statistics.
-        joinable: the object that represents the statistics in a `Join` context.
     """
 
     def __init__(
@@ -120,14 +103,7 @@ class GradientStatistics:
     def begin_step(
         self, settings: StepSettings, step_number: int, *, measuring: bool, begins_pair: bool
     ) -> None:
-        """Prepare for a step: add hooks to the parameters if it is measured, remove them if not.
-
-        Args:
-            settings: how the step is made.
-            step_number: its number.
-            measuring: whether to measure it.
-            begins_pair: whether its gradient is compared with that of the next step.
-        """
+        """Prepare for a step: add hooks to the parameters if it is measured, remove them if not."""
         self._settings, self._step_number, self._is_measuring = settings, step_number, measuring
         self._begins_pair = begins_pair
         self._is_left_out = False
@@ -240,11 +216,7 @@ class GradientStatistics:
             self._all_reduce.wait()
 
     def finish_step(self, *, divided: bool) -> StepMeasurement:
-        """Return the result of this step. Called when the optimizer is about to use the gradients.
-
-        Args:
-            divided: whether gradients were divided by the accumulation count since backward.
-        """
+        """Return the result of this step. Called when the optimizer is about to use the gradients."""
         if not self._is_measuring or self.is_excluded_from_join():
             return StepMeasurement()
         self.exchange()

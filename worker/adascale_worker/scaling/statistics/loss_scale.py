@@ -29,12 +29,7 @@ class GradScaler(Protocol):
 
 
 class LossScale:
-    """The current loss scale.
-
-    Attributes:
-        scaler: the GradScaler of the training loop; None if it was not given.
-        inferred: the last loss scale that was inferred from gradients, shape (); 1 at first.
-    """
+    """The current loss scale."""
 
     def __init__(self, scaler: GradScaler | None = None) -> None:
         self.scaler = scaler
@@ -52,9 +47,6 @@ class LossScale:
         """Return the loss scale, inferred from the squared norm of the gradients at two times.
 
         NaN if it cannot be determined; the statistics of the step are of no use then.
-
-        Args:
-            after_backward, before_step: squared norms, shape (), on the same device.
         """
         inferred = self.inferred.to(after_backward)
         usable = (after_backward > 0.0) & (before_step > 0.0) & torch.isfinite(after_backward + before_step)

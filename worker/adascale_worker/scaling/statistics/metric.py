@@ -69,12 +69,7 @@ class EuclideanMetric:
         return sqr_norm(gradients, device)
 
     def divided(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return vectors whose Euclidean norms are the norms of the gradients; perhaps these themselves.
-
-        Args:
-            parameters: of one group.
-            gradients: one of each parameter.
-        """
+        """Return vectors whose Euclidean norms are the norms of the gradients; perhaps these themselves."""
         del parameters
         return list(gradients)
 
@@ -83,11 +78,6 @@ class SecondMomentMetric(EuclideanMetric):
     """The norm of gradients divided by the root of their second moment.
 
     Before a group has second moments, its norm is the plain norm.
-
-    Args:
-        rule: of the optimizer, which has the second moments.
-        optimizer: with the groups.
-        shards: the processes of a replica, if each has shards of the second moments.
     """
 
     def __init__(
@@ -155,11 +145,6 @@ class _GroupDivisor:
     """Divides the squares of the gradients of one group on the CPU by v + c.
 
     v is `value * factor`: they are divided by `value + c / factor` and their sum by `factor`, one pass less.
-
-    Args:
-        moments: by the id of the parameter. A parameter without one has the mean of the group.
-        eps: positive.
-        shards: the processes that have shards of them; None if this process has all.
     """
 
     def __init__(self, moments: dict[int, SecondMoment], eps: float, shards: Shards | None = None) -> None:
@@ -262,12 +247,7 @@ class _GroupDivisor:
         return value + added, factor
 
     def _scratch(self, piece: Tensor, start: int) -> Tensor:
-        """Return memory for the divisor of a piece: new memory costs as much as to divide.
-
-        Args:
-            piece: of a gradient.
-            start: the number of elements before it that are divided at the same time.
-        """
+        """Return memory for the divisor of a piece: new memory costs as much as to divide."""
         if self._memory is None or self._memory.dtype is not piece.dtype:
             self._memory = torch.empty(CHUNK, dtype=piece.dtype)
         return self._memory[start : start + piece.numel()]
@@ -288,14 +268,7 @@ class _GroupDivisor:
 
 
 class _DivisorOnGpu:
-    """As `_GroupDivisor`, with few kernels: the parameters are copied together, in batches.
-
-    Args:
-        moments: by the id of the parameter. A parameter without one has the mean of the group.
-        eps: positive.
-        sizes: numbers of elements on a GPU, from earlier steps: to copy them there takes time.
-        shards: the processes that have shards of them; None if this process has all.
-    """
+    """As `_GroupDivisor`, with few kernels: the parameters are copied together, in batches."""
 
     def __init__(
         self,
@@ -413,13 +386,7 @@ def _total(terms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _mean(sums: Sequence[Tensor], values: Sequence[Tensor], shards: Shards | None) -> Tensor:
-    """Return the mean of second moments: shape (). A collective call with shards.
-
-    Args:
-        sums: that add up to the sum of `values`, at least one.
-        values: the second moments.
-        shards: the processes that have shards of them.
-    """
+    """Return the mean of second moments: shape (). A collective call with shards."""
     total, count = _total(sums, sums[0].device), sum(_real(value).numel() for value in values)
     if shards is None:
         return total / count

@@ -30,12 +30,6 @@ class MovingAverages:
     gradients. The second starts from the first, and the next unbiased estimate deletes it.
 
     Immutable: `updated` returns new averages.
-
-    Args:
-        sums: weighted sums of `grad_sqr`, of `grad_var`, of weights and of the squares of `grad_sqr`, and the
-            sums of the squares of the weights, for both averages: shape (2, 5, groups). The weights are at
-            most 1, and 0 without an estimate.
-        counts: numbers of estimates, shape (2, groups).
     """
 
     def __init__(self, sums: Tensor, counts: Tensor) -> None:
@@ -80,17 +74,7 @@ class MovingAverages:
         return MovingAverages(torch.where(kept, self._sums, 0.0), torch.where(kept, self._counts, 0.0))
 
     def updated(self, step: StepEstimate, smoothing: float, *, debias: bool = True) -> "MovingAverages":
-        """Return the averages with the estimates of one more step.
-
-        Args:
-            step: the estimates of the step.
-            smoothing: weight of the past, theta, at least 0 and below 1.
-            debias: True divides by the weight so far. False is appendix B.3 of the paper: the plain mean
-                of the first 1 / (1 - theta) estimates, a moving average after that.
-
-        Raises:
-            ValueError: `smoothing` is out of range.
-        """
+        """Return the averages with the estimates of one more step."""
         require_smoothing(smoothing)
         sums, counts = self._sums, self._counts
         past, count = self._latest() if step.biased else (sums[UNBIASED], counts[UNBIASED])
@@ -119,12 +103,7 @@ class MovingAverages:
         return _gain(*self._averages(), scale)
 
     def gain(self, scale: float, counted: Tensor) -> Tensor:
-        """Return the gain of several groups together at `scale`, shape (), without waiting for the device.
-
-        Args:
-            scale: S.
-            counted: whether each group counts, shape (groups,).
-        """
+        """Return the gain of several groups together at `scale`, shape (), without waiting for the device."""
         grad_sqr, grad_var = (torch.where(counted, average, 0.0) for average in self._averages())
         return _gain(grad_sqr.sum(), grad_var.sum(), scale)
 

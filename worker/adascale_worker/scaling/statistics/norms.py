@@ -88,12 +88,7 @@ def are_read_together(tensors: Sequence[Tensor]) -> bool:
 
 
 def batches(sizes: Sequence[int], kinds: Sequence[object]) -> Iterator[list[int]]:
-    """Return the positions of consecutive tensors of the same kind that are copied together.
-
-    Args:
-        sizes: their numbers of elements. A batch has at most `MAX_ELEMENTS_TOGETHER`, or is one tensor.
-        kinds: what the tensors of a batch have in common, such as their dtype.
-    """
+    """Return the positions of consecutive tensors of the same kind that are copied together."""
     batch: list[int] = []
     size = 0
     for position, (elements, kind) in enumerate(zip(sizes, kinds, strict=True)):

@@ -14,11 +14,7 @@ HOST = torch.device("cpu")
 
 
 def require_dense(gradient: Tensor) -> Tensor:
-    """Return a gradient whose layout is checked.
-
-    Raises:
-        SparseGradientError: the gradient is not dense.
-    """
+    """Return a gradient whose layout is checked."""
     if gradient.layout is not torch.strided:
         raise SparseGradientError(
             f"got a gradient of layout {gradient.layout} for a parameter of shape {tuple(gradient.shape)}; "
@@ -56,13 +52,7 @@ def lr_versions(groups: Iterable[Mapping[str, Any]]) -> list[object]:
 
 
 class OptimizerParameters:
-    """The parameter groups of an optimizer. Read each time, because groups may be added or replaced.
-
-    Args:
-        optimizer: the owner of the groups.
-        scales_lr_alone: whether the lr is all that a gain changes. Other hyperparameters, such as the betas
-            of Adam, must be numbers on the host.
-    """
+    """The parameter groups of an optimizer. Read each time, because groups may be added or replaced."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, scales_lr_alone: bool = True) -> None:
         self._optimizer = optimizer
@@ -81,9 +71,6 @@ class OptimizerParameters:
         """Return the parameters that have gradients, and these, by parameter group.
 
         For DTensors, the gradients are the shards of this rank.
-
-        Raises:
-            SparseGradientError: a gradient is not dense.
         """
         present = [[p for p in group if p.grad is not None] for group in self.groups()]
         return [

@@ -23,29 +23,17 @@ Parameters = Sequence[Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PreviousStep:
-    """The numbers of the step that a previous gradient is from.
+    """The numbers of the step that a previous gradient is from."""
 
-    Attributes:
-        sqr_norms: of the gradient, per parameter group, in units of the loss scale squared: shape (groups,).
-            Not finite if the gradient was not.
-        scale: S of the step.
-        loss_scale: at the step, shape (); NaN if it could not be determined.
-    """
-
+    # of the gradient, per parameter group, in units of the loss scale squared: shape (groups,). Not
+    # finite if the gradient was not.
     sqr_norms: Tensor
     scale: float
-    loss_scale: Tensor
+    loss_scale: Tensor  # at the step, shape (); NaN if it could not be determined
 
 
 class PreviousGradient:
-    """A copy of the gradients of one step, divided as the metric requires.
-
-    Args:
-        metric: of the inner products.
-
-    Attributes:
-        step: the numbers of that step; None until they are complete, after its all-reduce.
-    """
+    """A copy of the gradients of one step, divided as the metric requires."""
 
     def __init__(self, metric: EuclideanMetric) -> None:
         self._metric = metric

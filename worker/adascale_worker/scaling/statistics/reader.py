@@ -30,22 +30,7 @@ AVERAGING_HOOKS = (
 
 
 class GradientReader:
-    """The squared norms of micro-gradients and of averaged gradients.
-
-    Args:
-        parameters: of the optimizer.
-        settings: how steps are made.
-        model: a `DistributedDataParallel` or a model with `fully_shard`, if it was given.
-        on_pass_start: called when a backward pass starts.
-        on_pass_end: called after each backward pass, when gradients are averaged.
-        metric: of the norms.
-        observes_backward: whether hooks read the gradients; if not, the caller passes them to `given`.
-
-    Attributes:
-        ddp: `model`, if it is a `DistributedDataParallel`.
-        given: the gradients that the caller passes; None if hooks read them.
-        is_compressed: whether the averaged gradients of this step are not the mean of the local ones.
-    """
+    """The squared norms of micro-gradients and of averaged gradients."""
 
     def __init__(
         self,

@@ -19,21 +19,14 @@ SAMPLES_PER_WINDOW = 16
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The rule that selects the measured steps, the same on all ranks.
+    """The rule that selects the measured steps, the same on all ranks."""
 
-    Attributes:
-        every: the interval between measured steps; 1 measures every step. None for the default: all of the
-            first steps, then as few as the window allows.
-        disjoint_pairs: whether the pairs of consecutive steps that are compared have no step in common.
-        compares_steps: whether steps with one gradient are compared at all.
-
-    Raises:
-        ValueError: `every` is below 1.
-    """
-
+    # the interval between measured steps; 1 measures every step. None for the default: all of the first
+    # steps, then as few as the window allows.
     every: int | None = None
+    # whether the pairs of consecutive steps that are compared have no step in common
     disjoint_pairs: bool = False
-    compares_steps: bool = True
+    compares_steps: bool = True  # whether steps with one gradient are compared at all
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:

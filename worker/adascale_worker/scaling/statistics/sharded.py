@@ -26,20 +26,7 @@ from adascale_worker.torch_private.fsdp import (
 
 
 class ShardedGradients:
-    """Norms of the inputs of the reduce-scatters in the backward passes of a step.
-
-    Args:
-        model: with `fully_shard` applied, before the optimizer was made.
-        groups: the parameters of the optimizer, by parameter group.
-        ranks: number of ranks that gradients are averaged over.
-
-    Attributes:
-        shards: ranks that one copy of the parameters is spread over.
-        parameter_ids: ids of the parameters that were sharded by `fully_shard` alone.
-
-    Raises:
-        UnsupportedTorchError: the installed torch does not have what this needs.
-    """
+    """Norms of the inputs of the reduce-scatters in the backward passes of a step."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[Tensor]], ranks: int) -> None:
         self._ranks = ranks
@@ -150,13 +137,7 @@ class ShardedGradients:
 
 
 class _ReductionHistory:
-    """The backward passes whose gradients went into each reduce-scatter of an FSDP2 parameter group.
-
-    Attributes:
-        fsdp_group: the parameter group.
-        unreduced: ids of passes whose gradients are still on the rank. `zero_grad()` does not delete those.
-        reduced: for each reduce-scatter of this step, the ids of the passes that it took the sum of.
-    """
+    """The backward passes whose gradients went into each reduce-scatter of an FSDP2 parameter group."""
 
     def __init__(self, fsdp_group: ShardedParameterGroup) -> None:
         self.fsdp_group = fsdp_group

@@ -5,21 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """How a step is made.
-
-    Attributes:
-        world_size: number of replicas.
-        accumulation: number of backward passes.
-        scale: S of the whole step.
-        is_scaled_loss: whether each loss is divided by `accumulation`.
-        interval: the number of steps for which the measurement of this step stands, if the training loop has
-            chosen to measure it. 0: `Sampling` chooses.
-    """
+    """How a step is made."""
 
     world_size: int
     accumulation: int
     scale: float
-    is_scaled_loss: bool
+    is_scaled_loss: bool  # whether each loss is divided by `accumulation`
+    # the number of steps for which the measurement of this step stands, if the training loop has chosen
+    # to measure it. 0: `Sampling` chooses.
     interval: int = 0
 
     @property
@@ -30,13 +23,9 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepWeights:
-    """The weights of the micro-batches of a step, by which their losses are multiplied.
+    """The weights of the micro-batches of a step, by which their losses are multiplied."""
 
-    Attributes:
-        divisor: their sum over all ranks, divided by the number of ranks. The sum over the backward passes of
-            the averaged gradients is divided by it, in place of the accumulation count.
-        positive: how many are above 0, on all ranks.
-    """
-
+    # their sum over all ranks, divided by the number of ranks. The sum over the backward passes of the
+    # averaged gradients is divided by it, in place of the accumulation count.
     divisor: float
-    positive: int
+    positive: int  # how many are above 0, on all ranks

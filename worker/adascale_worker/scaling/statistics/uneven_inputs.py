@@ -19,11 +19,7 @@ def joins_without(ddp: DistributedDataParallel | None, joinable: Joinable | None
 
 
 class StatisticsJoinHook(JoinHook):
-    """Takes part in the all-reduces of statistics on a rank without data.
-
-    Args:
-        on_step: called for each step that peers with data make.
-    """
+    """Takes part in the all-reduces of statistics on a rank without data."""
 
     def __init__(self, on_step: Callable[[], None]) -> None:
         self._on_step = on_step

@@ -22,27 +22,16 @@ MAX_WAIT_AT_EXIT = 20.0
 
 @dataclass(frozen=True)
 class BestFile:
-    """A file with weights.
-
-    Args:
-        name: of the file.
-        metric: name of the metric.
-        value: of the metric.
-        step: optimizer steps when they were copied.
-    """
+    """A file with weights."""
 
     name: str
     metric: str
     value: float
-    step: int
+    step: int  # optimizer steps when they were copied
 
 
 def best_files(storage: Storage) -> list[BestFile]:
-    """Return the files with weights that were the best when they were saved.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    """Return the files with weights that were the best when they were saved."""
     files = []
     for name in sorted(filter(is_best_weights, storage.names())):
         if not name.endswith(".safetensors"):
@@ -59,11 +48,6 @@ class BestWeights:
     """Writes weights in a thread of its own, from a copy in memory. Used on rank 0.
 
     Only one file is kept. Its value is read from the storage, because a former rank 0 may have written it.
-
-    Args:
-        storage: of the checkpoints.
-        metric: name of the metric.
-        mode: whether its lowest or its highest value is the best.
     """
 
     def __init__(self, storage: Storage, metric: str, mode: Literal["min", "max"]) -> None:
@@ -78,13 +62,7 @@ class BestWeights:
         self._has_reported = False
 
     def offer(self, value: float, step: int, state_dict: Callable[[], Mapping[str, Any]]) -> None:
-        """Keep the present weights if the metric has its best value.
-
-        Args:
-            value: of the metric.
-            step: optimizer steps so far.
-            state_dict: returns the state of the model.
-        """
+        """Keep the present weights if the metric has its best value."""
         if not math.isfinite(value) or (self._best is not None and not self._is_better(value, self._best)):
             return
         weights = plain_weights(state_dict())

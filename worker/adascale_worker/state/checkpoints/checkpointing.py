@@ -38,18 +38,6 @@ class Checkpointing:
 
     A checkpoint is due `interval` seconds after the state of the last one was copied, also if the process was
     started again in between, and after the first step of a job without a checkpoint.
-
-    Args:
-        location: folder or URL of the checkpoints. None disables checkpoints.
-        interval: seconds between two checkpoints.
-        group: the replicas of this generation.
-        is_terminated: returns whether this process is to end, so that it does not wait for a storage.
-
-    Attributes:
-        is_unsaved: whether rank 0 may not have saved the last checkpoint that it began, as far as is known.
-
-    Raises:
-        CheckpointError: the location is a URL that cannot be used.
     """
 
     def __init__(
@@ -126,16 +114,8 @@ class Checkpointing:
     def load(
         self, own: Shards | None = None, *, wait: bool = False, kept: KeptSnapshot | None = None
     ) -> State | None:
-        """Return the newest intact checkpoint, or a later copy. None if there is none. Called on rank 0 only.
-
-        Args:
-            own: the part of the state that this process needs; None for the whole state.
-            wait: whether to wait for a storage that cannot be read, at most `MAX_WAIT_FOR_STORAGE` seconds.
-            kept: a copy, which is used if it is later than the newest intact checkpoint.
-
-        Raises:
-            CheckpointError: there are checkpoints, but all are damaged, and there is no copy; or the storage
-                cannot be read.
+        """Return the newest intact checkpoint, or a later copy. None if there is none. Called
+        on rank 0 only.
         """
         self._kept = None
         store = self._store
@@ -192,19 +172,6 @@ class Checkpointing:
         Returns when the state is copied, and the copy is written while training continues; a failure is
         reported. If `final` or `durable`, returns when the checkpoint is written. The end of training exists
         in memory only, so if it cannot be saved, that is tried again for `MAX_WAIT_FOR_STORAGE` seconds.
-
-        Args:
-            info: description of the checkpoint.
-            make_state: called on rank 0; returns the state to write, or this process's part of it.
-            final: whether training is over, so that results are added to this checkpoint.
-            durable: whether to wait until the checkpoint is written.
-            only_if_latest: see `CheckpointStore.save`; if `durable`.
-            weights: tensors of the state. If neither `final` nor `durable`, the copy is written only if they
-                are finite.
-            changed_by_step: tensors of the state that nothing changes until `before_step` is called.
-
-        Raises:
-            CheckpointError: on all ranks, if `final` or `durable` and rank 0 could not write the checkpoint.
         """
         if self._writer is not None:
             if final or durable:
@@ -251,11 +218,7 @@ class Checkpointing:
         self.is_unsaved = False
 
     def _repeat(self, action: Callable[[], T]) -> T:
-        """Repeat what the storage has refused, until it works, for at most `MAX_WAIT_FOR_STORAGE` seconds.
-
-        Raises:
-            CheckpointError: trying again does not help, has not helped, or has to end.
-        """
+        """Repeat what the storage has refused, until it works, for at most `MAX_WAIT_FOR_STORAGE` seconds."""
         begun, backoff, has_reported = time.monotonic(), Backoff(), False
         while True:
             try:
@@ -283,11 +246,7 @@ class Checkpointing:
             self._writer.before_step()
 
     def save_on_rank_0(self, info: CheckpointInfo, make_state: MakeState) -> None:
-        """Save the end of training on rank 0. Not a collective call of the replicas.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be written.
-        """
+        """Save the end of training on rank 0. Not a collective call of the replicas."""
         writer = self._writer
         if writer is not None and self._group.rank == 0:
             self._repeat(lambda: writer.save(make_state(), info, self._result))
@@ -306,12 +265,7 @@ class Checkpointing:
         return self._manifest is not None and self._manifest.finished and self._kept is None
 
     def keep_final(self, *, is_final: bool) -> None:
-        """Use the checkpoint that rank 0 has restored.
-
-        Args:
-            is_final: whether it is that of the end of training. Then results are added to it. The result of
-                an end after which training goes on now is not kept.
-        """
+        """Use the checkpoint that rank 0 has restored."""
         self._has_final = self._is_final_written = is_final
         # What the program has reported before it restores the state is newer.
         if self._kept is not None:
@@ -333,11 +287,7 @@ class Checkpointing:
             self._saved_at = float("-inf")
 
     def report_result(self, result: dict[str, float | str]) -> None:
-        """Add to the result of training, and save it with the final checkpoint if that exists.
-
-        Raises:
-            CheckpointError: on rank 0, if the result cannot be written.
-        """
+        """Add to the result of training, and save it with the final checkpoint if that exists."""
         self._result.update(result)
         if not self._is_final_written or not self._group.is_main:
             return
@@ -358,11 +308,7 @@ class Checkpointing:
 
 
 def _open(location: str | Path) -> Storage:
-    """Return the storage at a location.
-
-    Raises:
-        CheckpointError: it can't be used.
-    """
+    """Return the storage at a location."""
     try:
         return open_storage(location)
     except UnusableStorageError as error:

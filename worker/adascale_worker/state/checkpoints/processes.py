@@ -56,11 +56,7 @@ _KINDS: Final[tuple[type[Exception], ...]] = (
 
 
 class CheckpointProcesses:
-    """The processes of a replica, of which each has a part of the state.
-
-    Args:
-        messages: between them; None for a single process.
-    """
+    """The processes of a replica, of which each has a part of the state."""
 
     def __init__(self, messages: ReplicaMessages | None = None) -> None:
         self._messages = messages
@@ -73,11 +69,7 @@ class CheckpointProcesses:
         return self.process == 0
 
     def lead(self, action: Callable[[], T]) -> T:
-        """Return on all processes what process 0 has done, or raise its error.
-
-        Args:
-            action: returns what JSON has.
-        """
+        """Return on all processes what process 0 has done, or raise its error."""
         if self._messages is None:
             return action()
         outcome, error = _outcome(action) if self.leads else (None, None)
@@ -88,11 +80,7 @@ class CheckpointProcesses:
         return result
 
     def each(self, action: Callable[[], T]) -> list[T]:
-        """Return on all processes what each of them has done, in their order, or raise an error of one.
-
-        Args:
-            action: returns what JSON has.
-        """
+        """Return on all processes what each of them has done, in their order, or raise an error of one."""
         if self._messages is None:
             return [action()]
         own, error = _outcome(action)

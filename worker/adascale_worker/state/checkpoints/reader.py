@@ -45,14 +45,9 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Target:
-    """Memory that bytes of a file are read into.
+    """Memory that bytes of a file are read into."""
 
-    Args:
-        offset: position of the bytes behind the header.
-        memory: has their length.
-    """
-
-    offset: int
+    offset: int  # position of the bytes behind the header
     memory: memoryview
 
     @property
@@ -62,13 +57,7 @@ class _Target:
 
 
 def read_manifest(storage: Storage, number: int) -> Manifest:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        DamagedError: it is missing or damaged.
-        UnusableCheckpointError: it was written by another version.
-        StorageError: the storage cannot be read.
-    """
+    """Return the manifest of a checkpoint."""
     name = manifest_file_name(number)
     path = storage.path(name)
     try:
@@ -84,18 +73,7 @@ def read_manifest(storage: Storage, number: int) -> Manifest:
 
 
 def read_state(storage: Storage, manifest: Manifest, own: Shards | None = None) -> State:
-    """Return the state of a checkpoint.
-
-    Args:
-        storage: of the checkpoint.
-        manifest: of the checkpoint.
-        own: the part that this process needs. The tensors that are divided otherwise in this process's model
-            are returned whole. None returns the whole state.
-
-    Raises:
-        DamagedError: the checkpoint differs from what was saved.
-        StorageError: the storage cannot be read.
-    """
+    """Return the state of a checkpoint."""
     files = [_File(storage, manifest, file) for file in manifest.files]
     first = files[0]
     try:
@@ -188,13 +166,7 @@ class _Regrouping:
 
 
 class _File:
-    """A file with a state, or with the part of one process.
-
-    Args:
-        storage: of the file.
-        manifest: of the checkpoint.
-        file: its description.
-    """
+    """A file with a state, or with the part of one process."""
 
     def __init__(self, storage: Storage, manifest: Manifest, file: StateFile) -> None:
         self._storage = storage
@@ -230,15 +202,7 @@ class _File:
         return self._index
 
     def shards(self, process: int, count: int) -> Shards:
-        """Return what it describes as its shards.
-
-        Args:
-            process: whose file it is.
-            count: number of processes.
-
-        Raises:
-            DamagedError: it is the file of another process.
-        """
+        """Return what it describes as its shards."""
         if self._shards is None:
             self._shards = Shards.from_state(self.index.value(KEY))
         if (self._shards.process, self._shards.count) != (process, count):
@@ -322,11 +286,7 @@ class _File:
                     future.cancel()
 
     def _read_verified(self, index: int, place: Callable[[], str]) -> bytes:
-        """Return the header (index 0) or a part of the file; `place` describes it, for a message.
-
-        Raises:
-            DamagedError: its SHA-256 is not that of the manifest.
-        """
+        """Return the header (index 0) or a part of the file; `place` describes it, for a message."""
         file = self._file
         if index == 0:
             start, end = 0, file.header_bytes

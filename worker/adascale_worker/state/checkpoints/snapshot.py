@@ -42,16 +42,7 @@ class Snapshot:
     def copy(
         self, state: Any, weights: Sequence[Tensor] = (), changed_by_step: Iterable[Tensor] = ()
     ) -> None:
-        """Copy a state, in place of the last one.
-
-        Args:
-            state: consists of `tree.ALLOWED` types.
-            weights: tensors of the state, whose copies `weights` returns.
-            changed_by_step: tensors of the state that nothing changes until `before_step` is called.
-
-        Raises:
-            UnsupportedStateError: an object in the state has another type.
-        """
+        """Copy a state, in place of the last one."""
         self.wait()
         self._spec, tensors = tree.flatten(state)
         self._prepare(tensors)
@@ -83,11 +74,7 @@ class Snapshot:
                 torch.cuda.current_stream(device).wait_event(copied)
 
     def wait(self) -> None:
-        """Wait until the state is copied. May be called in any thread.
-
-        Raises:
-            RuntimeError: the GPU has failed.
-        """
+        """Wait until the state is copied. May be called in any thread."""
         for copied in self._copied.values():
             copied.synchronize()
         self._sources = ()
@@ -107,9 +94,6 @@ class Snapshot:
         """Return the tensors of the copied state, as they follow the file's header, in parts.
 
         Waits until the state is copied.
-
-        Args:
-            chunk_bytes: length of each part, except the last, which may be shorter.
         """
         self.wait()
         content = self._memory.numpy().data

@@ -43,17 +43,10 @@ class NoSnapshotMemoryError(CheckpointError):
 
 @dataclass(frozen=True)
 class KeptSnapshot:
-    """A copy of the state.
-
-    Args:
-        info: its description.
-        result: of training, as the program has reported it until then.
-        spec: its structure.
-        place: where it is.
-    """
+    """A copy of the state."""
 
     info: CheckpointInfo
-    result: dict[str, float | str]
+    result: dict[str, float | str]  # of training, as the program has reported it until then
     spec: bytes
     place: SnapshotPlace
 
@@ -63,11 +56,7 @@ class KeptSnapshot:
         return number_of(self.info)
 
     def read(self) -> State:
-        """Return the state. Its tensors are copies.
-
-        Raises:
-            CheckpointError: the copy is not complete.
-        """
+        """Return the state. Its tensors are copies."""
         state: State = tree.unflatten(self.spec, _read_tensors(self.place, tree.layouts(self.spec)))
         return state
 
@@ -78,15 +67,7 @@ def number_of(described: CheckpointInfo | Manifest) -> StateNumber:
 
 
 class SnapshotMemory:
-    """Memory for copies of the state.
-
-    Args:
-        paths: of the files, which exist.
-        available: returns the bytes that can be used, and have not been used so far.
-
-    Raises:
-        NoSnapshotMemoryError: a file cannot be opened, or is not one that an agent has made.
-    """
+    """Memory for copies of the state."""
 
     def __init__(self, paths: Sequence[str], available: Callable[[], float] = unused_memory) -> None:
         self._available = available
@@ -109,10 +90,6 @@ class SnapshotMemory:
         """Copy a state in place of the older copy, or of the newer one while the agent sends the older one.
 
         Tensors on a GPU are copied to the memory of the host one by one. Does not wait for the agent.
-
-        Raises:
-            NoSnapshotMemoryError: there is not enough memory.
-            UnsupportedStateError: an object in the state has another type than `tree.ALLOWED`.
         """
         spec, tensors = tree.flatten(state)
         described = {"version": package_version(), "info": asdict(info), "result": result}
@@ -158,11 +135,7 @@ class SnapshotMemory:
 
 
 def _read_tensors(place: SnapshotPlace, layouts: Sequence[tree.TensorLayout]) -> list[Tensor]:
-    """Return the tensors of a copy in new memory.
-
-    Raises:
-        CheckpointError: the file is too short.
-    """
+    """Return the tensors of a copy in new memory."""
     tensors, position = [], 0
     for layout in layouts:
         tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")

@@ -80,14 +80,7 @@ class CheckpointInfo:
 
 
 class CheckpointStore:
-    """The checkpoints of one job.
-
-    Args:
-        storage: where they are stored.
-        chunk_bytes: length of the parts of a state.
-        processes: those that save and load together, each its part of the state; None for this one alone. All
-            of them call `save` and `load` at the same time, which return or raise the same.
-    """
+    """The checkpoints of one job."""
 
     def __init__(
         self,
@@ -110,25 +103,7 @@ class CheckpointStore:
         *,
         only_if_latest: bool = False,
     ) -> Manifest:
-        """Save a checkpoint with the next number, and delete older ones, except the last two states.
-
-        Args:
-            snapshot: contains the state.
-            info: description of the state.
-            result: result of training, as the program has reported it on this replica. That of the checkpoint
-                before, which a former rank 0 may have saved, is added, unless training ended there.
-            is_cancelled: whether to give up; called before each part is written.
-            only_if_latest: whether a checkpoint of a later step which another member of this generation has
-                saved is as good.
-
-        Returns:
-            The manifest of the checkpoint, or of that other one.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be written, or a later generation or a later job of the
-                same name has saved here. The existing checkpoints are unchanged.
-            WriteCancelledError: `is_cancelled` returned True.
-        """
+        """Save a checkpoint with the next number, and delete older ones, except the last two states."""
         try:
             for attempt in range(_MAX_ATTEMPTS):
                 begun = time.monotonic()
@@ -170,11 +145,7 @@ class CheckpointStore:
         is_cancelled: Callable[[], bool],
         only_if_latest: bool,
     ) -> Manifest:
-        """Save a checkpoint.
-
-        Raises:
-            NameTakenError: others have saved so many meanwhile that this state may be deleted.
-        """
+        """Save a checkpoint."""
         processes = self._processes
         plan = processes.lead(lambda: self._plan(info, only_if_latest))
         if plan["saved"] is not None:
@@ -248,11 +219,7 @@ class CheckpointStore:
             self.storage.delete(name)
 
     def annotate(self, manifest: Manifest, result: dict[str, float | str]) -> Manifest:
-        """Save a new manifest of a saved state, with `result` added, and return it.
-
-        Raises:
-            CheckpointError: the manifest cannot be written, or the state was replaced.
-        """
+        """Save a new manifest of a saved state, with `result` added, and return it."""
         annotated = replace(manifest, number=manifest.number + 1, result={**manifest.result, **result})
         info = CheckpointInfo(**{name: getattr(manifest, name) for name in CheckpointInfo.__annotations__})
         try:
@@ -275,13 +242,6 @@ class CheckpointStore:
 
         Every byte is verified before it is used. Reports damaged checkpoints that are newer than the one
         returned.
-
-        Args:
-            number: number of the checkpoint to load. None loads the newest.
-            own: the part of the state that this process needs; None for the whole state. See `read_state`.
-
-        Raises:
-            CheckpointError: all checkpoints are damaged, or the storage cannot be read.
         """
         for attempt in range(_MAX_ATTEMPTS):
             numbers = self._processes.lead(self.numbers) if number is None else [number]
@@ -307,11 +267,7 @@ class CheckpointStore:
         return loaded
 
     def newest(self) -> Manifest | None:
-        """Return the manifest of the newest checkpoint, without reading its state. None if there is none.
-
-        Raises:
-            CheckpointError: the storage cannot be read, or another version has written the manifest.
-        """
+        """Return the manifest of the newest checkpoint, without reading its state. None if there is none."""
         for number in reversed(self.numbers()):
             try:
                 return self._read_manifest(number)
@@ -322,11 +278,7 @@ class CheckpointStore:
         return None
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the saved checkpoints, in ascending order.
-
-        Raises:
-            CheckpointError: the storage cannot be read.
-        """
+        """Return the numbers of the saved checkpoints, in ascending order."""
         try:
             names = self.storage.names()
         except StorageError as error:
@@ -362,16 +314,7 @@ class CheckpointStore:
     # -- writing ----------------------------------------------------------------------------------------
 
     def _commit(self, manifest: Manifest, info: CheckpointInfo, *, only_if_latest: bool = False) -> Manifest:
-        """Create the manifest; with the next number, if another process has used its number.
-
-        Returns:
-            The manifest, or that of a later step (see `save`).
-
-        Raises:
-            CheckpointError: that process has replaced this one.
-            NameTakenError: others have used more numbers, so the state may be deleted.
-            StorageError: the manifest cannot be written.
-        """
+        """Create the manifest; with the next number, if another process has used its number."""
         number, highest = manifest.number, manifest.number + _NUMBERS_OF_A_STATE - 1
         while True:
             numbered = replace(manifest, number=number)
@@ -397,11 +340,7 @@ class CheckpointStore:
             return numbered
 
     def _require_not_superseded(self, newest: int, info: CheckpointInfo) -> Manifest | None:
-        """Check that no successor of this trainer, which may have been disconnected, has saved.
-
-        Returns:
-            The newest manifest. None if it is damaged, or if there is none.
-        """
+        """Check that no successor of this trainer, which may have been disconnected, has saved."""
         if newest == 0:
             return None
         try:

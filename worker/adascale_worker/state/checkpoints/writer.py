@@ -27,14 +27,7 @@ MIN_DELAY = 10.0
 
 
 class CheckpointWriter:
-    """Copies the state, and writes the copy while training continues. One checkpoint at a time.
-
-    Args:
-        store: where checkpoints are saved.
-        interval: seconds between two checkpoints; a longer duration of one is reported.
-        on_saved: called with each manifest, in the thread that writes.
-        processes: those that write together; the first reports failures.
-    """
+    """Copies the state, and writes the copy while training continues. One checkpoint at a time."""
 
     def __init__(
         self,
@@ -87,16 +80,6 @@ class CheckpointWriter:
 
         A failure is reported, once until a checkpoint is saved again. Nothing is written if `weights`, which
         are tensors of the state, are not all finite.
-
-        Args:
-            state: of training.
-            info: its description.
-            result: of training, as the program has reported it.
-            weights: see above.
-            changed_by_step: tensors of the state that nothing changes until `before_step` is called.
-
-        Raises:
-            UnsupportedStateError: an object in the state cannot be saved.
         """
         if self._processes.count == 1 and self.is_busy:
             return
@@ -134,10 +117,6 @@ class CheckpointWriter:
         """Save a checkpoint, and return when it is durable. An earlier one that is being written is given up.
 
         If `only_if_latest`, a checkpoint of a later step that another member has saved is as good.
-
-        Raises:
-            CheckpointError: see `CheckpointStore.save`; or there is not enough memory.
-            UnsupportedStateError: an object in the state cannot be saved.
         """
         self._cancelled.set()
         self.wait()
@@ -153,26 +132,14 @@ class CheckpointWriter:
         return manifest
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no checkpoint is being written, and return whether that is so.
-
-        Args:
-            timeout: seconds to wait at most. None: without limit.
-        """
+        """Wait until no checkpoint is being written, and return whether that is so."""
         if self._thread is not None:
             self._thread.join(timeout)
             return not self._thread.is_alive()
         return True
 
     def release_memory(self, timeout: float) -> bool:
-        """Release the memory of the copy. A checkpoint that is being written is given up.
-
-        Args:
-            timeout: seconds to wait at most for the storage, which reads the copy until it has taken what it
-                is given. If it takes longer, the memory is released after that.
-
-        Returns:
-            Whether a checkpoint was being written.
-        """
+        """Release the memory of the copy. A checkpoint that is being written is given up."""
         is_writing = not self.wait(0.0)
         self._cancelled.set()
         self.wait(timeout)
