@@ -27,9 +27,8 @@ from scipy.sparse import lil_matrix  # type: ignore[import-untyped]
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.decision.decide import DecisionProblem
-from adascale_core.decision.exact_allocation import maximize
-from adascale_core.decision.job_state import JobState
-from adascale_core.decision.job_utility import UTILITY_UNIT, JobUtility, weighted
+from adascale_core.decision.job_utility import UTILITY_UNIT, JobState, JobUtility, weighted
+from adascale_core.decision.slot_allocation import maximize
 from adascale_core.messages.reports import StepTime
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.placement.capacity import NodeCapacity

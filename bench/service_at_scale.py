@@ -31,8 +31,14 @@ from adascale_api.data.database import Database
 from adascale_api.data.store import jobs, replicas, reports
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
-from adascale_core.messages.pacing import REPORTS_PER_POST, change_wait, heartbeat_interval, post_interval
-from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.registration import (
+    REPORTS_PER_POST,
+    Registration,
+    ReplicaState,
+    change_wait,
+    heartbeat_interval,
+    post_interval,
+)
 from adascale_worker.agent.heartbeat import CHANGE_TIMEOUT
 
 KINDS = ("heartbeats", "reports", "waits")

@@ -13,8 +13,7 @@ import pytest
 
 import adascale
 from adascale import errors
-from adascale_core.errors import AdaScaleError
-from adascale_core.extras import MissingExtraError, requires_extra
+from adascale_core.errors import AdaScaleError, MissingExtraError, requires_extra
 
 ROOT = Path(__file__).parents[1]
 

@@ -4,25 +4,21 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from adascale_api.auth.authorization import Authorizer
-from adascale_api.auth.read_token import ReadTokenAuthorizer
+from adascale_api.auth.authorization import Authorizer, ReadTokenAuthorizer, SharedToken, SharedTokenFile
 from adascale_api.auth.service_accounts import DEFAULT_CONTROLLER, ServiceAccountAuthorizer
-from adascale_api.auth.shared_token import SharedToken, SharedTokenFile
-from adascale_api.bodies.field_types import MAX_INTEGER
+from adascale_api.bodies import MAX_INTEGER
 from adascale_api.data.store.reports import Retention
 from adascale_api.http.connection_limits import MAX_CONNECTIONS, REQUEST_TIMEOUT
 from adascale_api.http.tls import MAX_CONNECTIONS as MAX_TLS_CONNECTIONS
 from adascale_api.http.tls import ServerCertificate
 from adascale_api.server import UsageError, is_loopback, serve, serve_jobs, serve_runs
-from adascale_api.service.log_limit import LogLimit
-from adascale_api.service.retention import DAY, JobRetention
-from adascale_api.service.service import DEFAULT_JOBS, DEFAULT_REPORTS, Settings
-from adascale_core.errors import AdaScaleError
-from adascale_core.extras import requires_extra
+from adascale_api.service.service import DAY, DEFAULT_JOBS, DEFAULT_REPORTS, JobRetention, Settings
+from adascale_core.errors import AdaScaleError, requires_extra
 from adascale_core.names import (
     DEFAULT_API_PORT,
     ENV_READ_TOKEN,
@@ -264,3 +260,31 @@ def _service_account_authorizer(
         from adascale_api.auth.kubernetes_token_review import KubernetesTokenReviewer
 
     return ServiceAccountAuthorizer(KubernetesTokenReviewer(environment), options.controller_account)
+
+
+MAX_RECORDS = 10
+"""Records of one place in the source in `INTERVAL`."""
+INTERVAL = 60.0
+"""Seconds."""
+
+
+class LogLimit(logging.Filter):
+    """Drops the records of a place in the source after `MAX_RECORDS` in `INTERVAL`, and counts them."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._counts: dict[tuple[str, int], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is logged; the first one of an interval tells how many were dropped."""
+        place = (record.pathname, record.lineno)
+        now = self._clock()
+        since, count = self._counts.get(place, (now, 0))
+        if now - since >= INTERVAL:
+            if count > MAX_RECORDS:
+                record.msg = f"{record.getMessage()} ({count - MAX_RECORDS} more before were not logged)"
+                record.args = ()
+            since, count = now, 0
+        self._counts[place] = (since, count + 1)
+        return count < MAX_RECORDS

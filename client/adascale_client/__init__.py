@@ -5,10 +5,14 @@ parses the answer into a message of the core, or raises a `ServiceError`. Caller
 after the times that `Backoff` gives.
 """
 
-from adascale_client.backoff import Backoff
 from adascale_client.client import MetricsServiceClient
-from adascale_client.errors import ServiceError, ServiceRefusedError, ServiceUnreachableError
-from adascale_client.transport import ServiceTransport
+from adascale_client.transport import (
+    Backoff,
+    ServiceError,
+    ServiceRefusedError,
+    ServiceTransport,
+    ServiceUnreachableError,
+)
 
 __all__ = [
     "Backoff",

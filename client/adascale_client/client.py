@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from adascale_client.errors import ServiceUnreachableError
-from adascale_client.transport import ServiceTransport, Transport
+from adascale_client.transport import ServiceTransport, ServiceUnreachableError, Transport
 from adascale_core.messages.allocation import Allocation, AllocationView, MemberView
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.decision import DecisionView
 from adascale_core.views.gain import GainView, HistoryView, StoredReports
-from adascale_core.views.generations import GenerationsView
-from adascale_core.views.jobs import JobChanges, JobList, JobView
+from adascale_core.views.jobs import GenerationsView, JobChanges, JobList, JobView
 
 T = TypeVar("T")
 

@@ -1,9 +1,15 @@
-"""Requests and answers in JSON, over pooled connections."""
+"""Requests and answers in JSON over pooled connections, their errors, and the waits before a repetition.
+
+ServiceError
+├── ServiceUnreachableError    no answer, or an answer that is not the metrics service's
+└── ServiceRefusedError        an answer with an error status
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
+import random
 import ssl
 import threading
 from pathlib import Path
@@ -11,8 +17,35 @@ from typing import Any, Protocol
 
 import urllib3
 
-from adascale_client.errors import ServiceRefusedError, ServiceUnreachableError
+from adascale_core.errors import AdaScaleError
+from adascale_core.failures import EXIT_SERVICE_UNAVAILABLE
 from adascale_core.names import ENV_CA_FILE
+
+
+class ServiceError(AdaScaleError):
+    """A call of the metrics service failed."""
+
+
+class ServiceUnreachableError(ServiceError):
+    """The metrics service does not answer, or another program answers at its address."""
+
+    exit_code = EXIT_SERVICE_UNAVAILABLE
+
+
+class ServiceRefusedError(ServiceError):
+    """The metrics service answers with an error status.
+
+    Args:
+        message: the reason that the service gives.
+        status: the HTTP status.
+        retry_after: seconds after which the answer may differ; None if the service does not say.
+    """
+
+    def __init__(self, message: str, status: int, retry_after: float | None = None) -> None:
+        super().__init__(f"the metrics service answers {status}: {message}")
+        self.status = status
+        self.retry_after = retry_after
+
 
 TIMEOUT = 5.0
 """Seconds to wait for a connection, and for each part of an answer."""
@@ -175,3 +208,32 @@ def _reason(data: bytes) -> str:
         return str(json.loads(data)["error"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return data[:MAX_EXCERPT].decode(errors="replace") or "no reason is given"
+
+
+MIN_BACKOFF = 0.1
+"""Seconds after the first failed request until the next attempt."""
+MAX_BACKOFF = 5.0
+"""Seconds between two attempts while the service does not answer, at most."""
+
+
+class Backoff:
+    """Waiting times that double with each failure.
+
+    Each is shortened by up to half at random, so that the clients of a service that restarts do not all send
+    their requests at once.
+    """
+
+    def __init__(self) -> None:
+        self._next = MIN_BACKOFF
+        # Of its own: a program that trains may rely on the numbers of the common generator.
+        self._random = random.Random()
+
+    def next(self) -> float:
+        """Return the seconds to wait after one more failure."""
+        seconds = self._next
+        self._next = min(2 * seconds, MAX_BACKOFF)
+        return seconds * self._random.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        """Begin with the shortest time again, after a success."""
+        self._next = MIN_BACKOFF

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from adascale_core.checkpoint_manifest import draft_file_name
-from adascale_storage.interface import (
+from adascale_storage import (
     MissingFileError,
     NameTakenError,
     Part,

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from adascale_core.checkpoint_manifest import S3_CHECKSUMS, normalized_url
-from adascale_core.extras import install_command
-from adascale_storage.interface import (
+from adascale_core.errors import install_command
+from adascale_storage import (
     MissingFileError,
     NameTakenError,
     Part,

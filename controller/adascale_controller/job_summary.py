@@ -8,7 +8,7 @@ from typing import Any
 
 from adascale_controller.formatting import age, columns, count, memory, percent, plural
 from adascale_core.messages.job_spec import JobSpec
-from adascale_core.views.job_state_name import JobStateName
+from adascale_core.views.job_summary import JobStateName
 from adascale_core.views.jobs import ReplicaView
 
 _HEADER = (

@@ -13,10 +13,10 @@ from adascale_controller.formatting import plural
 from adascale_controller.job import Job
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import EfficiencyBound
-from adascale_core.decision.job_state import JobState
+from adascale_core.decision.job_utility import JobState
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.performance.throughput import StepTimeModel
-from adascale_core.views.job_state_name import training_replicas
+from adascale_core.views.job_summary import training_replicas
 from adascale_core.views.jobs import JobView
 
 DEFAULT_DOWNTIME = 1.0

@@ -129,8 +129,6 @@ ENV_SNAPSHOT_FILES = "ADASCALE_SNAPSHOT_FILES"
 the only replica. Set by the agent, unless it is set already: if it is empty, no copies are kept."""
 SNAPSHOT_FILE = "adascale-snapshot"
 """The name that the kernel shows for these files."""
-ENV_PRELOAD = "ADASCALE_PRELOAD"
-"""0: each trainer imports torch itself, and is not forked from a process that has (default: 1)."""
 ENV_PROCESSES_PER_REPLICA = "ADASCALE_PROCESSES_PER_REPLICA"
 """The number of processes of a replica that share one copy of the model (G). If it is set, also to 1, torch's
 default process group is that of these processes, and not that of the replicas."""

@@ -5,8 +5,7 @@ from adascale_core.batch.plans import valid_replicas
 from adascale_core.messages.allocation import AllocationView
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport, StepTime
-from adascale_core.performance.prediction import predict
-from adascale_core.performance.throughput import StepTimeModel
+from adascale_core.performance.throughput import StepTimeModel, predict
 from api.client import Client, ServiceProcess, a_report
 
 SPEC = JobSpec(8, max_batch_size=64, local_bsz_bounds=(4, 32), min_replicas=1, max_replicas=6)

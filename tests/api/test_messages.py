@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from adascale_api.bodies.requests import (
+from adascale_api.bodies import (
     AllocationBody,
     CountBody,
     DecisionBody,
@@ -17,9 +17,9 @@ from adascale_api.bodies.requests import (
     LimitBody,
     RegistrationBody,
 )
+from adascale_core.messages import Message
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
-from adascale_core.messages.message import Message
 from adascale_core.messages.registration import Registration
 from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitView
 from adascale_core.views.gain import GainView

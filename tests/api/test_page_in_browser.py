@@ -16,8 +16,7 @@ import pytest
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
-from adascale_core.views.job_state_name import JobStateName
-from adascale_core.views.runs import RunEntry, RunView
+from adascale_core.views.job_summary import JobStateName, RunEntry, RunView
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")

@@ -20,8 +20,7 @@ from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.service.run_services import MAX_OPEN, RunServices
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
-from adascale_core.views.job_state_name import JobStateName
-from adascale_core.views.runs import RunEntry, RunView
+from adascale_core.views.job_summary import JobStateName, RunEntry, RunView
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report
 from api.events import Events
 

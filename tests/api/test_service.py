@@ -12,19 +12,17 @@ from typing import Any
 import pytest
 
 from adascale_api.data.database import Database, DatabaseError
-from adascale_api.data.job import Job, UnreadableJobError
-from adascale_api.data.job_cache import JobCache
+from adascale_api.data.job import JobCache, StoredJob, UnreadableJobError
 from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store import jobs, reports
-from adascale_api.service import job_feed, retention
-from adascale_api.service.change_notifier import ChangeNotifier
+from adascale_api.service import job_feed
+from adascale_api.service import service as service_module
+from adascale_api.service.changes import ChangeNotifier
 from adascale_api.service.job_feed import JobFeed, read_summaries
-from adascale_api.service.retention import JobRetention, Remover
-from adascale_api.service.service import Service, Settings, repeat
-from adascale_core.messages import pacing
+from adascale_api.service.service import JobRetention, Remover, Service, Settings, repeat
+from adascale_core.messages import registration as registrations
 from adascale_core.messages.allocation import Allocation, AllocationView
-from adascale_core.messages.pacing import heartbeat_timeout
-from adascale_core.messages.registration import ReplicaState
+from adascale_core.messages.registration import ReplicaState, heartbeat_timeout
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from adascale_core.rendezvous.rendezvous import Rendezvous, StaleAllocationError
 from api.client import a_registration, a_report
@@ -141,11 +139,11 @@ def test_of_the_writes_of_a_commit_each_sees_the_changes_of_the_last(url: str) -
     with_database(url, use)
 
 
-def a_job(job_id: str, version: int, replicas_count: int = 0) -> Job:
+def a_job(job_id: str, version: int, replicas_count: int = 0) -> StoredJob:
     state = Rendezvous(
         replicas={rank: a_registration(rank, ReplicaState.RUNNING) for rank in range(replicas_count)}
     )
-    return Job(1, job_id, 0.0, version, None, state)
+    return StoredJob(1, job_id, 0.0, version, None, state)
 
 
 def test_the_cache_is_bounded_in_bytes() -> None:
@@ -362,7 +360,7 @@ def test_heartbeats_are_asked_for_less_frequently_with_many_replicas_and_expire_
         await service.heartbeats.check()
         assert service.heartbeats.interval == HEARTBEAT_INTERVAL
         with monkeypatch.context() as many:
-            many.setattr(pacing, "HEARTBEATS_PER_SECOND", 0.05)  # one replica is many
+            many.setattr(registrations, "HEARTBEATS_PER_SECOND", 0.05)  # one replica is many
             await service.heartbeats.check()
             interval = service.heartbeats.interval
             assert interval == 20
@@ -466,7 +464,7 @@ def test_a_task_is_repeated_after_any_error(
 def test_rows_of_deleted_jobs_are_removed_after_any_error(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(retention, "RETRY_INTERVAL", 0.0)
+    monkeypatch.setattr(service_module, "RETRY_INTERVAL", 0.0)
 
     async def use(database: Database) -> None:
         write, removed = database.write, asyncio.Event()

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_client import Backoff
-from adascale_client.backoff import MAX_BACKOFF, MIN_BACKOFF
+from adascale_client.transport import MAX_BACKOFF, MIN_BACKOFF
 
 
 @given(st.lists(st.booleans(), max_size=40))

@@ -17,7 +17,7 @@ from adascale_controller.operator.observe.pods import Pod, read_pod
 from adascale_controller.operator.types.kubernetes import Manifest
 from adascale_controller.operator.types.workload import PodSettings, Workload
 from adascale_core import names
-from adascale_core.failures.exit_codes import IGNORED_EXIT_CODES
+from adascale_core.failures import IGNORED_EXIT_CODES
 from adascale_core.messages.job_spec import JobSpec
 from cluster.system import wait_until
 

@@ -21,8 +21,8 @@ from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import PodSettings, Workload
 from adascale_core import names
-from adascale_core.decision.accelerators import Accelerator
 from adascale_core.decision.decide import Decision
+from adascale_core.decision.type_choice import Accelerator
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.reports import StepTime
 from adascale_core.views.jobs import JobView

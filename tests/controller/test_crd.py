@@ -23,7 +23,7 @@ from adascale_controller.schema import (
 )
 from adascale_controller.validation import validate_document
 from adascale_core import names
-from adascale_core.views.job_state_name import JobStateName
+from adascale_core.views.job_summary import JobStateName
 
 CHECKED_IN = Path(__file__).parents[2] / "deploy" / "base" / "crd.yaml"
 CRD = crd()

@@ -14,7 +14,7 @@ from adascale_controller.local.event_messages import LOSS_TIMEOUT, STALL_TIMEOUT
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.state_dir import StateDir
-from adascale_core.failures.exit_codes import EXIT_PEER_LOST
+from adascale_core.failures import EXIT_PEER_LOST
 from adascale_core.messages.allocation import ActiveAllocation, SlowReplacement
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport

@@ -8,7 +8,7 @@ import pytest
 
 from adascale_controller.operator.observe.pods import Pod, PodExit
 from adascale_controller.operator.reconcile.failures import count_failures, read_failures, with_pods
-from adascale_core.failures.count import FailureCount
+from adascale_core.failures import FailureCount
 from support.observed_jobs import failed_pod, indexed_job, job, observed, pod, view
 
 EVICTED = pod(0, phase="Failed", exit=PodExit(3, disruption=True))

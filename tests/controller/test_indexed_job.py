@@ -29,7 +29,7 @@ from adascale_controller.operator.types.workload import (
     template_digest,
 )
 from adascale_core import names
-from adascale_core.failures.exit_codes import IGNORED_EXIT_CODES
+from adascale_core.failures import IGNORED_EXIT_CODES
 from adascale_core.messages.job_spec import JobSpec
 
 SPEC = JobSpec(4, 256, (4, 64), 1, 4, 1000)

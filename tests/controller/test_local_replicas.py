@@ -21,7 +21,7 @@ from adascale_controller.local.replicas import JobFailure, Replicas, backoff
 from adascale_controller.local.state_dir import StateDir
 from adascale_controller.local.state_lock import StateLock
 from adascale_core import names
-from adascale_core.failures.exit_codes import EXIT_CHECK_FAILED, EXIT_REFUSED
+from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, Member
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.views.jobs import JobView, ReplicaView

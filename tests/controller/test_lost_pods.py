@@ -9,7 +9,7 @@ import pytest
 
 from adascale_controller.operator.observe.pods import Pod, PodExit
 from adascale_controller.operator.reconcile.failures import LONG_LIFE, is_lost
-from adascale_core.failures.termination_message import TerminationMessage
+from adascale_core.failures import TerminationMessage
 from support.observed_jobs import NOW, actions_for, indexed_job, job, observed, pod, view
 
 KILLED = PodExit(137)

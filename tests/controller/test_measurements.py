@@ -17,7 +17,7 @@ from adascale_controller.measurements import (
     training_target,
 )
 from adascale_core.batch.plans import candidate_plans
-from adascale_core.decision.job_state import JobState
+from adascale_core.decision.job_utility import JobState
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.registration import ReplicaState

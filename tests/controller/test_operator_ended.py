@@ -12,8 +12,7 @@ from adascale_controller.operator.observe.observed_job import CheckpointClaim
 from adascale_controller.operator.reconcile.status import TELEMETRY
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core.messages.allocation import Allocation
-from adascale_core.views.job_state_name import JobStateName
-from adascale_core.views.job_summary import summarize
+from adascale_core.views.job_summary import JobStateName, summarize
 from support.observed_jobs import (
     SPEC,
     actions_for,

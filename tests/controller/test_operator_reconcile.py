@@ -21,7 +21,7 @@ from adascale_controller.operator.reconcile.status import has_changed
 from adascale_controller.operator.runtime.control_loop import is_waited_for
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
-from adascale_core.failures.termination_message import TerminationMessage
+from adascale_core.failures import TerminationMessage
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState

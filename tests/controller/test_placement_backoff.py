@@ -17,7 +17,7 @@ from adascale_controller.operator.schedule.placement_backoff import (
 )
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import Reason
-from adascale_core.failures.exit_codes import EXIT_CHECK_FAILED, EXIT_REFUSED
+from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED
 from support.decisions import decided
 from support.observed_jobs import indexed_job, job, observed, pod, view
 

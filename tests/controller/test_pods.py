@@ -10,7 +10,7 @@ from adascale_controller.operator.observe.failed_pods import is_program_failure
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, read_pod
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.queueing import ELASTIC_JOB
-from adascale_core.failures.termination_message import TerminationMessage
+from adascale_core.failures import TerminationMessage
 
 # -- builders ----------------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from adascale_controller.explanation_schedule import MAX_JOBS
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule import scheduler as scheduler_module
 from adascale_controller.operator.schedule.scheduler import BURST, MAX_CHANGE_SHARE, MIN_INTERVAL, Scheduler
-from adascale_core.decision.accelerators import Accelerator
 from adascale_core.decision.decide import Decision, DecisionProblem
+from adascale_core.decision.type_choice import Accelerator
 from adascale_core.messages.reports import StepTime
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.views.jobs import JobView

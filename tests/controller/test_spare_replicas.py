@@ -21,8 +21,7 @@ from adascale_controller.operator.schedule.placement_backoff import TIMEOUT_TRAI
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_core.failures.count import FailureCount
-from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_core.failures import EXIT_INVALID_PROGRAM, FailureCount
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.views.jobs import JobView

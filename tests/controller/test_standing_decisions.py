@@ -10,7 +10,7 @@ import pytest
 from adascale_controller.operator.schedule.standing_decisions import StandingDecisions
 from adascale_core.batch.plans import BatchBounds
 from adascale_core.decision.decide import Decision
-from adascale_core.decision.job_state import JobState
+from adascale_core.decision.job_utility import JobState
 
 STATE = JobState("team.a", 0.0, BatchBounds(4, 64, (4, 16)), 1, 8, replicas=2)
 

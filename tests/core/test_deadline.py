@@ -15,8 +15,7 @@ from adascale_core.batch.gain import GradientEstimate
 from adascale_core.decision.deadline import DeadlineOutlook
 from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.decision.explanation import explain
-from adascale_core.decision.job_state import JobState
-from adascale_core.decision.job_utility import JobUtility
+from adascale_core.decision.job_utility import JobState, JobUtility
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.views.decision import LimitKind
 from support.examples import examples

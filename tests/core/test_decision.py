@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import DEFAULT_EFFICIENCY, BatchBounds, EfficiencyBound, candidate_plans
 from adascale_core.decision.decide import Decision, DecisionProblem, decide
-from adascale_core.decision.exact_allocation import maximize_exactly, maximize_greedily
-from adascale_core.decision.job_state import JobState
 from adascale_core.decision.job_utility import (
     HORIZON,
     MAX_GROWTH,
@@ -23,13 +21,14 @@ from adascale_core.decision.job_utility import (
     MIN_SPEEDUP,
     STABILIZATION_RESTARTS,
     STABILIZATION_SECONDS,
+    JobState,
     JobUtility,
     stabilization_seconds,
     weighted,
 )
+from adascale_core.decision.slot_allocation import maximize_exactly, maximize_greedily
 from adascale_core.performance.goodput_table import MAX_PLANS
-from adascale_core.performance.prediction import Prediction, predict
-from adascale_core.performance.throughput import StepTimeModel
+from adascale_core.performance.throughput import Prediction, StepTimeModel, predict
 from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.placement.packing import Demand, Node
 from support.examples import examples

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from adascale_core.failures.exit_codes import (
+from adascale_core.failures import (
     EXIT_CHECK_FAILED,
     EXIT_FINISHED,
     EXIT_PEER_LOST,

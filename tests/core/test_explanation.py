@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from adascale_core.batch.plans import BatchBounds
 from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.decision.explanation import MAX_COUNTS, MAX_GIVING, explain
-from adascale_core.decision.job_state import JobState
-from adascale_core.decision.job_utility import JobUtility, weighted
+from adascale_core.decision.job_utility import JobState, JobUtility, weighted
 from adascale_core.placement.capacity import Capacity, NodeCapacity
 from adascale_core.placement.packing import Demand, Node
 from adascale_core.views.decision import DecisionView, LimitKind, Verdict

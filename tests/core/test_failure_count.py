@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.failures.count import FailureCount
+from adascale_core.failures import FailureCount
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_core.decision.accelerators import TypeOptions
 from adascale_core.decision.decide import decide
-from adascale_core.decision.job_state import JobState
-from adascale_core.decision.job_utility import JobUtility, weighted, weights_by_size
-from adascale_core.decision.type_choice import TypeChoice
+from adascale_core.decision.job_utility import JobState, JobUtility, weighted, weights_by_size
+from adascale_core.decision.type_choice import TypeChoice, TypeOptions
 from adascale_core.placement.packing import Demand, Node
 from support.examples import examples
 from support.job_states import NOW, allowed, capacities, job, several_jobs

@@ -9,8 +9,7 @@ from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
 from adascale_core.rendezvous.rendezvous import Rendezvous
-from adascale_core.views.job_state_name import JobStateName
-from adascale_core.views.job_summary import summarize
+from adascale_core.views.job_summary import JobStateName, summarize
 
 REPORT = GainReport(
     generation=2, step=100, progress=400.0, epoch=0, replicas=2, local_bsz=8, accumulation=1, scale=4.0,

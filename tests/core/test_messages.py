@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchBounds, BatchPlan
-from adascale_core.messages import channel
+from adascale_core.messages import Message, channel
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView, Member, MemberView
 from adascale_core.messages.job_spec import JobSpec
-from adascale_core.messages.message import Message
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport, StepTime
 

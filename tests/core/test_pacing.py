@@ -2,7 +2,7 @@
 
 import pytest
 
-from adascale_core.messages.pacing import (
+from adascale_core.messages.registration import (
     MISSED_HEARTBEATS,
     change_wait,
     heartbeat_interval,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from adascale_core.failures.exit_codes import ExitClass
-from adascale_core.failures.retries import ProgramFailure, is_permanent, repeats_early_failure
+from adascale_core.failures import ExitClass, ProgramFailure, is_permanent, repeats_early_failure
 
 
 def failed(generation: int, log: str = "KeyError\n", code: int = 1, replica: int = 0) -> ProgramFailure:

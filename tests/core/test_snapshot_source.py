@@ -3,7 +3,7 @@
 import pytest
 
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView, Member
-from adascale_core.rendezvous.snapshot_source import others_keep_state, snapshot_source
+from adascale_core.rendezvous.instruction import others_keep_state, snapshot_source
 
 
 def view(*replicas: int, port: int = 40124, broken: bool = False, complete: bool = False) -> AllocationView:

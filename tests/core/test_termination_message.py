@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_core.failures.termination_message import LIMIT, TerminationMessage
+from adascale_core.failures import MESSAGE_LIMIT, TerminationMessage
 
 texts = st.text(st.characters(codec="utf-8"), max_size=200)
 messages = st.builds(
@@ -52,7 +52,7 @@ def test_a_long_log_keeps_its_last_complete_lines() -> None:
     assert lines[0] == "generation 3: exit code 1"
     assert lines[-1] == "line 999: żółć"
     assert lines[1:] == log.split("\n")[-len(lines) + 1 :]
-    assert LIMIT - 20 < len("\n".join(lines).encode()) <= LIMIT
+    assert MESSAGE_LIMIT - 20 < len("\n".join(lines).encode()) <= MESSAGE_LIMIT
 
 
 def test_the_end_of_a_line_that_is_too_long_is_kept() -> None:

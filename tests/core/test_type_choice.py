@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_core.decision.accelerators import TypeOptions
 from adascale_core.decision.decide import DecisionProblem
-from adascale_core.decision.exact_allocation import maximize_exactly
 from adascale_core.decision.explanation import explain
-from adascale_core.decision.job_state import JobState
-from adascale_core.decision.job_utility import JobUtility
-from adascale_core.decision.type_choice import TypeChoice
+from adascale_core.decision.job_utility import JobState, JobUtility
+from adascale_core.decision.slot_allocation import maximize_exactly
+from adascale_core.decision.type_choice import TypeChoice, TypeOptions
 from adascale_core.messages.reports import StepTime
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.placement.capacity import NodeCapacity

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_core.messages.message import Message
+from adascale_core.messages import Message
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.decision import LimitKind, LimitView
 from adascale_core.views.gain import GainView, HistoryView, StoredReports

@@ -25,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from adascale.accelerate import ElasticAccelerator
 from adascale.errors import AdaScaleError, DatasetError, InvalidJobError, WorkerError
-from adascale_core.extras import MissingExtraError
+from adascale_core.errors import MissingExtraError
 from adascale_frameworks.accelerate import private
 from adascale_worker.process import exit as shutdown
 from support.training import adamw, equal, network, parameters_of, samples, sgd
@@ -161,7 +161,7 @@ def test_the_main_process_prints_logs_and_counts_by_progress(
 ) -> None:
     class Recorder(GeneralTracker):  # type: ignore[misc]
         name, requires_logging_directory, tracker = "recorder", False, None
-        logged: list[Any] = []  # noqa: RUF012
+        logged: list[Any] = []
 
         def __init__(self) -> None:
             super().__init__()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, EfficiencyBound, valid_replicas
-from adascale_core.decision.job_state import JobState
+from adascale_core.decision.job_utility import JobState
 from adascale_core.messages.reports import StepTime
 from adascale_core.performance.throughput import StepTimeModel
 

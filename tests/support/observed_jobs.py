@@ -17,7 +17,7 @@ from adascale_controller.operator.types.actions import Actions, FailedPlacement
 from adascale_controller.operator.types.conditions import Condition, ConditionType, Reason, condition_of
 from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.decide import Decision
-from adascale_core.failures.termination_message import TerminationMessage
+from adascale_core.failures import TerminationMessage
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, Member
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_storage.interface import Storage
+from adascale_storage import Storage
 from adascale_worker.membership.replica_messages import ReplicaMessages
 from adascale_worker.state.checkpoints.processes import CheckpointProcesses
 from adascale_worker.state.checkpoints.snapshot import Snapshot
@@ -63,7 +63,7 @@ class Replica:
         def act(process: int) -> None:
             try:
                 results[process] = action(process)
-            except Exception as error:  # noqa: BLE001 (raised below)
+            except Exception as error:
                 errors[process] = error
 
         threads = [threading.Thread(target=act, args=[process]) for process in range(self.count)]

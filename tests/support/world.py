@@ -28,8 +28,7 @@ from adascale_controller.operator.types.kubernetes import (
     timestamp,
 )
 from adascale_core import names
-from adascale_core.failures.exit_codes import EXIT_REFUSED
-from adascale_core.failures.termination_message import TerminationMessage
+from adascale_core.failures import EXIT_REFUSED, TerminationMessage
 from adascale_core.messages.registration import ReplicaState
 from support.fake_cluster import FakeCluster, Object
 from support.fake_service import FakeAgent, FakeService

@@ -13,14 +13,14 @@ from urllib.error import HTTPError
 
 import pytest
 
-from adascale_core.failures.exit_codes import (
+from adascale_core.failures import (
     EXIT_CHECK_FAILED,
     EXIT_INVALID_PROGRAM,
     EXIT_REENTRY,
     EXIT_REFUSED,
+    TerminationMessage,
     classify_exit,
 )
-from adascale_core.failures.termination_message import TerminationMessage
 from adascale_worker.agent.restart_backoff import RestartBackoff
 from support.launch import PROGRAM, TIMEOUT, wait_until
 from support.service import Service

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from adascale_core.checkpoint_manifest import FORMAT, Manifest
-from adascale_storage import open_storage
-from adascale_storage.folder import Folder
-from adascale_storage.interface import (
+from adascale_storage import (
     NameTakenError,
     StorageError,
     WriteCancelledError,
+    open_storage,
 )
+from adascale_storage.folder import Folder
 from adascale_worker.errors import CheckpointError
 from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from adascale_core.checkpoint_manifest import Manifest
+from adascale_storage import Part, StorageError
 from adascale_storage.folder import Folder
-from adascale_storage.interface import Part, StorageError
 from adascale_worker.errors import CheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.checkpoints import checkpointing as checkpointing_module

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_storage.folder import Folder
-from adascale_storage.interface import (
+from adascale_storage import (
     MissingFileError,
     NameTakenError,
     Part,
     Storage,
     StorageFullError,
 )
+from adascale_storage.folder import Folder
 from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from support.examples import examples

@@ -14,7 +14,7 @@ import pytest
 
 from adascale import ElasticTrainer
 from adascale.errors import AdaScaleError, InvalidJobError, WorkerError
-from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_core.failures import EXIT_INVALID_PROGRAM
 from support.fast_python import PYTHON, torchrun
 from support.training import MakeTrainer, equal, learn, network, parameters_of, samples, sgd, train
 

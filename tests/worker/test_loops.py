@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_core.failures import EXIT_INVALID_PROGRAM
 from support.fast_python import PYTHON, torchrun
 
 TORCHRUN_FAILED = 1

@@ -21,8 +21,14 @@ from torch import nn
 from adascale import ElasticTrainer
 from adascale_controller.local import checkpoints
 from adascale_core.checkpoint_manifest import manifest_number
-from adascale_storage import is_url, object_store, open_storage
-from adascale_storage.interface import NameTakenError, StorageError, UnusableStorageError
+from adascale_storage import (
+    NameTakenError,
+    StorageError,
+    UnusableStorageError,
+    is_url,
+    object_store,
+    open_storage,
+)
 from adascale_worker.errors import CheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from adascale_core.failures.exit_codes import EXIT_PEER_LOST
+from adascale_core.failures import EXIT_PEER_LOST
 from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment
 from adascale_worker.errors import (
@@ -41,7 +41,7 @@ from worker.adascale_ranks import run_cases
 PROGRAM = """
 import datetime, socket, sys
 import torch
-from adascale_core.failures.exit_codes import EXIT_PEER_LOST
+from adascale_core.failures import EXIT_PEER_LOST
 from adascale_worker.membership import process_group, stuck_collective
 from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment
@@ -292,7 +292,7 @@ def test_a_single_replica_is_the_default_process_group_and_other_hosts_cannot_re
         group.destroy()
     assert not dist.is_initialized()
     with pytest.raises(WorkerError, match=r"trainer\.replica_group is known after program_reentry"):
-        group.process_group  # noqa: B018
+        group.process_group
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from adascale_core.failures.exit_codes import EXIT_INVALID_PROGRAM
+from adascale_core.failures import EXIT_INVALID_PROGRAM
 from adascale_core.names import LAUNCHER_VARIABLES
 from support.fast_python import PYTHON, torchrun
 from support.launch import PROGRAM, AgentProcess, run_python, wait_until

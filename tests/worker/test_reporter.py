@@ -13,7 +13,7 @@ import torch
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.messages.allocation import Allocation, AllocationView
-from adascale_core.messages.pacing import REPORTS_PER_POST
+from adascale_core.messages.registration import REPORTS_PER_POST
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.gain import StoredReports
 from adascale_worker.errors import WorkerError
@@ -242,7 +242,7 @@ class FixedEstimates:
 def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     reporter = RecordingReporter()
     group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
-    make_reporter = lambda: reporter  # noqa: E731
+    make_reporter = lambda: reporter
     telemetry = Telemetry(BatchBounds(8), group, make_reporter, HostClock(), "NVIDIA-H200")  # type: ignore[arg-type]
     telemetry.begin_generation(BatchBounds(8))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adascale_core.failures.exit_codes import EXIT_OUT_OF_MEMORY
+from adascale_core.failures import EXIT_OUT_OF_MEMORY
 from support.gan import Gan, noise_of
 from support.members import REPLACED_CODES, Members
 from support.training import samples

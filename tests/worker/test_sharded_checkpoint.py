@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from adascale_core.checkpoint_manifest import Manifest, state_of
+from adascale_storage import Part, StorageFullError, WriteCancelledError
 from adascale_storage.folder import Folder
-from adascale_storage.interface import Part, StorageFullError, WriteCancelledError
 from adascale_worker.errors import CheckpointError, StorageUnavailableError, WorkerError
 from adascale_worker.state.checkpoints.store import CheckpointStore
 from adascale_worker.state.checkpoints.writer import CheckpointWriter

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 import torch
 
-from adascale_core.failures.exit_codes import EXIT_PEER_LOST, EXIT_REENTRY
+from adascale_core.failures import EXIT_PEER_LOST, EXIT_REENTRY
 from support.fast_python import PYTHON
 
 PROGRAM = """

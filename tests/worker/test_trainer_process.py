@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from adascale_core.failures.exit_codes import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REENTRY
+from adascale_core.failures import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REENTRY
 from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment, Hold, Terminate
 from adascale_core.messages.registration import ReplicaState
 from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess
-from adascale_worker.agent.trainer_starter import TrainerStarter
 from adascale_worker.agent.trainer_status import TrainerStatus
 from support.fast_python import PYTHON
 from support.launch import wait_until
@@ -25,7 +24,7 @@ from support.launch import wait_until
 def shell(script: str) -> tuple[TrainerProcess, Callable[[], int]]:
     """A shell script in the place of a trainer, and a wait for its exit code."""
     changed = threading.Event()
-    trainer = TrainerProcess(TrainerStarter(["sh", "-c", script]).start, os.environ, on_change=changed.set)
+    trainer = TrainerProcess(["sh", "-c", script], os.environ, on_change=changed.set)
 
     def exit_code() -> int:
         wait_until(lambda: trainer.exit_code is not None, "the end of the trainer")
@@ -41,7 +40,7 @@ def is_gone(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
+    with open(f"/proc/{pid}/stat") as stat:
         return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
 
 
@@ -180,7 +179,7 @@ def test_a_trainer_that_is_killed_was_killed_whatever_the_launcher_exits_with(en
         f"sys.exit(subprocess.run([sys.executable, '-c', {trainer!r}]).returncode != 0)"
     )
     process = TrainerProcess(
-        TrainerStarter([sys.executable, "-c", launcher]).start, os.environ, on_change=lambda: None
+        [sys.executable, "-c", launcher], os.environ, on_change=lambda: None
     )
     wait_until(lambda: process.status.port == 7, "the trainer is ready")
     process.send(Terminate())
@@ -204,7 +203,7 @@ def test_a_trainer_reports_and_gets_messages_for_its_whole_life() -> None:
         "send(type='stepped', generation=3)"
     )
     trainer = TrainerProcess(
-        TrainerStarter([sys.executable, "-c", script]).start, os.environ, on_change=lambda: None
+        [sys.executable, "-c", script], os.environ, on_change=lambda: None
     )
     ready = TrainerStatus(port=7, accelerator="NVIDIA-T4")
     wait_until(lambda: trainer.status == ready, "the port")
@@ -229,7 +228,7 @@ def test_the_agent_learns_that_a_batch_does_not_fit_into_a_later_process(
         "ADASCALE_PROCESSES_PER_REPLICA": "2",
     }
     trainer = TrainerProcess(
-        TrainerStarter([*PYTHON, str(program)]).start, environ, on_change=lambda: None, processes=2
+        [*PYTHON, str(program)], environ, on_change=lambda: None, processes=2
     )
     wait_until(lambda: trainer.status.port is not None, "the trainer is ready")
     port = trainer.status.port or 0
@@ -257,7 +256,7 @@ exit {EXIT_REENTRY}
 """
     environ = {**os.environ, "ADASCALE_PROCESSES_PER_REPLICA": "2"}
     trainer = TrainerProcess(
-        TrainerStarter(["sh", "-c", program]).start, environ, on_change=lambda: None, processes=2
+        ["sh", "-c", program], environ, on_change=lambda: None, processes=2
     )
     wait_until(lambda: trainer.exit_code is not None, "the end of the trainer")
     assert trainer.exit_code == EXIT_REENTRY

@@ -1,6 +1,6 @@
 """Accelerate: `ElasticAccelerator` in place of `Accelerator`, see docs/frameworks.md."""
 
-from adascale_core.extras import requires_extra
+from adascale_core.errors import requires_extra
 
 with requires_extra("adascale.accelerate", "accelerate"):
     from adascale_frameworks.accelerate.accelerator import ElasticAccelerator

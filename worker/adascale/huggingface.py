@@ -1,6 +1,6 @@
 """Elastic training with the `Trainer` of Hugging Face: `from adascale.huggingface import elastic`."""
 
-from adascale_core.extras import requires_extra
+from adascale_core.errors import requires_extra
 
 with requires_extra("adascale.huggingface", "huggingface"):
     import accelerate as _accelerate  # noqa: F401

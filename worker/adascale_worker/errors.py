@@ -1,7 +1,7 @@
 """Errors of a worker that its user can correct."""
 
 from adascale_core.errors import AdaScaleError, InvalidJobError
-from adascale_core.failures.exit_codes import (
+from adascale_core.failures import (
     EXIT_CHECK_FAILED,
     EXIT_INVALID_PROGRAM,
     EXIT_PEER_LOST,

@@ -21,14 +21,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from adascale_api.data.backends.base import Connector, Failure, UnusableDatabaseError
-from adascale_api.data.job import Job
-from adascale_api.data.job_cache import JobCache
+from adascale_api.data.backend import Connector, Failure, UnusableDatabaseError
+from adascale_api.data.job import JobCache, StoredJob
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store.jobs import write_changes
 from adascale_api.errors import UnavailableError
-from adascale_core.errors import AdaScaleError
-from adascale_core.extras import requires_extra
+from adascale_core.errors import AdaScaleError, requires_extra
 
 T = TypeVar("T")
 Operation = Callable[[Transaction], T]
@@ -73,7 +71,7 @@ class _RetryError(Exception):
 class Committed:
     """The jobs that a commit has changed, and the ids of the jobs that it has deleted."""
 
-    changed: tuple[Job, ...]
+    changed: tuple[StoredJob, ...]
     deleted: frozenset[str]
 
 
@@ -89,7 +87,7 @@ class _Write:
 
 
 @dataclass
-class Condition:
+class DatabaseCondition:
     """What is wrong with the database. Probes and metrics show it, except for `error`."""
 
     damage: str = ""  # why its data can't be trusted any more; empty if it can. It stays until a restart.
@@ -120,7 +118,7 @@ class Database:
     def __init__(self, url: str | Connector, clock: Callable[[], float] = time.time) -> None:
         self.connector = open_database(url) if isinstance(url, str) else url
         self.cache = JobCache()
-        self.condition = Condition()
+        self.condition = DatabaseCondition()
         self._listener: DatabaseListener | None = None
         self._clock = clock
         self._short = _Readers(self, "reader")
@@ -149,7 +147,7 @@ class Database:
             raise DatabaseError(self.condition.damage, "restart the service after repairing it")
         return await self._within_deadline(readers.submit(query), "try again")
 
-    def cached(self, job_id: str) -> Job | None:
+    def cached(self, job_id: str) -> StoredJob | None:
         """Return the committed state of a job if it is known without a read."""
         if self.condition.damage or not self._is_current:
             return None
@@ -291,7 +289,7 @@ class Database:
 
     def _commit_alone(self, batch: list[_Write]) -> Committed:
         """Commit each write alone: a failed one undoes the others of its commit."""
-        changed: dict[str, Job] = {}
+        changed: dict[str, StoredJob] = {}
         deleted: set[str] = set()
         for write in batch:
             committed = self._commit([write])
@@ -523,12 +521,12 @@ def open_database(url: str) -> Connector:
     scheme = url.partition("://")[0]
     match scheme:
         case "sqlite":
-            from adascale_api.data.backends.sqlite import SqliteConnector
+            from adascale_api.data.sqlite import SqliteConnector
 
             return SqliteConnector(url)
         case "postgresql" | "postgres":
             with requires_extra("a PostgreSQL database", "postgres"):
-                from adascale_api.data.backends.postgresql import PostgresqlConnector
+                from adascale_api.data.postgresql import PostgresqlConnector
 
             return PostgresqlConnector(url)
     raise UnusableDatabaseError(

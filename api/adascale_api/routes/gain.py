@@ -6,9 +6,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
 from fastapi.responses import JSONResponse
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter, create_model
 
-from adascale_api.bodies.responses import GainResponse
+from adascale_api.bodies import REPORT_FIELDS
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
 from adascale_api.data.store.jobs import JobNotFoundError
@@ -18,13 +18,28 @@ from adascale_api.service.service import Service
 from adascale_core.batch.plans import EfficiencyBound, valid_replicas
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport, StepTime
-from adascale_core.performance.prediction import predict
-from adascale_core.performance.throughput import StepTimeModel
+from adascale_core.performance.throughput import StepTimeModel, predict
 from adascale_core.views.gain import GainView, HistoryView, PredictionView, StoredReports
 
 router = APIRouter(prefix="/jobs/{job}/gain", tags=["gain"])
 reports_body = ReportsBody()
 _history = TypeAdapter(HistoryView)
+
+_PREDICTIONS = "One per valid replica count; null until the job is declared and a step time is known."
+_LIMIT = (
+    "The largest local batch size that is used on the type of accelerator of the report, since a larger one "
+    "did not fit into memory; null if none has failed."
+)
+GainResponse = create_model(
+    "GainResponse",
+    __doc__="The latest report of a job, with predictions for other replica counts.",
+    **REPORT_FIELDS,
+    job=Annotated[str, Field(description="The full job id.")],
+    efficiency=Annotated[float, Field(description="gain / scale.")],
+    local_bsz_limit=Annotated[int | None, Field(description=_LIMIT)],
+    predictions=Annotated[list[PredictionView] | None, Field(description=_PREDICTIONS)],
+)
+"""The JSON of a `GainView`, for the OpenAPI document."""
 
 
 class ReportNotFoundError(JobNotFoundError):

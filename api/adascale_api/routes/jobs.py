@@ -1,31 +1,40 @@
 """Jobs, which the controller declares and deletes."""
 
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
 from pydantic import TypeAdapter
 
-from adascale_api.bodies.field_types import NO_NUL
-from adascale_api.bodies.requests import JobSpecBody
+from adascale_api.bodies import NO_NUL, JobSpecBody
+from adascale_api.data.job import StoredJob, UnreadableJobError
 from adascale_api.data.sql import Transaction
-from adascale_api.data.store import decisions, generations, jobs
+from adascale_api.data.store import jobs, replicas, reports
+from adascale_api.data.store.jobs import JobNotFoundError, PageRoom
+from adascale_api.data.store.replicas import Log
 from adascale_api.http.request_body import JsonBody
+from adascale_api.routes.allocation import MAX_WAIT
 from adascale_api.routes.common import (
     CONTROLLER,
     DELETED,
     READER,
+    ClosedOf,
     JobId,
     MayReadAll,
     ServiceOf,
     answer,
     errors,
 )
-from adascale_api.routes.job_views import find_view, list_views
+from adascale_api.service.service import Service
 from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import InvalidJobError
-from adascale_core.views.generations import GenerationsView
-from adascale_core.views.jobs import JobList, JobView
+from adascale_core.messages.job_spec import LocalBszLimit
+from adascale_core.messages.registration import Registration
+from adascale_core.messages.reports import GainReport, StepTime
+from adascale_core.views.jobs import GenerationsView, JobChanges, JobList, JobView, ReplicaView
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 spec_body = JsonBody(JobSpecBody)
@@ -121,8 +130,164 @@ async def get_generations(service: ServiceOf, job: JobId) -> GenerationsView:
 
     def query(transaction: Transaction) -> GenerationsView:
         found = jobs.find_job(transaction, job)
-        decision = decisions.find(transaction, found)
+        decision = jobs.find_decision(transaction, found)
         decided_at = None if decision is None else decision.time
-        return GenerationsView(job, generations.generations(transaction, found), decided_at)
+        return GenerationsView(job, jobs.generations(transaction, found), decided_at)
 
     return await service.database.read(query, is_long=True)
+
+
+logger = logging.getLogger(__name__)
+
+changes_router = APIRouter(tags=["jobs"])
+_job_changes = TypeAdapter(JobChanges)
+
+
+@changes_router.get(
+    "/changes",
+    summary="Read the jobs that have changed, and optionally wait for a change",
+    response_model=JobChanges,
+    responses=errors(401, 403, 410, 422, 500, 503),
+)
+async def get_changes(
+    service: ServiceOf,
+    closed: ClosedOf,
+    shows_all: MayReadAll,
+    since: Annotated[str, Query(max_length=64, description="The `cursor` of the last answer.")],
+    wait: Annotated[
+        float,
+        Query(
+            ge=0, le=MAX_WAIT, allow_inf_nan=False, description="Seconds to wait while nothing has changed."
+        ),
+    ] = 0.0,
+    limit: Annotated[int, Query(ge=1, le=1000, description="The maximum number of jobs.")] = 100,
+) -> Response:
+    """Returns the jobs that have changed since the cursor, as they are now, and the ids of those that no
+    longer exist. Reports alone do not change a job. If there are more than `limit`, the next request returns
+    them. Logs and addresses are empty without a token that may read all jobs."""
+    with service.anonymous_followers.one(counts=not shows_all and wait > 0):
+        await service.log.wait(since, wait, closed)
+    found = service.log.since(since, limit)
+
+    def query(transaction: Transaction) -> JobChanges:
+        views: list[JobView] = []
+        deleted: list[str] = []
+        cursor, room = since, PageRoom()
+        for job_id, after in found:
+            try:
+                # The first reads of the transaction follow the changes, so it sees them.
+                found_view = find_view(transaction, job_id, service, shows_logs=shows_all)
+                if not room.takes(found_view.size):
+                    break
+                views.append(found_view.view)
+            except JobNotFoundError:
+                deleted.append(job_id)
+            except UnreadableJobError as error:
+                logger.error("%s", error)
+            cursor = after
+        return JobChanges(views, deleted, cursor)
+
+    changes = await service.database.read(query, is_long=True) if found else JobChanges([], [], since)
+    return answer(_job_changes, changes, shows_all=shows_all)
+
+
+JOBS_TOGETHER = 25
+"""Jobs whose latest reports and step times are read together."""
+_STEP_TIME_SIZE = 150
+"""Bytes of a step time in an answer, approximately."""
+
+
+@dataclass(frozen=True)
+class SizedView:
+    """The view of a job, and the bytes that it has in an answer, approximately."""
+
+    view: JobView
+    size: int
+
+
+def find_view(transaction: Transaction, job_id: str, service: Service, *, shows_logs: bool) -> SizedView:
+    """Return the view of a job; errors as for `jobs.find_job`."""
+    job = jobs.find_job(transaction, job_id)
+    return _view(
+        job,
+        service,
+        replicas.logs(transaction, job, with_texts=shows_logs),
+        reports.latest_report(transaction, job),
+        reports.step_times(transaction, job),
+    )
+
+
+def list_views(
+    transaction: Transaction, after: str, limit: int, service: Service, *, shows_logs: bool
+) -> tuple[list[JobView], str | None]:
+    """Return the views of a page of jobs, and the `after` of the next page; None after the last.
+
+    The page has at most `limit` jobs, and those that have room together. A job that can't be read is logged,
+    and is not in the page.
+    """
+    page = jobs.list_jobs(transaction, after, limit)
+    views: list[JobView] = []
+    room, done = PageRoom(), after
+    for start in range(0, len(page.jobs), JOBS_TOGETHER):
+        part = page.jobs[start : start + JOBS_TOGETHER]
+        last = part[-1].id
+        latest = reports.latest_rows(transaction, done, last)
+        step_times = reports.step_time_rows(transaction, done, last)
+        have_logs = replicas.jobs_with_logs(transaction, done, last)
+        for job in part:
+            try:
+                sized = _view(
+                    job,
+                    service,
+                    replicas.logs(transaction, job, with_texts=shows_logs) if job.key in have_logs else {},
+                    reports.parse_report(job.id, latest.get(job.id)),
+                    reports.parse_step_times(job.id, step_times.get(job.id, [])),
+                )
+            except UnreadableJobError as error:
+                logger.error("%s", error)
+            else:
+                if not room.takes(sized.size):
+                    return views, done
+                views.append(sized.view)
+            done = job.id
+    return views, page.next
+
+
+def _view(
+    job: StoredJob,
+    service: Service,
+    logs: Mapping[int, Log],
+    latest: GainReport | None,
+    step_times: list[StepTime],
+) -> SizedView:
+    state = job.rendezvous
+    ages = service.heartbeats.ages(job.id)
+    view = JobView(
+        id=job.id,
+        spec=job.spec,
+        version=job.version,
+        desired=state.desired,
+        active=state.active,
+        broken=state.broken,
+        complete=state.complete,
+        failures=state.failures,
+        disruptions=state.disruptions,
+        restarts_without_progress=state.restarts_without_progress,
+        replicas=[
+            _replica_view(registration, logs.get(rank), ages.get(rank))
+            for rank, registration in sorted(state.replicas.items())
+        ],
+        latest=latest,
+        step_times=step_times,
+        created_at=job.created_at,
+        local_bsz_limits=[LocalBszLimit(*each) for each in sorted(state.local_bsz_limits.items())],
+        local_bsz_limit=state.local_bsz_limit,
+    )
+    of_logs = sum(len(log.text) for log in logs.values())
+    return SizedView(view, len(job.rendezvous_text) + of_logs + _STEP_TIME_SIZE * len(step_times))
+
+
+def _replica_view(registration: Registration, log: Log | None, age: float | None) -> ReplicaView:
+    if log is not None and log.instance == registration.instance:
+        registration = replace(registration, log=log.text)
+    return ReplicaView.of(registration, age)

@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 
 from adascale_api.routes.common import LOG_READER, JobId, ServiceOf, errors
 from adascale_core.names import MAX_REPLICAS
-from adascale_core.views.log import LogView
+from adascale_core.views.jobs import LogView
 
 MAX_BYTES = 64 * 1024
 """Bytes of an output in an answer."""

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from adascale_api.data.database import Committed, Database
-from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.job import StoredJob, UnreadableJobError
 from adascale_api.data.sql import Transaction
-from adascale_api.data.store import heartbeats, jobs, replicas
-from adascale_api.data.store.heartbeats import Counts
+from adascale_api.data.store import jobs, replicas
+from adascale_api.data.store.replicas import Counts
 from adascale_api.errors import UnavailableError
-from adascale_core.messages.pacing import heartbeat_interval, heartbeat_timeout, post_interval
-from adascale_core.messages.registration import Registration
+from adascale_core.messages.registration import (
+    Registration,
+    heartbeat_interval,
+    heartbeat_timeout,
+    post_interval,
+)
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from adascale_core.rendezvous.rendezvous import EXITED_STATES
 
@@ -76,7 +80,7 @@ class HeartbeatMonitor:
             if self._database.connector.is_shared:
                 self._received[job_id, registration.replica] = registration.instance
 
-    def changes_nothing(self, job: Job, registration: Registration, log: str | None) -> bool:
+    def changes_nothing(self, job: StoredJob, registration: Registration, log: str | None) -> bool:
         """Whether this registration, without its log, was received before at this version of the job."""
         heartbeat = self._jobs.get(job.id, {}).get(registration.replica)
         return (
@@ -86,7 +90,7 @@ class HeartbeatMonitor:
             and heartbeat.registration == registration
         )
 
-    def settle(self, job: Job, registration: Registration, log: str | None) -> None:
+    def settle(self, job: StoredJob, registration: Registration, log: str | None) -> None:
         """Record that a registration changes nothing at this version of the job."""
         heartbeat = self._jobs.get(job.id, {}).get(registration.replica)
         if heartbeat is not None and heartbeat.instance == registration.instance:
@@ -167,8 +171,8 @@ class HeartbeatMonitor:
                 if job_id in self._keys
             }
             if by_key:
-                await self._database.write(partial(heartbeats.add, received=by_key))
-            counts = await self._database.read(heartbeats.counts)
+                await self._database.write(partial(replicas.add_heartbeats, received=by_key))
+            counts = await self._database.read(replicas.count_heartbeats)
         except UnavailableError:
             self._received = {**received, **self._received}
             raise
@@ -212,7 +216,7 @@ class HeartbeatMonitor:
             after = page.next
         self._is_loaded = True
 
-    def _update_job(self, job: Job) -> None:
+    def _update_job(self, job: StoredJob) -> None:
         before, now = self._jobs.get(job.id, {}), self._clock()
         found = {}
         for rank, registration in ({} if job.rendezvous.complete else job.rendezvous.replicas).items():

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from adascale_api.auth.authorization import Authorizer
-from adascale_api.data.backends.base import UnusableDatabaseError
-from adascale_api.data.backends.sqlite_reader import SqliteReader
+from adascale_api.data.backend import UnusableDatabaseError
 from adascale_api.data.database import Database, Operation
-from adascale_api.data.job import UnreadableJobError
-from adascale_api.data.job_cache import JobCache
+from adascale_api.data.job import JobCache, UnreadableJobError
 from adascale_api.data.sql import Transaction
-from adascale_api.data.store import generations, jobs, reports
+from adascale_api.data.sqlite import SqliteReader
+from adascale_api.data.store import jobs, reports
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.errors import UnavailableError
 from adascale_api.http.connection_limits import ConnectionLimits
@@ -31,9 +30,7 @@ from adascale_api.service.job_feed import JobFeed
 from adascale_api.service.service import Service, Settings
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import DEFAULT_NAMESPACE
-from adascale_core.views.job_state_name import JobStateName
-from adascale_core.views.job_summary import JobSummary, summarize
-from adascale_core.views.runs import RunEntry
+from adascale_core.views.job_summary import JobStateName, JobSummary, RunEntry, summarize
 from adascale_core.views.usage import UsageGroup, UsageView, UsedReplicas, usage
 
 T = TypeVar("T")
@@ -160,7 +157,7 @@ class RunServices:
         async def used(entry: RunEntry) -> list[UsedReplicas]:
             if entry.run.ended_at is not None and entry.run.ended_at < now - seconds:
                 return []
-            query = partial(generations.used_replicas, since=now - seconds, now=now)
+            query = partial(jobs.used_replicas, since=now - seconds, now=now)
             try:
                 found = await asyncio.to_thread(_read, entry, query)
             except (UnusableDatabaseError, UnavailableError):

@@ -21,8 +21,7 @@ from adascale_controller.cli.service_client import client_at
 from adascale_controller.cluster.api import Api, ClusterTarget
 from adascale_controller.cluster.cluster_jobs import ClusterJobs
 from adascale_controller.cluster.metrics_service import metrics_client
-from adascale_core.errors import AdaScaleError
-from adascale_core.extras import requires_extra
+from adascale_core.errors import AdaScaleError, requires_extra
 
 PLUGIN = "kubectl adascale"
 """The name of the command line as a plugin of kubectl."""

@@ -11,7 +11,7 @@ import typer
 
 from adascale_controller.cli.fairness_option import Fairness
 from adascale_core import names
-from adascale_core.extras import requires_extra
+from adascale_core.errors import requires_extra
 
 _LABEL = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 

@@ -13,7 +13,7 @@ from adascale_controller.local.runs_service import runs_service
 from adascale_controller.local.service_process import ServiceProcessError, page_url
 from adascale_controller.local.stop_signals import StopSignals
 from adascale_core import names
-from adascale_core.failures.exit_codes import describe_exit
+from adascale_core.failures import describe_exit
 
 UPDATE_INTERVAL = 1.0
 """Seconds between two searches for runs."""

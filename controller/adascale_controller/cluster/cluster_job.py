@@ -13,13 +13,12 @@ from adascale_controller.operator.types.conditions import (
     ConditionType,
     Reason,
     condition_of,
-    has_ended,
 )
 from adascale_controller.operator.types.kubernetes import seconds
 from adascale_core import names
 from adascale_core.job_id import job_id
 from adascale_core.messages.job_spec import steps_of
-from adascale_core.views.job_state_name import JobStateName
+from adascale_core.views.job_summary import JobStateName
 from adascale_core.views.jobs import JobView
 
 _EXPECTED = {Reason.STARTING, Reason.REENTERING, Reason.SUSPENDED}
@@ -49,16 +48,6 @@ class ClusterJob:
         return job_id(self.name, self.namespace)
 
     @property
-    def uid(self) -> str:
-        """Its uid, which no other object of this name has."""
-        return str(self.raw["metadata"]["uid"])
-
-    @property
-    def generation(self) -> int:
-        """The spec generation."""
-        return int(self.raw["metadata"].get("generation", 0))
-
-    @property
     def spec(self) -> Mapping[str, Any]:
         """Its spec."""
         return dict(self.raw.get("spec") or {})
@@ -74,24 +63,9 @@ class ClusterJob:
         return JobStateName(self.status.get("state") or JobStateName.PENDING)
 
     @property
-    def has_ended(self) -> bool:
-        """Whether it is complete, or has failed for good."""
-        return has_ended(self.status)
-
-    @property
     def runs(self) -> bool:
         """Whether it has replicas, or waits for them."""
         return self.state not in _WITHOUT_REPLICAS
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether its spec keeps it from running."""
-        return bool(self.spec.get("suspend")) or self.spec.get("replicaLimit") == 0
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether its status is for its present spec."""
-        return int(self.status.get("observedGeneration") or 0) >= self.generation
 
     @property
     def progress(self) -> float | None:
@@ -142,13 +116,13 @@ class ClusterJob:
             return ""
         return f"{condition.reason}: {condition.message}" if condition.message else condition.reason
 
-    def summary(self, *, with_namespace: bool = False) -> JobSummary:
-        """Return what a list shows of it; `with_namespace`, if its name alone does not select it."""
+    def summary(self) -> JobSummary:
+        """Return what `adascale status` shows of it, as of a job on this machine."""
         status = self.status
         return JobSummary(
             name=self.name,
             namespace=self.namespace,
-            shown_name=self.id if with_namespace else self.name,
+            shown_name=self.name,
             state=self.state,
             replicas=int(status.get("replicas") or 0),
             desired=int(status.get("desiredReplicas") or 0),

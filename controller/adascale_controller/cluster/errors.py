@@ -11,10 +11,8 @@ ClusterError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from adascale_core.errors import AdaScaleError
-from adascale_core.failures.exit_codes import EXIT_SERVICE_UNAVAILABLE
+from adascale_core.failures import EXIT_SERVICE_UNAVAILABLE
 
 
 class ClusterError(AdaScaleError):
@@ -51,11 +49,9 @@ class RejectedError(ClusterError):
     Args:
         message: its message.
         status: the HTTP status.
-        causes: the fields that it rejects, and why, if it says so.
     """
 
-    def __init__(self, message: str, status: int, causes: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(self, message: str, status: int) -> None:
         super().__init__(f"the API server answers {status}: {message}")
         self.message = message
         self.status = status
-        self.causes = tuple(causes)

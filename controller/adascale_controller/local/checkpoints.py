@@ -9,8 +9,14 @@ from pathlib import Path
 
 from adascale_core.checkpoint_manifest import Manifest, checkpoint_number, is_best_weights, manifest_number
 from adascale_core.errors import AdaScaleError
-from adascale_storage import is_url, open_storage
-from adascale_storage.interface import MissingFileError, Storage, StorageError, UnusableStorageError
+from adascale_storage import (
+    MissingFileError,
+    Storage,
+    StorageError,
+    UnusableStorageError,
+    is_url,
+    open_storage,
+)
 
 
 class CheckpointStorageError(AdaScaleError):

@@ -23,7 +23,7 @@ from adascale_controller.local.stop_signals import StopSignals
 from adascale_controller.measurements import JobMeasurements, training_target
 from adascale_core.decision.decide import Decision, DecisionProblem, decide
 from adascale_core.decision.explanation import explain
-from adascale_core.decision.job_state import JobState
+from adascale_core.decision.job_utility import JobState
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.jobs import JobView
 

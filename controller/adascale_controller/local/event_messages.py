@@ -5,7 +5,7 @@ from __future__ import annotations
 from adascale_controller.formatting import capitalized, describe_limit, duration, local_batch, plural, trimmed
 from adascale_controller.local.display import Display
 from adascale_controller.local.replicas import Replicas
-from adascale_core.failures.exit_codes import EXIT_PEER_LOST, describe_exit
+from adascale_core.failures import EXIT_PEER_LOST, describe_exit
 from adascale_core.messages.allocation import SlowReplacement
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import GainReport

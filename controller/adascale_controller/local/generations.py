@@ -8,7 +8,7 @@ from itertools import groupby
 from statistics import fmean
 
 from adascale_core.messages.reports import GainReport
-from adascale_core.views.generations import downtime
+from adascale_core.views.jobs import downtime
 
 
 @dataclass(frozen=True)

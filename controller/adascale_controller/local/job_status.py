@@ -11,7 +11,7 @@ from adascale_controller.job_summary import JobDetails, JobSummary
 from adascale_controller.local.checkpoints import CheckpointStorageError
 from adascale_controller.local.local_jobs import LocalJob
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_core.views.job_state_name import JobStateName, registered_state, training_replicas
+from adascale_core.views.job_summary import JobStateName, registered_state, training_replicas
 from adascale_core.views.jobs import JobView
 
 

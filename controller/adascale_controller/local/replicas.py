@@ -14,9 +14,15 @@ from adascale_controller.formatting import plural
 from adascale_controller.local.agents import AgentExit, Agents
 from adascale_controller.local.display import Display
 from adascale_controller.local.failed_checks import FailedChecks
-from adascale_core.failures.count import FailureCount
-from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit
-from adascale_core.failures.retries import ProgramFailure, is_permanent, repeats_early_failure
+from adascale_core.failures import (
+    ExitClass,
+    FailureCount,
+    ProgramFailure,
+    classify_exit,
+    describe_exit,
+    is_permanent,
+    repeats_early_failure,
+)
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.views.jobs import JobView, ReplicaView
 

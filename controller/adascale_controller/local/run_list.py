@@ -11,8 +11,7 @@ from adascale_controller.local.checkpoints import CheckpointStorageError
 from adascale_controller.local.job_status import state_after_run
 from adascale_controller.local.local_jobs import LocalJob, find_jobs
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_core.views.job_state_name import JobStateName
-from adascale_core.views.runs import RunEntry, RunView
+from adascale_core.views.job_summary import JobStateName, RunEntry, RunView
 
 
 class RunList:

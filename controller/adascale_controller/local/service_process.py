@@ -15,7 +15,7 @@ from adascale_controller.local.machine import ADDRESS
 from adascale_controller.local.processes import ChildProcess, tail
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.errors import AdaScaleError
-from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit
+from adascale_core.failures import ExitClass, classify_exit, describe_exit
 from adascale_core.names import ENV_READ_TOKEN, ENV_TOKEN
 
 START_TIMEOUT = 60.0

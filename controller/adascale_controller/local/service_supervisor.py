@@ -9,7 +9,7 @@ from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.local.display import Display
 from adascale_controller.local.service_process import ServiceProcess, ServiceProcessError
 from adascale_controller.local.stop_signals import StopSignals
-from adascale_core.failures.exit_codes import describe_exit
+from adascale_core.failures import describe_exit
 from adascale_core.views.jobs import JobView
 
 MIN_WAIT = 0.02

@@ -1,30 +1,78 @@
-"""The policy `adascale`: the operator's decision, with the state of jobs built as the operator builds it."""
+"""The policy `adascale`: the operator's decision, with the state of jobs built as the operator builds it.
+
+The counts of the decision are placed onto nodes as a scheduler of Kubernetes would place the pods.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from enum import StrEnum
 
 from adascale_controller.job import Job
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
 from adascale_controller.simulation.application import Application, fixed_plan
-from adascale_controller.simulation.cluster import PlacementMode, place
 from adascale_controller.simulation.engine import Settings, SimulatedJob
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan, plan_batch
-from adascale_core.decision.accelerators import TypeOptions
 from adascale_core.decision.decide import DecisionProblem
-from adascale_core.decision.job_state import JobState
-from adascale_core.decision.type_choice import TypeChoice
+from adascale_core.decision.job_utility import JobState
+from adascale_core.decision.type_choice import TypeChoice, TypeOptions
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.reports import StepTime
 from adascale_core.performance.batched_fit import fit_all
 from adascale_core.performance.goodput_table import PlanGrid, goodputs
 from adascale_core.performance.throughput import StepTimeModel
-from adascale_core.placement.capacity import NodeCapacity
+from adascale_core.placement.capacity import NodeCapacity, NodeSlots, free_slots
 from adascale_core.placement.packing import Demand, Node
 from adascale_core.views.jobs import JobView
+
+
+class PlacementMode(StrEnum):
+    """How new replicas are placed: `packed` by a scheduler that sees all new replicas of a job.
+
+    `affinity` is the default scheduler of Kubernetes, one pod after the other, with a preference for the
+    nodes of the job's other pods; `spread` is the same without this preference.
+    """
+
+    PACKED = "packed"
+    AFFINITY = "affinity"
+    SPREAD = "spread"
+
+
+def place(
+    present: Mapping[str, Sequence[int]],
+    counts: Mapping[str, int],
+    capacity: Sequence[int],
+    mode: PlacementMode = PlacementMode.PACKED,
+) -> dict[str, tuple[int, ...]]:
+    """Return the nodes of the replicas of each job, by rank.
+
+    Replicas that stay keep their node, those of the highest ranks stop first, and new replicas are placed
+    job by job, those with the most new replicas first.
+    """
+    placed = {job: list(present.get(job, ()))[:count] for job, count in counts.items()}
+    missing = {job: counts[job] - len(nodes) for job, nodes in placed.items() if counts[job] > len(nodes)}
+    slots = NodeSlots(free_slots(capacity, placed.values()) if missing else ())
+    for job, wanted in sorted(missing.items(), key=lambda item: -item[1]):
+        nodes = placed[job]
+        if mode is PlacementMode.PACKED:
+            new = slots.place(nodes, wanted)
+            if new is None:
+                raise ValueError(f"{sum(counts.values())} replicas do not fit on {len(capacity)} nodes")
+            nodes.extend(new)
+            continue
+        for _ in range(wanted):
+            own = Counter(node for node in nodes if slots[node] > 0) if mode is PlacementMode.AFFINITY else {}
+            node = max(own, key=lambda node: (own[node], -node)) if own else slots.emptiest()
+            if node is None:
+                raise ValueError(f"{sum(counts.values())} replicas do not fit on {len(capacity)} nodes")
+            slots.take([node])
+            nodes.append(node)
+    return {job: tuple(nodes) for job, nodes in placed.items() if nodes}
+
 
 GPU = "nvidia.com/gpu"
 

@@ -23,24 +23,21 @@ from dataclasses import dataclass, field
 from math import inf, nextafter
 from typing import Self
 
-from adascale_core.decision.accelerators import Accelerator
 from adascale_core.decision.deadline import Feasibility
-from adascale_core.decision.exact_allocation import allocate_replicas
 from adascale_core.decision.hill_climbing import allocate_on_nodes
-from adascale_core.decision.job_state import JobState
 from adascale_core.decision.job_utility import (
+    JobState,
     JobUtility,
     UtilityTables,
     change_allowed_at,
     utilities_of,
     weighted,
 )
-from adascale_core.decision.slot_allocation import allocate_slots
-from adascale_core.decision.type_choice import TypeChoice
+from adascale_core.decision.slot_allocation import allocate_replicas, allocate_slots
+from adascale_core.decision.type_choice import Accelerator, TypeChoice
 from adascale_core.names import DEFAULT_FAIRNESS
 from adascale_core.performance.goodput_table import candidate_counts
-from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
-from adascale_core.placement.node_slots import SlotCapacity
+from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity, SlotCapacity
 
 
 @dataclass(frozen=True)

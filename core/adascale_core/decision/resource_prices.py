@@ -19,7 +19,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from adascale_core.decision.exact_allocation import (
+from adascale_core.decision.slot_allocation import (
     IMPOSSIBLE,
     MAX_EXACT_WORK,
     best_utilities,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from adascale_core.batch.plans import is_valid_replicas
+from adascale_core.messages import Message
 from adascale_core.messages.job_spec import JobSpec
-from adascale_core.messages.message import Message
 from adascale_core.names import HEARTBEAT_INTERVAL, MAX_REPLICAS
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from adascale_core.messages import Message
 from adascale_core.messages.allocation import Member
-from adascale_core.messages.message import Message
 
 
 @dataclass(frozen=True)

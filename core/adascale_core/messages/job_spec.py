@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from adascale_core import names
 from adascale_core.batch.plans import BatchBounds, LocalBszBounds
-from adascale_core.messages.message import Message
+from adascale_core.messages import Message
 
 
 def steps_of(samples: int, batch_size: int) -> int:

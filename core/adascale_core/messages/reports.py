@@ -8,7 +8,7 @@ from typing import Any
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchPlan
-from adascale_core.messages.message import Message
+from adascale_core.messages import Message
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from typing import Any, Self
 
 from adascale_core.batch.plans import is_valid_replicas
 from adascale_core.errors import AdaScaleError
-from adascale_core.failures.count import FailureCount
+from adascale_core.failures import FailureCount
 from adascale_core.messages.allocation import (
     ActiveAllocation,
     Allocation,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
-from adascale_core.messages.message import Message
+from adascale_core.messages import Message
 
 OTHER_JOBS = "other jobs"
 """In place of job ids. It is not a valid job id."""

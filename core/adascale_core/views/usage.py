@@ -9,7 +9,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from adascale_core.job_id import namespace_of
-from adascale_core.messages.message import Message
+from adascale_core.messages import Message
 
 
 class UsageGroup(StrEnum):

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Literal
 
-from adascale_core.extras import requires_extra
+from adascale_core.errors import requires_extra
 from adascale_worker.errors import WorkerError
 
 Package = Literal["lightning.pytorch", "pytorch_lightning"]

@@ -6,22 +6,21 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from types import FrameType
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
-from adascale_core.failures.exit_codes import (
+from adascale_core.failures import (
     EXIT_CHECK_FAILED,
     EXIT_COMMAND_NOT_FOUND,
     EXIT_FINISHED,
     EXIT_INVALID_PROGRAM,
     EXIT_REENTRY,
     ExitClass,
+    TerminationMessage,
     agent_exit_code,
     classify_exit,
     describe_exit,
 )
-from adascale_core.failures.termination_message import TerminationMessage
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView
 from adascale_core.messages.channel import Assignment, Hold, Release, Terminate
 from adascale_core.messages.registration import Registration, ReplicaState
@@ -45,7 +44,6 @@ from adascale_worker.agent.restart_backoff import RestartBackoff
 from adascale_worker.agent.snapshots import Snapshots
 from adascale_worker.agent.termination_log import TerminationLog
 from adascale_worker.agent.trainer_process import TrainerProcess
-from adascale_worker.agent.trainer_starter import TrainerStarter
 from adascale_worker.errors import ReplicaCheckError, ReplicaRefusedError, WorkerError
 from adascale_worker.process.environment import read_processes
 from adascale_worker.process.package_version import package_version
@@ -75,7 +73,6 @@ class Agent:
         self._termination_grace = termination_grace
         self._termination_log = termination_log
         self._command = list(command)
-        self._starter = TrainerStarter(command)
         # The warnings of c10d about a lost connection have a page of stack frames each.
         self._environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **environ, ENV_ADDRESS: address}
         for name in LAUNCHER_VARIABLES:
@@ -112,15 +109,14 @@ class Agent:
                 signal.signal(number, self._terminate)
         self._heartbeat.start()
         self._wait_for_service()
-        with closing(self._starter):
-            while True:
-                trainer = self._wait_for_start()
-                if trainer is None:
-                    return self._exit_without_trainer()
-                code = self._wait_for_trainer(trainer)
-                exit_code = self._handle_exit(trainer, code)
-                if exit_code is not None:
-                    return exit_code
+        while True:
+            trainer = self._wait_for_start()
+            if trainer is None:
+                return self._exit_without_trainer()
+            code = self._wait_for_trainer(trainer)
+            exit_code = self._handle_exit(trainer, code)
+            if exit_code is not None:
+                return exit_code
 
     def _terminate(self, _number: int, _frame: FrameType | None) -> None:
         self._events.terminate()
@@ -234,10 +230,12 @@ class Agent:
         }
         try:
             return TrainerProcess(
-                self._starter.start,
+                self._command,
                 environ,
                 on_change=self._events.notify,
                 processes=read_processes(environ) or 1,
+                # The import of torch must not slow down those that train on the same machine.
+                in_background=others_train,
             )
         except OSError as error:
             reason = f"{self._command[0]!r} cannot be started: {error.strerror}"
@@ -341,6 +339,7 @@ class Agent:
         rank = allocation.rank_of(self._replica, self._instance)
         assert rank is not None, "a trainer that takes part is assigned"
         self._assignment = allocation
+        trainer.leave_background()
         environ = {
             ENV_RANK: str(rank),
             ENV_REPLICAS: str(allocation.replicas),

@@ -12,8 +12,7 @@ from typing import NoReturn
 
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
-from adascale_core.failures.exit_codes import EXIT_REENTRY
-from adascale_core.failures.termination_message import TerminationMessage
+from adascale_core.failures import EXIT_REENTRY, TerminationMessage
 from adascale_worker.errors import exit_code
 
 _DESCRIPTION = f"""\

@@ -14,8 +14,7 @@ from dataclasses import replace
 
 from adascale_client import Backoff, MetricsServiceClient, ServiceError, ServiceRefusedError
 from adascale_core.messages.allocation import AllocationView, MemberView
-from adascale_core.messages.pacing import MAX_INTERVAL, change_wait
-from adascale_core.messages.registration import Registration
+from adascale_core.messages.registration import MAX_INTERVAL, Registration, change_wait
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 
 CHANGE_TIMEOUT = 20.0

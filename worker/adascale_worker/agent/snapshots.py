@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from adascale_core.messages.allocation import ActiveAllocation, AllocationView
-from adascale_core.rendezvous.snapshot_source import others_keep_state, snapshot_source
+from adascale_core.rendezvous.instruction import others_keep_state, snapshot_source
 from adascale_worker.agent.snapshot_files import make_snapshot_files
 from adascale_worker.agent.snapshot_receiver import SnapshotReceiver
 from adascale_worker.agent.snapshot_server import SnapshotServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from adascale_core.failures.termination_message import TerminationMessage
+from adascale_core.failures import TerminationMessage
 
 
 class TerminationLog:

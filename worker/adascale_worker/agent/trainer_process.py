@@ -3,24 +3,31 @@
 Such a child is a shell or a launcher, for example. It dies with its agent, which forwards its output and
 keeps the last lines. Over a connection that lasts for its whole life, as lines of JSON, the agent assigns the
 trainer to generations, and the trainer reports what it does.
+
+A replica of several processes has other trainers beside the one that communicates with the agent. They run
+the same program, and end with the first: none of them can continue without the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import queue
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
-from adascale_core.failures.exit_codes import signal_number
+from adascale_core.failures.exit_codes import EXIT_FINISHED, EXIT_PEER_LOST, EXIT_REENTRY, signal_number
 from adascale_core.messages.channel import AgentMessage, Limited, encode, trainer_message
 from adascale_core.names import (
     ENV_AGENT_SOCKET,
@@ -29,9 +36,7 @@ from adascale_core.names import (
     ENV_REPLICA_STORE,
     LIMIT_FILE_SUFFIX,
 )
-from adascale_worker.agent.follower_processes import FINISH_GRACE, INTENDED, FollowerProcesses
 from adascale_worker.agent.trainer_socket import TrainerSocket
-from adascale_worker.agent.trainer_starter import Child, forget
 from adascale_worker.agent.trainer_status import TrainerStatus
 
 LOG_LINES = 40
@@ -47,18 +52,184 @@ kernel maps with 512 times fewer faults. Without the second, torch ends a proces
 fails, but a trainer stays in its process when a peer is lost: it aborts the collective itself."""
 REPLICA_STORE = "processes"
 """Name of the file in which the processes of a replica find each other."""
+FINISH_GRACE = 10.0
+"""Seconds that the other processes of a replica have to end after the first has ended without an error."""
+INTENDED = (EXIT_FINISHED, EXIT_REENTRY)
+"""Exit codes with which all processes of a replica end by themselves, each after its own exit functions."""
+_CONSEQUENCES = (0, EXIT_PEER_LOST, -signal.SIGKILL)
+"""Exit codes of processes that end because another one has ended."""
+BACKGROUND_NICE = 19
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+_unreaped: set[int] = set()
+"""Process ids of trainers that are not reaped yet. Only their own thread may reap them."""
 
 
-class TrainerProcess:
-    """A trainer process."""
+def start_process(
+    command: Sequence[str], environ: Mapping[str, str], *, in_background: bool = False
+) -> subprocess.Popen[str]:
+    """Start a process that leads a process group, and dies with this process.
+
+    Only the thread that waits for events may call this, see `reap_orphans`.
+    """
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        # Ctrl-C in a terminal must only reach the agent, which lets the trainer save its state.
+        process_group=0,
+        preexec_fn=_prepare(os.getpid(), in_background=in_background),
+        text=True,
+        errors="replace",
+    )
+    _unreaped.add(process.pid)
+    return process
+
+
+def _prepare(parent: int, *, in_background: bool) -> Callable[[], None] | None:
+    """Return the function that a child runs before the program, so that it dies with its agent."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+
+    def prepare() -> None:
+        if in_background:
+            os.setpriority(os.PRIO_PROCESS, 0, BACKGROUND_NICE)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            # The agent died before the call of prctl.
+            os._exit(1)
+
+    return prepare
+
+
+def reap_orphans() -> None:
+    """Reap exited processes that trainers have left behind, if the kernel makes this process their parent.
+
+    They would stay as zombies. Call it from time to time, in the thread that starts trainers.
+    """
+    if os.getpid() != 1:
+        return
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            # Without reaping: the exit code of a trainer is for its own thread.
+            exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if exited is None or exited.si_pid in _unreaped:
+                return
+            os.waitpid(exited.si_pid, os.WNOHANG)
+
+
+def can_leave_background() -> bool:
+    """Whether this process may lower a nice value that it has raised.
+
+    That takes the capability CAP_SYS_NICE or a resource limit RLIMIT_NICE, which most users and containers
+    do not have.
+    """
+    if sys.platform != "linux":
+        return False
+    allowed = False
+
+    def try_it() -> None:
+        nonlocal allowed
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, BACKGROUND_NICE)
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+            allowed = True
+
+    # Each thread of Linux has a nice value of its own.
+    thread = threading.Thread(target=try_it, name="adascale-nice")
+    thread.start()
+    thread.join()
+    return allowed
+
+
+class FollowerProcesses:
+    """The processes of a replica but the first."""
 
     def __init__(
         self,
-        start: Callable[[Mapping[str, str]], Child],
+        start: Callable[[Mapping[str, str]], subprocess.Popen[str]],
+        environ: Mapping[str, str],
+        count: int,
+        forward: Callable[[IO[str]], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._on_failure = on_failure
+        self._killing = threading.Lock()
+        """Held while a process is killed or reaped."""
+        self._processes: list[subprocess.Popen[str]] = []
+        self._threads: list[threading.Thread] = []
+        own = {name: value for name, value in environ.items() if name != ENV_AGENT_SOCKET}
+        self._processes += [start({**own, ENV_LOCAL_RANK: str(process)}) for process in range(1, count)]
+        for each in self._processes:
+            assert each.stdout is not None
+            for target, argument in ((forward, each.stdout), (self._wait, each)):
+                thread = threading.Thread(
+                    target=target, args=[argument], name="adascale-follower", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Their process ids, in order."""
+        return [each.pid for each in self._processes]
+
+    def exit_code(self, first: int) -> int:
+        """Return the exit code of the replica, after all processes have ended."""
+        if first not in _CONSEQUENCES:
+            return first
+        codes = [each.returncode for each in self._processes]
+        return next(
+            (code for code in codes if code not in _CONSEQUENCES), first or next(filter(None, codes), 0)
+        )
+
+    def kill(self) -> None:
+        """Kill those that run, and what else is in their process groups."""
+        with self._killing:
+            for each in self._processes:
+                if each.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(each.pid, signal.SIGKILL)
+
+    def end(self, grace: float, output_timeout: float) -> None:
+        """Wait until they have ended, and kill them after `grace` seconds."""
+        deadline = time.monotonic() + grace
+        while time.monotonic() < deadline and any(each.returncode is None for each in self._processes):
+            time.sleep(0.01)
+        self.kill()
+        for thread in self._threads:
+            thread.join(output_timeout)
+
+    def _wait(self, process: subprocess.Popen[str]) -> None:
+        with contextlib.suppress(ChildProcessError):
+            # Until it is reaped, its process id cannot be reused.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        with self._killing:
+            process.wait()
+        if process.returncode not in INTENDED:
+            self._on_failure()
+
+
+class TrainerProcess:
+    """A trainer process. In the background, it gets only the processor time that no other process uses."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
         environ: Mapping[str, str],
         on_change: Callable[[], None],
+        *,
         processes: int = 1,
+        in_background: bool = False,
     ) -> None:
+        self._in_background = in_background and can_leave_background()
+        start = partial(start_process, command, in_background=self._in_background)
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._on_change = on_change
         self._socket = TrainerSocket()
@@ -135,6 +306,19 @@ class TrainerProcess:
         """Send it a message. Does not wait until it is received."""
         self._outgoing.put(encode(message))
 
+    def leave_background(self) -> None:
+        """Give all processes of the replica the nice value of the agent."""
+        if not self._in_background:
+            return
+        self._in_background = False
+        groups = {*self.process_ids}
+        with contextlib.suppress(OSError):
+            # A launcher may have started the trainer in another process group.
+            groups.add(os.getpgid(self._connected or self.pid))
+        for group in groups:
+            with contextlib.suppress(OSError):  # it has exited
+                os.setpriority(os.PRIO_PGRP, group, os.getpriority(os.PRIO_PROCESS, 0))
+
     def kill(self) -> None:
         """Kill it and what else is in the process group of the child process, unless that has exited."""
         # Until the child is reaped, its process id cannot be reused.
@@ -163,7 +347,7 @@ class TrainerProcess:
             grace = FINISH_GRACE if self._process.returncode in INTENDED else 0.0
             self._followers.end(grace, OUTPUT_TIMEOUT)
             self._read_limit()
-        forget(self.process_ids)
+        _unreaped.difference_update(self.process_ids)
         # A process that has moved to another group is not killed, and may keep the output open.
         output.join(OUTPUT_TIMEOUT)
         self._socket.stop()

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from adascale_core.errors import AdaScaleError
-from adascale_core.failures.exit_codes import EXIT_REENTRY
+from adascale_core.failures import EXIT_REENTRY
 from adascale_core.messages.channel import TrainingSaved
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import NonFiniteWeightsError, ReplicationError, WorkerError
-from adascale_worker.loop.departures import LoopDepartures
-from adascale_worker.loop.evaluation_sequence import EvaluationSequence
-from adascale_worker.loop.finish_request import FinishRequest
+from adascale_worker.loop.agreement import FinishRequest
+from adascale_worker.loop.exchange import EvaluationSequence
 from adascale_worker.loop.generations import Generations
 from adascale_worker.loop.job import Job
-from adascale_worker.loop.program_loop import ProgramLoop
+from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop
 from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.links import PeersLostError
@@ -34,28 +33,30 @@ from adascale_worker.state.saving import StateSaving
 class Ending:
     """Ends loops of the program, its training and its process."""
 
-    job: Job  # how far training is from its end
+    job: Job
     group: ReplicaGroup
-    channel: AgentChannel | None  # the connection with the agent. None without an agent.
-    generations: Generations  # entered if members are lost while the end is saved
+    channel: AgentChannel | None  # None without an agent
+    generations: Generations
     steps: StepStrategy
     loop: ProgramLoop
-    # departures, evaluations: announce that the program leaves a loop, or ends
     departures: LoopDepartures
     evaluations: EvaluationSequence
-    finish_request: FinishRequest  # the program's request to end training
-    comparison: WeightComparison  # compares the weights before the end is saved
+    finish_request: FinishRequest
+    comparison: WeightComparison
     saving: StateSaving
     checkpointing: Checkpointing
     progress: TrainingProgress
     planner: BatchPlanner
     telemetry: Telemetry
-    shutdown_request: ShutdownRequest  # whether this replica was requested to save and exit
+    shutdown_request: ShutdownRequest
 
     # -- a loop -------------------------------------------------------------------------------------------
 
     def leave_loop(self, *, early: bool, by_program: bool = False) -> None:
-        """Announce that the program has left its data loop, if it is in one."""
+        """Announce that the program has left its data loop, if it is in one.
+
+        `early`: before its end; `by_program`: the loop itself has ended, by `break` or an error.
+        """
         self.steps.leave()
         if self.loop.goes_on:
             self.departures.leave(
@@ -126,7 +127,10 @@ class Ending:
     # -- the process --------------------------------------------------------------------------------------
 
     def end_of_program(self, left_epoch: int | None) -> AdaScaleError | None:
-        """Report the last step, and return an error if training is not finished, else None."""
+        """Report the last step, and return an error if training is not finished, else None.
+
+        `left_epoch` is that of a loop over `trainer.epochs` which the program has left before its end.
+        """
         self.telemetry.report_last(self.planner.plan, self.progress, self.steps.optimizer)
         if self.steps.counter.has_stepped and not self.checkpointing.has_final:
             try:

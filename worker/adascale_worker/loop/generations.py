@@ -11,19 +11,18 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from adascale_core.errors import AdaScaleError
-from adascale_core.failures.exit_codes import EXIT_REENTRY
+from adascale_core.failures import EXIT_REENTRY
 from adascale_core.messages.channel import Assignment, SavedElsewhere
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import error_of_kind, kind_of_error
 from adascale_worker.gradients.out_of_memory import release_memory
 from adascale_worker.loop.checks import check_optimizer_parameters
-from adascale_worker.loop.departures import LoopDepartures
-from adascale_worker.loop.evaluation_sequence import EvaluationSequence
+from adascale_worker.loop.exchange import EvaluationSequence
+from adascale_worker.loop.failures import MemoryShortage
 from adascale_worker.loop.held_state import HeldState
 from adascale_worker.loop.job import Job
-from adascale_worker.loop.memory_shortage import MemoryShortage
-from adascale_worker.loop.program_loop import ProgramLoop
+from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop
 from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.generations import LeaveError, Membership
@@ -46,29 +45,27 @@ from adascale_worker.state.training import TrainingState
 class Generations:
     """Enters and leaves generations. See `membership.generations.Joining`."""
 
-    job: Job  # its settings are those of the generation
+    job: Job
     group: ReplicaGroup
-    # membership, channel: to enter generations, and the connection with the agent. None without an agent.
-    membership: Membership | None
-    channel: AgentChannel | None
+    membership: Membership | None  # None without an agent
+    channel: AgentChannel | None  # None without an agent
     steps: StepStrategy
     loop: ProgramLoop
     departures: LoopDepartures
     evaluations: EvaluationSequence
     program: ProgramState
     progress: TrainingProgress
-    # planner, feed, telemetry, checkpointing: use the settings of the generation
     planner: BatchPlanner
     feed: DataFeed
     telemetry: Telemetry
     checkpointing: Checkpointing
-    state: TrainingState  # of the program and its trainer
-    held: HeldState  # the state in the memory of this process
+    state: TrainingState
+    held: HeldState
     exchange: StateExchange
     saving: StateSaving
-    snapshots: AgentSnapshots  # copies of it in the memory of the agent
-    shortage: MemoryShortage  # whether batches have to be smaller
-    shutdown_request: ShutdownRequest  # whether this replica was requested to save and exit
+    snapshots: AgentSnapshots
+    shortage: MemoryShortage
+    shutdown_request: ShutdownRequest
     fast_exit: FastExit
     _assignment: Assignment | None = field(default=None, init=False)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-from adascale_core.failures.exit_codes import EXIT_SINGLE_REPLICA
+from adascale_core.failures import EXIT_SINGLE_REPLICA
 from adascale_core.names import WAITS_FOR_OTHERS
 from adascale_worker.process.user_code import is_own, location
 from adascale_worker.reporting.step_timer import StepTimer
@@ -31,7 +31,7 @@ WARN_FACTOR = 10.0
 EXPLAIN_AFTER = 5.0
 """Seconds without a step after which a replica that waits for others looks for the reason."""
 POLL_INTERVAL = 1.0
-"""Seconds between two looks at the main thread."""
+"""Seconds between two checks of the main thread."""
 WAITING_FACTOR = 1.5
 """A replica that only waits for the others ends its process after this multiple of the step timeout."""
 
@@ -50,8 +50,8 @@ as a data set, do not."""
 class Stall:
     """A step that does not end."""
 
-    seconds: float  # the time since the last step
-    line: str  # the line of the program that is executed, as in `train.py, line 41, in load`
+    seconds: float  # since the last step
+    line: str  # of the program, as in `train.py, line 41, in load`
     waiting: bool  # whether this replica waits for another one
 
     def __str__(self) -> str:
@@ -67,8 +67,10 @@ class StepWatchdog:
         inside_epoch: Callable[[], bool],
         describe: Callable[[], str],
         replicas: Callable[[], int],
-        timeout: float | None,
+        timeout: float | None,  # seconds without a step after which the process ends
+        # Why the step of a replica that waits for others cannot end; None if it may. Called in the thread.
         explain: Callable[[], str | None] = lambda: None,
+        # Called in the thread with a stall, and with None when a step ends it.
         report: Callable[[Stall | None], None] = lambda _: None,
     ) -> None:
         self._timer = timer
@@ -99,7 +101,7 @@ class StepWatchdog:
                 self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Look at the main thread."""
+        """Check whether the main thread has made a step, at a time of a monotonic clock."""
         position = (self._timer.steps, self._timer.is_running or self._inside_epoch())
         if position != self._position or not position[1]:
             self._position, self._since = position, now

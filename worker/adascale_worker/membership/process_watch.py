@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from adascale_core.failures.exit_codes import EXIT_PEER_LOST
+from adascale_core.failures import EXIT_PEER_LOST
 
 LOOKS: Final = 10
 """How often in succession a process must show no sign of life. Looks are counted, because time passes also

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from adascale_core.failures.exit_codes import EXIT_PEER_LOST, EXIT_REENTRY
+from adascale_core.failures import EXIT_PEER_LOST, EXIT_REENTRY
 
 POLL_INTERVAL: Final = 0.5
 """Seconds between two looks at the main thread."""

@@ -22,7 +22,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, Protocol
 
 from adascale_core.errors import AdaScaleError
-from adascale_core.failures.exit_codes import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST
+from adascale_core.failures import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST
 from adascale_worker.errors import exit_code
 from adascale_worker.process.user_code import raising_line
 from adascale_worker.torch_private.distributed import is_lost_peer

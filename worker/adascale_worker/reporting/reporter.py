@@ -11,7 +11,7 @@ from collections import deque
 from itertools import islice
 
 from adascale_client import Backoff, MetricsServiceClient, ServiceError, ServiceRefusedError
-from adascale_core.messages.pacing import MAX_INTERVAL, report_interval
+from adascale_core.messages.registration import MAX_INTERVAL, report_interval
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import REPORT_INTERVAL
 

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from adascale_core.errors import AdaScaleError
-from adascale_storage import open_storage
-from adascale_storage.interface import Storage, StorageError
+from adascale_storage import Storage, StorageError, open_storage
 from adascale_worker.errors import CheckpointError
 from adascale_worker.state.checkpoints.best_weights import best_files
 from adascale_worker.state.checkpoints.store import CheckpointStore

@@ -1,11 +1,12 @@
 """Jobs: their declaration, and the state of their rendezvous."""
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.job import StoredJob, UnreadableJobError
 from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.tables import OF_A_JOB
 from adascale_api.errors import UnavailableError
@@ -15,6 +16,9 @@ from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.rendezvous import rendezvous
 from adascale_core.rendezvous.rendezvous import Rendezvous
+from adascale_core.views.decision import DecisionView
+from adascale_core.views.jobs import GenerationCause, GenerationView, downtime
+from adascale_core.views.usage import UsedReplicas
 
 DELETED_ROWS = 200
 """Rows of a deleted job that one transaction removes, so that other writes do not wait for long. On a full
@@ -64,7 +68,7 @@ class TransitionRule(Protocol):
 class Transition:
     """A job after a rule was applied to its rendezvous, and whether it changed."""
 
-    job: Job
+    job: StoredJob
     changed: bool
 
     @property
@@ -100,14 +104,14 @@ class PageRoom:
 class JobPage:
     """Some jobs, by id."""
 
-    jobs: list[Job]  # the jobs. Those that can't be read are logged, and are not among them.
+    jobs: list[StoredJob]  # the jobs. Those that can't be read are logged, and are not among them.
     next: str | None  # the `after` of the next page; None on the last page
 
 
 # -- reading --------------------------------------------------------------------------------------------
 
 
-def find_job(transaction: Transaction, job_id: str) -> Job:
+def find_job(transaction: Transaction, job_id: str) -> StoredJob:
     """Return a job."""
     ticket = transaction.cache.ticket(job_id)
     found = transaction.first(_FIND, id=job_id)
@@ -206,7 +210,7 @@ def lock(transaction: Transaction, job_id: str) -> int:
 
 def lock_or_create(
     transaction: Transaction, job_id: str, now: float, *, max_undeclared: int | None = None
-) -> Job:
+) -> StoredJob:
     """Return a job, locked until the end of the transaction. Creates the job if it does not exist."""
     job = transaction.jobs.get(job_id)
     if job is not None:
@@ -218,7 +222,7 @@ def lock_or_create(
         last_version = transaction.first(_DELETED_VERSION, id=job_id)
         # From the clock, so that versions rise also for agents that outlive a lost database.
         version = max(int(1000 * now), 0 if last_version is None else last_version[0] + 1)
-        empty = Job(0, job_id, now, version, None, Rendezvous())
+        empty = StoredJob(0, job_id, now, version, None, Rendezvous())
         created = transaction.first(
             _CREATE, id=job_id, now=now, version=version, rendezvous=empty.rendezvous_text
         )
@@ -236,7 +240,7 @@ def lock_or_create(
     return job
 
 
-def apply(transaction: Transaction, job: Job, rule: TransitionRule) -> Transition:
+def apply(transaction: Transaction, job: StoredJob, rule: TransitionRule) -> Transition:
     """Apply a rule to a locked job's rendezvous, and store the next state if it differs."""
     after = rule(job.rendezvous, declared=job.spec)
     if after == job.rendezvous:
@@ -272,7 +276,7 @@ def _active(state: Rendezvous) -> int:
     return state.active.generation if state.active.replicas else 0
 
 
-def _record_generation(transaction: Transaction, job: Job, now: float) -> None:
+def _record_generation(transaction: Transaction, job: StoredJob, now: float) -> None:
     transaction.execute(_END_GENERATION, key=job.key, now=now, silent=now - MAX_SILENCE)
     state = job.rendezvous
     generation = _active(state)
@@ -290,7 +294,7 @@ def _record_generation(transaction: Transaction, job: Job, now: float) -> None:
     transaction.execute(_REMOVE_OLD_GENERATIONS, key=job.key, before=generation - MAX_GENERATIONS)
 
 
-def _change(transaction: Transaction, job: Job) -> None:
+def _change(transaction: Transaction, job: StoredJob) -> None:
     transaction.jobs[job.id] = job
     transaction.changed.add(job.id)
 
@@ -303,7 +307,7 @@ def _require_room(transaction: Transaction, job_id: str, max_undeclared: int) ->
         raise TooManyJobsError(namespace)
 
 
-def _load(transaction: Transaction, job_id: str, key: int, version: int) -> Job:
+def _load(transaction: Transaction, job_id: str, key: int, version: int) -> StoredJob:
     """Return the state of a job, from the cache if it has this version."""
     cached = transaction.cache.get(job_id)
     if cached is not None and cached.key == key and cached.version == version:
@@ -311,11 +315,11 @@ def _load(transaction: Transaction, job_id: str, key: int, version: int) -> Job:
     row = transaction.first(_LOAD, key=key)
     if row is None:
         raise JobNotFoundError(job_id)
-    return Job.parse(key, job_id, *row)
+    return StoredJob.parse(key, job_id, *row)
 
 
 def _page(transaction: Transaction, rows: list[tuple[str, int, int]], limit: int) -> JobPage:
-    found: list[Job] = []
+    found: list[StoredJob] = []
     room, done = PageRoom(), None
     for job_id, key, version in rows[:limit]:
         try:
@@ -410,3 +414,86 @@ _REMOVE_ROWS = [
     )
     for table in OF_A_JOB
 ]
+
+
+MAX_USED = 50_000
+"""Generations that the use of the cluster is computed from, the latest."""
+
+
+def generations(transaction: Transaction, job: StoredJob) -> list[GenerationView]:
+    """Return the generations of a job that are kept, the latest last."""
+    views: list[GenerationView] = []
+    steps = {generation: times for generation, *times in transaction.all(_STEPS, key=job.key)}
+    last_step: float | None = None
+    disruptions = failures = 0
+    for generation, replicas, started_at, ended_at, *counts in transaction.all(_GENERATIONS, key=job.key):
+        if not views and generation > 1:
+            disruptions, failures = counts  # earlier ones are not kept
+        cause = GenerationCause.START
+        if counts[1] > failures:
+            cause = GenerationCause.FAILURE
+        elif counts[0] > disruptions:
+            cause = GenerationCause.DISRUPTION
+        elif views and views[-1].ended_at == started_at:
+            cause = GenerationCause.CHANGE
+        disruptions, failures = counts
+        without_step: float | None = None
+        if generation in steps:
+            first, last = steps[generation]
+            if last_step is not None and cause is not GenerationCause.START:
+                without_step = downtime(last_step, first)
+            last_step = last
+        views.append(GenerationView(generation, replicas, cause, started_at, ended_at, without_step))
+    return views
+
+
+def used_replicas(transaction: Transaction, since: float, now: float) -> list[UsedReplicas]:
+    """Return the replicas that all jobs have used since a time."""
+    rows = transaction.all(_USED, since=since, now=now, silent=now - MAX_SILENCE, limit=MAX_USED)
+    return [UsedReplicas(*row) for row in rows]
+
+
+_GENERATIONS = Sql(
+    """
+    SELECT generation, replicas, started_at, ended_at, disruptions, failures
+    FROM generations WHERE job_key = :key ORDER BY generation
+    """
+)
+_STEPS = Sql("SELECT generation, min(time), max(time) FROM reports WHERE job_key = :key GROUP BY generation")
+_USED = Sql(
+    """
+    SELECT jobs.id, replicas, started_at, coalesce(ended_at, CASE
+        WHEN reported_at >= started_at AND reported_at < :silent THEN reported_at ELSE :now END)
+    FROM generations JOIN jobs ON jobs.key = generations.job_key
+    LEFT JOIN measurements ON measurements.job_key = generations.job_key
+    WHERE jobs.id IS NOT NULL AND (ended_at IS NULL OR ended_at > :since)
+    ORDER BY started_at DESC LIMIT :limit
+    """
+)
+
+
+def store_decision(transaction: Transaction, decision: DecisionView) -> None:
+    """Store the decision about a job in place of the last one."""
+    key = lock(transaction, decision.job)
+    text = json.dumps(decision.to_json(), separators=(",", ":"))
+    transaction.execute(_UPSERT_DECISION, key=key, decision=text)
+
+
+def find_decision(transaction: Transaction, job: StoredJob) -> DecisionView | None:
+    """Return the last decision about a job; None if there is none."""
+    row = transaction.first(_FIND_DECISION, key=job.key)
+    if row is None:
+        return None
+    try:
+        return DecisionView.from_json(json.loads(row[0]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnreadableJobError(job.id, error) from error
+
+
+_UPSERT_DECISION = Sql(
+    """
+    INSERT INTO decisions (job_key, decision) VALUES (:key, :decision)
+    ON CONFLICT (job_key) DO UPDATE SET decision = excluded.decision
+    """
+)
+_FIND_DECISION = Sql("SELECT decision FROM decisions WHERE job_key = :key")

@@ -15,7 +15,7 @@ from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, Mani
 from adascale_controller.operator.types.queueing import Queueing
 from adascale_controller.operator.types.workload import Workload, template_digest
 from adascale_core import names
-from adascale_core.failures.exit_codes import IGNORED_EXIT_CODES
+from adascale_core.failures import IGNORED_EXIT_CODES
 
 MAX_FAILURES: Final = 2**31 - 1
 """`backoffLimit` and `backoffLimitPerIndex` of the Job, which never fails by count: the operator counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from adascale_controller.operator.observe.pods import Pod, PodExit
-from adascale_core.failures.exit_codes import ExitClass, classify_exit
+from adascale_core.failures import ExitClass, classify_exit
 
 
 def failed_pods(pods: Iterable[Pod]) -> list[Pod]:

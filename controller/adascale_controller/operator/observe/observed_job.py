@@ -23,10 +23,10 @@ from adascale_controller.operator.types.kubernetes import (
 from adascale_controller.operator.types.queueing import ELASTIC_JOB, QUEUE_NAME
 from adascale_controller.operator.types.workload import Workload, extra_name
 from adascale_core import names
-from adascale_core.decision.accelerators import Accelerator
-from adascale_core.failures.exit_codes import EXIT_CHECK_FAILED, EXIT_REFUSED, EXIT_SERVICE_UNAVAILABLE
+from adascale_core.decision.type_choice import Accelerator
+from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED, EXIT_SERVICE_UNAVAILABLE
 from adascale_core.messages.allocation import Allocation
-from adascale_core.messages.pacing import MAX_INTERVAL
+from adascale_core.messages.registration import MAX_INTERVAL
 from adascale_core.rendezvous.rendezvous import DEPARTED_STATES, EXITED_STATES
 from adascale_core.views.jobs import JobView
 

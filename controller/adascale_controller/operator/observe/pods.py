@@ -17,7 +17,7 @@ from adascale_controller.operator.types.kubernetes import (
 )
 from adascale_controller.operator.types.queueing import ELASTIC_JOB
 from adascale_core import names
-from adascale_core.failures.termination_message import TerminationMessage
+from adascale_core.failures import TerminationMessage
 
 _IMAGE_PULL_FAILURES: Final = frozenset(
     {

@@ -14,9 +14,13 @@ from typing import Any, Final
 from adascale_controller.operator.observe.failed_pods import failed_pods, is_program_failure
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
-from adascale_core.failures.count import FailureCount
-from adascale_core.failures.exit_codes import classify_exit
-from adascale_core.failures.retries import ProgramFailure, is_permanent, repeats_early_failure
+from adascale_core.failures import (
+    FailureCount,
+    ProgramFailure,
+    classify_exit,
+    is_permanent,
+    repeats_early_failure,
+)
 
 LONG_LIFE: Final = 600.0
 """Seconds after which the Job controller no longer counts a pod's end against its backoff."""

@@ -18,8 +18,7 @@ from adascale_controller.operator.types.conditions import ConditionType, Reason,
 from adascale_controller.operator.types.queueing import ELASTIC_JOB, QUEUE_NAME
 from adascale_controller.operator.types.workload import extra_name
 from adascale_core import names
-from adascale_core.failures.count import FailureCount
-from adascale_core.failures.exit_codes import describe_exit
+from adascale_core.failures import FailureCount, describe_exit
 
 LOG_LINES = 20
 """How many lines of the program's output the condition of a failed job holds."""

@@ -23,10 +23,10 @@ from adascale_controller.operator.types.conditions import (
 )
 from adascale_controller.operator.types.kubernetes import seconds, timestamp
 from adascale_core import names
-from adascale_core.decision.accelerators import Accelerator
 from adascale_core.decision.deadline import Feasibility
+from adascale_core.decision.type_choice import Accelerator
 from adascale_core.messages.allocation import Allocation
-from adascale_core.views.job_state_name import JobStateName
+from adascale_core.views.job_summary import JobStateName
 
 TELEMETRY = frozenset(
     {

@@ -14,7 +14,7 @@ from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.types.actions import FailedPlacement
 from adascale_controller.operator.types.conditions import has_ended
 from adascale_core.batch.plans import is_valid_replicas
-from adascale_core.failures.exit_codes import EXIT_REFUSED
+from adascale_core.failures import EXIT_REFUSED
 from adascale_core.messages.registration import ReplicaState
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.nodes import allocatable
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_core.decision.accelerators import Accelerator
+from adascale_core.decision.type_choice import Accelerator
 from adascale_core.names import NO_ACCELERATOR_LABEL
 from adascale_core.placement.packing import Demand
 

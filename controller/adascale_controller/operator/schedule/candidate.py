@@ -16,9 +16,9 @@ from adascale_controller.operator.schedule.job_memory import JobMemory
 from adascale_controller.operator.schedule.nodes import free_nodes
 from adascale_controller.operator.schedule.quota import describe_quota, fixed_count, quota_limit
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_core.decision.accelerators import TypeOptions
 from adascale_core.decision.decide import Decision, DecisionProblem
-from adascale_core.decision.job_state import JobState
+from adascale_core.decision.job_utility import JobState
+from adascale_core.decision.type_choice import TypeOptions
 from adascale_core.performance.goodput_table import candidate_counts
 from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.placement.packing import Demand, Node

@@ -20,7 +20,7 @@ from adascale_controller.operator.schedule.placement_backoff import PlacementBac
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.batch.plans import valid_replicas
-from adascale_core.failures.exit_codes import ExitClass, classify_exit, describe_exit
+from adascale_core.failures import ExitClass, classify_exit, describe_exit
 from adascale_core.views.jobs import JobView
 
 

@@ -34,10 +34,9 @@ from adascale_controller.operator.schedule.node_selection import NodeSelection
 from adascale_controller.operator.schedule.standing_decisions import StandingDecisions, still_applies
 from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_core.decision.accelerators import Accelerator
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.explanation import explain
-from adascale_core.decision.type_choice import TypeChoice
+from adascale_core.decision.type_choice import Accelerator, TypeChoice
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.placement.packing import Demand
 from adascale_core.views.decision import DecisionView, LimitKind, LimitView

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from adascale_core.decision.decide import Decision
-from adascale_core.decision.job_state import JobState
+from adascale_core.decision.job_utility import JobState
 from adascale_core.performance.goodput_table import candidate_counts
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adascale_core.checkpoint_manifest import best_weights_file_name, is_best_weights
 from adascale_core.errors import AdaScaleError
-from adascale_storage.interface import Storage, StorageError
+from adascale_storage import Storage, StorageError
 from adascale_worker.state.weights_file import encode, plain_weights, read_metadata
 
 MAX_WAIT_AT_EXIT = 20.0

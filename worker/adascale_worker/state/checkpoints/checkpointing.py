@@ -11,8 +11,7 @@ from torch import Tensor
 
 from adascale_client import Backoff
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_storage import open_storage
-from adascale_storage.interface import Storage, UnusableStorageError
+from adascale_storage import Storage, UnusableStorageError, open_storage
 from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.checkpoints.best_weights import BestWeights

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from adascale_storage.interface import (
+from adascale_storage import (
     MissingFileError,
     NameTakenError,
     StorageError,
@@ -97,7 +97,7 @@ _NAMES: Final = [kind.__name__ for kind in _KINDS]
 def _outcome(action: Callable[[], Any]) -> tuple[dict[str, Any], Exception | None]:
     try:
         return {"result": action()}, None
-    except Exception as error:  # noqa: BLE001 (the other processes wait for it)
+    except Exception as error:
         kind = next((kind for kind in _KINDS if isinstance(error, kind)), None)
         if kind is None:
             return {"error": (CheckpointError.__name__, f"{type(error).__name__}: {error}")}, error

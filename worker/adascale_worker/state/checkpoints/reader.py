@@ -24,7 +24,7 @@ from adascale_core.checkpoint_manifest import (
     UnsupportedFormatError,
     manifest_file_name,
 )
-from adascale_storage.interface import MissingFileError, Storage
+from adascale_storage import MissingFileError, Storage
 from adascale_worker.errors import UnusableCheckpointError
 from adascale_worker.state import tree
 from adascale_worker.state.checkpoints.processes import DamagedError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adascale_storage.interface import Part
+from adascale_storage import Part
 from adascale_worker.state import tree
 from adascale_worker.state.file import StateFileLayout, data_bytes, lay_out, offsets_of
 from adascale_worker.state.tree import TensorLayout

@@ -38,7 +38,7 @@ from adascale_core.checkpoint_manifest import (
     state_file_name,
     state_of,
 )
-from adascale_storage.interface import (
+from adascale_storage import (
     NameTakenError,
     Part,
     Storage,

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from adascale_core.checkpoint_manifest import Manifest
-from adascale_storage.interface import WriteCancelledError
+from adascale_storage import WriteCancelledError
 from adascale_worker.errors import CheckpointError
 from adascale_worker.program.weight_checks import all_finite, nonfinite_message
 from adascale_worker.state.checkpoints.processes import CheckpointProcesses
@@ -177,7 +177,7 @@ class CheckpointWriter:
         except CheckpointError as error:
             self._report_failure(str(error))
             return
-        except Exception as error:  # noqa: BLE001 (a traceback of this thread would not stop training)
+        except Exception as error:
             self._report_failure(f"the checkpoint cannot be saved: {type(error).__name__}: {error}")
             return
         if self._reported_failure is not None:
