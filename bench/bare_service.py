@@ -9,7 +9,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel, create_model
 
-from adascale_api.bodies.requests import REPORT_FIELDS
+from adascale_api.bodies import REPORT_FIELDS
 
 Report: Any = create_model("Report", **REPORT_FIELDS)
 

@@ -4,21 +4,69 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
 from starlette.types import ASGIApp
 
 from adascale_api.auth.authorization import Authorizer
+from adascale_api.bodies import (
+    AllocationBody,
+    DecisionBody,
+    GainReportBody,
+    JobSpecBody,
+    RegistrationBody,
+)
 from adascale_api.data.database import Database
-from adascale_api.http.body_limit import BodyLimit
 from adascale_api.http.connection_limits import ConnectionLimits
-from adascale_api.http.openapi import DescribedApp
-from adascale_api.routes import allocation, changes, decision, gain, jobs, logs, page, probes, runs
-from adascale_api.routes.error_handlers import add_error_handlers
+from adascale_api.http.request_body import REFERENCE, BodyLimit
+from adascale_api.routes import allocation, gain, jobs, logs, page, probes, runs
+from adascale_api.routes.common import add_error_handlers
 from adascale_api.routes.runs import RunPaths
 from adascale_api.service.prometheus import RequestMetrics
 from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import Service, Settings
+
+_REDACTED = frozenset({"/jobs", "/jobs/{job}", "/jobs/{job}/allocation", "/changes"})
+"""Reads whose answers have less without a token."""
+_BODIES: tuple[Any, ...] = (GainReportBody, AllocationBody, RegistrationBody, JobSpecBody, DecisionBody)
+
+
+class DescribedApp(FastAPI):
+    """A FastAPI application that completes its OpenAPI document.
+
+    It adds the schemas of the request bodies, and removes the security requirement of reads unless the
+    service protects reads.
+    """
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document, generated on the first call."""
+        if self.openapi_schema is None:
+            document = super().openapi()
+            _add_bodies(document)
+            if not self.state.service.settings.protect_reads:
+                _remove_security_of_reads(document)
+            self.openapi_schema = document
+        return self.openapi_schema
+
+
+def _add_bodies(document: dict[str, Any]) -> None:
+    _, schemas = models_json_schema([(body, "validation") for body in _BODIES], ref_template=REFERENCE)
+    document["components"]["schemas"].update(schemas["$defs"])
+
+
+def _remove_security_of_reads(document: dict[str, Any]) -> None:
+    for path, operations in document["paths"].items():
+        if "get" in operations:
+            operation = operations["get"]
+            operation["responses"].pop("403", None)
+            if path in _REDACTED and "security" in operation:
+                operation["security"].insert(0, {})  # a token is optional
+            else:
+                operation.pop("security", None)
+                operation["responses"].pop("401", None)
+
 
 _DESCRIPTION = """
 Workers post gain reports and register here; the controller declares jobs and sets replica counts.
@@ -60,9 +108,10 @@ def create_app(
     app.add_middleware(BodyLimit, connections=service.connections)
     app.add_middleware(RequestMetrics, metrics=service.metrics)
     add_error_handlers(app)
-    for routes in (gain, allocation, decision, jobs, logs, changes, page, probes):
+    for routes in (gain, allocation, jobs, logs, page, probes):
         app.include_router(routes.router)
-    app.include_router(page.files_router)
+    for router in (allocation.decision_router, jobs.changes_router, page.files_router):
+        app.include_router(router)
     return app
 
 
@@ -79,6 +128,7 @@ def create_runs_app(services: RunServices) -> ASGIApp:
     )
     app.state.runs = services
     add_error_handlers(app)
-    for router in (runs.router, page.files_router, gain.router, decision.router, jobs.router, logs.router):
+    decisions = allocation.decision_router
+    for router in (runs.router, page.files_router, gain.router, decisions, jobs.router, logs.router):
         app.include_router(router)
     return RunPaths(app, services)

@@ -22,7 +22,7 @@ from adascale_api.errors import TlsRequiredError
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.protocol import LimitedProtocol, limited_protocol
 from adascale_api.http.tls import RequireTls, ServerCertificate, TlsListener, keep_buffers_sparse
-from adascale_api.routes.error_handlers import response_to
+from adascale_api.routes.common import response_to
 from adascale_api.routes.worker_endpoints import WorkerEndpoints
 from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import Service, Settings

@@ -20,18 +20,18 @@ from typing import Any
 
 import pytest
 
+from adascale_api.cli import INTERVAL, MAX_RECORDS, LogLimit
 from adascale_api.data.database import Database
-from adascale_api.data.job import Job
+from adascale_api.data.job import StoredJob
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, replicas
 from adascale_api.data.store.jobs import MAX_UNDECLARED
 from adascale_api.errors import InvalidInputError
 from adascale_api.http.connection_limits import MAX_DATA
 from adascale_api.http.protocol import HEADER_OVERHEAD, MAX_HEAD
-from adascale_api.service.change_notifier import MAX_ANONYMOUS_FOLLOWERS, MAX_ANONYMOUS_WAITS
-from adascale_api.service.generation_limit import EPOCH, require_reachable
+from adascale_api.service.changes import MAX_ANONYMOUS_FOLLOWERS, MAX_ANONYMOUS_WAITS
 from adascale_api.service.job_feed import MAX_CLIENTS, MAX_JOBS
-from adascale_api.service.log_limit import INTERVAL, MAX_RECORDS, LogLimit
+from adascale_api.service.service import EPOCH, require_reachable
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
@@ -474,7 +474,7 @@ def test_the_highest_generation_follows_the_desired_one_and_the_age_of_the_job(
     field: str, desired: int | None, age: float, now: float, highest: int
 ) -> None:
     state = Rendezvous(desired=None if desired is None else Allocation(desired, 1))
-    job = Job(1, "default.a", now - age, 1, None, state)
+    job = StoredJob(1, "default.a", now - age, 1, None, state)
     reachable: dict[str, Any] = {field: highest}
     require_reachable(a_registration(**reachable), job, now)
     with pytest.raises(InvalidInputError, match=f"{field}: got {highest + 1}, expected at most {highest},"):

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_api.data.database import Committed, Database
-from adascale_api.data.job import Job
-from adascale_api.service.change_log import ChangeLog, CursorExpiredError
+from adascale_api.data.job import StoredJob
+from adascale_api.service.changes import ChangeLog, CursorExpiredError
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.rendezvous.rendezvous import Rendezvous
 from api.client import Client, ServiceProcess, a_registration, a_report
@@ -168,7 +168,7 @@ def test_a_change_elsewhere_is_not_hidden_by_a_read_that_was_faster(
             def missed_changes(self) -> None: ...
 
         database.listen(Listener())
-        database.cache.put(Job(1, "a.b", 0.0, 5, None, Rendezvous()))
+        database.cache.put(StoredJob(1, "a.b", 0.0, 5, None, Rendezvous()))
         notices[0]("a.b", 5)
         await asyncio.sleep(0)
         assert changed == ["a.b"]

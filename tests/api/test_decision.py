@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from adascale_api.app import create_app
-from adascale_api.bodies.requests import MAX_DECISION_COUNTS, MAX_DECISION_GIVEN
+from adascale_api.bodies import MAX_DECISION_COUNTS, MAX_DECISION_GIVEN
 from adascale_api.data.database import Database
 from adascale_api.service.service import Settings
 from adascale_core.decision.explanation import MAX_COUNTS, MAX_GIVING

@@ -9,8 +9,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from adascale_api.app import create_app
-from adascale_api.auth.shared_token import SharedToken
-from adascale_api.bodies.requests import GainReportBody
+from adascale_api.auth.authorization import SharedToken
+from adascale_api.bodies import GainReportBody
 from adascale_api.cli import DEFAULT_DATABASE, main
 from adascale_api.data.database import Database
 from adascale_api.errors import ErrorBody

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from adascale_api.data.backends.base import UnusableDatabaseError
-from adascale_api.data.backends.sqlite import SqliteConnector
+from adascale_api.data.backend import UnusableDatabaseError
+from adascale_api.data.sqlite import SqliteConnector
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.names import MAX_METRICS
 from api.client import (

@@ -9,8 +9,8 @@ from support.file_systems import limited_folder
 
 OPEN = """
 import sys
-from adascale_api.data.backends.base import UnusableDatabaseError
-from adascale_api.data.backends.sqlite import SqliteConnector
+from adascale_api.data.backend import UnusableDatabaseError
+from adascale_api.data.sqlite import SqliteConnector
 try:
     connector = SqliteConnector(sys.argv[1])
 except UnusableDatabaseError as error:

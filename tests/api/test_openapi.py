@@ -15,8 +15,8 @@ from schemathesis.engine import events
 from schemathesis.engine.run import PhaseName
 
 from adascale_api.app import create_app
-from adascale_api.auth.shared_token import SharedToken
-from adascale_api.bodies.requests import (
+from adascale_api.auth.authorization import SharedToken
+from adascale_api.bodies import (
     AllocationBody,
     DecisionBody,
     GainReportBody,

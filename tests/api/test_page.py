@@ -11,8 +11,7 @@ from urllib.parse import urljoin
 import pytest
 
 from adascale_api.errors import UnavailableError
-from adascale_api.service.followers import Followers
-from adascale_api.service.job_feed import MAX_CLIENTS
+from adascale_api.service.job_feed import MAX_CLIENTS, Followers
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until

@@ -18,9 +18,9 @@ import psycopg
 import pytest
 import urllib3
 
-from adascale_api.data.backends import postgresql as postgresql_backend
-from adascale_api.data.backends.base import UnusableDatabaseError
-from adascale_api.data.backends.postgresql import PostgresqlConnector
+from adascale_api.data import postgresql as postgresql_backend
+from adascale_api.data.backend import UnusableDatabaseError
+from adascale_api.data.postgresql import PostgresqlConnector
 from adascale_core.messages.registration import ReplicaState
 from api.client import Client, ServiceProcess, a_registration, a_report, wait_until
 from api.test_faults import TO_SCHEMA_13

@@ -19,7 +19,7 @@ import urllib3
 
 from adascale_api import cli, server
 from adascale_api.cli import main
-from adascale_api.service.retention import DAY, JobRetention
+from adascale_api.service.service import DAY, JobRetention
 from adascale_core.names import DEFAULT_API_PORT
 from api.client import (
     TOKEN,

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adascale_api.data.database import Database
-from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.job import StoredJob, UnreadableJobError
 from adascale_api.data.sql import Sql, Transaction
-from adascale_api.data.store import generations, heartbeats, jobs, replicas
+from adascale_api.data.store import jobs, replicas
 from adascale_api.data.store import reports as report_store
 from adascale_api.data.store.jobs import JobNotFoundError
-from adascale_api.service.retention import JobRetention, Remover
+from adascale_api.service.service import JobRetention, Remover
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
@@ -55,7 +55,7 @@ class Store:
         result = self.write(report_store.post, job_id=job_id, new=new, now=0.0)
         return result.stored, result.repeated
 
-    def job(self, job_id: str) -> Job:
+    def job(self, job_id: str) -> StoredJob:
         return self.read(jobs.find_job, job_id=job_id)
 
     def close(self) -> None:
@@ -265,12 +265,12 @@ def test_a_generation_without_reports_for_long_has_used_replicas_until_its_last_
     reported = time.time() + 1
     store.write(report_store.post, job_id=job_id, new=[a_report(1)], now=reported)
     for now, end in ((reported + 30, reported + 30), (reported + 1000, reported)):
-        (used,) = store.read(generations.used_replicas, since=began, now=now)
+        (used,) = store.read(jobs.used_replicas, since=began, now=now)
         assert (used.job, used.replicas) == (job_id, 2)
         assert used.end == pytest.approx(end)
         assert began <= used.start <= reported
     store.write(jobs.delete_job, job_id=job_id, now=reported)
-    assert store.read(generations.used_replicas, since=began, now=reported) == []
+    assert store.read(jobs.used_replicas, since=began, now=reported) == []
 
 
 def test_the_size_of_a_job_does_not_grow_with_its_reports_nor_with_its_batch_plans(store: Store) -> None:
@@ -285,7 +285,7 @@ def test_the_size_of_a_job_does_not_grow_with_its_reports_nor_with_its_batch_pla
 
 
 def test_the_cost_of_a_query_does_not_grow_with_the_number_of_reports(sqlite_store: Store) -> None:
-    queries: dict[str, Callable[[Transaction, Job], object]] = {
+    queries: dict[str, Callable[[Transaction, StoredJob], object]] = {
         "step_times": report_store.step_times,
         "latest_report": report_store.latest_report,
         "history": partial(report_store.history, points=10),
@@ -422,8 +422,8 @@ def test_a_rendezvous_is_stored_and_its_version_counts_the_changes(
         versions.append(transition.version)
         assert versions[-1] - versions[-2] == int(transition.changed)
         state = after
-        text = Job(1, job_id, 0.0, 1, None, state).rendezvous_text
-        assert Job.parse(1, job_id, 0.0, 1, None, text).rendezvous == state
+        text = StoredJob(1, job_id, 0.0, 1, None, state).rendezvous_text
+        assert StoredJob.parse(1, job_id, 0.0, 1, None, text).rendezvous == state
     assert store.job(job_id).rendezvous == state
 
 
@@ -489,14 +489,14 @@ def test_the_heartbeats_of_jobs_that_have_ended_are_removed(store: Store) -> Non
     while store.write(jobs.remove_deleted):
         pass
     # By services that do not know yet that the jobs have ended.
-    store.write(heartbeats.add, received={(key, 0): "agent-0" for key in keys.values()})
-    assert store.read(heartbeats.counts).keys() == {(key, 0) for key in keys.values()}
+    store.write(replicas.add_heartbeats, received={(key, 0): "agent-0" for key in keys.values()})
+    assert store.read(replicas.count_heartbeats).keys() == {(key, 0) for key in keys.values()}
 
     async def remove(database: Database) -> None:
         await Remover(database, JobRetention(), lambda: 0.0).remove_old_jobs()
 
     store.run(remove)
-    assert store.read(heartbeats.counts).keys() == {(keys[training], 0)}
+    assert store.read(replicas.count_heartbeats).keys() == {(keys[training], 0)}
 
 
 def test_logs_are_stored_beside_the_state_and_bounded(store: Store) -> None:

@@ -14,13 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_api import cli
-from adascale_api.auth import token_review_cache as cache_module
+from adascale_api.auth import service_accounts as cache_module
 from adascale_api.auth.authorization import Role
-from adascale_api.auth.service_accounts import InvalidAccountError, ServiceAccountAuthorizer
-from adascale_api.auth.token_claims import read_claims
-from adascale_api.auth.token_review_cache import ACCEPTED_TTL, OUTAGE_TTL, REJECTED_TTL, RETRY_INTERVAL
-from adascale_api.auth.token_review_queue import MAX_REVIEWS, MAX_WAITING_PER_CLIENT
-from adascale_api.auth.token_review_result import TokenReviewResult
+from adascale_api.auth.service_accounts import (
+    ACCEPTED_TTL,
+    MAX_REVIEWS,
+    MAX_WAITING_PER_CLIENT,
+    OUTAGE_TTL,
+    REJECTED_TTL,
+    RETRY_INTERVAL,
+    InvalidAccountError,
+    ServiceAccountAuthorizer,
+    TokenReviewResult,
+    read_claims,
+)
 from adascale_api.errors import ForbiddenError, RequestError, UnauthorizedError, UnavailableError
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import API_AUDIENCE, job_audience

@@ -6,8 +6,8 @@ from dataclasses import fields
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from adascale_api.bodies.requests import REPORT_FIELDS, GainReportBody
-from adascale_api.bodies.responses import GainResponse
+from adascale_api.bodies import REPORT_FIELDS, GainReportBody
+from adascale_api.routes.gain import GainResponse
 from adascale_core.messages.reports import GainReport
 from api.client import a_report
 

@@ -13,8 +13,7 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import ConfigException
 
-from adascale_api.auth.token_review_queue import MAX_REVIEWS
-from adascale_api.auth.token_review_result import TokenReviewResult
+from adascale_api.auth.service_accounts import MAX_REVIEWS, TokenReviewResult
 from adascale_api.errors import UnavailableError
 from adascale_core.errors import AdaScaleError
 
@@ -24,7 +23,7 @@ _REJECTED_TOKEN = frozenset({400, 413, 422})
 """Statuses that depend on the token."""
 
 
-class NoClusterError(AdaScaleError):
+class NoReviewClusterError(AdaScaleError):
     """No cluster is configured."""
 
     exit_code = 2
@@ -42,7 +41,7 @@ class KubernetesTokenReviewer:
             else:
                 config.load_incluster_config(client_configuration=self._configuration)
         except (ConfigException, OSError, ValueError, KeyError, TypeError) as error:
-            raise NoClusterError(
+            raise NoReviewClusterError(
                 f"no cluster is configured to review tokens: {error}; run this in a pod, or set KUBECONFIG"
             ) from error
         self._configuration.connection_pool_maxsize = MAX_REVIEWS

@@ -5,17 +5,264 @@ roles reader and worker for this job. The operator's token has the service's own
 operator's account; it has every role for every job.
 """
 
+import asyncio
+import base64
+import hashlib
+import json
+import logging
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from adascale_api.auth.authorization import Role
-from adascale_api.auth.token_claims import read_claims
-from adascale_api.auth.token_review_cache import TokenReviewCache
-from adascale_api.auth.token_review_result import TokenReviewer, TokenReviewResult
-from adascale_api.errors import ForbiddenError, UnauthorizedError
+from adascale_api.errors import ForbiddenError, UnauthorizedError, UnavailableError
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import namespace_of
 from adascale_core.names import API_AUDIENCE, CONTROLLER, SYSTEM_NAMESPACE, job_audience
+
+
+@dataclass(frozen=True)
+class TokenReviewResult:
+    """The result of a TokenReview."""
+
+    user: str | None  # the user of the token; None if it is rejected
+    audiences: tuple[str, ...] = ()  # the requested audiences for which the token is valid
+    error: str = ""  # why it is rejected; empty if the Kubernetes API gives no reason
+
+
+class TokenReviewer(Protocol):
+    """Has tokens reviewed by a cluster."""
+
+    async def review(self, token: str, audiences: Sequence[str]) -> TokenReviewResult:
+        """Review a token for any of the audiences."""
+        ...
+
+    async def close(self) -> None:
+        """Close connections."""
+        ...
+
+
+MAX_REVIEWS = 16
+"""Reviews at the same time."""
+MAX_WAITING_PER_CLIENT = 16
+"""Reviews that may wait for a turn of a client."""
+MAX_WAITING = 2048
+"""Reviews that may wait."""
+
+
+class TooManyReviewsError(UnavailableError):
+    """Too many reviews wait."""
+
+
+_Waiters = OrderedDict[str, deque["asyncio.Future[None]"]]
+
+
+class TokenReviewQueue:
+    """Has tokens reviewed in turn."""
+
+    def __init__(self, reviewer: TokenReviewer) -> None:
+        self._reviewer = reviewer
+        self._running = 0
+        self._waiting = 0
+        self._groups: tuple[_Waiters, _Waiters] = (OrderedDict(), OrderedDict())
+        self._next_group = 0
+
+    async def review(
+        self, token: str, audiences: Sequence[str], *, client: str, is_known: bool
+    ) -> TokenReviewResult:
+        """Review a token."""
+        if self._running >= MAX_REVIEWS:
+            await self._wait_for_turn(self._groups[is_known], client)
+        else:
+            self._running += 1
+        try:
+            return await self._reviewer.review(token, audiences)
+        finally:
+            self._running -= 1
+            self._start_next()
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._reviewer.close()
+
+    async def _wait_for_turn(self, group: _Waiters, client: str) -> None:
+        waiters = group.setdefault(client, deque())
+        if len(waiters) >= MAX_WAITING_PER_CLIENT or self._waiting >= MAX_WAITING:
+            if not waiters:
+                del group[client]
+            raise TooManyReviewsError("too many tokens are being reviewed")
+        turn = asyncio.get_running_loop().create_future()
+        waiters.append(turn)
+        self._waiting += 1
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._running -= 1
+                self._start_next()
+            raise
+
+    def _start_next(self) -> None:
+        while self._waiting and self._running < MAX_REVIEWS:
+            group = self._groups[self._next_group] or self._groups[1 - self._next_group]
+            self._next_group = 1 - self._next_group
+            client, waiters = group.popitem(last=False)
+            turn = waiters.popleft()
+            self._waiting -= 1
+            if waiters:
+                group[client] = waiters  # at the end, so that the other clients are next
+            if not turn.done():
+                self._running += 1
+                turn.set_result(None)
+
+
+ACCEPTED_TTL = 60.0
+"""Seconds until an accepted token is reviewed again."""
+REJECTED_TTL = 10.0
+"""Seconds until a rejected token is reviewed again."""
+OUTAGE_TTL = 600.0
+"""Seconds after `ACCEPTED_TTL` for which an accepted token stays valid without an answer from the API."""
+RETRY_INTERVAL = float(UnavailableError.RETRY_AFTER)
+"""Seconds between two attempts while the Kubernetes API does not answer."""
+MAX_ENTRIES = 4096
+"""Accepted tokens, and as many rejected ones: rejected tokens never evict accepted ones."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    result: TokenReviewResult
+    reviewed_at: float
+
+
+class TokenReviewCache:
+    """Caches the results of a `TokenReviewer`."""
+
+    def __init__(self, reviewer: TokenReviewer, clock: Callable[[], float] = time.monotonic) -> None:
+        self._queue = TokenReviewQueue(reviewer)
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._clock = clock
+        self._accepted: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._rejected: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._pending: dict[bytes, asyncio.Task[TokenReviewResult]] = {}
+        self._retry_at = float("-inf")
+        self._logged_error = ""
+
+    async def review(
+        self, token: str, audiences: Sequence[str], *, client: str = "", namespace: str = ""
+    ) -> TokenReviewResult:
+        """Return the cached or a new review of a token."""
+        key = hashlib.sha256(token.encode()).digest()
+        cached = self._find_fresh(key)
+        if cached is not None:
+            return cached
+        if self._clock() < self._retry_at:
+            return self._find_accepted(key)
+        pending = self._pending.get(key)
+        if pending is None:
+            pending = self._pending[key] = asyncio.create_task(
+                self._review(key, token, audiences, client, namespace)
+            )
+            pending.add_done_callback(lambda done: self._remove_pending(key, done))
+        # Other requests wait for the same review, so a request that is cancelled must not cancel it.
+        return await asyncio.shield(pending)
+
+    async def _review(
+        self, key: bytes, token: str, audiences: Sequence[str], client: str, namespace: str
+    ) -> TokenReviewResult:
+        try:
+            result = await self._queue.review(
+                token, audiences, client=client, is_known=namespace in self._known
+            )
+        except TooManyReviewsError:
+            return self._find_accepted(key)
+        except UnavailableError as error:
+            self._retry_at = self._clock() + RETRY_INTERVAL
+            if self._logged_error != str(error):
+                self._logged_error = str(error)
+                logger.warning("%s", error)
+            return self._find_accepted(key)
+        if self._logged_error:
+            self._logged_error = ""
+            logger.warning("the Kubernetes API reviews tokens again")
+        self._add(key, result)
+        if result.user is not None:
+            self._known[namespace] = None
+            self._known.move_to_end(namespace)
+            if len(self._known) > MAX_ENTRIES:
+                self._known.popitem(last=False)
+        return result
+
+    def _remove_pending(self, key: bytes, done: asyncio.Task[TokenReviewResult]) -> None:
+        del self._pending[key]
+        if not done.cancelled():
+            # Retrieved, so that asyncio logs no error where every waiting request was cancelled.
+            done.exception()
+
+    def _find_fresh(self, key: bytes) -> TokenReviewResult | None:
+        for entries, ttl in ((self._accepted, ACCEPTED_TTL), (self._rejected, REJECTED_TTL)):
+            entry = entries.get(key)
+            if entry is not None and self._clock() - entry.reviewed_at < ttl:
+                entries.move_to_end(key)
+                return entry.result
+        return None
+
+    def _find_accepted(self, key: bytes) -> TokenReviewResult:
+        entry = self._accepted.get(key)
+        if entry is None or self._clock() - entry.reviewed_at >= ACCEPTED_TTL + OUTAGE_TTL:
+            reason = self._logged_error or "too many tokens are being reviewed"
+            raise UnavailableError(f"{reason}; nothing was stored, try again")
+        self._accepted.move_to_end(key)
+        return entry.result
+
+    def _add(self, key: bytes, result: TokenReviewResult) -> None:
+        self._accepted.pop(key, None)
+        self._rejected.pop(key, None)
+        entries = self._rejected if result.user is None else self._accepted
+        entries[key] = _Entry(result, self._clock())
+        if len(entries) > MAX_ENTRIES:
+            entries.popitem(last=False)
+
+
+MAX_TOKEN_LENGTH = 16 * 1024
+"""Characters of a token; a projected token has about 1,000."""
+
+_MAX_EXPIRY = 2**53
+"""No token expires later. Larger integers may not be exact as floats."""
+
+
+@dataclass(frozen=True)
+class TokenClaims:
+    """The claims of a JSON Web Token. They are not verified, so they can only disqualify a token."""
+
+    audiences: tuple[str, ...]
+    expires_at: int  # when the token expires, in seconds since 1970
+
+
+def read_claims(token: str) -> TokenClaims | None:
+    """Return the claims of a token; None if it is not a JSON Web Token with an audience and an expiry."""
+    parts = token.split(".")
+    if len(parts) != 3 or not all(parts) or len(token) > MAX_TOKEN_LENGTH:
+        return None
+    try:
+        payload = parts[1]
+        members = json.loads(base64.b64decode(payload + "=" * (-len(payload) % 4), b"-_", validate=True))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(members, dict):
+        return None
+    audiences, expires_at = members.get("aud"), members.get("exp")
+    if isinstance(audiences, str):
+        audiences = [audiences]
+    if not isinstance(audiences, list) or not all(isinstance(audience, str) for audience in audiences):
+        return None
+    if not isinstance(expires_at, int) or not 0 <= expires_at <= _MAX_EXPIRY:
+        return None
+    return TokenClaims(tuple(audiences), expires_at)
+
 
 USER_PREFIX = "system:serviceaccount:"
 """Prefix of the user name of a service account; `NAMESPACE:NAME` follows."""

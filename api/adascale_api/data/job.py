@@ -1,8 +1,10 @@
 """A stored job, and its state as text for the database."""
 
 import json
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 
 from pydantic import TypeAdapter
 
@@ -29,7 +31,7 @@ class UnreadableJobError(AdaScaleError):
 
 
 @dataclass(frozen=True)
-class Job:
+class StoredJob:
     """A stored job, without its reports."""
 
     key: int
@@ -43,7 +45,7 @@ class Job:
     @classmethod
     def parse(
         cls, key: int, job_id: str, created_at: float, version: int, spec: str | None, rendezvous: str
-    ) -> "Job":
+    ) -> "StoredJob":
         """Return a job from the columns of its row."""
         try:
             parsed_spec = JobSpec.from_json(json.loads(spec)) if spec else None
@@ -79,3 +81,68 @@ class Job:
     def size(self) -> int:
         """The bytes that the job takes in memory, approximately."""
         return _MEMORY_PER_JOB + _MEMORY_PER_CHARACTER * len(self.rendezvous_text)
+
+
+MAX_CACHED = 64 * 1024 * 1024
+"""Bytes of the cached states."""
+_STRIPES = 1024
+
+
+class JobCache:
+    """The latest committed states. Threads may share it."""
+
+    def __init__(self, max_bytes: int = MAX_CACHED) -> None:
+        self._max_bytes = max_bytes
+        self._lock = Lock()
+        self._jobs: OrderedDict[str, StoredJob] = OrderedDict()
+        self._bytes = 0
+        self._changes = [0] * _STRIPES
+
+    def get(self, job_id: str) -> StoredJob | None:
+        """Return the state of a job if it is cached."""
+        with self._lock:
+            job = self._jobs.get(job_id)
+            if job is not None:
+                self._jobs.move_to_end(job_id)
+            return job
+
+    def ticket(self, job_id: str) -> int:
+        """Return a number that `add` needs; taken before the state is read."""
+        return self._changes[hash(job_id) % _STRIPES]
+
+    def add(self, job: StoredJob, ticket: int) -> None:
+        """Cache a state that was read, unless the job has changed since the ticket was taken."""
+        with self._lock:
+            if self._changes[hash(job.id) % _STRIPES] == ticket:
+                self._put(job)
+
+    def put(self, job: StoredJob) -> None:
+        """Cache a state that was just committed."""
+        with self._lock:
+            self._changes[hash(job.id) % _STRIPES] += 1
+            self._put(job)
+
+    def remove(self, job_id: str) -> None:
+        """Remove a job that was deleted, or changed by another process."""
+        with self._lock:
+            self._changes[hash(job_id) % _STRIPES] += 1
+            removed = self._jobs.pop(job_id, None)
+            self._bytes -= 0 if removed is None else removed.size
+
+    def clear(self) -> None:
+        """Remove all jobs."""
+        with self._lock:
+            self._changes = [change + 1 for change in self._changes]
+            self._jobs.clear()
+            self._bytes = 0
+
+    def _put(self, job: StoredJob) -> None:
+        before = self._jobs.pop(job.id, None)
+        self._bytes -= 0 if before is None else before.size
+        if job.size > self._max_bytes:
+            return
+        self._jobs[job.id] = job
+        self._bytes += job.size
+        while self._bytes > self._max_bytes:
+            _, oldest = self._jobs.popitem(last=False)
+            self._bytes -= oldest.size

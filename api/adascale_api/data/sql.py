@@ -8,8 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from adascale_api.data.job import Job
-from adascale_api.data.job_cache import JobCache
+from adascale_api.data.job import JobCache, StoredJob
 
 Row = tuple[Any, ...]
 
@@ -53,7 +52,7 @@ class Transaction:
         self._executor = executor
         self._connection = connection
         self.cache = cache
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, StoredJob] = {}
         self.changed: set[str] = set()
         self.activated: set[str] = set()
         self.deleted: set[str] = set()

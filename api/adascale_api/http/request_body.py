@@ -5,16 +5,102 @@ tuple. Here pydantic parses the text itself. FastAPI then does not know the bodi
 OpenAPI document here and in `openapi`.
 """
 
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adascale_api.bodies.field_errors import field_errors
-from adascale_api.bodies.requests import MAX_REPORTS, GainReportBody
-from adascale_api.errors import FieldError, InvalidInputError, NotJsonError
+from adascale_api.bodies import MAX_REPORTS, GainReportBody
+from adascale_api.errors import (
+    BodyTooLargeError,
+    FieldError,
+    InvalidInputError,
+    NotJsonError,
+    UnavailableError,
+)
+from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_core.messages.reports import GainReport
+
+MAX_BODY = 1024 * 1024
+"""Bytes of a request body."""
+SMALL_BODY = 8 * 1024
+"""Bytes of a body that is not counted: heartbeats and single reports are never refused for others' bodies."""
+
+
+@contextmanager
+def limited_body(scope: Scope, connections: ConnectionLimits) -> Iterator["LimitedBody"]:
+    """Count the body of a request until it is answered."""
+    body = LimitedBody(scope, connections)
+    try:
+        yield body
+    finally:
+        connections.body_grows(-body.counted)
+
+
+class LimitedBody:
+    """The body of a request."""
+
+    def __init__(self, scope: Scope, connections: ConnectionLimits) -> None:
+        self._scope = scope
+        self._connections = connections
+        self._size = 0
+        self.counted = 0
+
+    def limited(self, receive: Receive) -> Receive:
+        """Return a `receive` that raises an error when the body exceeds a limit, announced or not.
+
+        `BodyTooLargeError` for a body of more than `MAX_BODY` bytes, `UnavailableError` while there is no
+        room because of other bodies.
+        """
+
+        async def receive_within_limit() -> Message:
+            if self._size == 0:
+                # The server has checked that it is a number, of which Python converts 4300 digits at most.
+                announced = dict(self._scope["headers"]).get(b"content-length", b"").lstrip(b"0") or b"0"
+                if int(announced) > MAX_BODY:
+                    _refuse_size(f"{int(announced)} bytes")
+            message = await receive()
+            self._size += len(message.get("body", b""))
+            if self._size > MAX_BODY:
+                _refuse_size(f"more than {MAX_BODY} bytes")
+            if self._size > SMALL_BODY:
+                has_room = self._connections.body_grows(self._size - self.counted)
+                self.counted = self._size
+                if not has_room:
+                    raise UnavailableError(
+                        "too many large requests at the same time; nothing was stored, try again"
+                    )
+            return message
+
+        return receive_within_limit
+
+
+class BodyLimit:
+    """ASGI middleware that limits bodies."""
+
+    def __init__(self, app: ASGIApp, connections: ConnectionLimits) -> None:
+        self._app = app
+        self._connections = connections
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request, and count the bytes of its body as they are read."""
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
+            await self._app(scope, receive, send)
+            return
+        with limited_body(scope, self._connections) as body:
+            await self._app(scope, body.limited(receive), send)
+
+
+def _refuse_size(got: str) -> None:
+    raise BodyTooLargeError(
+        f"body: got {got}, expected at most {MAX_BODY}; nothing was stored: send fewer reports at a time"
+    )
+
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -145,3 +231,50 @@ def _reference(model: type[object]) -> dict[str, Any]:
 
 def _request_body(schema: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+MAX_EXCERPT = 80
+"""Characters of an invalid value in an answer."""
+
+
+def field_errors(errors: Sequence[Mapping[str, Any]], *, skip: int = 0) -> list[FieldError]:
+    """Return the field errors for pydantic's errors, leaving out the first `skip` parts of each location."""
+    return [_field_error(error, skip) for error in errors]
+
+
+def _field_error(error: Mapping[str, Any], skip: int) -> FieldError:
+    field = ".".join(str(part) for part in error["loc"][skip:]) or "body"
+    match error["type"]:
+        case "json_invalid":
+            got, expected = _excerpt(error["input"]), f"JSON ({error['ctx']['error']})"
+        case "missing":
+            got, expected = "nothing", "a value: the field is required"
+        case "extra_forbidden" | "unexpected_keyword_argument":  # of a model, of a dataclass
+            got, expected = _excerpt(error["input"]), "no field of this name"
+        case "too_long" | "too_short" if isinstance(error["input"], list):
+            got, expected = f"a list of {len(error['input'])}", _lengths(error)
+        case _:
+            got, expected = _excerpt(error["input"]), error["msg"].removeprefix("Input should be ")
+    return FieldError(field=field, got=got, expected=expected)
+
+
+def _lengths(error: Mapping[str, Any]) -> str:
+    if not error["loc"]:  # the body itself
+        return f"1 to {MAX_REPORTS} reports"
+    limits = error["ctx"]
+    return f"at most {limits['max_length']}" if "max_length" in limits else f"at least {limits['min_length']}"
+
+
+def _excerpt(value: object) -> str:
+    match value:
+        case bytes():
+            text = value[: MAX_EXCERPT * 4].decode(errors="replace")
+        case dict():
+            return "an object"
+        case list() if len(value) > 3:
+            return f"a list of {len(value)}"
+        case _:
+            text = json.dumps(value, default=repr)
+    if len(text) > MAX_EXCERPT:
+        text = f"{text[:MAX_EXCERPT]}..."
+    return text or "nothing"

@@ -8,27 +8,33 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query, Response
 from pydantic import TypeAdapter
 
-from adascale_api.bodies.requests import AllocationBody, RegistrationBody
-from adascale_api.data.job import Job
+from adascale_api.bodies import AllocationBody, DecisionBody, RegistrationBody
+from adascale_api.data.job import StoredJob
+from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs
+from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.errors import ConflictBody, ErrorBody, FieldError, InvalidInputError
-from adascale_api.http.redaction import redact
 from adascale_api.http.request_body import JsonBody
 from adascale_api.routes.common import (
     CONTROLLER,
     DELETED,
+    READER,
     WORKER,
     ClosedOf,
     JobId,
+    MayKnowJobs,
     MayReadAll,
     ServiceOf,
+    error_response,
     errors,
+    redact,
 )
-from adascale_api.routes.error_handlers import error_response
 from adascale_api.service.service import Service
+from adascale_core.job_id import parse_job_id
 from adascale_core.messages.allocation import AllocationView, MemberView
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
 from adascale_core.rendezvous.rendezvous import StaleAllocationError
+from adascale_core.views.decision import DecisionView
 
 MAX_WAIT = 60.0
 """Seconds that a request may wait for a change."""
@@ -100,7 +106,7 @@ async def get_allocation(
     return Response(allocation_json(found, shows_all=shows_all), media_type="application/json")
 
 
-def allocation_json(job: Job, *, shows_all: bool) -> bytes:
+def allocation_json(job: StoredJob, *, shows_all: bool) -> bytes:
     """Return a job's generations as JSON, without addresses unless `shows_all`."""
     if shows_all:
         return job.view_json
@@ -147,3 +153,56 @@ async def register(service: Service, job: str, replica: int, body: RegistrationB
     stored = await service.register(job, registration)
     view = stored.rendezvous.member_view(stored.version, registration.instance)
     return _member_view.dump_json(replace(view, heartbeat_interval=service.heartbeats.interval))
+
+
+decision_router = APIRouter(prefix="/jobs/{job}/decision", tags=["decision"])
+decision_body = JsonBody(DecisionBody)
+
+
+class DecisionNotFoundError(JobNotFoundError):
+    """There is no decision about the job."""
+
+    def __init__(self, job_id: str) -> None:
+        super(JobNotFoundError, self).__init__(
+            f"there is no decision about job {job_id} yet: the controller stores one soon after the start"
+        )
+
+
+@decision_router.put(
+    "",
+    summary="Store the decision about the replica count",
+    dependencies=CONTROLLER,
+    status_code=204,
+    responses=errors(401, 403, 404, 413, 415, 422, 500, 503),
+    openapi_extra=decision_body.openapi,
+)
+async def put_decision(
+    service: ServiceOf, job: JobId, body: Annotated[DecisionBody, Depends(decision_body)]
+) -> None:
+    """Replaces the last one. It explains the allocation, and does not change it."""
+    if parse_job_id(body.job) != job:
+        raise InvalidInputError(
+            [FieldError(field="job", got=body.job, expected=f"{job}, the job in the path")]
+        )
+    decision = body.to_decision(job)
+    await service.database.write(partial(jobs.store_decision, decision=decision), job_id=job, is_report=True)
+
+
+@decision_router.get(
+    "",
+    summary="Read why the job has its replica count",
+    dependencies=READER,
+    responses=errors(401, 403, 404, 422, 500, 503),
+)
+async def get_decision(service: ServiceOf, job: JobId, may_know_jobs: MayKnowJobs) -> DecisionView:
+    """Returns the last decision: the replica count and its reason, what other counts would give, which other
+    jobs would have to give up replicas for them, and what limits the count. If reads are protected, a job's
+    own token does not show which other jobs."""
+
+    def query(transaction: Transaction) -> DecisionView:
+        found = jobs.find_decision(transaction, jobs.find_job(transaction, job))
+        if found is None:
+            raise DecisionNotFoundError(job)
+        return found if may_know_jobs else found.without_other_jobs()
+
+    return await service.database.read(query)

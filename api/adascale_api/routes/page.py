@@ -1,6 +1,9 @@
 """The page that shows the jobs, and what only the page reads."""
 
+import hashlib
+from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from typing import Annotated
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
@@ -8,11 +11,50 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from adascale_api.data.sql import Transaction
-from adascale_api.data.store import generations
-from adascale_api.http.page_files import HEADERS, PageFile, load_page
+from adascale_api.data.store import jobs
 from adascale_api.routes.common import READER, Address, MayReadAll, ServiceOf, errors
 from adascale_api.service.job_feed import Subscription
 from adascale_core.views.usage import UsageGroup, UsageView, usage
+
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    # Nothing runs or is loaded that is not a file of the page.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    # A later version of the service has other files with the same names.
+    "Cache-Control": "no-cache",
+}
+
+
+@dataclass(frozen=True)
+class PageFile:
+    """A file of the page."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def load_page() -> dict[str, PageFile]:
+    """Return the files of the page, by name."""
+    found = {}
+    for file in files("adascale_api").joinpath("page").iterdir():
+        suffix = "." + file.name.rpartition(".")[2]
+        if suffix in MEDIA_TYPES:
+            content = file.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            found[file.name] = PageFile(content, MEDIA_TYPES[suffix], etag)
+    return found
+
 
 MAX_USAGE_SECONDS = 366 * 86400
 MAX_POINTS = 1000
@@ -83,7 +125,7 @@ async def get_usage(
     now = service.clock()
 
     def query(transaction: Transaction) -> UsageView:
-        used = generations.used_replicas(transaction, now - seconds, now)
+        used = jobs.used_replicas(transaction, now - seconds, now)
         return usage(used, now - seconds, now, points, LISTED, by)
 
     return await service.database.read(query, is_long=True)

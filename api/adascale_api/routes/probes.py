@@ -1,14 +1,22 @@
 """Probes, and metrics for Prometheus."""
 
+from dataclasses import dataclass
+
 from fastapi import APIRouter, Response
 
-from adascale_api.bodies.responses import HealthResponse
 from adascale_api.data.sql import Sql
 from adascale_api.errors import UnavailableError
 from adascale_api.routes.common import READER, ServiceOf, errors
 from adascale_core.names import METRICS_MEDIA_TYPE
 
 router = APIRouter(tags=["probes"])
+
+
+@dataclass(frozen=True)
+class HealthResponse:
+    """The result of a probe."""
+
+    status: str
 
 
 @router.get("/healthz", summary="Liveness probe")

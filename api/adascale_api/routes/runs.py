@@ -6,8 +6,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adascale_api.errors import ErrorBody, UnavailableError
-from adascale_api.routes.common import SERVICE, Address, Credentials, may_read
-from adascale_api.routes.error_handlers import error_response, response_to
+from adascale_api.routes.common import SERVICE, Address, Credentials, error_response, may_read, response_to
 from adascale_api.routes.page import LISTED, MAX_POINTS, MAX_USAGE_SECONDS, EventStream
 from adascale_api.service.run_services import RunNotFoundError, RunServices
 from adascale_core.views.usage import UsageGroup, UsageView

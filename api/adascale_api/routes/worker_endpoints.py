@@ -16,12 +16,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adascale_api.auth.authorization import Role
-from adascale_api.http.body_limit import limited_body
 from adascale_api.http.protocol import CLOSED
-from adascale_api.http.request_body import require_json
+from adascale_api.http.request_body import limited_body, require_json
 from adascale_api.routes import allocation, gain
-from adascale_api.routes.common import authorize, bearer_token, may_read
-from adascale_api.routes.error_handlers import response_to
+from adascale_api.routes.common import authorize, bearer_token, may_read, response_to
 from adascale_api.service.service import Service
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import parse_job_id

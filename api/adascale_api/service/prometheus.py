@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adascale_api.data.backends.base import Failure
+from adascale_api.data.backend import Failure
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store.reports import latest_gauges
 from adascale_api.http.connection_limits import ConnectionLimits
@@ -16,7 +16,7 @@ from adascale_api.http.connection_limits import ConnectionLimits
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from adascale_api.data.database import Condition
+    from adascale_api.data.database import DatabaseCondition
 
 _GAUGES = (
     ("gain", "Worth of one step, in steps at the initial batch size."),
@@ -30,7 +30,7 @@ _GAUGES = (
 class Metrics:
     """The counters of this process."""
 
-    def __init__(self, condition: "Condition", connections: ConnectionLimits) -> None:
+    def __init__(self, condition: "DatabaseCondition", connections: ConnectionLimits) -> None:
         self.registry = CollectorRegistry()
         self.reports = Counter(
             "adascale_reports",
@@ -106,7 +106,7 @@ class RequestMetrics:
 class _Health:
     """The state of the database and of the connections."""
 
-    def __init__(self, condition: "Condition", connections: ConnectionLimits) -> None:
+    def __init__(self, condition: "DatabaseCondition", connections: ConnectionLimits) -> None:
         self._condition = condition
         self._connections = connections
 

@@ -11,42 +11,63 @@ from pathlib import Path
 
 from adascale_api.auth.authorization import Authorizer
 from adascale_api.data.database import Committed, Database
-from adascale_api.data.job import Job
+from adascale_api.data.job import StoredJob
 from adascale_api.data.store import jobs, replicas
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.data.store.reports import Retention
-from adascale_api.errors import RefusedReplicaError, UnavailableError
+from adascale_api.errors import FieldError, InvalidInputError, RefusedReplicaError, UnavailableError
 from adascale_api.http.connection_limits import ConnectionLimits
-from adascale_api.service.change_log import ChangeLog
-from adascale_api.service.change_notifier import (
+from adascale_api.service.changes import (
     MAX_ANONYMOUS_FOLLOWERS,
     MAX_ANONYMOUS_WAITS,
+    ChangeLog,
     ChangeNotifier,
     Closed,
     WaitLimit,
 )
-from adascale_api.service.generation_limit import require_reachable
 from adascale_api.service.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.service.job_feed import JobFeed, read_summaries
 from adascale_api.service.prometheus import Metrics
-from adascale_api.service.retention import RETENTION_INTERVAL, JobRetention, Remover
 from adascale_core.messages.allocation import AllocationView
 from adascale_core.messages.registration import Registration
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import HEARTBEAT_INTERVAL
 from adascale_core.rendezvous.rendezvous import VersionMismatchError
 
+RETENTION_INTERVAL = 600.0
+"""Seconds between two searches for old jobs."""
+PAUSE = 0.02
+"""Seconds between two transactions that remove rows, for other writes."""
+RETRY_INTERVAL = 5.0
+"""Seconds until rows are removed again after an error."""
+DAY = 86400.0
+MAX_REMOVED = 1000
+"""Jobs that one search removes."""
 CHECK_INTERVAL = 3.0
 """Seconds between two checks of the database."""
 SWEEP_INTERVAL = 1.0
 """Seconds between two searches for overdue connections."""
 THOROUGH_CHECK_INTERVAL = 3600.0
 """Seconds between two checks that read the whole database; the first follows the start."""
+EPOCH = 1_577_836_800.0
+"""Seconds since 1970 of the beginning of 2020, before which no job ran."""
+LOST_GENERATIONS = 100_000
+"""Generations that a job may have had before the service lost its data, or went back to a backup."""
+_FIELDS = ("generation", "assigned", "stepped")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class JobRetention:
+    """How long jobs are kept after the last change and the last report, in seconds."""
+
+    finished: float = 14 * DAY
+    unfinished: float = 90 * DAY  # other jobs, whose agents and controller have gone without deleting them
+
 
 DEFAULT_REPORTS = Retention()
 DEFAULT_JOBS = JobRetention()
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -123,7 +144,7 @@ class Service:
             self._loop.call_soon_threadsafe(self.feed.close)
             self._loop.call_soon_threadsafe(self.database.stop)
 
-    async def find_job(self, job_id: str) -> Job:
+    async def find_job(self, job_id: str) -> StoredJob:
         """Return a job."""
         cached = self.database.cached(job_id)
         if cached is not None:
@@ -144,14 +165,14 @@ class Service:
 
     async def wait_for_change(
         self, job_id: str, version: int, seconds: float, *, is_reader: bool, closed: Closed
-    ) -> Job:
+    ) -> StoredJob:
         """Return a job once its version is not `version`, or after `seconds`; errors as for `find_job`."""
         with self.anonymous_waits.one(counts=not is_reader and seconds > 0):
             return await self.changes.wait_for_change(
                 job_id, version, seconds, partial(self.find_job, job_id), closed
             )
 
-    async def register(self, job_id: str, registration: Registration) -> Job:
+    async def register(self, job_id: str, registration: Registration) -> StoredJob:
         """Store the registration of a replica, which is also its heartbeat, and return the job."""
         # At first, as the database may be unavailable.
         self.heartbeats.receive(job_id, registration)
@@ -210,3 +231,80 @@ async def repeat(task: Callable[[], Awaitable[None]], interval: float, *, at_onc
         except Exception:
             logger.exception("a background task has failed, and is run again")
         await asyncio.sleep(interval)
+
+
+class Remover:
+    """Removes jobs and rows in the background, in pieces."""
+
+    def __init__(self, database: Database, retention: JobRetention, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._retention = retention
+        self._clock = clock
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start to remove the rows of deleted jobs."""
+        self._wake.set()  # an earlier process may have left some
+        self._task = asyncio.create_task(self._remove_deleted())
+
+    def wake(self) -> None:
+        """Remove the rows of jobs that were deleted just now."""
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Stop."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def remove_old_jobs(self) -> None:
+        """Delete the jobs that are older than the retention allows."""
+        now = self._clock()
+        query = partial(
+            jobs.old_jobs,
+            finished_before=now - self._retention.finished,
+            unfinished_before=now - self._retention.unfinished,
+            limit=MAX_REMOVED,
+        )
+        for job_id in await self._database.read(query, is_long=True):
+            try:
+                await self._database.write(partial(jobs.delete_job, job_id=job_id, now=now), job_id=job_id)
+            except JobNotFoundError:
+                continue
+            logger.info("deleted job %s, which has not changed for long", job_id)
+        await self._database.write(replicas.remove_ended_heartbeats)
+        await self._database.write(partial(jobs.forget_versions, before=now - self._retention.unfinished))
+
+    async def _remove_deleted(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            try:
+                while await self._database.write(jobs.remove_deleted):
+                    await asyncio.sleep(PAUSE)
+                continue
+            except UnavailableError as error:
+                logger.warning("%s", error)
+            except Exception:
+                logger.exception("rows of deleted jobs can't be removed, this is tried again")
+            self._wake.set()
+            await asyncio.sleep(RETRY_INTERVAL)
+
+
+def require_reachable(message: Registration | GainReport, job: StoredJob | None, now: float) -> None:
+    """Refuse a generation that the job can't have reached.
+
+    That is one above the desired generation by more than `LOST_GENERATIONS` and one per second since the job
+    was created, or above one per second since `EPOCH`.
+    """
+    known, age = 0, 0.0
+    if job is not None:
+        known = 0 if job.rendezvous.desired is None else job.rendezvous.desired.generation
+        age = now - job.created_at
+    highest = min(known + int(max(age, 0.0)) + LOST_GENERATIONS, max(int(now - EPOCH), 1))
+    for name in _FIELDS:
+        generation = getattr(message, name, None) or 0
+        if generation > highest:
+            expected = f"at most {highest}, the generations that the job can have had until now"
+            raise InvalidInputError([FieldError(field=name, got=str(generation), expected=expected)])

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from adascale_api.data.job import Job
+from adascale_api.data.job import StoredJob
 from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store.jobs import MAX_UNDECLARED, Transition, apply, lock_or_create
 from adascale_core.messages.registration import Registration
@@ -56,7 +56,7 @@ class Log:
     text: str
 
 
-def logs(transaction: Transaction, job: Job, *, with_texts: bool = True) -> dict[int, Log]:
+def logs(transaction: Transaction, job: StoredJob, *, with_texts: bool = True) -> dict[int, Log]:
     """Return the logs of a job, by replica, with empty texts unless `with_texts`."""
     query = _LOGS if with_texts else _EMPTY_LOGS
     return {row[0]: Log(*row[1:]) for row in transaction.all(query, key=job.key)}
@@ -91,3 +91,39 @@ _REMOVE_OLD_LOGS = Sql(
     )
     """
 )
+
+
+Received = Mapping[tuple[int, int], str]
+"""(job key, replica) -> the agent that sent a heartbeat."""
+Counts = dict[tuple[int, int], tuple[str, int]]
+"""(job key, replica) -> the agent, and how many heartbeats were counted."""
+
+
+def add_heartbeats(transaction: Transaction, received: Received) -> None:
+    """Count the heartbeats that this service has received since it last did."""
+    # In order, so that two services lock rows in the same order.
+    for (key, replica), instance in sorted(received.items()):
+        transaction.execute(_ADD, key=key, replica=replica, instance=instance)
+
+
+def count_heartbeats(transaction: Transaction) -> Counts:
+    """Return the heartbeats that all services have counted."""
+    return {(key, replica): (instance, beats) for key, replica, instance, beats in transaction.all(_COUNTS)}
+
+
+def remove_ended_heartbeats(transaction: Transaction) -> None:
+    """Remove the counts of jobs that are complete or deleted; a service may add some after the end."""
+    transaction.execute(_REMOVE_ENDED)
+
+
+_ADD = Sql(
+    """
+    INSERT INTO heartbeats (job_key, replica, instance, beats) VALUES (:key, :replica, :instance, 1)
+    ON CONFLICT (job_key, replica) DO UPDATE SET
+        instance = excluded.instance, beats = heartbeats.beats + 1
+    """
+)
+_REMOVE_ENDED = Sql(
+    "DELETE FROM heartbeats WHERE job_key NOT IN (SELECT key FROM jobs WHERE id IS NOT NULL AND complete = 0)"
+)
+_COUNTS = Sql("SELECT job_key, replica, instance, beats FROM heartbeats")

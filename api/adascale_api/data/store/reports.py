@@ -15,7 +15,7 @@ from operator import attrgetter
 from statistics import median
 from typing import Any
 
-from adascale_api.data.job import Job, UnreadableJobError
+from adascale_api.data.job import StoredJob, UnreadableJobError
 from adascale_api.data.sql import Row, Sql, Transaction
 from adascale_api.data.store.jobs import MAX_UNDECLARED, apply, lock_or_create
 from adascale_core.messages.reports import GainReport, StepTime
@@ -68,7 +68,7 @@ class Posted:
 
     stored: int
     repeated: int
-    job: Job
+    job: StoredJob
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def post(
     return Posted(len(reports), len(new) - len(reports), job)
 
 
-def latest_report(transaction: Transaction, job: Job) -> GainReport | None:
+def latest_report(transaction: Transaction, job: StoredJob) -> GainReport | None:
     """Return the report of the highest generation and, in it, of the highest step."""
     return parse_report(job.id, transaction.first(_LATEST, key=job.key))
 
@@ -148,7 +148,7 @@ def latest_gauges(transaction: Transaction) -> list[tuple[str, float, float, flo
     return readable
 
 
-def history(transaction: Transaction, job: Job, points: int) -> History:
+def history(transaction: Transaction, job: StoredJob, points: int) -> History:
     """Return at most `points` of a job's reports, evenly spread, the first and the last among them."""
     measurements = _measurements(transaction, job)
     if measurements is None:
@@ -162,7 +162,7 @@ def history(transaction: Transaction, job: Job, points: int) -> History:
     return History([_parse_report(job.id, row) for row in rows], received)
 
 
-def step_times(transaction: Transaction, job: Job) -> list[StepTime]:
+def step_times(transaction: Transaction, job: StoredJob) -> list[StepTime]:
     """Return the step time of each batch plan, number of nodes and type of accelerator.
 
     It is the median over the latest reports.
@@ -239,7 +239,7 @@ def _unpack(packed: bytes) -> "array[float]":
     return seconds
 
 
-def _measurements(transaction: Transaction, job: Job) -> tuple[int, int, int, int] | None:
+def _measurements(transaction: Transaction, job: StoredJob) -> tuple[int, int, int, int] | None:
     """Return the generation and step of the newest report, and how many were received and are kept."""
     row = transaction.first(_MEASUREMENTS, key=job.key)
     if row is not None and not all(isinstance(number, int) for number in row):
@@ -267,7 +267,7 @@ def _row(key: int, report: GainReport) -> Row:
     return (key, *numbers, json.dumps(metrics) if metrics else "", accelerator, int(counts_samples))
 
 
-def _times(transaction: Transaction, job: Job, new: Sequence[GainReport]) -> dict[_Plan, _Times]:
+def _times(transaction: Transaction, job: StoredJob, new: Sequence[GainReport]) -> dict[_Plan, _Times]:
     """Return the step times of the batch plans of reports, kept and new."""
     found: dict[_Plan, _Times] = {}
     for report in new:
@@ -283,7 +283,7 @@ def _times(transaction: Transaction, job: Job, new: Sequence[GainReport]) -> dic
     return found
 
 
-def _kept_times(transaction: Transaction, job: Job, plan: _Plan) -> _Times:
+def _kept_times(transaction: Transaction, job: StoredJob, plan: _Plan) -> _Times:
     """Return the step times of a batch plan that are kept."""
     row = transaction.first(_STEP_TIMES_OF_PLAN, key=job.key, **_named(plan))
     if row is None:

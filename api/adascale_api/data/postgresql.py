@@ -11,8 +11,13 @@ import psycopg
 from psycopg import sql as psycopg_sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from adascale_api.data.backends.base import LITTLE_ROOM, Failure, UnusableDatabaseError
-from adascale_api.data.backends.ownership import migrates_from, require_own_tables
+from adascale_api.data.backend import (
+    LITTLE_ROOM,
+    Failure,
+    UnusableDatabaseError,
+    migrates_from,
+    require_own_tables,
+)
 from adascale_api.data.sql import Sql
 from adascale_api.data.tables import (
     READABLE_FROM,

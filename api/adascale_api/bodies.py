@@ -1,34 +1,18 @@
-"""The bodies of requests, which convert to messages of the core."""
+"""The JSON bodies of requests and answers, as pydantic models, and the errors of their fields."""
 
-from typing import Annotated, Any
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
-from adascale_api.bodies.field_types import (
-    NO_NUL,
-    AcceleratorType,
-    Count,
-    Estimate,
-    EstimateError,
-    ExitCode,
-    Factor,
-    Generation,
-    Metrics,
-    Port,
-    Progress,
-    Rank,
-    Ratio,
-    Replicas,
-    ReplicasOrZero,
-    Samples,
-    SamplesOrAuto,
-    Seconds,
-    Share,
-    Step,
-    Steps,
-    Timestamp,
-)
-from adascale_api.bodies.validation import STRICT, described_fields, validated
+from adascale_core.batch.plans import AUTO, Auto
+from adascale_core.messages import Message
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
@@ -36,10 +20,108 @@ from adascale_core.messages.reports import GainReport
 from adascale_core.names import (
     DEFAULT_EFFICIENCY_TARGET,
     DEFAULT_EFFICIENCY_TARGET_OF_SAMPLES,
+    MAX_ACCELERATOR_LENGTH,
+    MAX_BATCH_SIZE,
+    MAX_METRICS,
     MAX_REPLICAS,
     MAX_STALL_LENGTH,
+    MAX_STEPS,
+    METRIC_NAME,
 )
 from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
+
+MAX_INTEGER = 2**31 - 1
+
+
+def _to_integer(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _to_samples_or_auto(value: object) -> object:
+    value = _to_integer(value)
+    if value == AUTO or (type(value) is int and 1 <= value <= MAX_BATCH_SIZE):
+        return value
+    # pydantic itself has an error for each member of a union.
+    raise PydanticCustomError("samples_or_auto", f'an integer from 1 to {MAX_BATCH_SIZE} or "{AUTO}"')
+
+
+INTEGER = BeforeValidator(_to_integer)
+"""Accepts 4.0 as 4, because JSON has a single number type."""
+Count = Annotated[int, Field(ge=0, le=MAX_INTEGER), INTEGER]
+Generation = Annotated[int, Field(ge=1, le=MAX_INTEGER), INTEGER]
+Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS), INTEGER]
+ReplicasOrZero = Annotated[int, Field(ge=0, le=MAX_REPLICAS), INTEGER]
+Rank = Annotated[int, Field(ge=0, lt=MAX_REPLICAS), INTEGER]
+Samples = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE), INTEGER]
+SamplesOrAuto = Annotated[Samples | Auto, BeforeValidator(_to_samples_or_auto)]
+Step = Annotated[int, Field(ge=0, le=MAX_STEPS), INTEGER]
+Steps = Annotated[int, Field(ge=1, le=MAX_STEPS), INTEGER]
+Port = Annotated[int, Field(ge=0, le=65535), INTEGER]
+ExitCode = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER), INTEGER]
+Estimate = Annotated[float, Field(ge=-1e300, le=1e300)]
+EstimateError = Annotated[float, Field(ge=0, le=1e300)]
+Progress = Annotated[float, Field(ge=0, le=1e15)]
+Ratio = Annotated[float, Field(ge=1e-9, le=1e9)]
+Factor = Annotated[float, Field(ge=0, le=1e9)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
+Timestamp = Annotated[float, Field(ge=0, le=1e12)]
+NO_NUL = r"^[^\x00]*$"
+"""PostgreSQL stores no text with this character."""
+AcceleratorType = Annotated[str, Field(max_length=MAX_ACCELERATOR_LENGTH, pattern=r"^[^\x00-\x1f]*$")]
+MetricName = Annotated[str, Field(pattern=f"^{METRIC_NAME}$")]
+Metrics = Annotated[dict[MetricName, Estimate], Field(max_length=MAX_METRICS)]
+
+
+M = TypeVar("M", bound=Message)
+STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+"""Exactly the fields of a message, of exactly their types."""
+
+_ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+"""In a docstring without the indentation of its class, which Python 3.13 removes."""
+
+
+def described_fields(message: type[Message], types: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a message: their types with limits, and the descriptions of the docstring.
+
+    Args:
+        message: a dataclass whose docstring describes each field. With `python -OO` it has none.
+        types: field -> its type with limits.
+    """
+    found = _ARGUMENT.findall(inspect.cleandoc(message.__doc__ or ""))
+    texts = {name: re.sub(r"\s+", " ", text).replace("None", "null") for name, text in found}
+    return {
+        each.name: Annotated[types[each.name], pydantic.Field(description=_sentence(texts.get(each.name)))]
+        for each in _fields(message)
+    }
+
+
+def validated(described: Mapping[str, Any], example: dict[str, Any]) -> Callable[[type[M]], type[M]]:
+    """Return a decorator for a subclass of a message, which makes `TypeAdapter` validate its fields.
+
+    Args:
+        described: the fields, of `described_fields`.
+        example: the JSON schema's additional members.
+    """
+
+    def decorate(body: type[M]) -> type[M]:
+        body.__annotations__ = dict(described)
+        for each in _fields(body):
+            if each.default_factory is not dataclasses.MISSING:
+                setattr(body, each.name, dataclasses.field(default_factory=each.default_factory))
+        config = pydantic.ConfigDict(**STRICT, json_schema_extra=example)
+        return cast("type[M]", dataclass(frozen=True, config=config)(body))
+
+    return decorate
+
+
+def _fields(message: type[Message]) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(message)  # type: ignore[arg-type]  # every message is a dataclass
+
+
+def _sentence(text: str | None) -> str | None:
+    return text and text[0].upper() + text[1:]
+
 
 MAX_REPORTS = 1000
 """Reports in one request."""

@@ -1,4 +1,4 @@
-"""A database in an SQLite file, used by one process."""
+"""A database in an SQLite file: written by one process, and read by any."""
 
 import fcntl
 import logging
@@ -8,10 +8,16 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import quote, unquote
 
-from adascale_api.data.backends.base import LITTLE_ROOM, Failure, UnusableDatabaseError
-from adascale_api.data.backends.ownership import migrates_from, require_own_tables
+from adascale_api.data.backend import (
+    LITTLE_ROOM,
+    Failure,
+    UnusableDatabaseError,
+    migrates_from,
+    require_own_tables,
+)
 from adascale_api.data.sql import Sql
 from adascale_api.data.tables import (
     READABLE_FROM,
@@ -53,10 +59,26 @@ _FAILURES = {
 }
 
 
-class SqliteConnector:
-    """Opens connections to an SQLite file."""
+class _SqliteFile:
+    """What the connections that write a file and those that only read it have in common."""
 
     error: type[Exception] = sqlite3.Error
+
+    def interrupt(self, connection: sqlite3.Connection) -> None:
+        """End the statement that another thread executes."""
+        connection.interrupt()
+
+    def text(self, statement: Sql) -> str:
+        """Return a statement as the driver reads it."""
+        return statement.sqlite
+
+    def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
+        """Do nothing: SQLite reports no changes by other processes."""
+
+
+class SqliteConnector(_SqliteFile):
+    """Opens connections to an SQLite file, which no other process writes."""
+
     is_shared = False
 
     def __init__(self, url: str) -> None:
@@ -123,7 +145,7 @@ class SqliteConnector:
         if writes:
             connection.execute("BEGIN IMMEDIATE")
         else:
-            begin_read(connection)
+            _begin_read(connection)
 
     def commit(self, connection: sqlite3.Connection, changed: Mapping[str, int]) -> None:  # noqa: ARG002
         """Commit a transaction."""
@@ -131,25 +153,15 @@ class SqliteConnector:
             raise sqlite3.DatabaseError(f"the file {self._path} was deleted or replaced")
         connection.execute("COMMIT")
 
-    def interrupt(self, connection: sqlite3.Connection) -> None:
-        """End the statement that another thread executes."""
-        connection.interrupt()
-
     def close(self) -> None:
         """Unlock the file."""
         os.close(self._lock_file)
-
-    # -- statements -----------------------------------------------------------------------------------------
-
-    def text(self, statement: Sql) -> str:
-        """Return a statement as the driver reads it."""
-        return statement.sqlite
 
     # -- health ---------------------------------------------------------------------------------------------
 
     def failure(self, error: Exception) -> Failure:
         """Return what an error means."""
-        return meaning_of(error)
+        return _meaning_of(error)
 
     def check(self, connection: sqlite3.Connection, *, thorough: bool) -> str:
         """Return the problems of the file; empty if there are none."""
@@ -192,9 +204,6 @@ class SqliteConnector:
             return self._free() > before
         except OSError:
             return False  # the file system can't be changed, or is away
-
-    def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
-        """Do nothing: no other process uses the file."""
 
     def reserve_room(self) -> None:
         """Write the reserve again if there is room for it."""
@@ -256,7 +265,7 @@ class SqliteConnector:
     def _open_tables(self) -> None:
         connection = self.connect(writes=True)
         try:
-            version = migrates_from(find_tables(connection), connection.execute)
+            version = migrates_from(_find_tables(connection), connection.execute)
             if version is not None:
                 self._migrate(connection, version)
             self._create_tables(connection)
@@ -317,14 +326,99 @@ class SqliteConnector:
             raise
 
 
-def begin_read(connection: sqlite3.Connection) -> None:
+class SqliteReader(_SqliteFile):
+    """Opens connections that read the file of a metrics service, also while that service runs.
+
+    SQLite's write-ahead log lets other processes read while the service writes.
+    """
+
+    # Another process may change the file, so cached states may not be the committed ones.
+    is_shared = True
+
+    def __init__(self, path: Path) -> None:
+        self.url = f"sqlite:///{path}"
+        self._path = path
+        # In the folder of another user, or on a file system without shared memory, only the file itself can
+        # be read, which is complete after the end of its service.
+        self._options = "mode=rw"
+        try:
+            try:
+                self._check_tables()
+            except sqlite3.Error:
+                self._options = "mode=ro&immutable=1"
+                self._check_tables()
+        except sqlite3.Error as error:
+            raise UnusableDatabaseError(f"{path} can't be read: {error}") from error
+
+    def connect(self, *, writes: bool) -> sqlite3.Connection:
+        """Open a connection, which cannot write."""
+        if writes:
+            self._refuse()
+        connection = sqlite3.connect(
+            f"file:{quote(os.fsencode(self._path.absolute()))}?{self._options}",
+            uri=True,
+            timeout=BUSY_TIMEOUT,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        connection.execute("PRAGMA query_only = ON")
+        return connection
+
+    def begin(self, connection: sqlite3.Connection, *, writes: bool) -> None:
+        """Begin a transaction that reads."""
+        if writes:
+            self._refuse()
+        _begin_read(connection)
+
+    def commit(self, connection: sqlite3.Connection, changed: Mapping[str, int]) -> None:  # noqa: ARG002
+        """Refuse it: nothing is written."""
+        self._refuse()
+
+    def failure(self, error: Exception) -> Failure:
+        """Return what an error means; damage may be that of a file which was deleted or replaced."""
+        failure = _meaning_of(error)
+        return Failure.LOST if failure is Failure.DAMAGED else failure
+
+    def check(self, connection: sqlite3.Connection, *, thorough: bool) -> str:  # noqa: ARG002
+        """Return no problem: the service that writes the file checks it."""
+        return ""
+
+    def has_room(self, *, was_full: bool) -> bool:  # noqa: ARG002
+        """Return True: nothing is written."""
+        return True
+
+    def make_room(self) -> bool:
+        """Return False: nothing is written."""
+        return False
+
+    def reserve_room(self) -> None:
+        """Do nothing: nothing is written."""
+
+    def close(self) -> None:
+        """Do nothing: the file is not locked."""
+
+    def _check_tables(self) -> None:
+        connection = self.connect(writes=False)
+        try:
+            found = _find_tables(connection)
+            if not found:
+                raise UnusableDatabaseError(f"{self._path} has no data of a metrics service")
+            require_own_tables(self.url, found, connection.execute, remedy="start the job over with --fresh")
+        finally:
+            connection.close()
+
+    def _refuse(self) -> NoReturn:
+        raise UnusableDatabaseError(f"{self._path} is only read")
+
+
+def _begin_read(connection: sqlite3.Connection) -> None:
     """Begin a transaction that reads. A query ends after `READ_TIMEOUT`."""
     connection.execute("BEGIN")
     deadline = time.monotonic() + READ_TIMEOUT
     connection.set_progress_handler(lambda: time.monotonic() > deadline, _INSTRUCTIONS_PER_CHECK)
 
 
-def meaning_of(error: Exception) -> Failure:
+def _meaning_of(error: Exception) -> Failure:
     """Return what an error of the driver means."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:
@@ -333,7 +427,7 @@ def meaning_of(error: Exception) -> Failure:
     return _FAILURES.get(code & 0xFF, Failure.OTHER)
 
 
-def find_tables(connection: sqlite3.Connection) -> set[str]:
+def _find_tables(connection: sqlite3.Connection) -> set[str]:
     """Return the names of the tables of a database."""
     rows = connection.execute(
         "SELECT name FROM sqlite_schema WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
@@ -342,4 +436,4 @@ def find_tables(connection: sqlite3.Connection) -> set[str]:
 
 
 def _require_own_tables(connection: sqlite3.Connection, url: str) -> None:
-    require_own_tables(url, find_tables(connection), connection.execute, remedy="use another file")
+    require_own_tables(url, _find_tables(connection), connection.execute, remedy="use another file")
