@@ -18,8 +18,9 @@ from torch.utils.data import TensorDataset
 
 from adascale import ElasticTrainer
 from adascale_worker.errors import DatasetError, WorkerError
-from adascale_worker.loop import stored_values
-from adascale_worker.loop.evaluation import Evaluation, ExactSum, Exchange
+from adascale_worker.loop import exchange as exchanges
+from adascale_worker.loop.evaluation import Evaluation, ExactSum
+from adascale_worker.loop.exchange import Exchange
 from support.examples import examples
 from support.training import ACCUMULATING, FIXED, MakeTrainer, learn, network, samples, sgd
 
@@ -117,12 +118,12 @@ def test_outputs_of_batches_are_collected_in_their_order(make_trainer: MakeTrain
 
 
 def test_outputs_are_posted_in_parts_that_the_store_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_values, "PART_LENGTH", 1000)
+    monkeypatch.setattr(exchanges, "PART_LENGTH", 1000)
     collected: dict[int, list[Any]] = {3: [torch.arange(500)], 8: [(torch.ones(2), {"a": None})]}
-    parts = stored_values.parts_of(stored_values.encoded(collected))
+    parts = exchanges.parts_of(exchanges.encoded(collected))
     assert len(parts) > 3
     assert max(map(len, parts)) == 1000
-    found = stored_values.decoded("".join(parts))
+    found = exchanges.decoded("".join(parts))
     assert torch.equal(found[3][0], collected[3][0])
     assert found[8][0][1] == {"a": None}
 
@@ -208,7 +209,7 @@ class MemoryExchange:
             else:
                 self.store.values[kind, self.rank] = value
             self._posts_left -= 1
-            assert len(value) <= stored_values.PART_LENGTH + 4
+            assert len(value) <= exchanges.PART_LENGTH + 4
             self.store.changed.notify_all()
             if self.rank in self.store.lost:
                 raise InterruptedError
@@ -250,7 +251,7 @@ def gather_all(
     st.integers(1, 4),
     st.integers(1, 30),
     st.lists(st.one_of(st.none(), st.integers(0, 20)), min_size=3, max_size=3),
-    st.sampled_from([stored_values.PART_LENGTH, 500]),
+    st.sampled_from([exchanges.PART_LENGTH, 500]),
 )
 def test_each_replica_gathers_each_sample_once_whichever_others_are_lost(
     replicas: int, samples: int, lost: list[int | None], part_length: int
@@ -258,7 +259,7 @@ def test_each_replica_gathers_each_sample_once_whichever_others_are_lost(
     store = SharedStore(replicas)
     lost_before = [None, *lost][:replicas]  # one replica stays
     with (
-        mock.patch.object(stored_values, "PART_LENGTH", part_length),
+        mock.patch.object(exchanges, "PART_LENGTH", part_length),
         ThreadPoolExecutor(replicas) as threads,
     ):
         results: list[Any] = list(

@@ -43,10 +43,10 @@ from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.gradients.loss_scaling import scaler_of
 from adascale_worker.gradients.out_of_memory import kind_of
 from adascale_worker.loop.checks import check_optimizer_parameters, check_synchronized_norms
-from adascale_worker.loop.data_loop import DataLoop
 from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.loop.job import Job
 from adascale_worker.loop.training import ProgramOptions, Replica, Training
+from adascale_worker.loop.training_loop import DataLoop
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.following import FollowerChannel
 from adascale_worker.membership.generations import AgentConnection

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from adascale import ElasticTrainer
-from adascale_worker.loop import finish_request, step_watchdog
+from adascale_worker.loop import agreement, step_watchdog
 from support.training import samples
 
 step_watchdog.EXPLAIN_AFTER = 1.0
-finish_request.FINISH_TIMEOUT = float(os.environ.get("FINISH_TIMEOUT", finish_request.FINISH_TIMEOUT))
+agreement.FINISH_TIMEOUT = float(os.environ.get("FINISH_TIMEOUT", agreement.FINISH_TIMEOUT))
 end, at = os.environ.get("END", ""), int(os.environ.get("AT", "3"))
 epochs = int(os.environ.get("EPOCHS", "3"))
 arguments: dict[str, Any] = {}

@@ -12,29 +12,82 @@ from typing import Final
 
 from adascale_core.performance.slow_replica import SlowReplica, slow_replica
 from adascale_worker.batches.planning import BatchPlanner
+from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.compute_timer import ComputeTimer
-from adascale_worker.loop.finish_request import FinishRequest
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.shutdown_request import ShutdownRequest
+from adascale_worker.process.user_code import calling_line
 from adascale_worker.program.optimizer_set import Optimizers
 from adascale_worker.program.weight_checks import WeightComparison
+from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+from adascale_worker.state.saving import StateSaving
+
+FINISH = "finish"
+"""The event that a replica announces when it has called `finish`."""
+FINISH_TIMEOUT = 30.0
+"""Seconds that a replica which has called `finish` and ends waits for the others to call it."""
+
+
+class FinishRequest:
+    """The request to end training, which is ended after the next step for which the replicas agree."""
+
+    def __init__(self, progress: TrainingProgress, group: ReplicaGroup, saving: StateSaving) -> None:
+        self._progress = progress
+        self._group = group
+        self._saving = saving
+        self._line = ""
+        self.reason: str | None = None  # None without a request
+
+    def make(self, reason: str) -> None:
+        """Request the end of training."""
+        self._saving.require_finite_weights()
+        self.reason, self._line = reason, calling_line()
+        self._group.announce(FINISH)
+        self.save()
+
+    def save(self) -> None:
+        """Save the end of training on rank 0, because the program may end before the next step."""
+        progress = self._progress
+        progress.finish_reason = self.reason
+        self._saving.save_on_rank_0()
+        progress.finish_reason = None
+
+    def agree(self) -> None:
+        """Finish training on all replicas, for the reason of one of them. A collective call."""
+        reasons = self._group.gather(self.reason)
+        self._progress.finish_reason = next(reason for reason in reasons if reason is not None)
+
+    def end_alone(self) -> WorkerError | None:
+        """Return an error if another replica has not called `finish`, and still trains."""
+        group = self._group
+        missing = group.missing(FINISH, FINISH_TIMEOUT)
+        if not missing:
+            return None
+        # In place of the checkpoint of `finish`, which says that training is finished.
+        self._saving.save_on_rank_0()
+        return WorkerError(
+            f"rank {group.rank} called trainer.finish ({self._line}) and left its loop, but rank "
+            f"{', '.join(map(str, missing))} did not call it. After trainer.finish(reason) on some of the "
+            "replicas, continue the loop: trainer.finished becomes true and trainer.dataloader ends on all "
+            "of them after the same step. To leave the loop at once, call trainer.finish on all replicas"
+        )
 
 
 @dataclass(frozen=True)
 class Requests:
-    """What one replica requests."""
+    """What one replica requests for the next step boundary."""
 
-    exit: bool  # save and exit at the next step boundary
-    save: bool = False  # save a checkpoint at the next step boundary
+    exit: bool  # save and exit
+    save: bool = False  # save a checkpoint
     replan: bool = False  # choose the batch plan again at the end of the epoch
-    # exchange requests on every step, because steps are slow. Otherwise they are exchanged on the steps
-    # that AdaScale measures.
+    # Exchange requests in every step, because steps are slow. Otherwise they are exchanged in the steps that
+    # AdaScale measures.
     agree_each_step: bool = False
-    finish: bool = False  # end training at the next step boundary
-    compare_weights: bool = False  # compare the weights of the replicas after this step
-    change: bool = False  # enter a newer generation at the next step boundary
+    finish: bool = False  # end training
+    compare_weights: bool = False  # compare the weights of the replicas
+    change: bool = False  # enter a newer generation
     is_unsaved: bool = False  # no request: the last checkpoint that this replica has begun is not saved yet
 
     def flags(self) -> tuple[float, ...]:
@@ -48,7 +101,7 @@ REQUESTS: Final = len(fields(Requests))
 
 @dataclass
 class Agreement:
-    """What all replicas do. See `Requests` for the attributes.
+    """What the replicas have agreed on. See `Requests` for the attributes.
 
     A request of any replica counts, except for `change`, which all replicas have to request: a replica that
     does not know of the newer generation yet would keep the others waiting.
@@ -64,26 +117,17 @@ class Agreement:
     is_unsaved: bool = True
 
     def update(self, sums: tuple[float, ...] | None, replicas: int) -> None:
-        """Add the summed requests of all replicas."""
+        """Add the summed requests of all replicas; None if the step had no exchange."""
         if sums is not None:
-            (
-                exit_sum,
-                save_sum,
-                replan_sum,
-                agree_each_step_sum,
-                finish_sum,
-                compare_sum,
-                change_sum,
-                unsaved_sum,
-            ) = sums
-            self.exit = self.exit or exit_sum > 0
-            self.save = self.save or save_sum > 0
-            self.replan = self.replan or replan_sum > 0
-            self.agree_each_step = agree_each_step_sum > 0
-            self.finish = self.finish or finish_sum > 0
-            self.compare_weights = self.compare_weights or compare_sum > 0
-            self.change = self.change or change_sum > replicas - 0.5
-            self.is_unsaved = unsaved_sum > 0
+            summed = dict(zip((each.name for each in fields(Requests)), sums, strict=True))
+            self.exit = self.exit or summed["exit"] > 0
+            self.save = self.save or summed["save"] > 0
+            self.replan = self.replan or summed["replan"] > 0
+            self.agree_each_step = summed["agree_each_step"] > 0
+            self.finish = self.finish or summed["finish"] > 0
+            self.compare_weights = self.compare_weights or summed["compare_weights"] > 0
+            self.change = self.change or summed["change"] > replicas - 0.5
+            self.is_unsaved = summed["is_unsaved"] > 0
 
 
 @dataclass(eq=False)
@@ -92,20 +136,15 @@ class StepAgreement:
 
     optimizer: Optimizers  # exchanges the requests in its all-reduce
     group: ReplicaGroup
-    # planner, checkpointing, comparison: rank 0 requests what is due
     planner: BatchPlanner
     checkpointing: Checkpointing
     comparison: WeightComparison
-    # measures how long this replica computes in a step. With the requests, the replicas exchange these
-    # times.
-    compute: ComputeTimer
-    finish_request: FinishRequest  # whether the program has called `finish`
-    shutdown_request: ShutdownRequest  # whether this replica was requested to save and exit
-    membership: Membership | None  # whether a newer generation is there. None without an agent.
+    compute: ComputeTimer  # its times are exchanged with the requests
+    finish_request: FinishRequest
+    shutdown_request: ShutdownRequest
+    membership: Membership | None  # None without an agent
     agreed: Agreement = field(default_factory=Agreement, init=False)
-    # the rank that is slower than the others; None if none is
-    slow: SlowReplica | None = field(default=None, init=False)
-    # whether steps take so long that requests are exchanged in each
+    slow: SlowReplica | None = field(default=None, init=False)  # None if no replica is slower than the others
     steps_are_slow: bool = field(default=True, init=False)
 
     def begin_generation(self) -> None:
@@ -116,8 +155,8 @@ class StepAgreement:
     def flags(self) -> tuple[float, ...]:
         """Return what this replica requests, as numbers to be summed over the replicas.
 
-        They are followed by two numbers for each replica, the time in which it computes and the error of that
-        time. The others add 0.
+        They are followed by two numbers for each replica: the time for which it computes in a step, and the
+        error of that time. The others add 0.
         """
         times, first, typical = [0.0] * 2 * self.group.replicas, 2 * self.group.rank, self.compute.typical
         times[first : first + 2] = typical.seconds, typical.error
@@ -140,7 +179,7 @@ class StepAgreement:
             self.slow = slow_replica(sums[REQUESTS::2], sums[REQUESTS + 1 :: 2], self.slow)
 
     def _requests(self) -> Requests:
-        """Return what this replica requests. Some requests are made by rank 0 only."""
+        """Return what this replica requests. What becomes due with time is requested by rank 0 only."""
         signaled, membership = self.shutdown_request.is_made, self.membership
         if signaled and membership is not None:
             membership.report_terminated()

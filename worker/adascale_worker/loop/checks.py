@@ -38,7 +38,7 @@ _USE_THE_MODEL = (
 
 
 class BatchChecks:
-    """Finds a loop that makes no steps. All that is checked for several optimizers in common."""
+    """Finds a loop that makes no steps. It is the only check of several optimizers together."""
 
     passes_per_batch = 0
     """Unknown."""
@@ -96,10 +96,12 @@ class LoopChecks:
         forward: ForwardRecord,
         group: ReplicaGroup,
         at_first_micro_batch: Callable[[], bool] = lambda: True,
-        has_set_aside: Callable[[], bool] = lambda: False,
-        arrived: Callable[[], None] = lambda: None,
+        has_set_aside: Callable[[], bool] = lambda: False,  # then `.grad` is None
+        arrived: Callable[[], None] = lambda: (
+            None
+        ),  # called for a gradient of an observed parameter, in any pass
         *,
-        requires_all: bool = True,
+        requires_all: bool = True,  # whether every parameter needs a gradient in every step, as DDP requires
     ) -> None:
         self._optimizer = optimizer
         self._forward = forward

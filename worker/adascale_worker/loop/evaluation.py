@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from fractions import Fraction
 from typing import Any
 
@@ -24,13 +23,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.loop.gathered_values import GatheredValues
-from adascale_worker.loop.stored_values import decoded, encoded, parts_of
-from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.loop.exchange import Exchange, GatheredValues, decoded, encoded, parts_of
 from adascale_worker.reporting.logged_metrics import as_number
 
-FIRST_POLL, POLL_INTERVAL = 0.001, 0.02
-"""Seconds between the first two readings of the store, and the most between later ones: the time doubles."""
 READING_TIME = 10.0
 """Seconds for which the process that serves the store waits until the others have read it."""
 
@@ -38,7 +33,7 @@ Number = int | float
 
 
 class ExactSum:
-    """A sum of numbers that is rounded once, when it is read."""
+    """A sum of numbers that is rounded once, when it is read: of the finite numbers, and of all others."""
 
     def __init__(self, value: Fraction = Fraction(), other: float = 0.0, *, is_integer: bool = True) -> None:
         self._value, self._other, self._is_integer = value, other, is_integer
@@ -74,67 +69,6 @@ class ExactSum:
         """Return the sum that `encoded` has returned as text."""
         value, other, is_integer = text
         return ExactSum(Fraction(value), float(other), is_integer=is_integer == "1")
-
-
-class Exchange:
-    """What the replicas exchange during an evaluation, through the store of the process group."""
-
-    def __init__(self, group: ReplicaGroup, name: str, has_passed: Callable[[], set[int]]) -> None:
-        self._group = group
-        self._name = name
-        self._has_passed = has_passed
-
-    @property
-    def rank(self) -> int:
-        """The index of this replica."""
-        return self._group.rank
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas."""
-        return self._group.replicas
-
-    def post(self, kind: str, value: str = "") -> None:
-        """Let the others read `value`."""
-        if not self._group.has_failed:
-            self._group.announce(f"{self._name}/{kind}", value)
-
-    def read(
-        self,
-        kind: str,
-        ranks: Sequence[int],
-        timeout: float = math.inf,
-        *,
-        taking_part: Collection[int] = (),
-    ) -> dict[int, str]:
-        """Wait for the values of other ranks, and return the values that have come."""
-        deadline = time.monotonic() + timeout
-        found: dict[int, str] = {}
-        interval = FIRST_POLL
-        while (
-            len(found) < len(ranks)
-            and not self._group.has_failed
-            and self._group.all_processes(time.monotonic() < deadline)
-        ):
-            # Read before the values: what a rank has posted before it passed is there.
-            passed = self._has_passed().difference(taking_part)
-            values = self._group.announced(f"{self._name}/{kind}")
-            if values is None:
-                break
-            found = {rank: value for rank in ranks if (value := values[rank]) is not None}
-            if all(rank in found or rank in passed for rank in ranks):
-                break
-            time.sleep(interval)
-            interval = min(2.0 * interval, POLL_INTERVAL)
-        return found
-
-    def retract(self, kind: str) -> None:
-        """Delete what all replicas have posted, because they have read it."""
-        self._group.retract(f"{self._name}/{kind}", range(self.replicas))
-
-    def retract_own(self, kind: str) -> None:
-        """Delete what this replica has posted, because the others have read it."""
-        self._group.retract(f"{self._name}/{kind}", [self.rank])
 
 
 class Evaluation(Iterator[Any]):

@@ -1,27 +1,185 @@
-"""The state of training in the memory of this process, and how it is saved without the other replicas."""
+"""The state of training that this process has: what an unfinished step has changed in it is put back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor
 
 from adascale_worker.membership.links import StateNumber
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.saving import StateSaving
 from adascale_worker.state.training import TrainingState
+from adascale_worker.torch_private.tensors import version_of
+
+State = dict[str, Any]
 
 
 class Undo(Protocol):
     """Puts back what an unfinished step has changed."""
 
     @property
-    def state(self) -> Mapping[str, Any] | None:
-        """The parts of the state from before the step, which it may have changed; None if it has not."""
+    def state(self) -> State | None:
+        """The parts of the state that the step may have changed, from before it; None if it has not."""
 
     def restore(self) -> None:
         """Put it back."""
+
+
+class ModelBuffers:
+    """Puts the buffers of a model, such as BatchNorm's statistics, back if its step is discarded.
+
+    Buffers are copied if their version has changed. The kernels of BatchNorm change `running_mean` and
+    `running_var` without counting a version, so buffers with such names are always copied.
+    """
+
+    state = None
+    """The other parts of the state change only in a step that succeeds."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._places: list[tuple[torch.nn.Module, str, Tensor]] = []
+        """Module, name, buffer: a forward pass may assign another tensor to the name."""
+        self._is_recorded = False
+
+    def begin_step(self) -> None:
+        """Let the next call of `record` copy the buffers."""
+        self._is_recorded = False
+
+    def record(self) -> None:
+        """Copy the buffers, at the first forward pass of a step."""
+        if self._is_recorded:
+            return
+        self._is_recorded = True
+        copies = {}
+        self._places = list(self._buffers())
+        for _, name, buffer in self._places:
+            version = _version(name, buffer)
+            known = self._copies.get(id(buffer))
+            if known is None or known[0] is not buffer:
+                known = (buffer, buffer.detach().clone(), version)
+            elif known[2] != version or version < 0:
+                known = (buffer, known[1].copy_(buffer), version)
+            copies[id(buffer)] = known
+        self._copies = copies
+
+    def restore(self) -> None:
+        """Put the buffers back that have changed since the first forward pass of this step."""
+        if not self._is_recorded:
+            return
+        self._is_recorded = False
+        with torch.no_grad():
+            for buffer, copied, version in self._copies.values():
+                if version < 0 or version_of(buffer) != version:
+                    buffer.copy_(copied)
+        for module, name, buffer in self._places:
+            if getattr(module, name, None) is not buffer:
+                setattr(module, name, buffer)
+        self._copies.clear()
+        self._places.clear()
+
+    def _buffers(self) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                yield module, name, buffer
+
+
+def _version(name: str, buffer: Tensor) -> int:
+    """Return the version of a buffer; -1 if a change may not be counted."""
+    return -1 if name.startswith("running_") else version_of(buffer)
+
+
+class StepUndo:
+    """Puts the state of training back if a step fails after one of several optimizers has made its part.
+
+    It copies the state before each step, on the devices of its tensors. The memory of one copy is used for
+    the next, so the state needs twice its memory.
+    """
+
+    def __init__(self, program: ProgramState, progress: TrainingProgress) -> None:
+        self._program = program
+        self._progress = progress
+        self._memory: list[Tensor] = []
+        self.state: State | None = None  # None between two steps
+
+    def record(self) -> None:
+        """Copy the state, at the beginning of a step."""
+        copier = _Copier(self._memory)
+        self.state = copier.copied(
+            {
+                "program": self._program.state_dict(),
+                "progress": self._progress.state_dict(),
+                "trained": self._program.trained.state_dict(),
+            }
+        )
+        self._memory = copier.used
+
+    def forget(self) -> None:
+        """Keep the changes, because the step is complete."""
+        self.state = None
+
+    def revert_progress(self) -> None:
+        """Put the progress back, which the program can read; `restore` puts the rest back later."""
+        if self.state is not None:
+            self._progress.load_state_dict(self.state["progress"])
+
+    def restore(self) -> None:
+        """Put the state back, if it was copied."""
+        if self.state is not None:
+            # The optimizer uses the tensors of the copy from now on.
+            self._memory = []
+            load_model(self._program.model, self.state["program"]["model"])
+            self._program.load_state_dict(self.state["program"])
+            self._progress.load_state_dict(self.state["progress"])
+            self._program.trained.undo(self.state["trained"])
+            # Only now, so that it can be put back again after an error, such as a lack of memory.
+            self.state = None
+
+
+class _Copier:
+    """Copies a tree of dicts, lists and values. Tensors are copied into memory that fits."""
+
+    def __init__(self, memory: list[Tensor]) -> None:
+        self._memory = memory
+        self.used: list[Tensor] = []
+
+    def copied(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value.detach())
+        if isinstance(value, dict):
+            # A subclass, such as that of a model's state_dict, keeps its type and its attributes.
+            made = copy.copy(value)
+            for key, member in value.items():
+                made[key] = self.copied(member)
+            return made
+        if type(value) in (list, tuple):
+            return type(value)(self.copied(member) for member in value)
+        if isinstance(value, numpy.ndarray | set | bytearray) or hasattr(value, "maxlen"):
+            return copy.copy(value)
+        return value
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        number = len(self.used)
+        memory = self._memory[number] if number < len(self._memory) else None
+        fits = (
+            memory is not None
+            and memory.shape == tensor.shape
+            and memory.dtype == tensor.dtype
+            and memory.device == tensor.device
+            and memory.stride() == tensor.stride()
+        )
+        if memory is None or not fits:
+            memory = torch.empty_like(tensor)
+        self.used.append(memory.copy_(tensor))
+        return memory
 
 
 @dataclass(eq=False)

@@ -1,12 +1,27 @@
-"""Where the program is among its loops over `trainer.dataloader`."""
+"""Where the programs of the replicas are among their loops over `trainer.dataloader`.
+
+A loop that ends by itself ends on all replicas after the same step. `break`, `return` or an exit can end it
+on some of them only. The others then wait in their next step without end, or exchange gradients with a
+replica that is in another epoch. So each replica announces in the store of the process group that it has left
+a loop. One that has left early waits for the others before it does what needs all of them. One whose step
+does not end reads there whether another has left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
-from adascale_worker.errors import WorkerError
+from adascale_worker.errors import ReplicationError, WorkerError
+from adascale_worker.membership.process_group import INIT_TIMEOUT, ReplicaGroup
+
+POLL_INTERVAL = 0.02
+"""Seconds between two readings of the store."""
+_LEFT, _FAILED = "left", "left-alone"
 
 
 class Place(Enum):
@@ -32,13 +47,20 @@ class ProgramLoop:
     def __init__(self) -> None:
         self.place = Place.OUTSIDE
         self.number = 0
+        """Loops that it has begun. 0 also for a program that has batches of its own."""
         self.is_evaluating = False
         self.epoch = 0
+        """The epoch of its last loop."""
         self.delivered = 0
+        """Samples that all replicas together have got so far, over all passes."""
         self.overtaken_epoch: int | None = None
+        """The epoch of its loop, if another member had ended it, and this one has copied its state."""
         self.overtaken_states: Mapping[str, dict[str, Any]] | None = None
+        """The states of the registered objects then: the program changes them again after its loop."""
         self.step_at_begin = 0
+        """The last step before the generation, or the epoch of a program that has batches of its own."""
         self.epochs_behind = 0
+        """Epochs that a program with batches of its own has ended less than the state that it got."""
         self._ended_epoch: int | None = None
         self._step_at_end = 0
 
@@ -59,13 +81,13 @@ class ProgramLoop:
 
     @property
     def is_overtaken(self) -> bool:
-        """Whether the state came from another member, whose program is in a later epoch than this one."""
+        """Whether the state came from another member, whose program is in a later epoch."""
         return self.overtaken_states is not None
 
     # -- transitions --------------------------------------------------------------------------------------
 
     def begin(self, epoch: int, delivered: int) -> int:
-        """Begin a loop over the rest of an epoch, and return its number."""
+        """Begin a loop over the rest of an epoch, after `delivered` samples, and return its number."""
         self.place, self.epoch, self.delivered = Place.BETWEEN, epoch, delivered
         self.number += 1
         return self.number
@@ -76,12 +98,12 @@ class ProgramLoop:
         self.delivered += samples
 
     def request(self) -> None:
-        """Return to the trainer, because the program requests the next batch."""
+        """Record that the program requests the next batch, and waits for it."""
         if self.place is Place.BATCH:
             self.place = Place.BETWEEN
 
     def leave(self, *, by_program: bool = False) -> None:
-        """End the loop."""
+        """End the loop; `by_program` if the program has left it before its end."""
         self.place = Place.LEFT if by_program else Place.OUTSIDE
 
     def require_last(self, number: int) -> None:
@@ -122,3 +144,98 @@ class ProgramLoop:
                 "its epoch"
             )
         self._step_at_end = step
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The place of a replica among the data loops of the program."""
+
+    epoch: int = 0
+    loops: int = 0  # loops of this epoch that it has left
+    step: int = 0  # the number of its last step when it left
+    line: str = ""  # the line of the program that has left the loop; empty if unknown
+    # The others need not be warned: this replica has called `finish`, so they end too, or an error ends its
+    # program, so they lose it.
+    expected: bool = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which loops it has left, for comparisons."""
+        return self.epoch, self.loops
+
+
+class LoopDepartures:
+    """Announces when this replica leaves a data loop, and knows when the others have."""
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self._group = group
+        self._own = Departure()
+        self._left_early = self._fails = False
+
+    def begin_generation(self, epoch: int, *, inside: bool) -> None:
+        """Announce to the new members whether this replica is inside a loop of `epoch`, or before it."""
+        self._announce(Departure(epoch, 0 if inside else 1, self._own.step, self._own.line))
+
+    def leave(self, epoch: int, step: int, line: str, *, early: bool, expected: bool) -> None:
+        """Announce that this replica has left a loop."""
+        loops = self._own.loops + 1 if epoch == self._own.epoch else 1
+        self._left_early = early and self._group.replicas > 1
+        self._announce(Departure(epoch, loops, step, line, expected or self._fails))
+
+    def fail(self) -> None:
+        """Announce that an error or an exit code ends the program of this replica, which may take it long."""
+        self._left_early, self._fails = False, True
+        self._announce(replace(self._own, expected=True))
+
+    def wait(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
+        """If this replica has left its last loop early, wait until the others have left it too."""
+        deadline = time.monotonic() + INIT_TIMEOUT.total_seconds()
+        while self._left_early and not self._others_have_left():
+            failures = self._group.announced(_FAILED)
+            if failures is None:
+                return  # The process that serves the store has ended.
+            failure = next(filter(None, failures), None)
+            if failure is not None:
+                self._left_early = False
+                raise ReplicationError(failure)
+            if self._group.has_failed:
+                return
+            if not self._group.all_processes(not is_interrupted() and time.monotonic() < deadline):
+                return
+            time.sleep(POLL_INTERVAL)
+        self._left_early = False
+
+    def find_failure(self, step: int) -> str | None:
+        """Return an error message if others have left the loop that this replica is in, else None.
+
+        Call it in a step that does not end. The others raise the same error.
+        """
+        for rank, other in self._others():
+            if other.place > self._own.place and other.step <= step and not other.expected:
+                line = f" ({other.line})" if other.line else ""
+                failure = (
+                    f"rank {rank} left its loop over trainer.dataloader(){line} after step {other.step}, but "
+                    f"rank {self._group.rank} is in step {step + 1}, which needs all "
+                    f"{self._group.replicas} replicas. Leave the loop on all replicas after the same step: "
+                    "send the decision of one to the others with torch.distributed.broadcast. To end "
+                    "training early, call trainer.finish(reason) on any of them and continue the loop, which "
+                    "then ends on all"
+                )
+                self._group.announce(_FAILED, failure)
+                return failure
+        return None
+
+    def _announce(self, own: Departure) -> None:
+        self._own = own
+        self._group.announce(_LEFT, json.dumps(astuple(own)))
+
+    def _others(self) -> list[tuple[int, Departure]]:
+        values = self._group.announced(_LEFT) or ()
+        return [
+            (rank, Departure(*json.loads(value)) if value else Departure())
+            for rank, value in enumerate(values)
+            if rank != self._group.rank
+        ]
+
+    def _others_have_left(self) -> bool:
+        return all(other.place >= self._own.place for _, other in self._others())

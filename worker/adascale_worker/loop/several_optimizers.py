@@ -23,11 +23,10 @@ from adascale_worker.gradients.model_set import ModelSet
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
 from adascale_worker.gradients.step_division import StepDivision, StepPlan
 from adascale_worker.gradients.step_failure import StepFailure
+from adascale_worker.loop.agreement import FinishRequest
 from adascale_worker.loop.checks import BatchChecks
-from adascale_worker.loop.finish_request import FinishRequest
-from adascale_worker.loop.held_state import HeldState
+from adascale_worker.loop.held_state import HeldState, StepUndo
 from adascale_worker.loop.program_loop import ProgramLoop
-from adascale_worker.loop.step_undo import StepUndo
 from adascale_worker.loop.steps import StepParts, StepStrategy
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -172,7 +171,7 @@ class SeveralAccumulations(Accumulation):
             self._average({part: part.lacks_earlier})
 
     def _average(self, awaits: Mapping[OptimizerGradients, bool]) -> None:
-        """Average the gradients of the optimizers for which a replica has some. A collective call."""
+        """Average the gradients of each optimizer for which a replica awaits it. A collective call."""
         numbers = self._models.sum([*map(float, awaits.values()), *self.weights.sums()])
         self.weights.agree(numbers[len(awaits) :])
         for part, count in zip(awaits, numbers, strict=False):
@@ -190,9 +189,7 @@ class SeveralAccumulations(Accumulation):
 
 
 class SeveralOptimizers(StepStrategy):
-    """Makes steps with several optimizers. The first of them leads: a step is counted when it
-    makes its own.
-    """
+    """Makes steps with several optimizers. A step is counted when the first of them makes its own."""
 
     def __init__(
         self,

@@ -50,12 +50,11 @@ class StepCounter:
     telemetry: Telemetry
     agreement: StepAgreement
     weights: FiniteWeights
-    comparison: WeightComparison  # compares the weights of the replicas
-    scaler: UnregisteredScaler  # finds a GradScaler that was not registered
+    comparison: WeightComparison
+    scaler: UnregisteredScaler
     shutdown_request: ShutdownRequest
-    membership: Membership | None  # reports the first step of a generation. None without an agent.
-    # whether the last `optimizer.step()` has changed the weights
-    made_step: bool = field(default=False, init=False)
+    membership: Membership | None  # None without an agent
+    made_step: bool = field(default=False, init=False)  # whether the last `optimizer.step()` changed weights
     calls: int = field(default=0, init=False)
     _skipped_steps: int = field(default=0, init=False)
     _stepped_at: float = field(default=float("-inf"), init=False)
@@ -75,7 +74,7 @@ class StepCounter:
         self.planner.require_acknowledged()
 
     def count(self, flags: tuple[float, ...], passes_per_batch: int) -> None:
-        """Count a step that was made, and agree with the other replicas on what to do after it."""
+        """Count a step, in which this replica has requested `flags`, and agree on what to do after it."""
         self._skipped_steps = 0
         planner, compute = self.planner, self.agreement.compute
         is_divided = planner.step_plan != planner.plan
@@ -143,10 +142,8 @@ class StepParts:
 class StepStrategy(ABC):
     """How the replicas make a step together: with one optimizer, or with several.
 
-    Its methods are called in this order: `begin_step` and `use_step` before the first batch of a step; for
-    each batch `begin_batch`, then what the program calls (`optimizer.step()`, `zero_grad()`), then
-    `end_batch`. A step that fails is put back by `discard`, and the same samples are delivered again.
-    `leave` and `end_epoch` follow the last batch of a loop and of an epoch.
+    `begin_step` and `use_step` are called for each step; `begin_batch` and `end_batch` around what the
+    program does for each batch. `discard` puts a failed step back. `leave` ends a loop, `end_epoch` an epoch.
     """
 
     def __init__(
@@ -175,7 +172,7 @@ class StepStrategy(ABC):
 
     @abstractmethod
     def patch(self, observe: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        """Replace methods of the program's optimizers and models."""
+        """Replace methods of the program's optimizers and models; `observe` puts checks around `step`."""
 
     @property
     @abstractmethod

@@ -28,27 +28,20 @@ from adascale_worker.gradients.sharded_accumulation import ShardedAccumulation
 from adascale_worker.gradients.sharded_model import ShardedModel
 from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.gradients.step_failure import StepFailure
-from adascale_worker.loop.agreement import StepAgreement
+from adascale_worker.loop.agreement import FinishRequest, StepAgreement
 from adascale_worker.loop.checks import BatchChecks, LoopChecks, warn_of_parameters_outside
-from adascale_worker.loop.collectives import ProgramCollectives
-from adascale_worker.loop.departures import LoopDepartures
 from adascale_worker.loop.ending import Ending
-from adascale_worker.loop.epoch_loops import EpochLoops
-from adascale_worker.loop.evaluation_sequence import EvaluationSequence
-from adascale_worker.loop.failures import Failures
-from adascale_worker.loop.finish_request import FinishRequest
+from adascale_worker.loop.exchange import EvaluationSequence, ProgramCollectives, ReplicaSums
+from adascale_worker.loop.failures import Failures, MemoryShortage
 from adascale_worker.loop.generations import Generations
-from adascale_worker.loop.held_state import HeldState
+from adascale_worker.loop.held_state import HeldState, ModelBuffers, StepUndo
 from adascale_worker.loop.job import Job
-from adascale_worker.loop.memory_shortage import MemoryShortage
 from adascale_worker.loop.one_optimizer import OneOptimizer
-from adascale_worker.loop.program_loop import ProgramLoop
-from adascale_worker.loop.replica_sums import ReplicaSums
+from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop
 from adascale_worker.loop.several_optimizers import SeveralAccumulations, SeveralOptimizers
-from adascale_worker.loop.step_undo import StepUndo
 from adascale_worker.loop.step_watchdog import StepWatchdog
 from adascale_worker.loop.steps import StepCounter, StepParts, StepStrategy
-from adascale_worker.loop.training_loop import TrainingLoop
+from adascale_worker.loop.training_loop import EpochLoops, TrainingLoop
 from adascale_worker.membership.following import FollowingMembership, LeadingMembership
 from adascale_worker.membership.generations import AgentConnection, Membership
 from adascale_worker.membership.lane_group import LaneGroup
@@ -59,7 +52,6 @@ from adascale_worker.process.device_clock import clock_of
 from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
 from adascale_worker.process.gpu_monitor import monitor_of
 from adascale_worker.process.shutdown_request import ShutdownRequest
-from adascale_worker.program.buffers import ModelBuffers
 from adascale_worker.program.checks import OtherOptimizers
 from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
@@ -93,19 +85,17 @@ class Replica:
     device: torch.device
     seed: int
     group: ReplicaGroup
-    job: Job  # the settings, and the end of training
+    job: Job
     progress: TrainingProgress
     planner: BatchPlanner
     checkpointing: Checkpointing
     snapshot_memory: SnapshotMemory | None  # memory of the agent for copies of the state. None without it.
-    agent: AgentConnection | None  # the connection with the agent. None without an agent.
+    agent: AgentConnection | None  # None without an agent
     accelerator: str  # the type of accelerator, under which measurements are stored
-    # returns what posts reports; None if there is no metrics service
-    make_reporter: Callable[[], Reporter | None]
-    tracker: Tracker | None  # gets the reports too; None without one
-    run: RunIdentity  # the id of the job's run there
-    shutdown_request: ShutdownRequest  # whether this replica was requested to save and exit
-    # fast_exit, exit_status: end the process, and know with which exit code
+    make_reporter: Callable[[], Reporter | None]  # returns None without a metrics service
+    tracker: Tracker | None  # gets the reports too
+    run: RunIdentity  # in the tracker
+    shutdown_request: ShutdownRequest
     fast_exit: FastExit
     exit_status: ExitStatus
 

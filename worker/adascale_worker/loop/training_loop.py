@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.feed import DataFeed
@@ -20,13 +20,12 @@ from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.batches.seeding import seed_generators
 from adascale_worker.batches.stream import LoadedBatches
 from adascale_worker.errors import WorkerError
-from adascale_worker.loop.departures import LoopDepartures
 from adascale_worker.loop.ending import Ending
-from adascale_worker.loop.evaluation_sequence import EvaluationSequence
+from adascale_worker.loop.exchange import EvaluationSequence
+from adascale_worker.loop.failures import MemoryShortage
 from adascale_worker.loop.generations import Generations
 from adascale_worker.loop.job import Job
-from adascale_worker.loop.memory_shortage import MemoryShortage
-from adascale_worker.loop.program_loop import ProgramLoop
+from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop
 from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -41,14 +40,103 @@ COMPARISON_STEPS = 1024
 """Steps after which the replicas of a long generation compare again what they read of a stream."""
 
 
+class EpochLoops:
+    """The program's loops over `trainer.epochs`, which begin where training is and end each epoch.
+
+    The end of an epoch is an exchange among the replicas. An iterator that is left, by `break` or an error,
+    cannot make it: it is only deleted. So that epoch ends when the program next uses the trainer, or ends.
+    """
+
+    def __init__(
+        self,
+        ending: Ending,
+        is_finished: Callable[[], bool],
+        end_epoch: Callable[[int], None],
+        has_begun: Callable[[int], bool],  # whether an epoch has had a loop over batches, or steps
+    ) -> None:
+        self._ending = ending
+        self._is_finished = is_finished
+        self._end_epoch = end_epoch
+        self._has_begun = has_begun
+        self._epoch: int | None = None
+        self._is_inside = False
+        self._is_complete = False
+        """Whether the body of the loop has come to its end."""
+
+    def begin(self) -> Iterator[int]:
+        """Yield the numbers of the epochs until training ends, and end each before the next."""
+        self._require_outside()
+        self.end_left()
+        while not self._is_finished():
+            self._require_outside()
+            self._epoch, self._is_inside, self._is_complete = self._ending.current_epoch, True, False
+            try:
+                yield self._epoch
+                self._is_complete = True
+            finally:
+                self._is_inside = False
+            self.end_left()
+
+    def _require_outside(self) -> None:
+        if self._is_inside:
+            raise WorkerError(
+                f"a loop over trainer.epochs() began inside epoch {self._epoch} of another one: use one loop "
+                "over epochs, and inside it one loop over trainer.dataloader(dataset)"
+            )
+
+    @property
+    def left(self) -> int | None:
+        """The epoch whose body the program has left, and which has not ended; else None."""
+        return self._epoch if not self._is_inside else None
+
+    def end_left(self) -> None:
+        """End the epoch whose body the program has left, if `trainer.step` has not ended it already.
+
+        An epoch that was left before its first batch has not begun, so it does not end.
+        """
+        epoch = self.left
+        if epoch is None:
+            return
+        self._epoch = None
+        if self._ending.is_in_epoch(epoch) and (self._is_complete or self._has_begun(epoch)):
+            self._end_epoch(epoch)
+
+
+class DataLoop(Iterator[Any]):
+    """What `trainer.dataloader` returns: each iteration over it is one over the rest of the current epoch.
+
+    A `for` loop that is left ends its iteration, also if a variable refers to this object: only the loop has
+    the iterator.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
+        self._batches: Iterator[Any] | None = None  # for `next(trainer.dataloader(dataset))`
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin() if self._batches is None else self._batches
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._begin()
+        return next(self._batches)
+
+    def __len__(self) -> NoReturn:
+        raise TypeError(
+            "trainer.dataloader() has no length, because the number of batches of an epoch changes with the "
+            "batch size. An epoch is len(dataset) / batch_size scale-invariant steps, which trainer.progress "
+            "and a scheduler count: for example, T_max=epochs * len(dataset) // batch_size"
+        )
+
+
 @dataclass(eq=False, kw_only=True)
 class TrainingLoop:
     """Delivers batches, and does between two steps and two epochs what the replicas have agreed on."""
 
-    job: Job  # how far training is from its end
+    job: Job
     group: ReplicaGroup
     generations: Generations
-    ending: Ending  # of the loop and of training
+    ending: Ending
     steps: StepStrategy
     loop: ProgramLoop
     departures: LoopDepartures
@@ -60,8 +148,8 @@ class TrainingLoop:
     telemetry: Telemetry
     saving: StateSaving
     checkpointing: Checkpointing
-    snapshots: AgentSnapshots  # copies of it in the memory of the agent
-    shortage: MemoryShortage  # whether batches have to be smaller
+    snapshots: AgentSnapshots
+    shortage: MemoryShortage
     has_agent: bool
 
     # -- batches ------------------------------------------------------------------------------------------
@@ -235,13 +323,12 @@ class TrainingLoop:
             return
 
     def _end_epoch_of_own_batches(self, epoch: int) -> None:
-        """End an epoch of a program that trains with a DataLoader of its own, as for a stream.
+        """End an epoch of a program that trains with a DataLoader of its own.
 
-        Its replicas have the same number of batches in each epoch. So if members are lost, the others leave
-        out the rest of the epoch, and enter another generation at its end, which is the same place on all of
-        them. An epoch counts if it has had a step; so all have the same number, also if some have noticed the
-        loss in the last step of an epoch, and others in the first step of the next.
+        If members are lost, the others enter another generation here, which is the same place on all of them.
         """
+        # An epoch counts if it has had a step. So all count the same, also if some have noticed the loss in
+        # the last step of an epoch, and others in the first step of the next.
         progress, group, loop = self.progress, self.group, self.loop
         if not group.has_failed or progress.step > loop.step_at_begin:
             progress.epoch += 1
