@@ -48,7 +48,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from adascale import ElasticTrainer
 from adascale_worker.membership.process_group import backend_of
 from adascale_worker.process.device import select_device
-from adascale_worker.scaling.statistics.sampling import FIRST_STEPS, MAX_INTERVAL
+from adascale_worker.scaling.statistics.steps import FIRST_STEPS, MAX_INTERVAL
 
 CONTENDERS = ("plain", "plain again", "trainer", "elastic")
 NETWORKS = ("tiny", "deep", "resnet18")

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
-from adascale_worker.scaling.statistics.sampling import FIRST_STEPS, MAX_INTERVAL
+from adascale_worker.scaling.statistics.steps import FIRST_STEPS, MAX_INTERVAL
 
 LOCAL_BSZ = elastic_overhead.LOCAL_BSZ
 PROFILED_STEPS = MAX_INTERVAL

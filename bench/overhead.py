@@ -53,7 +53,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from adascale_worker.adascale import AdaScale
 from adascale_worker.membership.process_group import backend_of
 from adascale_worker.process.device import select_device
-from adascale_worker.scaling.statistics.sampling import FIRST_STEPS, MAX_INTERVAL
+from adascale_worker.scaling.statistics.steps import FIRST_STEPS, MAX_INTERVAL
 
 Step = Callable[[], None]
 Turn = tuple[float, float, float, float]

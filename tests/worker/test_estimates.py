@@ -14,11 +14,11 @@ from torch import Tensor
 
 from adascale_core.batch.gain import GradientEstimate, total
 from adascale_worker.scaling.statistics.estimates import (
+    MovingAverages,
     StepEstimate,
     from_consecutive_gradients,
     from_micro_gradients,
 )
-from adascale_worker.scaling.statistics.moving_averages import MovingAverages
 from worker import reference
 
 CPU = torch.device("cpu")

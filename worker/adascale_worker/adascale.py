@@ -16,18 +16,16 @@ from typing import Any, cast, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_core.batch.gain import GradientEstimate, require_max_gain, require_scale, require_smoothing
 from adascale_worker.errors import UnsupportedOptimizerError
-from adascale_worker.scaling.statistics.all_reduce import Shards
+from adascale_worker.scaling.statistics.all_reduce import Shards, StatisticsJoinHook
 from adascale_worker.scaling.statistics.gain_estimator import GainEstimator, GainOptions
-from adascale_worker.scaling.statistics.loss_scale import GradScaler
 from adascale_worker.scaling.statistics.norms import local_shard
-from adascale_worker.scaling.statistics.sampling import Sampling
-from adascale_worker.scaling.statistics.step_settings import StepSettings
-from adascale_worker.scaling.statistics.uneven_inputs import StatisticsJoinHook
+from adascale_worker.scaling.statistics.steps import Sampling, StepSettings
 from adascale_worker.scaling.supported_optimizers import (
     require_count,
     require_readable,

@@ -21,7 +21,7 @@ from adascale_worker.gradients.sharded_model import ShardedModel
 from adascale_worker.gradients.step_division import StepDivision, StepPlan
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.program.elastic_adascale import ElasticAdaScale
+from adascale_worker.program.optimizers import ElasticAdaScale
 
 
 class Accumulation(ABC):

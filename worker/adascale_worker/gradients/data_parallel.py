@@ -21,7 +21,7 @@ from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import clock_of
-from adascale_worker.program.other_parallelism import OtherParallelism
+from adascale_worker.program.parts import OtherParallelism
 from adascale_worker.program.patching import MethodOverride, is_traced
 from adascale_worker.program.trained_parameters import Flags, TrainedParameters
 from adascale_worker.torch_private.autograd import accumulates_gradient, call_at_end_of_backward

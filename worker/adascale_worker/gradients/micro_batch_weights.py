@@ -25,7 +25,7 @@ from torch import Tensor
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.errors import WorkerError
-from adascale_worker.scaling.statistics.step_settings import StepWeights
+from adascale_worker.scaling.statistics.steps import StepWeights
 
 _REMEDY = (
     "Compute the loss of every micro-batch as trainer.weighted(loss, weight) before backward(), also of one "

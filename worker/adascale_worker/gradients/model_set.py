@@ -19,7 +19,7 @@ from adascale_worker.gradients.out_of_memory import forward_without_activations
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import PendingTimes, clock_of
-from adascale_worker.program.other_parallelism import OtherParallelism
+from adascale_worker.program.parts import OtherParallelism
 from adascale_worker.program.patching import MethodOverride, is_traced
 from adascale_worker.torch_private.modules import call_of, override_call
 

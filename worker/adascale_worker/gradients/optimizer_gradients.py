@@ -21,8 +21,8 @@ from torch import Tensor
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.exchange import averaged
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.program.elastic_adascale import ElasticAdaScale
-from adascale_worker.scaling.statistics.step_settings import StepWeights
+from adascale_worker.program.optimizers import ElasticAdaScale
+from adascale_worker.scaling.statistics.steps import StepWeights
 
 MAX_STEPS_WITHOUT_GRADIENTS = 3
 """Steps after which a program without gradients is refused."""

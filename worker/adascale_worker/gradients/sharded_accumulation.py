@@ -24,9 +24,9 @@ from adascale_worker.gradients.sharded_model import ShardedModel, shards_of
 from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.membership.lane_group import LaneGroup
-from adascale_worker.program.elastic_adascale import ElasticAdaScale
+from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.scaling.statistics.norms import local_shard
-from adascale_worker.scaling.statistics.step_settings import StepWeights
+from adascale_worker.scaling.statistics.steps import StepWeights
 
 
 class ShardedAccumulation(GradientAccumulation):

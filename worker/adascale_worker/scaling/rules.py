@@ -53,7 +53,7 @@ class SecondMoment(NamedTuple):
     value: Tensor  # of the shape of the parameter
     # a positive number; or for values on a GPU, the factors of several parameters: shape (n,)
     factor: float | Tensor = 1.0
-    place: int = 0  # of the parameter's own factor among these
+    place: int = 0  # index of the parameter's own factor among these
 
 
 @runtime_checkable
@@ -148,7 +148,7 @@ class AdamRule(ScalingRule):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
-        self.units: list[float] = []
+        self.units: list[float] = []  # r of the last step, by group
 
     @_not_compiled
     def hyperparameters_at(self, group: Mapping[str, Any], gain: Gain) -> Mapping[str, Any]:

@@ -1,19 +1,22 @@
-"""The small all-reduce of a measured step.
+"""The small all-reduce of a measured step, also by ranks that run out of data before others (`Join`).
 
 One vector carries the statistics of all parameter groups and the flags of the training program. It starts
 when the last backward pass ends, and is waited for when a result is read, so that it overlaps with the code
 between. All ranks read the same sums, equal to the bit, and so compute the same gain.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.scaling.statistics.norms import Gradients, sqr_norms
+from adascale_worker.torch_private.distributed import is_in_join
 
 AGREEMENT_TOLERANCE = 1e-8
 """Relative variance up to which ranks have the same averaged gradients; kernels differ by less."""
@@ -35,10 +38,10 @@ class Shards(Protocol):
 class LocalStatistics:
     """The numbers of one step on this rank, before the all-reduce."""
 
-    # numbers to be summed over ranks, per parameter group: shape (groups,). The squared norms of the
-    # micro-gradients, or the inner product with the previous gradient.
+    # what is summed over ranks: the squared norms of the micro-gradients, or the inner products with the
+    # previous gradient; shape (groups,)
     summed: Tensor
-    averaged: Tensor  # squared norms of the averaged gradients, per group: shape (groups,)
+    averaged: Tensor  # squared norms of the averaged gradients: shape (groups,)
     complete: bool  # whether this rank has read all its gradients
 
     def over(self, shards: Shards) -> "LocalStatistics":
@@ -58,9 +61,8 @@ class ReducedStatistics:
     flags: Tensor  # sums over ranks, shape (flags,)
     complete: Tensor  # whether all ranks took part with all their gradients: shape ()
     agreed: Tensor  # whether `averaged` was the same on all ranks: shape ()
-    # squared norms of the gradients before the step, on this rank: shape (groups,). None if they were not
-    # read.
-    before_step: Tensor | None = None
+    # squared norms of the gradients before the step, on this rank: shape (groups,), if they were read
+    before_step: Tensor | None
 
     @property
     def finite(self) -> Tensor:
@@ -77,9 +79,9 @@ class StatisticsAllReduce:
         flags: Sequence[float],
         *,
         ranks: int,
-        same_on_all_ranks: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-        shards: Shards | None = None,
+        same_on_all_ranks: bool,  # whether `averaged` should be; otherwise its mean over ranks is used
+        process_group: dist.ProcessGroup | None,
+        shards: Shards | None,
     ) -> None:
         self._same_on_all_ranks = same_on_all_ranks
         self._groups = local.summed.numel()
@@ -103,7 +105,7 @@ class StatisticsAllReduce:
             self._work = dist.all_reduce(self._vector, group=process_group, async_op=True)
 
     def result(self, device: torch.device, before_step: Tensor | None = None) -> ReducedStatistics:
-        """Wait for the sums, and return them."""
+        """Wait for the sums, and return them with `before_step`, in one transfer to `device`."""
         if self._result is None or before_step is not None or self._result.summed.device != device:
             self.wait()
             vector = self._vector if before_step is None else torch.cat([self._vector, before_step])
@@ -136,7 +138,7 @@ def sqr_norms_of_mean(
     device: torch.device,
     *,
     ranks: int,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None,
 ) -> Tensor:
     """Return the squared norm of the mean over ranks of local gradients, per group: shape (groups,).
 
@@ -151,3 +153,24 @@ def sqr_norms_of_mean(
         dist.all_reduce(flat, group=process_group)
         means.append([flat])
     return sqr_norms(means, device) / ranks**2
+
+
+def joins_without(ddp: DistributedDataParallel | None, joinable: Joinable | None) -> bool:
+    """Whether `ddp` takes uneven inputs now and `joinable` does not.
+
+    Then peers may be without data, and an all-reduce for `joinable` would wait for them for ever.
+    """
+    if ddp is None or not is_in_join(ddp):
+        return False
+    return joinable is None or not is_in_join(joinable)
+
+
+class StatisticsJoinHook(JoinHook):
+    """Takes part in the all-reduces of statistics on a rank without data."""
+
+    def __init__(self, on_step: Callable[[], None]) -> None:
+        self._on_step = on_step
+
+    def main_hook(self) -> None:
+        """Call `on_step`. Called by `Join` for each step of the peers."""
+        self._on_step()

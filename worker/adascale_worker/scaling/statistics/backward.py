@@ -9,12 +9,6 @@ A backward pass ends when autograd has run the last callback that was queued for
 DistributedDataParallel their order matters. The first hook of a pass queues a callback that runs before that
 of DDP, when gradients are still local. It queues a second callback, which runs after that of DDP, when
 gradients are averaged.
-
-Re-entrant checkpointing runs whole backward passes inside an outer pass. Their callbacks run while a node of
-the outer pass is evaluated, which distinguishes them. The outer pass may reach no parameter itself; it is
-then detected at the nodes that follow that node. A parameter that two such inner passes use gets its gradient
-in two parts, and neither is a micro-gradient. The step in which this first happens is left out; afterwards
-the parts of such a parameter are added up in a copy.
 """
 
 from collections import Counter
@@ -78,7 +72,7 @@ class BackwardObserver:
         self._missed_whole_gradient = False
         self.keeps_copies = False
         self.passes = 0
-        self.weight = 1.0
+        self.weight = 1.0  # by which the loss of the present pass is multiplied
 
     def observe(self, groups: Sequence[Iterable[Tensor]], reading_time: ReadingTime) -> None:
         """Observe the passes of the next step. Hooks that are already there stay.
@@ -311,6 +305,13 @@ class BackwardObserver:
             self._arrives_in_parts |= several
             self._missed_whole_gradient = self._missed_whole_gradient or bool(several)
         self._arrived_before_pass = len(self._arrived)
+
+
+# Re-entrant checkpointing runs whole backward passes inside an outer pass. Their callbacks run while a node
+# of the outer pass is evaluated, which distinguishes them. The outer pass may reach no parameter itself; it
+# is then detected at the nodes that follow that node. A parameter that two such inner passes use gets its
+# gradient in two parts, and neither is a micro-gradient. The step in which this first happens is left out;
+# afterwards the parts of such a parameter are added up in a copy.
 
 
 def _is_inner_pass() -> bool:

@@ -1,4 +1,4 @@
-"""The estimates that one step gives of the gradients of each parameter group.
+"""The estimates that one step gives of the gradients of each parameter group, and their moving averages.
 
 All numbers are tensors of shape (groups,). They are on the host, or on the device of the learning rates if
 these are tensors on a GPU, so that a step can be made without reading them back.
@@ -8,11 +8,17 @@ Distributed Training", ICML 2020, arXiv 2007.05105, section 3 and appendix B.3),
 `adascale_core.batch.gain`.
 """
 
+import math
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from adascale_core.batch.gain import require_scale
+from adascale_core.batch.gain import GradientEstimate, require_scale, require_smoothing
+from adascale_worker.scaling.statistics.norms import accumulation_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +34,10 @@ class StepEstimate:
 def from_micro_gradients(
     count: int, mean_of_sqr: Tensor, sqr_of_mean: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the unbiased `grad_sqr` and `grad_var` from the gradients that one step is the mean of.
-
-    With n micro-gradients g_i of equal batch size, L = mean |g_i|^2 and M = |mean g_i|^2:
-    grad_sqr = (n M - L) / (n - 1) and grad_var = (L - M) S / (n - 1). (Appendix B.3 of the paper, with
-    the variance converted to B0 from any batch size of a micro-gradient.)
-    """
+    """Return the unbiased `grad_sqr` and `grad_var` from the gradients that one step is the mean of."""
+    # With n micro-gradients g_i of equal batch size, L = mean |g_i|^2 and M = |mean g_i|^2:
+    # grad_sqr = (n M - L) / (n - 1) and grad_var = (L - M) S / (n - 1). (Appendix B.3 of the paper, with
+    # the variance converted to B0 from any batch size of a micro-gradient.)
     if count < 2:
         raise ValueError(
             f"got {count} gradient in a step; the variance of gradients needs at least 2: "
@@ -52,15 +56,198 @@ def from_consecutive_gradients(
     """Return the biased `grad_sqr` and `grad_var` from two consecutive steps of one replica.
 
     The two gradients take the place of two gradients at the same point: grad_sqr = g1 . g2, and the
-    difference has variance grad_var (1/S1 + 1/S2). For equal scales this is `from_micro_gradients` with n =
-    2.
-
-    The bias: the parameters move between the two steps, by d, so that grad_var contains
-    |H d|^2 / (1/S1 + 1/S2) with H the Hessian. With SGD, d = -lr g1, so that grad_sqr lacks lr tr(H V), V the
-    covariance of g1, besides what the true gradient loses by the step: where noise dominates, more than all
-    of it. Both effects vanish with the learning rate. (The gradient noise scale of AdaptDL does so for one
-    replica.)
+    difference has variance grad_var (1/S1 + 1/S2). AdaptDL estimates the noise of one replica in this way.
     """
+    # The bias: the parameters move between the two steps, by d, so that grad_var contains
+    # |H d|^2 / (1/S1 + 1/S2) with H the Hessian. With SGD, d = -lr g1, so that grad_sqr lacks lr tr(H V), V
+    # the covariance of g1, besides what the true gradient loses by the step: where noise dominates, more than
+    # all of it. Both effects vanish with the learning rate. For equal scales this is `from_micro_gradients`
+    # with n = 2.
     require_scale(previous_scale)
     require_scale(scale)
     return inner_product, sqr_of_difference / (1.0 / previous_scale + 1.0 / scale)
+
+
+UNBIASED, BIASED = 0, 1
+GRAD_SQR, GRAD_VAR, WEIGHT, SQUARE, SQR_WEIGHT = range(5)
+NAMES = ("grad_sqr", "grad_var", "weight", "square", "sqr_weight")
+
+
+class MovingAverages:
+    """Exponential moving averages of the estimates of steps, per parameter group. Immutable.
+
+    Weighted sums and weights are kept separately, and divided when they are read. So an average is debiased
+    (nothing pulls it to an initial value), and stays right when the smoothing changes.
+    """
+
+    # Each group has two averages: of estimates from micro-gradients, and of these together with estimates
+    # from consecutive gradients. The second starts from the first, and the next unbiased estimate deletes it.
+
+    def __init__(self, sums: Tensor, counts: Tensor) -> None:
+        self._sums = sums  # shape (2, len(NAMES), groups). The weights are at most 1; 0 without an estimate.
+        self._counts = counts  # numbers of estimates, shape (2, groups)
+        self._on_host: list[GradientEstimate | None] | None = None
+
+    @classmethod
+    def empty(cls, groups: int, device: torch.device) -> "MovingAverages":
+        """Return averages of no estimates, for `groups` parameter groups."""
+        dtype = accumulation_dtype(device)
+        return cls(
+            torch.zeros(2, len(NAMES), groups, dtype=dtype, device=device),
+            torch.zeros(2, groups, dtype=dtype, device=device),
+        )
+
+    @property
+    def groups(self) -> int:
+        """The number of parameter groups."""
+        return self._counts.shape[-1]
+
+    def to(self, device: torch.device) -> "MovingAverages":
+        """Return the same averages on `device`."""
+        if device == self._sums.device:
+            return self
+        dtype = accumulation_dtype(device)
+        return MovingAverages(self._sums.to(device, dtype), self._counts.to(device, dtype))
+
+    def with_groups(self, groups: int) -> "MovingAverages":
+        """Return the same averages with empty ones for the additional groups, up to `groups`."""
+        if groups <= self.groups:
+            return self
+        new = MovingAverages.empty(groups - self.groups, self._sums.device)
+        return MovingAverages(
+            torch.cat([self._sums, new._sums], -1), torch.cat([self._counts, new._counts], -1)
+        )
+
+    def without(self, groups: Sequence[int]) -> "MovingAverages":
+        """Return the same averages without the averages of `groups`."""
+        numbers = torch.arange(self.groups, device=self._sums.device)
+        kept = ~torch.isin(numbers, torch.tensor(groups, device=self._sums.device))
+        return MovingAverages(torch.where(kept, self._sums, 0.0), torch.where(kept, self._counts, 0.0))
+
+    def updated(self, step: StepEstimate, smoothing: float, *, debias: bool = True) -> "MovingAverages":
+        """Return the averages with the estimates of one more step."""
+        require_smoothing(smoothing)
+        sums, counts = self._sums, self._counts
+        past, count = self._latest() if step.biased else (sums[UNBIASED], counts[UNBIASED])
+        ones = torch.ones_like(step.grad_sqr)
+        # Without `debias`, as in appendix B.3 of the paper: the plain mean of the first 1 / (1 - smoothing)
+        # estimates, and a moving average after that.
+        numbers = torch.stack([step.grad_sqr, step.grad_var, ones, step.grad_sqr.square(), ones])
+        share = ones - smoothing if debias else (1.0 / (count + 1.0)).clamp(min=1.0 - smoothing)
+        average = torch.lerp(past, numbers, share)
+        average[SQR_WEIGHT] = (1.0 - share).square() * past[SQR_WEIGHT] + share.square()
+        if step.biased:
+            # With smoothing 0 the unbiased average would get the weight 0 and be lost, so it stays as it is.
+            aged = sums[UNBIASED]
+            if smoothing > 0.0:
+                aged = smoothing * aged
+                aged[SQR_WEIGHT] *= smoothing
+            new, new_counts = torch.stack([aged, average]), torch.stack([counts[UNBIASED], count + 1.0])
+        else:
+            new = torch.stack([average, torch.zeros_like(average)])
+            new_counts = torch.stack([count + 1.0, torch.zeros_like(count)])
+        return MovingAverages(torch.where(step.valid, new, sums), torch.where(step.valid, new_counts, counts))
+
+    def gains(self, scale: float) -> Tensor:
+        """Return the gain of each group at `scale`, shape (groups,), without waiting for the device.
+
+        As `GradientEstimate.gain`; 1 for a group without an estimate.
+        """
+        return _gain(*self._averages(), scale)
+
+    def gain(self, scale: float, counted: Tensor) -> Tensor:
+        """Return the gain of several groups together at `scale`, shape (), without waiting for the device."""
+        grad_sqr, grad_var = (torch.where(counted, average, 0.0) for average in self._averages())
+        return _gain(grad_sqr.sum(), grad_var.sum(), scale)
+
+    def on_host(self) -> Sequence[GradientEstimate | None]:
+        """Return the average of each group as numbers; None for a group without an estimate.
+
+        The first call waits for the device.
+        """
+        if self._on_host is None:
+            self._on_host = self._interpret(self.packed().tolist())
+        return self._on_host
+
+    def packed(self) -> Tensor:
+        """Return the numbers that `set_host_numbers` takes, to read them together with other tensors."""
+        (sums, _), is_biased = self._latest(), self._sums[BIASED, WEIGHT] > 0.0
+        return torch.cat([*sums, is_biased.to(sums.dtype)])
+
+    def set_host_numbers(self, numbers: Sequence[float]) -> None:
+        """Store the numbers of `packed` after they were read, so that `on_host` does not wait."""
+        self._on_host = self._interpret(numbers)
+
+    def _interpret(self, numbers: Sequence[float]) -> list[GradientEstimate | None]:
+        starts = range(0, len(numbers), self.groups or 1)
+        rows = zip(*(numbers[start : start + self.groups] for start in starts), strict=True)
+        return [_estimate(*row) if row[WEIGHT] > 0.0 else None for row in rows]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the averages of each group as numbers."""
+        sums, counts = self._sums.tolist(), self._counts.tolist()
+
+        def average(kind: int, group: int) -> dict[str, float]:
+            named = {name: row[group] for name, row in zip(NAMES, sums[kind], strict=True)}
+            return {**named, "count": int(counts[kind][group])}
+
+        return [
+            {
+                "unbiased": average(UNBIASED, group),
+                "biased": average(BIASED, group) if sums[BIASED][WEIGHT][group] > 0.0 else None,
+            }
+            for group in range(self.groups)
+        ]
+
+    @classmethod
+    def from_state_dict(cls, state: Sequence[Mapping[str, Any]], device: torch.device) -> "MovingAverages":
+        """Return the averages that `state_dict` returned `state` for."""
+        empty = {**dict.fromkeys(NAMES, 0.0), "count": 0}
+        averages = [[group[kind] or empty for group in state] for kind in ("unbiased", "biased")]
+        dtype = accumulation_dtype(device)
+        sums = [[[average[name] for average in kind] for name in NAMES] for kind in averages]
+        counts = [[average["count"] for average in kind] for kind in averages]
+        return cls(
+            torch.tensor(sums, dtype=dtype, device=device), torch.tensor(counts, dtype=dtype, device=device)
+        )
+
+    def _latest(self) -> tuple[Tensor, Tensor]:
+        """Sums and counts of the average that is read: the biased average if it exists, for each group."""
+        has_biased = self._sums[BIASED, WEIGHT] > 0.0
+        return (
+            torch.where(has_biased, self._sums[BIASED], self._sums[UNBIASED]),
+            torch.where(has_biased, self._counts[BIASED], self._counts[UNBIASED]),
+        )
+
+    def _averages(self) -> tuple[Tensor, Tensor]:
+        """`grad_sqr` and `grad_var`; zero for a group without an estimate."""
+        sums, _ = self._latest()
+        has_estimate = sums[WEIGHT] > 0.0
+        weight = torch.where(has_estimate, sums[WEIGHT], 1.0)
+        return sums[GRAD_SQR] / weight, sums[GRAD_VAR] / weight
+
+
+def _estimate(
+    grad_sqr: float, grad_var: float, weight: float, square: float, sqr_weight: float, is_biased: float
+) -> GradientEstimate:
+    """Return the estimate of weighted sums, with the standard error of the weighted mean of `grad_sqr`."""
+    mean, variance = grad_sqr / weight, grad_var / weight
+    # The mean has the error of that of so many samples of equal weight.
+    samples = weight**2 / sqr_weight
+    spread = square / weight - mean**2
+    error = math.sqrt(max(spread, 0.0) / (samples - 1.0)) if samples > 1.0 + 1e-9 else math.inf
+    if not math.isfinite(error):  # One sample does not show its error.
+        error = min(abs(mean) + abs(variance), sys.float_info.max)
+    return GradientEstimate(mean, variance, is_biased > 0.0, error)
+
+
+def _gain(grad_sqr: Tensor, grad_var: Tensor, scale: float) -> Tensor:
+    require_scale(scale)
+    grad_sqr, grad_var = grad_sqr.clamp(min=0.0), grad_var.clamp(min=0.0)
+    largest = torch.maximum(grad_sqr, grad_var)
+    is_positive = largest > 0.0
+    # Dividing first keeps the sum of two huge numbers, or the quotient of two tiny ones, in range.
+    largest = torch.where(is_positive, largest, 1.0)
+    grad_sqr, grad_var = grad_sqr / largest, grad_var / largest
+    gain = (grad_var + grad_sqr) / (grad_var / scale + grad_sqr)
+    return torch.where(is_positive, gain, 1.0).clamp(min(1.0, scale), max(1.0, scale))

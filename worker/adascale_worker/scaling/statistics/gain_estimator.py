@@ -6,17 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from adascale_core.batch.gain import GradientEstimate, default_smoothing, total
 from adascale_worker.scaling.rules import ScalingRule
 from adascale_worker.scaling.statistics.all_reduce import Shards
-from adascale_worker.scaling.statistics.estimates import StepEstimate
+from adascale_worker.scaling.statistics.estimates import MovingAverages, StepEstimate
 from adascale_worker.scaling.statistics.gradient_statistics import GradientStatistics
-from adascale_worker.scaling.statistics.loss_scale import GradScaler
-from adascale_worker.scaling.statistics.moving_averages import MovingAverages
 from adascale_worker.scaling.statistics.parameters import HOST
-from adascale_worker.scaling.statistics.sampling import Sampling
-from adascale_worker.scaling.statistics.step_settings import StepSettings
+from adascale_worker.scaling.statistics.steps import Sampling, StepSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +23,11 @@ class GainOptions:
 
     settings: StepSettings
     smoothing: float | None  # weight of the past in the moving average; None follows the scale
-    sampling: Sampling  # the rule that selects the measured steps
-    debias: bool  # whether the moving average is debiased
+    sampling: Sampling
+    debias: bool
     observes_backward: bool = True  # whether hooks read the gradients; if not, the caller passes them
-    # exchange the statistics, if each process of a replica has shards of the gradients
-    shards: Shards | None = None
-    # the limit of all gains, as of `GradientEstimate.limited`; None without one
-    max_gain: float | None = None
+    shards: Shards | None = None  # set if each process of a replica has shards of the gradients
+    max_gain: float | None = None  # the limit of all gains, as of `GradientEstimate.limited`
 
 
 class GainEstimator:
@@ -50,7 +46,7 @@ class GainEstimator:
         grad_scaler: GradScaler | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._options = options
+        self.options = options
         self.statistics = GradientStatistics(
             optimizer,
             rule,
@@ -60,7 +56,7 @@ class GainEstimator:
             observes_backward=options.observes_backward,
             shards=options.shards,
         )
-        self.gradients_are_divided = False
+        self.gradients_are_divided = False  # by the accumulation count, since the last backward pass
         self._averages = MovingAverages.empty(0, HOST)
         self._flag_sums: Tensor | tuple[float, ...] | None = None
         self._gradients_are_finite: Tensor | None = None
@@ -71,29 +67,24 @@ class GainEstimator:
     # -- options ----------------------------------------------------------------------------------------
 
     @property
-    def options(self) -> GainOptions:
-        """The current options."""
-        return self._options
-
-    @property
     def settings(self) -> StepSettings:
         """How the current step is made."""
-        return self._options.settings
+        return self.options.settings
 
     @property
     def smoothing(self) -> float:
         """Weight of the past in the moving average."""
-        chosen = self._options.smoothing
+        chosen = self.options.smoothing
         return default_smoothing(self.settings.scale) if chosen is None else chosen
 
     def change_options(self, options: GainOptions) -> None:
         """Use other options from now on. Discards what this step has measured so far."""
-        self._options = options
+        self.options = options
         self.begin_step()
 
     def change_settings(self, **changes: Any) -> None:
         """Change fields of `settings`. Discards what this step has measured so far."""
-        self.change_options(replace(self._options, settings=replace(self.settings, **changes)))
+        self.change_options(replace(self.options, settings=replace(self.settings, **changes)))
 
     # -- results ----------------------------------------------------------------------------------------
 
@@ -103,7 +94,7 @@ class GainEstimator:
         Includes this step as far as it is measured. There may be fewer estimates than groups.
         """
         if self.statistics.parameters.lr_device == HOST:
-            self.statistics.warn_if_loss_scale_is_unknown()
+            self.statistics.loss_scale.warn_if_unknown()
         return self._current_averages().on_host()
 
     def total_estimate(self) -> GradientEstimate | None:
@@ -113,9 +104,7 @@ class GainEstimator:
         return self._limited(total(available)) if available else None
 
     def gain(self, scale: float, group: int | None = None) -> float:
-        """Return the gain at `scale`, of a parameter group or of all that are trained; 1
-        without an estimate.
-        """
+        """Return the gain at `scale`, of a group or of all that are trained; 1 without an estimate."""
         if group is None:
             estimate = self.total_estimate()
         else:
@@ -128,16 +117,14 @@ class GainEstimator:
         return 1.0 if estimate is None else estimate.gain(scale)
 
     def gain_tensor(self) -> Tensor:
-        """Return the gain of all trained groups together as a tensor of shape (), on the device of learning
-        rates."""
+        """Return the gain of all trained groups together: shape (), on the device of learning rates."""
         parameters = self.statistics.parameters
         averages = self._current_averages().to(parameters.lr_device)
         gain = averages.gain(self.settings.scale, parameters.trained_tensor()[: averages.groups])
         return self._limited_gains(gain)
 
     def group_gains(self) -> Sequence[float | Tensor]:
-        """Return the gain of each group that has averages: tensors if the learning rates are on the
-        device."""
+        """Return the gain of each group with averages: tensors if the learning rates are on the device."""
         if self.statistics.parameters.lr_is_on_device:
             return self._limited_gains(self._averages.gains(self.settings.scale)).unbind()
         limited = map(self._limited, self.estimates())
@@ -165,7 +152,7 @@ class GainEstimator:
     def begin_step(self) -> None:
         """Prepare for the next step. Discards what this step has measured so far."""
         self.gradients_are_divided = False
-        sampling, step = self._options.sampling, self._steps - self._sampling_start
+        sampling, step = self.options.sampling, self._steps - self._sampling_start
         is_single = self.settings.micro_gradients == 1
         is_measured = sampling.is_in_measured_pair if is_single else sampling.is_measured
         self.statistics.begin_step(
@@ -230,7 +217,7 @@ class GainEstimator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that must survive a restart, as tensors and numbers. Options are not in it."""
-        self.statistics.warn_if_loss_scale_is_unknown()
+        self.statistics.loss_scale.warn_if_unknown()  # may wait for the device
         return {
             "steps": self._steps,
             "sampling_start": self._sampling_start,
@@ -256,18 +243,18 @@ class GainEstimator:
     # -- inside -----------------------------------------------------------------------------------------
 
     def _limited(self, estimate: GradientEstimate | None) -> GradientEstimate | None:
-        limit = self._options.max_gain
+        limit = self.options.max_gain
         return estimate if estimate is None or limit is None else estimate.limited(limit)
 
     def _limited_gains(self, gains: Tensor) -> Tensor:
         """As `GradientEstimate.limited`, without waiting for the device."""
-        limit = self._options.max_gain
+        limit = self.options.max_gain
         return gains if limit is None else gains * limit / (gains + (limit - 1.0))
 
     def _updated_averages(self, step: StepEstimate) -> MovingAverages:
         # The estimate of a measured step stands for all the steps of an interval.
         sampling, smoothing, steps = (
-            self._options.sampling,
+            self.options.sampling,
             self.smoothing,
             self._steps - self._sampling_start,
         )
@@ -279,7 +266,7 @@ class GainEstimator:
             interval = sampling.interval(steps, smoothing)
         groups = len(self._optimizer.param_groups)
         averages = self._averages.to(step.grad_sqr.device).with_groups(groups)
-        return averages.updated(step, smoothing**interval, debias=self._options.debias)
+        return averages.updated(step, smoothing**interval, debias=self.options.debias)
 
     def _current_averages(self) -> MovingAverages:
         """The averages with this step, as far as it is measured."""

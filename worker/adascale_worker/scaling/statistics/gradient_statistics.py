@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,33 +18,28 @@ from adascale_worker.scaling.statistics.all_reduce import (
     ReducedStatistics,
     Shards,
     StatisticsAllReduce,
+    joins_without,
 )
 from adascale_worker.scaling.statistics.estimates import (
     StepEstimate,
     from_consecutive_gradients,
     from_micro_gradients,
 )
-from adascale_worker.scaling.statistics.fingerprint import GradientFingerprint
-from adascale_worker.scaling.statistics.given import LocalGradients
-from adascale_worker.scaling.statistics.loss_scale import GradScaler, LossScale
+from adascale_worker.scaling.statistics.loss_scale import GradientFingerprint, LossScale
 from adascale_worker.scaling.statistics.metric import EuclideanMetric, SecondMomentMetric
 from adascale_worker.scaling.statistics.parameters import HOST, OptimizerParameters
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient, PreviousStep
-from adascale_worker.scaling.statistics.reader import GradientReader
-from adascale_worker.scaling.statistics.step_settings import StepSettings, StepWeights
-from adascale_worker.scaling.statistics.uneven_inputs import joins_without
+from adascale_worker.scaling.statistics.reader import GradientReader, LocalGradients
+from adascale_worker.scaling.statistics.steps import StepSettings, StepWeights
 
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """The result of a step."""
+    """The result of a step; all fields are None if it was not measured."""
 
-    # None if the step gives none: it was not measured, or there is no gradient to compare with
-    estimate: StepEstimate | None = None
-    # sums of the flags over ranks, shape (flags,). None without an all-reduce or without flags.
-    flag_sums: Tensor | None = None
-    # whether all gradients were finite, shape (). None if the step was not measured.
-    finite: Tensor | None = None
+    estimate: StepEstimate | None = None  # None if there is no other gradient to compare with
+    flag_sums: Tensor | None = None  # sums over ranks, shape (flags,). None without an all-reduce or flags.
+    finite: Tensor | None = None  # whether all gradients were finite, shape ()
 
 
 class GradientStatistics:
@@ -79,7 +75,9 @@ class GradientStatistics:
             observes_backward=observes_backward,
         )
         self.flags: Sequence[float] = ()
+        """Numbers of this rank that are summed over ranks together with the statistics."""
         self.joinable: Joinable | None = None
+        """The object that represents the statistics in a `Join` context."""
         self._weights: StepWeights | None = None
         self._step_number = 0
         self._is_measuring = False
@@ -88,7 +86,7 @@ class GradientStatistics:
         self._all_reduce: StatisticsAllReduce | None = None
         self._previous_gradient = PreviousGradient(self._metric)
         self._previous_step: PreviousStep | None = None
-        self._loss_scale = LossScale(grad_scaler)
+        self.loss_scale = LossScale(grad_scaler)
         self._scale_of_scaler: float | None = None
         self._fingerprint: GradientFingerprint | None = None
         self._warnings = OneTimeWarnings()
@@ -200,7 +198,7 @@ class GradientStatistics:
             return None
         statistics = self._all_reduce.result(self.parameters.lr_device)
         if self._scale_of_scaler is None:
-            return self._estimate(statistics, self._loss_scale.inferred.to(statistics.averaged))
+            return self._estimate(statistics, self.loss_scale.inferred.to(statistics.averaged))
         return self._estimate(statistics, torch.full_like(statistics.averaged[0], self._scale_of_scaler))
 
     def exchange(self) -> None:
@@ -242,10 +240,6 @@ class GradientStatistics:
         flag_sums = statistics.flags if statistics.flags.numel() else None
         return StepMeasurement(estimate, flag_sums, statistics.finite)
 
-    def warn_if_loss_scale_is_unknown(self) -> None:
-        """Warn once if steps were left out because of the loss scale. May wait for the device."""
-        self._loss_scale.warn_if_unknown()
-
     def is_excluded_from_join(self) -> bool:
         """Whether the model takes uneven inputs without AdaScale, so that peers may be without data."""
         if not joins_without(self.reader.ddp, self.joinable):
@@ -269,14 +263,14 @@ class GradientStatistics:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that must survive a restart, as tensors and numbers."""
         return {
-            "loss_scale": self._loss_scale.inferred.item(),
+            "loss_scale": self.loss_scale.inferred.item(),
             "previous_gradient": self._previous_gradient.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Discards what this step has measured so far."""
         self.discard_step()
-        self._loss_scale.inferred = torch.tensor(state["loss_scale"], dtype=torch.float64)
+        self.loss_scale.inferred = torch.tensor(state["loss_scale"], dtype=torch.float64)
         self._previous_gradient.load_state_dict(state["previous_gradient"], self.parameters.groups())
 
     # -- measuring --------------------------------------------------------------------------------------
@@ -302,7 +296,7 @@ class GradientStatistics:
                 averaged,
                 complete=self.reader.has_read_all,
             )
-        self._scale_of_scaler = self._loss_scale.from_scaler()
+        self._scale_of_scaler = self.loss_scale.from_scaler()
         self._record_fingerprint()
         self._start_all_reduce(local)
 
@@ -374,7 +368,7 @@ class GradientStatistics:
         given = torch.full_like(averaged[0], self._scale_of_scaler or 1.0)
         if before_step is None:
             if self._scale_of_scaler is None:
-                self._loss_scale.inferred = torch.ones_like(averaged[0])  # nothing was unscaled
+                self.loss_scale.inferred = torch.ones_like(averaged[0])  # nothing was unscaled
             return statistics, given
         if self._scale_of_scaler is not None or self.reader.is_compressed or self.reader.is_sharded:
             loss_scale = given
@@ -382,7 +376,7 @@ class GradientStatistics:
             # Where ranks disagree, the program averages gradients itself after backward. The gradients before
             # the step are the mean then, and give no information about the loss scale.
             after_backward = torch.where(statistics.agreed, averaged.sum(), before_step.sum())
-            loss_scale = self._loss_scale.infer(after_backward, before_step.sum())
+            loss_scale = self.loss_scale.infer(after_backward, before_step.sum())
         averaged = torch.where(statistics.agreed, averaged, before_step)
         return replace(statistics, averaged=averaged, agreed=torch.ones_like(statistics.agreed)), loss_scale
 

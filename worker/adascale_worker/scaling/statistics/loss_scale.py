@@ -1,4 +1,4 @@
-"""The factor by which a GradScaler multiplied the loss, and so the gradients.
+"""Changes of all gradients between backward and step: the loss scale of a GradScaler, and clipping.
 
 Statistics are read at the end of backward, before gradients are unscaled or clipped. Then they are in units
 of the loss scale, and must be divided by its square. If the scaler is given, its scale is read. Otherwise the
@@ -7,12 +7,15 @@ double or halve, so a change of the norm by a power of two is unscaling, and any
 """
 
 import math
-from typing import Protocol
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from adascale_worker.process.user_warnings import warn_user
+from adascale_worker.scaling.statistics.norms import local_shard
+from adascale_worker.torch_private.tensors import l2_norms
 
 TOLERANCE = 1e-6
 
@@ -20,28 +23,20 @@ IMPLAUSIBLE_CLIPPING = 1e-3
 """If no loss scale was inferred before, a change below this factor is not taken for clipping alone."""
 
 
-class GradScaler(Protocol):
-    """The part of `torch.amp.GradScaler` that is used."""
-
-    def is_enabled(self) -> bool: ...  # noqa: D102
-
-    def get_scale(self) -> float: ...  # noqa: D102
-
-
 class LossScale:
     """The current loss scale."""
 
     def __init__(self, scaler: GradScaler | None = None) -> None:
-        self.scaler = scaler
+        self._scaler = scaler
         self.inferred = torch.ones((), dtype=torch.float64)
         self._unexplained_change: Tensor | None = None
         self._warned = False
 
     def from_scaler(self) -> float | None:
         """Return the scale of the scaler; None without a scaler."""
-        if self.scaler is None:
+        if self._scaler is None:
             return None
-        return self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+        return self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
 
     def infer(self, after_backward: Tensor, before_step: Tensor) -> Tensor:
         """Return the loss scale, inferred from the squared norm of the gradients at two times.
@@ -77,3 +72,30 @@ class LossScale:
             "steps are left out of the estimates: pass AdaScale(..., grad_scaler=scaler), or, without a "
             "scaler, grad_scaler=torch.amp.GradScaler(enabled=False)"
         )
+
+
+PROBES = 4
+"""Gradients whose norms are compared."""
+
+
+class GradientFingerprint:
+    """The norms of a few gradients, to detect that all gradients were multiplied by a number.
+
+    Only the smallest gradients are read: a GradScaler, or clipping by the norm, multiplies all of them.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = sorted(parameters, key=Tensor.numel)[:PROBES]
+        self._recorded: list[float] = []
+
+    def record(self) -> None:
+        """Record the gradients as they are now."""
+        self._recorded = self._norms()
+
+    def is_unchanged(self) -> bool:
+        """Whether the gradients are as recorded. False if all recorded norms are zero."""
+        return any(norm > 0.0 for norm in self._recorded) and self._recorded == self._norms()
+
+    def _norms(self) -> list[float]:
+        gradients = [local_shard(p.grad) for p in self._parameters if p.grad is not None]
+        return [float(norm) for norm in l2_norms(gradients)]

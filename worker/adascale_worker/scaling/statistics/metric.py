@@ -147,8 +147,8 @@ class _GroupDivisor:
     v is `value * factor`: they are divided by `value + c / factor` and their sum by `factor`, one pass less.
     """
 
-    def __init__(self, moments: dict[int, SecondMoment], eps: float, shards: Shards | None = None) -> None:
-        self._moments = moments
+    def __init__(self, moments: dict[int, SecondMoment], eps: float, shards: Shards | None) -> None:
+        self._moments = moments  # by the id of the parameter; one without it gets the mean of the group
         self._memory: Tensor | None = None
         factors = {_number(moment) for moment in moments.values()}
         small: dict[int, Tensor] = {}
@@ -275,10 +275,10 @@ class _DivisorOnGpu:
         moments: dict[int, SecondMoment],
         eps: float,
         sizes: dict[tuple[torch.device, tuple[int, ...]], Tensor],
-        shards: Shards | None = None,
+        shards: Shards | None,
     ) -> None:
         self._moments = moments
-        self._sizes = sizes
+        self._sizes = sizes  # numbers of elements on the GPU, kept because copying them there takes time
         self._kept: dict[int, Tensor] = {}
         self._kept_whole = torch.empty(0)
         values = [value for value, *_ in moments.values()]

@@ -88,7 +88,7 @@ def are_read_together(tensors: Sequence[Tensor]) -> bool:
 
 
 def batches(sizes: Sequence[int], kinds: Sequence[object]) -> Iterator[list[int]]:
-    """Return the positions of consecutive tensors of the same kind that are copied together."""
+    """Return the positions of consecutive tensors of one kind, together `MAX_ELEMENTS_TOGETHER` at most."""
     batch: list[int] = []
     size = 0
     for position, (elements, kind) in enumerate(zip(sizes, kinds, strict=True)):

@@ -54,8 +54,9 @@ def lr_versions(groups: Iterable[Mapping[str, Any]]) -> list[object]:
 class OptimizerParameters:
     """The parameter groups of an optimizer. Read each time, because groups may be added or replaced."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, scales_lr_alone: bool = True) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, scales_lr_alone: bool) -> None:
         self._optimizer = optimizer
+        # Other hyperparameters, such as the betas of Adam, must be numbers on the host.
         self._scales_lr_alone = scales_lr_alone
         self._trainable: list[bool] | None = None
         """Whether each group had a parameter that was not frozen in the last step; None before it."""

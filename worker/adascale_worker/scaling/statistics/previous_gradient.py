@@ -25,8 +25,7 @@ Parameters = Sequence[Sequence[Tensor]]
 class PreviousStep:
     """The numbers of the step that a previous gradient is from."""
 
-    # of the gradient, per parameter group, in units of the loss scale squared: shape (groups,). Not
-    # finite if the gradient was not.
+    # squared norms of the gradient, in units of the loss scale squared: shape (groups,)
     sqr_norms: Tensor
     scale: float
     loss_scale: Tensor  # at the step, shape (); NaN if it could not be determined
@@ -41,7 +40,7 @@ class PreviousGradient:
         self._free_memory: list[list[Tensor | None]] = []
         self._step_number = -1
         self._defined_groups: list[int] | None = None
-        self.step: PreviousStep | None = None
+        self.step: PreviousStep | None = None  # None until its all-reduce is complete
 
     def preceding(self, step_number: int, parameters: Parameters) -> PreviousStep | None:
         """Return the numbers of the copied step if it is the step before `step_number`, else None.

@@ -35,8 +35,8 @@ class ShardedGradients:
         self._is_incomplete = False
         self._began_with_unreduced = False
         self._measuring = False
-        self.shards = 1
-        self.parameter_ids: set[int] = set()
+        self.shards = 1  # ranks that one copy of the parameters is spread over
+        self.parameter_ids: set[int] = set()  # of the parameters that `fully_shard` alone has sharded
         group_of = {id(p): number for number, group in enumerate(groups) for p in group}
         for fsdp_group in sharded_parameter_groups(model):
             history = _ReductionHistory(fsdp_group)
@@ -141,7 +141,7 @@ class _ReductionHistory:
 
     def __init__(self, fsdp_group: ShardedParameterGroup) -> None:
         self.fsdp_group = fsdp_group
-        self.unreduced: set[int] = set()
+        self.unreduced: set[int] = set()  # passes whose gradients are on the rank, also after `zero_grad()`
         self.reduced: list[set[int]] = []
         fsdp_group.on_post_backward(self._before_post_backward, self._after_post_backward)
 

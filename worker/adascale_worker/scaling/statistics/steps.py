@@ -1,10 +1,39 @@
-"""Which steps are measured.
+"""How a step is made of backward passes and replicas, and which steps are measured.
 
 The moving average covers about 1 / (1 - smoothing) steps. As long as many measured steps fall into that
 window, leaving out the others changes the estimates by less than their own noise (`bench/accuracy` shows it).
 """
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """How a step is made."""
+
+    world_size: int
+    accumulation: int
+    scale: float
+    is_scaled_loss: bool  # whether each loss is divided by `accumulation`
+    # the number of steps for which the measurement of this step stands, if the training loop has chosen
+    # to measure it. 0: `Sampling` chooses.
+    interval: int = 0
+
+    @property
+    def micro_gradients(self) -> int:
+        """n: the number of gradients that a step is the mean of."""
+        return self.world_size * self.accumulation
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """The weights of the micro-batches of a step, by which their losses are multiplied."""
+
+    # the sum over all ranks, divided by the number of ranks. The sum over the backward passes of the
+    # averaged gradients is divided by it, in place of the accumulation count.
+    divisor: float
+    positive: int  # how many are above 0, on all ranks
+
 
 FIRST_STEPS = 100
 """Number of steps at the start that are all measured, so that the gain is estimated soon."""
@@ -26,7 +55,7 @@ class Sampling:
     every: int | None = None
     # whether the pairs of consecutive steps that are compared have no step in common
     disjoint_pairs: bool = False
-    compares_steps: bool = True  # whether steps with one gradient are compared at all
+    compares_steps: bool = True  # whether consecutive steps are compared at all
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
