@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 FieldPath = tuple[str | int, ...]
@@ -13,12 +12,6 @@ def format_path(path: FieldPath) -> str:
     """Return a path as Kubernetes writes it: `spec.containers[0].name`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
-
-
-def parse_path(text: str) -> FieldPath:
-    """Return the path that Kubernetes writes as `spec.containers[0].name`; the reverse of `format_path`."""
-    parts = re.findall(r"[^.\[\]]+|\[\d+\]", text)
-    return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from adascale_controller.field_error import FieldError, parse_path
+from adascale_controller.field_error import FieldError
 from adascale_controller.job import Job, to_job, worker_container
 from adascale_controller.schema import AdaScaleJobDocument
 from adascale_controller.validation import validate_document
-from adascale_controller.yaml_document import YamlDocument, YamlDocumentError, parse_document
+from adascale_controller.yaml_document import YamlDocumentError, parse_document
 from adascale_core.errors import InvalidJobError
 
 
@@ -32,32 +31,8 @@ class JobFileError(InvalidJobError):
         return f"{self.source}:{error.line}: {error}" if error.line else f"{self.source}: {error}"
 
 
-@dataclass(frozen=True)
-class JobSource:
-    """A job with the file that it was read from."""
-
-    job: Job
-    name: str  # the file, as the user named it
-    yaml: YamlDocument
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """The values of the document."""
-        return dict(self.yaml.content)
-
-    def error_at(self, field: str, message: str) -> FieldError:
-        """Return an error at a field, with its line."""
-        path = parse_path(field)
-        return FieldError(path, message, self.yaml.line(path) if path else None)
-
-
 def load_job(path: Path) -> Job:
-    """Read the job in the YAML file at `path`, for a run on this machine."""
-    return read_job(path).job
-
-
-def read_job(path: Path, *, command_required: bool = True) -> JobSource:
-    """Read the job in the YAML file at `path`, with its document."""
+    """Read the job in the YAML file at `path`."""
     source = str(path)
     try:
         text = path.read_bytes().decode()
@@ -67,15 +42,11 @@ def read_job(path: Path, *, command_required: bool = True) -> JobSource:
         raise JobFileError(source, [FieldError((), f"is not valid UTF-8 (byte {error.start})")]) from None
     except OSError as error:
         raise JobFileError(source, [FieldError((), f"cannot be read: {error.strerror}")]) from None
-    return _parse(text, source, command_required=command_required)
+    return parse_job(text, source)
 
 
 def parse_job(text: str, source: str = "<text>") -> Job:
     """Read the job in a YAML text; `source` names the text in messages."""
-    return _parse(text, source, command_required=True).job
-
-
-def _parse(text: str, source: str, *, command_required: bool) -> JobSource:
     try:
         yaml = parse_document(text)
     except YamlDocumentError as error:
@@ -84,10 +55,10 @@ def _parse(text: str, source: str, *, command_required: bool) -> JobSource:
     if isinstance(document, list):
         errors = [replace(error, line=yaml.line(error.path)) for error in document]
         raise JobFileError(source, sorted(errors, key=lambda error: error.line or 0))
-    command_error = _command_error(document) if command_required else None
+    command_error = _command_error(document)
     if command_error is not None:
         raise JobFileError(source, [replace(command_error, line=yaml.line(command_error.path))])
-    return JobSource(to_job(document), source, yaml)
+    return to_job(document)
 
 
 def _command_error(document: AdaScaleJobDocument) -> FieldError | None:

@@ -16,15 +16,14 @@ from adascale_controller.cli.export import export
 from adascale_controller.cli.gain import gain
 from adascale_controller.cli.list import list_jobs
 from adascale_controller.cli.logs import logs
+from adascale_controller.cli.of_kubectl import KUBECTL_LINES, use_kubectl
 from adascale_controller.cli.operator import operator
-from adascale_controller.cli.resume import resume
 from adascale_controller.cli.rm import rm
 from adascale_controller.cli.run import run
 from adascale_controller.cli.scale import scale
 from adascale_controller.cli.simulate import simulate_workload
 from adascale_controller.cli.status import status
 from adascale_controller.cli.stop import stop
-from adascale_controller.cli.submit import submit
 from adascale_controller.cli.ui import ui
 from adascale_controller.cli.validate import validate
 from adascale_core import names
@@ -32,7 +31,6 @@ from adascale_core.errors import AdaScaleError
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     "run": run,
-    "submit": submit,
     "ui": ui,
     "validate": validate,
     "list": list_jobs,
@@ -42,14 +40,13 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "explain": explain,
     "scale": scale,
     "stop": stop,
-    "resume": resume,
     "rm": rm,
     "export": export,
     "simulate": simulate_workload,
     "operator": operator,
 }
-_ON_ONE_MACHINE = {"run", "ui", "simulate", "operator"}
-"""The commands that are not about jobs of a cluster."""
+_OF_A_CLUSTER = ("status", "gain", "explain", "export")
+"""The commands that have jobs of a cluster too; `validate` needs neither."""
 
 
 def _application(name: str, commands: dict[str, Callable[..., None]], summary: str) -> typer.Typer:
@@ -64,6 +61,9 @@ def _application(name: str, commands: dict[str, Callable[..., None]], summary: s
     application.callback()(adascale)
     for command, function in commands.items():
         application.command(command)(function)
+    for command in KUBECTL_LINES.keys() - commands.keys():
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+        application.command(command, hidden=True, context_settings=settings)(use_kubectl(command))
     return application
 
 
@@ -112,6 +112,6 @@ app = _application(
 )
 plugin_app = _application(
     PLUGIN,
-    {name: always_for_cluster(command) for name, command in _COMMANDS.items() if name not in _ON_ONE_MACHINE},
+    {"validate": validate, **{name: always_for_cluster(_COMMANDS[name]) for name in _OF_A_CLUSTER}},
     "Elastic training of PyTorch models, at the accuracy of the small batch: the jobs of a cluster.",
 )

@@ -28,7 +28,7 @@ def complete_job(ctx: typer.Context, incomplete: str) -> list[str]:
     options = ctx.params
     try:
         target = select_cluster(
-            options.get("cluster", True),  # a plugin of kubectl has no such option
+            options.get("cluster", False),
             options.get("namespace"),
             options.get("context"),
             options.get("kubeconfig"),

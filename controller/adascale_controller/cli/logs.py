@@ -9,16 +9,7 @@ from typing import Annotated
 import typer
 
 from adascale_controller.cli.arguments import JobName, StateRoot
-from adascale_controller.cli.cluster_options import (
-    Cluster,
-    Context,
-    Kubeconfig,
-    Namespace,
-    open_cluster,
-    select_cluster,
-)
-from adascale_controller.cluster.api import ClusterTarget
-from adascale_controller.cluster.pod_logs import PodLogs
+from adascale_controller.cli.of_kubectl import OfKubectl
 from adascale_controller.local.local_jobs import find_job
 from adascale_controller.local.log_follower import print_log
 from adascale_controller.local.state_dir import StateDir
@@ -32,16 +23,9 @@ class NoLogError(AdaScaleError):
 def logs(
     job: JobName,
     replica: Annotated[
-        int | None,
-        typer.Option(
-            "--replica",
-            metavar="N",
-            min=0,
-            help="The replica whose output to print. Default: 0; on a cluster all, each line with the "
-            "replica's index in front.",
-            show_default=False,
-        ),
-    ] = None,
+        int,
+        typer.Option("--replica", metavar="N", min=0, help="The replica whose output to print."),
+    ] = 0,
     follow: Annotated[
         bool,
         typer.Option(
@@ -55,19 +39,11 @@ def logs(
         ),
     ] = -1,
     state_dir: StateRoot = None,
-    cluster: Cluster = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
+    _cluster: OfKubectl = False,
 ) -> None:
-    """Print the output of the replicas of a job."""
+    """Print the output of a replica of a job."""
     lines = None if tail < 0 else tail
-    target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
-    if target is not None:
-        _print_cluster(target, job, replica, lines, follow=follow)
-        return
     found = find_job(state_dir, job)
-    replica = replica or 0
     log = found.folder.replica_log(replica)
     if not log.exists():
         raise NoLogError(f"replica {replica} of job {job} has no output; {_with_output(found.folder)}")
@@ -75,21 +51,6 @@ def logs(
         print_log(log, sys.stdout, lines, follow, lambda: found.process is not None)
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
-
-
-def _print_cluster(
-    target: ClusterTarget, job: str, replica: int | None, tail: int | None, *, follow: bool
-) -> None:
-    with open_cluster(target) as connection:
-        found = connection.jobs.find(job)
-        pods = PodLogs(connection.api, found.namespace, found.name, sys.stdout, replica, tail)
-        try:
-            if follow and not found.has_ended:
-                pods.follow(lambda: connection.jobs.find(found.id))
-            else:
-                pods.print_present()
-        except KeyboardInterrupt:
-            raise typer.Exit(128 + signal.SIGINT) from None
 
 
 def _with_output(folder: StateDir) -> str:

@@ -7,16 +7,8 @@ from typing import Annotated
 import typer
 
 from adascale_controller.cli.arguments import JobName, StateRoot
-from adascale_controller.cli.cluster_options import (
-    Cluster,
-    Context,
-    Kubeconfig,
-    Namespace,
-    open_cluster,
-    select_cluster,
-)
-from adascale_controller.cli.stop import STOP_TIMEOUT, report_stopped, stop_and_report
-from adascale_controller.cluster.api import ClusterTarget
+from adascale_controller.cli.of_kubectl import OfKubectl
+from adascale_controller.cli.stop import STOP_TIMEOUT, stop_and_report
 from adascale_controller.formatting import plural
 from adascale_controller.local.local_jobs import find_job
 from adascale_controller.local.replica_limit import ReplicaLimit
@@ -40,20 +32,13 @@ def scale(
         ),
     ],
     state_dir: StateRoot = None,
-    cluster: Cluster = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
+    _cluster: OfKubectl = False,
 ) -> None:
-    """Set the most replicas of a job: on this machine until the run ends, on a cluster until it is set again.
+    """Set the most replicas of a job on this machine, until the run ends; 0 saves and stops it.
 
-    As with `kubectl scale`, this replaces spec.replicaLimit; 0 saves and stops the job.
+    As with `kubectl scale` on a cluster, this replaces spec.replicaLimit.
     The job uses fewer replicas if more are not worthwhile.
     """
-    target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
-    if target is not None:
-        _scale_cluster(target, job, replicas)
-        return
     found = find_job(state_dir, job)
     if replicas == 0:
         stop_and_report(found, STOP_TIMEOUT)
@@ -69,23 +54,7 @@ def scale(
     typer.echo(scaled_text(found.short_id, replicas, limit))
 
 
-def _scale_cluster(target: ClusterTarget, job: str, replicas: int) -> None:
-    with open_cluster(target) as connection:
-        found = connection.jobs.find(job)
-        limit = ReplicaLimit(connection.jobs.scale(found, replicas))
-        if replicas == 0:
-            report_stopped(connection.jobs.wait_until_stopped(found, STOP_TIMEOUT))
-            return
-    typer.echo(scaled_text(found.name, replicas, limit))
-
-
 def scaled_text(name: str, replicas: int, limit: ReplicaLimit) -> str:
-    """Return what a job was scaled to.
-
-    Args:
-        name: of the job.
-        replicas: the requested limit.
-        limit: the limit that it uses.
-    """
+    """Return the message about the limit that is used, and why it is lower than the requested one."""
     lowered = f" (spec.maxReplicas is {limit.replicas})" if limit.replicas + limit.spares < replicas else ""
     return f"{name} scaled to at most {limit}{lowered}"

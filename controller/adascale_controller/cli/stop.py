@@ -8,15 +8,7 @@ from typing import Annotated
 import typer
 
 from adascale_controller.cli.arguments import JobName, StateRoot
-from adascale_controller.cli.cluster_options import (
-    Cluster,
-    Context,
-    Kubeconfig,
-    Namespace,
-    open_cluster,
-    select_cluster,
-)
-from adascale_controller.cluster.cluster_job import ClusterJob
+from adascale_controller.cli.of_kubectl import OfKubectl
 from adascale_controller.formatting import count
 from adascale_controller.local.local_jobs import LocalJob, find_job
 from adascale_controller.local.stop_run import stop_run
@@ -34,32 +26,14 @@ def stop(
             "-t",
             metavar="SECONDS",
             min=0,
-            help="The seconds to wait for the end of the run, or of the replicas.",
+            help="The seconds to wait for the end of the run.",
         ),
     ] = STOP_TIMEOUT,
     state_dir: StateRoot = None,
-    cluster: Cluster = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
+    _cluster: OfKubectl = False,
 ) -> None:
-    """Save and stop a job; `adascale run` resumes it, or `adascale resume` on a cluster."""
-    target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
-    if target is None:
-        stop_and_report(find_job(state_dir, job), timeout)
-        return
-    with open_cluster(target) as connection:
-        suspended = connection.jobs.suspend(connection.jobs.find(job))
-        report_stopped(connection.jobs.wait_until_stopped(suspended, timeout))
-
-
-def report_stopped(job: ClusterJob) -> None:
-    """Print the progress of a job of a cluster that was stopped, or has ended before."""
-    if job.has_ended:
-        typer.echo(f"{job.name} has ended: it is {job.state.lower()}")
-        return
-    saved = "no checkpoint was saved" if job.progress is None else f"saved at progress {count(job.progress)}"
-    typer.echo(f"{job.name} stopped, {saved}")
+    """Save and stop a job; `adascale run` resumes it."""
+    stop_and_report(find_job(state_dir, job), timeout)
 
 
 def stop_and_report(job: LocalJob, timeout: float) -> None:

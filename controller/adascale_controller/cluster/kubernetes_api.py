@@ -1,6 +1,6 @@
 """The API server through the Python client of Kubernetes, which reads the kubeconfig and obtains credentials.
 
-The client's documented methods return typed objects, which drop unknown fields, and errors without causes.
+The client's documented methods return typed objects, which drop unknown fields.
 `ApiClient.param_serialize` adds the credentials to a request, and renews them; the request itself is made
 with the client's pool of connections, which has its certificates and proxies. Both are undocumented; all use
 of them is in this module. Tried with kubernetes 37.0.1.
@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,6 @@ from adascale_core import names
 
 CONNECT_TIMEOUT = 10.0
 """Seconds to wait for a connection."""
-STREAM_TIMEOUT = 4 * 3600.0
-"""Seconds to wait for the next line of a stream: a program may print nothing for long."""
 MAX_EXCERPT = 2000
 """Characters of an answer without a message that an error quotes."""
 SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -52,7 +49,7 @@ _FORBIDDEN = re.compile(
 
 
 class KubernetesApi:
-    """The API server of a kubeconfig, with the rights of its user. Threads may share it."""
+    """The API server of a kubeconfig, with the rights of its user."""
 
     def __init__(self, api: client.ApiClient, context: str, namespace: str) -> None:
         self._api = api
@@ -73,22 +70,29 @@ class KubernetesApi:
         """Close the connections."""
         self._api.close()
 
-    def call(
-        self,
-        method: str,
-        path: str,
-        query: Query = (),
-        body: Mapping[str, Any] | None = None,
-        content_type: str = "application/json",
-        headers: Mapping[str, str] | None = None,
-        timeout: float = CALL_TIMEOUT,
-    ) -> Any:
-        """As `Api.call`."""
-        answer = self._request(method, path, query, body, content_type, headers, timeout)
+    def get(self, path: str, query: Query = (), timeout: float = CALL_TIMEOUT) -> Any:
+        """As `Api.get`."""
         try:
-            data = answer.read()
-        except urllib3.exceptions.HTTPError as error:
+            _, url, headers, _, _ = self._api.param_serialize(
+                "GET",
+                path,
+                query_params=list(query),
+                header_params={"Accept": "application/json"},
+                auth_settings=["BearerToken"],
+            )
+            answer = self._api.rest_client.pool_manager.request(
+                "GET",
+                url,
+                headers=headers,
+                timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT, read=timeout),
+                retries=False,
+                redirect=False,
+            )
+        except (urllib3.exceptions.HTTPError, OSError) as error:
             raise self._unreachable(error) from error
+        except ConfigException as error:
+            raise CredentialsError(f"the credentials of {self._place} cannot be renewed: {error}") from error
+        data = answer.data
         if answer.status >= 300:
             raise self._error(path, answer.status, data)
         try:
@@ -97,63 +101,6 @@ class KubernetesApi:
             raise ApiServerUnreachableError(
                 f"{self._api.configuration.host} is not the address of an API server: its answer is not JSON"
             ) from None
-
-    @contextmanager
-    def lines(self, path: str, query: Query = ()) -> Iterator[Iterator[bytes]]:
-        """As `Api.lines`."""
-        answer = self._request("GET", path, query, None, "application/json", None, STREAM_TIMEOUT)
-        try:
-            if answer.status >= 300:
-                raise self._error(path, answer.status, answer.read())
-            yield self._lines_of(answer)
-        finally:
-            # The rest of a stream that is left early must not be read by the next call.
-            answer.close()
-
-    def _lines_of(self, answer: Any) -> Iterator[bytes]:
-        rest = b""
-        try:
-            # In the parts in which they arrive; `read` would wait for a block to be full.
-            for part in answer.stream(1 << 16):
-                *lines, rest = (rest + part).split(b"\n")
-                yield from lines
-        except urllib3.exceptions.HTTPError as error:
-            raise self._unreachable(error) from error
-        if rest:
-            yield rest
-
-    def _request(
-        self,
-        method: str,
-        path: str,
-        query: Query,
-        body: Mapping[str, Any] | None,
-        content_type: str,
-        headers: Mapping[str, str] | None,
-        timeout: float,
-    ) -> Any:
-        try:
-            _, url, all_headers, _, _ = self._api.param_serialize(
-                method,
-                path,
-                query_params=list(query),
-                header_params={"Accept": "application/json", "Content-Type": content_type, **(headers or {})},
-                auth_settings=["BearerToken"],
-            )
-            return self._api.rest_client.pool_manager.request(
-                method,
-                url,
-                body=None if body is None else json.dumps(body, default=_as_text).encode(),
-                headers=all_headers,
-                timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT, read=timeout),
-                retries=False,
-                redirect=False,
-                preload_content=False,
-            )
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise self._unreachable(error) from error
-        except ConfigException as error:
-            raise CredentialsError(f"the credentials of {self._place} cannot be renewed: {error}") from error
 
     @property
     def _place(self) -> str:
@@ -187,13 +134,7 @@ class KubernetesApi:
             )
         if status == 403 and (denied := _FORBIDDEN.search(message)) is not None:
             return NotPermittedError(advice(**denied.groupdict()))
-        details = answer.get("details") or {}
-        causes = [
-            (str(cause.get("field", "")), str(cause.get("message", "")))
-            for cause in details.get("causes") or ()
-            if isinstance(cause, dict)
-        ]
-        return RejectedError(message, status, causes)
+        return RejectedError(message, status)
 
 
 @contextmanager
@@ -239,13 +180,6 @@ def _without_cluster(target: ClusterTarget, error: Exception) -> str:
         f"no cluster is configured in {place}: {error}. Set KUBECONFIG or --kubeconfig to the file with "
         "which kubectl works"
     )
-
-
-def _as_text(value: object) -> str:
-    """Return a date of a job file as kubectl sends it: Kubernetes has no such type."""
-    if isinstance(value, date):
-        return value.isoformat()
-    raise TypeError(f"{value!r} is no value of JSON")
 
 
 def _parsed(data: bytes) -> dict[str, Any]:

@@ -68,8 +68,7 @@ class ProxyTransport:
     def _read(self, path: str, wait: float, scheme: str) -> Any:
         """Read a path through the API server, which speaks TLS with the service if `scheme` is `https:`."""
         target, _, query = path.partition("?")
-        return self._api.call(
-            "GET",
+        return self._api.get(
             f"{self._path}/{scheme}{names.API_SERVICE}:{names.DEFAULT_API_PORT}/proxy/{target}",
             parse_qsl(query, keep_blank_values=True),
             timeout=CALL_TIMEOUT + wait,

@@ -20,15 +20,15 @@ def advice(user: str, verb: str, resource: str, group: str, namespace: str | Non
     where = f"in namespace {namespace}" if namespace else "in all namespaces"
     return (
         f"{user} may not {verb} {what} {where}. An administrator allows it with\n"
-        f"  {_command(user, verb, resource, namespace)}"
+        f"  {_command(user, resource, namespace)}"
     )
 
 
-def _command(user: str, verb: str, resource: str, namespace: str | None) -> str:
+def _command(user: str, resource: str, namespace: str | None) -> str:
     subject = f"--user={user}"
     if user.startswith("system:serviceaccount:"):
         subject = f"--serviceaccount={user.removeprefix('system:serviceaccount:')}"
-    kind, role = "clusterrole", "view" if verb in {"get", "list", "watch"} else "edit"
+    kind, role = "clusterrole", "view"
     binding = f"adascale-{role}"
     if resource == "services/proxy":
         kind, role, binding = "role", METRICS_READER, METRICS_READER
