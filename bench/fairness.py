@@ -1,11 +1,11 @@
 """Finish-time fairness and the mean completion time of simulations, as a picture and a table.
 
-    adascale simulate saturn/workload-N.csv --profiles profiles --cluster aws=6x4,dgx-ext=2x8,rtx=3x8 \
-        --costs costs.json --isolated --fairness X --output json > results/X-N.json
+    python bench/compare_policies.py saturn/workload-*.csv --profiles profiles --fairness X \
+        --cluster aws=6x4,dgx-ext=2x8,rtx=3x8 --costs costs.json --isolated --json results
     python bench/fairness.py results --out docs/fairness.svg
 
-for each workload N and each fairness X. With `--policy sia --noise 0` in place of `--fairness X`, and
-results/sia-N.json, the twin of Sia is shown too. Left: what a fairness costs, over all workloads. Right: the
+for each fairness X. With `--policies sia --noise 0` in place of `--fairness X`, the twin of Sia is shown too.
+Left: what a fairness costs, over all workloads. Right: the
 distribution of the isolated finish-time fairness, over all jobs of all workloads.
 """
 
@@ -55,10 +55,10 @@ class Setting:
 
 
 def read(folder: Path) -> list[Setting]:
-    """Read `<setting>-<workload>.json`."""
+    """Read `<setting>-<workload>-<seed>.json`."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*-*.json")):
-        found.setdefault(path.stem.rpartition("-")[0], []).append(json.loads(path.read_text()))
+        found.setdefault(path.stem.partition("-")[0], []).append(json.loads(path.read_text()))
     return [Setting(name, results) for name, results in found.items()]
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     options = parser.parse_args()
     settings = read(options.results)
     if not settings:
-        parser.error(f"{options.results} has no files <fairness>-<workload>.json: simulate first")
+        parser.error(f"{options.results} has no files of compare_policies.py --json: simulate first")
     print("| | workloads | mean, seconds | worst | above 1 | 99th percentile, h | makespan, h | restarts |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for each in settings:

@@ -1,9 +1,8 @@
-"""`adascale simulate`: the published formulas, every policy on a small workload, and its files and errors."""
+"""`adascale simulate`: the published formulas, a small workload, and its files and errors."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -17,19 +16,34 @@ import pytest
 from typer.testing import CliRunner
 
 from adascale_controller.cli.app import app
-from adascale_controller.cli.simulate import output_on_stderr
-from adascale_controller.simulation.adascale_policy import AdaScalePolicy
-from adascale_controller.simulation.application import ProfileError
-from adascale_controller.simulation.cluster import PlacementMode, place
-from adascale_controller.simulation.competitors import EqualShares, FirstComeFirstServed, Tiresias
+from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode, place
+from adascale_controller.simulation.application import ProfileError, fixed_plan
 from adascale_controller.simulation.engine import Settings, SimulatedJob, SimulationError, simulate
 from adascale_controller.simulation.profiles import read_application, read_costs, read_workload
 from adascale_controller.simulation.recording import read_recording
 from adascale_controller.simulation.results import Results
+from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import AdaScaleError
 from support.workload import write_profiles, write_workload
 
 SETTINGS = Settings([4] * 2)
+
+
+class Scripted:
+    """Places each job on the next nodes of a script in each round, with the batch size of the workload."""
+
+    def __init__(self, *script: tuple[int, ...]) -> None:
+        self._script = iter(script)
+        self._nodes: tuple[int, ...] = ()
+
+    def allocate(
+        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+    ) -> dict[str, tuple[int, ...]]:
+        self._nodes = next(self._script, self._nodes)
+        return {job.name: self._nodes for job in jobs}
+
+    def plan(self, job: SimulatedJob) -> BatchPlan:
+        return fixed_plan(job.application, len(job.training_nodes), job.submission.batch_size)
 
 
 @pytest.fixture(scope="module")
@@ -67,22 +81,19 @@ def test_a_job_alone_takes_as_long_as_its_step_times_say(files: Path) -> None:
     submission = replace(
         read_workload(files / "workload.csv", files / "profiles")[1], time=50.0, replicas=1, batch_size=16
     )
-    (job,) = simulate([submission], FirstComeFirstServed(), SETTINGS)
+    (job,) = simulate([submission], Scripted((0,)), SETTINGS)
     assert job.completed_at == pytest.approx(60 + 30 + 1200 * 0.1)
     assert job.replica_seconds == pytest.approx(150.0)
 
 
-@pytest.mark.parametrize("policy", ["adascale", "tiresias", "optimus", "fcfs", "equal"])
-def test_every_policy_completes_every_job(files: Path, policy: str) -> None:
-    results = json.loads(run(files, "--nodes", "2", "--policy", policy, "--output", "json"))
+def test_every_job_completes(files: Path) -> None:
+    results = json.loads(run(files, "--nodes", "2", "--output", "json"))
     assert {job["name"] for job in results["jobs"]} == {f"job-{i}" for i in range(8)}
     for name in ("mean", "median", "p95", "p99"):
         assert results[f"{name}_completion_time"] > 0
     assert results["makespan"] >= results["p99_completion_time"]
     assert results["gpu_hours"] > 0
     assert results["restarts_per_job"] >= 0
-    if policy == "fcfs":
-        assert results["restarts_per_job"] == 0
 
 
 @pytest.mark.parametrize("placement", ["packed", "spread"])
@@ -91,19 +102,6 @@ def test_the_same_seed_gives_the_same_results(files: Path, placement: str) -> No
     first = run(files, *arguments, "--seed", "3")
     assert first == run(files, *arguments, "--seed", "3")
     assert first != run(files, *arguments, "--seed", "4")
-
-
-def test_the_decision_beats_policies_of_fixed_size(files: Path) -> None:
-    submissions = read_workload(files / "workload.csv", files / "profiles")
-    random = Random(0)
-
-    def mean(policy: Any) -> float:
-        jobs = simulate(submissions, policy, SETTINGS, lambda: random.lognormvariate(0, 0.04))
-        return Results.of(jobs, SETTINGS).summary()["mean_completion_time"]
-
-    adascale = mean(AdaScalePolicy())
-    for other in (Tiresias(), FirstComeFirstServed()):
-        assert adascale < mean(other)
 
 
 @pytest.mark.slow
@@ -138,16 +136,10 @@ def test_the_work_of_a_simulation_grows_with_its_jobs_and_hardly_with_its_nodes(
 def test_a_change_is_prepared_while_training_continues(files: Path) -> None:
     """With a preparation of 20 s, a job trains on its old nodes for 20 s more."""
 
-    class Grows(EqualShares):
-        def allocate(
-            self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
-        ) -> dict[str, tuple[int, ...]]:
-            return {job.name: (0,) if now < 120 else (0, 0) for job in jobs}
-
     submission = replace(read_workload(files / "workload.csv", files / "profiles")[0], time=0.0)
     steps = []
     for prepare in (0.0, 20.0):
-        job = simulate([submission], Grows(), Settings([4], 30, 60, prepare))[0]
+        job = simulate([submission], Scripted((0,), (0,), (0, 0)), Settings([4], 30, 60, prepare))[0]
         assert job.restarts == 1
         steps.append(job.completed_at or 0.0)
     assert steps[1] > steps[0]
@@ -156,20 +148,14 @@ def test_a_change_is_prepared_while_training_continues(files: Path) -> None:
 def test_a_job_starts_although_the_multiple_of_the_interval_is_rounded(files: Path) -> None:
     """0.9 / 0.3 is 3, and 3 * 0.3 is less than 0.9."""
     submission = replace(read_workload(files / "workload.csv", files / "profiles")[0], time=0.9)
-    job = simulate([submission], EqualShares(), Settings([4], interval=0.3))[0]
+    job = simulate([submission], Scripted((0,)), Settings([4], interval=0.3))[0]
     assert job.started_at == pytest.approx(0.9)
 
 
 def test_a_policy_that_uses_more_than_a_node_holds_is_refused(files: Path) -> None:
-    class Greedy(EqualShares):
-        def allocate(
-            self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
-        ) -> dict[str, tuple[int, ...]]:
-            return {job.name: (0,) * 5 for job in jobs}
-
     submissions = read_workload(files / "workload.csv", files / "profiles")
     with pytest.raises(SimulationError, match="placed 5 replicas on node 0, which holds 4"):
-        simulate(submissions, Greedy(), SETTINGS)
+        simulate(submissions, Scripted((0,) * 5), SETTINGS)
 
 
 def test_packed_replicas_share_nodes_and_spread_replicas_do_not() -> None:
@@ -182,15 +168,8 @@ def test_packed_replicas_share_nodes_and_spread_replicas_do_not() -> None:
     assert place({"a": (0, 0, 1)}, {"a": 2}, [4, 4]) == {"a": (0, 0)}
 
 
-@pytest.mark.slow
-def test_pictures_are_saved(files: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run(files, "--nodes", "2", "--policy", "fcfs", "--pictures", str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {"jobs-by-node.png", "completion-times.png"}
-
-
 def test_the_table_has_every_number(files: Path) -> None:
-    text = run(files, "--nodes", "2", "--policy", "fcfs")
+    text = run(files, "--nodes", "2")
     for word in ("mean", "median", "p95", "p99", "makespan", "GPU-hours", "restarts", "queueing", "fairness"):
         assert word in text
 
@@ -298,13 +277,11 @@ def test_an_invalid_profile_is_refused_with_its_file(
         (["--prepare", "-1"], "--prepare"),
         (["--noise", "nan"], "--noise"),
         (["--nodes", "1000000000"], "--nodes"),
-        (["--pictures", "workload.csv"], "cannot create the folder"),
     ],
 )
 def test_an_invalid_option_is_refused(files: Path, arguments: Sequence[str], message: str) -> None:
-    given = [str(files / each) if each == "workload.csv" else each for each in arguments]
     workload = ["simulate", str(files / "workload.csv"), "--profiles", str(files / "profiles")]
-    result = CliRunner().invoke(app, [*workload, *given])
+    result = CliRunner().invoke(app, [*workload, *arguments])
     assert isinstance(result.exception, (AdaScaleError, SystemExit))
     assert message in result.output + str(result.exception)
 
@@ -314,13 +291,6 @@ def test_a_folder_and_a_binary_file_are_no_workload(files: Path, tmp_path: Path)
     for path, message in ((tmp_path, "Is a directory"), (tmp_path / "binary.csv", "is not a text file")):
         with pytest.raises(ProfileError, match=message):
             read_workload(path, files / "profiles")
-
-
-@pytest.mark.parametrize("policy", ["tiresias", "fcfs"])
-def test_a_job_that_never_fits_is_named_before_the_simulation(files: Path, policy: str) -> None:
-    arguments = ["simulate", str(files / "workload.csv"), "--profiles", str(files / "profiles")]
-    result = CliRunner().invoke(app, [*arguments, "--nodes", "1", "--gpus", "3", "--policy", policy])
-    assert "job job-0 runs on 4 replicas with this policy, and the nodes hold 3" in str(result.exception)
 
 
 def test_a_workload_or_profiles_that_are_missing_are_named() -> None:
@@ -436,16 +406,9 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_typed(typed: Path, *arguments: str) -> Any:
+def test_every_job_completes_on_several_types(typed: Path) -> None:
     costs = str(typed / "costs.json")
-    return json.loads(
-        run(typed, "--cluster", "fast=1x4,slow=2x4", "--costs", costs, "--output", "json", *arguments)
-    )
-
-
-@pytest.mark.parametrize("policy", ["adascale", "sia"])
-def test_every_job_completes_on_several_types(typed: Path, policy: str) -> None:
-    results = run_typed(typed, "--policy", policy)
+    results = json.loads(run(typed, "--cluster", "fast=1x4,slow=2x4", "--costs", costs, "--output", "json"))
     assert {job["name"] for job in results["jobs"]} == {f"job-{i}" for i in range(8)}
     used = {name: sum(job["gpu_hours_by_type"].get(name, 0.0) for job in results["jobs"]) for name in TYPES}
     assert used == {name: pytest.approx(each["gpu_hours"]) for name, each in results["types"].items()}
@@ -459,23 +422,9 @@ def test_restarts_and_slowdowns_of_an_application_are_counted(typed: Path) -> No
     costs = read_costs(typed / "costs.json")
     (_, small, *_) = read_workload(typed / "workload.csv", typed / "profiles", ["slow", "fast"], costs)
     small = replace(small, time=60.0, replicas=1, batch_size=16)
-    (job,) = simulate([small], FirstComeFirstServed(), Settings([1], types=["slow"]))
+    (job,) = simulate([small], Scripted((0,)), Settings([1], types=["slow"]))
     assert job.completed_at == pytest.approx(60 + 20 + 1200 * 0.1 * 2 * 1.5)
     assert job.replica_seconds_on == {"slow": pytest.approx(380.0)}
-
-
-class Scripted(FirstComeFirstServed):
-    """Places a job on the next nodes of a script in each round."""
-
-    def __init__(self, *script: tuple[int, ...]) -> None:
-        self._script = iter(script)
-        self._nodes: tuple[int, ...] = ()
-
-    def allocate(
-        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
-    ) -> dict[str, tuple[int, ...]]:
-        self._nodes = next(self._script, self._nodes)
-        return {job.name: self._nodes for job in jobs}
 
 
 @pytest.mark.parametrize(
@@ -511,7 +460,6 @@ def test_a_policy_that_mixes_types_is_refused(typed: Path) -> None:
         (["--cluster", "fast=1x4,fast=2x4"], "named once"),
         (["--cluster", "fast=4"], "as in a100=2x8"),
         (["--cluster", "none=1x4"], "placements-none.csv"),
-        (["--cluster", "fast=1x4", "--policy", "optimus"], "knows no types"),
     ],
 )
 def test_an_invalid_cluster_is_refused(typed: Path, arguments: Sequence[str], message: str) -> None:
@@ -541,8 +489,18 @@ def test_invalid_costs_are_refused_with_what_is_allowed(tmp_path: Path, content:
         read_costs(path)
 
 
-def test_what_a_solver_prints_is_not_in_the_results(capfd: pytest.CaptureFixture[str]) -> None:
-    with output_on_stderr():
-        os.write(1, b"HiGHS\n")
-    os.write(1, b"{}\n")
-    assert capfd.readouterr() == ("{}\n", "HiGHS\n")
+def test_the_setting_changes_the_results_of_the_decision(files: Path) -> None:
+    def completed(*arguments: str) -> list[float]:
+        text = run(files, "--nodes", "2", "--noise", "0", "--output", "json", *arguments)
+        return [job["completed"] for job in json.loads(text)["jobs"]]
+
+    assert completed("--fairness", "0") == completed()
+    assert completed("--fairness", "1") != completed()
+
+
+@pytest.mark.parametrize("command", [["simulate", "workload.csv"], ["operator"]])
+@pytest.mark.parametrize("value", ["-0.1", "1.1", "nan"])
+def test_an_invalid_fairness_is_refused(command: Sequence[str], value: str) -> None:
+    result = CliRunner().invoke(app, [*command, "--fairness", value])
+    assert result.exit_code == 2
+    assert f"a number from 0 to 1 is needed, got {value}" in " ".join(result.output.replace("│", " ").split())

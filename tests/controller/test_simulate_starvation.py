@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_controller.simulation.adascale_policy import AdaScalePolicy
+from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode
 from adascale_controller.simulation.application import ProfiledApplication
-from adascale_controller.simulation.cluster import PlacementMode
 from adascale_controller.simulation.engine import Settings, Submission, simulate
 from adascale_controller.simulation.profiles import read_application
 from support.examples import examples

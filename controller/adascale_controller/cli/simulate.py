@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -15,50 +12,21 @@ from random import Random
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 from adascale_controller.cli.fairness_option import Fairness
 from adascale_controller.cli.service_client import client_at
-from adascale_controller.simulation.adascale_policy import AdaScalePolicy
+from adascale_controller.formatting import duration, percent, significant
+from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode
 from adascale_controller.simulation.application import ProfileError
-from adascale_controller.simulation.cluster import PlacementMode
-from adascale_controller.simulation.competitors import (
-    EarliestDeadlineFirst,
-    EqualShares,
-    FirstComeFirstServed,
-    Optimus,
-    Tiresias,
-)
-from adascale_controller.simulation.deadlines import with_deadlines
-from adascale_controller.simulation.elasticflow import ElasticFlow
-from adascale_controller.simulation.engine import Policy, Settings, Submission, simulate
-from adascale_controller.simulation.isolated_cluster import IsolatedCluster
-from adascale_controller.simulation.pictures import draw
-from adascale_controller.simulation.profiles import Costs, read_costs, read_workload
+from adascale_controller.simulation.engine import Settings, Submission, simulate
+from adascale_controller.simulation.profiles import Costs, read_costs, read_workload, with_deadlines
 from adascale_controller.simulation.recording import read_recording, record
 from adascale_controller.simulation.results import Results
-from adascale_controller.simulation.results_table import render_results
-from adascale_controller.simulation.sia import Sia
 
 MAX_SECONDS = 86400.0
 """The largest restart, interval and preparation that can be simulated."""
-
-
-class PolicyName(StrEnum):
-    """The policies that can be simulated."""
-
-    ADASCALE = "adascale"
-    TIRESIAS = "tiresias"
-    OPTIMUS = "optimus"
-    FCFS = "fcfs"
-    EQUAL = "equal"
-    SIA = "sia"
-    EDF = "edf"
-    ELASTICFLOW = "elasticflow"
-
-
-FIXED_SIZE = (PolicyName.TIRESIAS, PolicyName.FCFS, PolicyName.EDF)
-"""The policies that run a job on the number of replicas of the workload only."""
 
 
 class ResultFormat(StrEnum):
@@ -138,14 +106,6 @@ def simulate_workload(
     placement: Annotated[
         PlacementMode, typer.Option("--placement", metavar="MODE", help="packed, affinity or spread.")
     ] = PlacementMode.PACKED,
-    policy: Annotated[
-        PolicyName,
-        typer.Option(
-            "--policy",
-            metavar="NAME",
-            help="adascale, tiresias, optimus, fcfs, equal, sia, edf or elasticflow.",
-        ),
-    ] = PolicyName.ADASCALE,
     fairness: Fairness = None,
     deadlines: Annotated[
         str | None,
@@ -157,25 +117,9 @@ def simulate_workload(
             show_default=False,
         ),
     ] = None,
-    isolated: Annotated[
-        bool,
-        typer.Option(
-            "--isolated",
-            help="Simulate each job alone on its fair share too, for finish-time fairness as Sia reports it.",
-        ),
-    ] = False,
     output: Annotated[
         ResultFormat, typer.Option("--output", "-o", metavar="FORMAT", help="table or json.")
     ] = ResultFormat.TABLE,
-    pictures: Annotated[
-        Path | None,
-        typer.Option(
-            "--pictures",
-            metavar="DIR",
-            help="Save pictures: jobs by node, completion times.",
-            show_default=False,
-        ),
-    ] = None,
     from_service: Annotated[
         str | None,
         typer.Option(
@@ -186,40 +130,24 @@ def simulate_workload(
         ),
     ] = None,
 ) -> None:
-    """Replay a workload on a simulated cluster, with the decision of the operator or another policy."""
-    sizes, types = ([gpus] * nodes, []) if cluster is None else _nodes_of(cluster)
-    free_moves = policy in (PolicyName.SIA, PolicyName.ELASTICFLOW)
-    settings = Settings(sizes, restart, interval, prepare, types=types, free_moves=free_moves)
-    if types and policy not in (PolicyName.ADASCALE, PolicyName.SIA):
-        raise typer.BadParameter(
-            f"{policy} knows no types of accelerators: leave out --cluster, or use adascale or sia",
-            param_hint="--policy",
-        )
-    if fairness is not None and policy is not PolicyName.ADASCALE:
-        raise typer.BadParameter(
-            f"it is a setting of the policy adascale, and {policy} has none: leave it out",
-            param_hint="--fairness",
-        )
+    """Replay a workload on a simulated cluster, with the decision of the operator."""
+    sizes, types = ([gpus] * nodes, []) if cluster is None else nodes_of(cluster)
+    settings = Settings(sizes, restart, interval, prepare, types=types)
     random = Random(seed)
     submissions = _submissions(workload, profiles, from_service, types, costs)
-    _require_room(submissions, settings, policy)
+    _require_room(submissions, settings)
     if deadlines is not None:
-        submissions = with_deadlines(submissions, settings, _tightness(deadlines), seed)
-    new_policy = partial(_policy, policy, placement, fairness)
-    with output_on_stderr():
-        jobs = simulate(submissions, new_policy(), settings, lambda: random.lognormvariate(0.0, noise))
-        alone = IsolatedCluster(settings, new_policy, fixed_size=policy in FIXED_SIZE) if isolated else None
-        results = Results.of(jobs, settings, alone)
-    if pictures is not None:
-        for path in draw(jobs, settings, pictures):
-            typer.echo(f"saved {path}", err=True)
+        submissions = with_deadlines(submissions, settings, tightness_of(deadlines), seed)
+    policy = AdaScalePolicy(placement, fairness)
+    jobs = simulate(submissions, policy, settings, lambda: random.lognormvariate(0.0, noise))
+    results = Results.of(jobs, settings)
     if output is ResultFormat.JSON:
         typer.echo(json.dumps(results.to_json(), indent=2))
     else:
-        Console(highlight=False).print(render_results(results, settings))
+        Console(highlight=False).print(_rendered(results, settings))
 
 
-def _nodes_of(cluster: str) -> tuple[list[int], list[str]]:
+def nodes_of(cluster: str) -> tuple[list[int], list[str]]:
     """Return the size and the type of each node of a cluster, as in `aws=6x4,rtx=3x8`."""
     sizes: list[int] = []
     types: list[str] = []
@@ -235,7 +163,7 @@ def _nodes_of(cluster: str) -> tuple[list[int], list[str]]:
     return sizes, types
 
 
-def _tightness(deadlines: str) -> tuple[float, float]:
+def tightness_of(deadlines: str) -> tuple[float, float]:
     """Return the least and the most tightness of `--deadlines`."""
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)-([0-9]{1,3}(?:\.[0-9]{1,6})?)", deadlines)
     least, most = (float(match[1]), float(match[2])) if match else (0.0, 0.0)
@@ -245,19 +173,6 @@ def _tightness(deadlines: str) -> tuple[float, float]:
             param_hint="--deadlines",
         )
     return least, most
-
-
-@contextmanager
-def output_on_stderr() -> Iterator[None]:
-    """Write to stderr what is written to stdout: HiGHS prints messages, which would make the JSON invalid."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
 
 
 def _submissions(
@@ -281,35 +196,53 @@ def _submissions(
     return read_workload(workload, profiles, list(dict.fromkeys(types)), found)
 
 
-def _require_room(submissions: Sequence[Submission], settings: Settings, policy: PolicyName) -> None:
+def _require_room(submissions: Sequence[Submission], settings: Settings) -> None:
     """Check that each job fits when it is alone."""
-    is_fixed = policy in FIXED_SIZE
-    needed = {each.name: each.replicas if is_fixed else each.application.min_replicas for each in submissions}
-    largest = max(needed, key=lambda name: needed[name])
-    if needed[largest] > settings.total:
-        runs = f"runs on {needed[largest]} replicas with this policy"
-        runs = runs if is_fixed else f"needs {needed[largest]} replicas"
+    largest = max(submissions, key=lambda each: each.application.min_replicas)
+    needed = largest.application.min_replicas
+    if needed > settings.total:
         raise ProfileError(
-            f"job {largest} {runs}, and the nodes hold {settings.total}: raise --nodes or --gpus"
-            + (", or choose another --policy" if is_fixed else "")
+            f"job {largest.name} needs {needed} replicas, and the nodes hold {settings.total}: "
+            "raise --nodes or --gpus"
         )
 
 
-def _policy(name: PolicyName, placement: PlacementMode, fairness: float | None) -> Policy:
-    match name:
-        case PolicyName.ADASCALE:
-            return AdaScalePolicy(placement, fairness)
-        case PolicyName.TIRESIAS:
-            return Tiresias()
-        case PolicyName.OPTIMUS:
-            return Optimus()
-        case PolicyName.FCFS:
-            return FirstComeFirstServed()
-        case PolicyName.EQUAL:
-            return EqualShares()
-        case PolicyName.SIA:
-            return Sia()
-        case PolicyName.EDF:
-            return EarliestDeadlineFirst()
-        case PolicyName.ELASTICFLOW:
-            return ElasticFlow()
+def _rendered(results: Results, settings: Settings) -> RenderableType:
+    """Return the summary of a simulation."""
+    summary = results.summary()
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    rows = [
+        ("jobs", str(len(results.jobs))),
+        ("nodes x replicas", _described(settings)),
+        ("completion time, mean", duration(summary["mean_completion_time"])),
+        ("completion time, median", duration(summary["median_completion_time"])),
+        ("completion time, p95", duration(summary["p95_completion_time"])),
+        ("completion time, p99", duration(summary["p99_completion_time"])),
+        ("makespan", duration(summary["makespan"])),
+        ("GPU-hours", significant(summary["gpu_hours"])),
+        ("restarts per job", significant(summary["restarts_per_job"])),
+        ("queueing, mean", duration(summary["mean_queueing_time"])),
+        ("queueing, longest", duration(summary["max_queueing_time"])),
+        ("finish-time fairness, worst", significant(summary["worst_finish_time_fairness"])),
+        ("jobs treated unfairly", percent(summary["unfairly_treated_share"])),
+    ]
+    if "deadlines_met_share" in summary:
+        rows.append(("deadlines met", percent(summary["deadlines_met_share"])))
+    for name, each in results.types.items():
+        rows.append((f"GPU-hours on {name}", significant(each.gpu_hours)))
+        rows.append((f"use of {name}", percent(each.use)))
+    if results.types:
+        rows.append(("moves to another type per job", significant(summary["moves_per_job"])))
+    for name, text in rows:
+        table.add_row(name, text)
+    return table
+
+
+def _described(settings: Settings) -> str:
+    """Return the nodes of each type, with how many replicas a node holds."""
+    return ", ".join(
+        f"{name} {len(nodes)} x {max(settings.nodes[node] for node in nodes)}".strip()
+        for name, nodes in settings.nodes_by_type().items()
+    )

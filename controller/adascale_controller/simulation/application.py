@@ -7,6 +7,7 @@ section 5.3). `RecordedApplication` uses what a job of a real cluster reported.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -282,6 +283,11 @@ def _mix(low: tuple[float, float], high: tuple[float, float], share: float) -> t
     return low[0] + share * (high[0] - low[0]), low[1] + share * (high[1] - low[1])
 
 
+def shape(nodes: Sequence[int]) -> Placement:
+    """Return the placement of replicas on nodes, in the order of the first replica of each node."""
+    return tuple(Counter(nodes).values())
+
+
 def fixed_plan(application: Application, replicas: int, batch_size: int) -> BatchPlan:
     """Return the plan of a fixed batch size: the fewest micro-batches, rounded up (Qiao et al. 2021).
 
@@ -297,3 +303,22 @@ def fixed_plan(application: Application, replicas: int, batch_size: int) -> Batc
     local_bsz = ceil(share / accumulation - ROUNDING)
     most = (bounds.max_batch_size or batch_size) // (replicas * accumulation)
     return BatchPlan(replicas, min(local_bsz, most), accumulation)
+
+
+def packed(replicas: int, node: int) -> Placement:
+    """Return the placement of replicas on as few nodes of a size as hold them."""
+    full, rest = divmod(replicas, node)
+    return (node,) * full + ((rest,) if rest else ())
+
+
+def step_seconds(application: Application, placement: Placement, batch_size: int) -> float:
+    """Return the true seconds of a step with a batch size."""
+    plan = fixed_plan(application, sum(placement), batch_size)
+    step, sync = application.step_time(placement, plan.local_bsz)
+    return step + (step - sync) * (plan.accumulation - 1)
+
+
+def training_seconds(application: Application, placement: Placement, batch_size: int) -> float:
+    """Return the seconds of all steps with a batch size."""
+    steps = application.iterations(batch_size, len(application.epoch_ends) - 1)
+    return steps * step_seconds(application, placement, batch_size)

@@ -8,8 +8,7 @@ from math import ceil
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from adascale_controller.simulation.application import Application, Placement
-from adascale_controller.simulation.cluster import shape
+from adascale_controller.simulation.application import Application, Placement, shape
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import AdaScaleError

@@ -1,4 +1,9 @@
-"""Reads workloads and profiles in the format of Pollux's artifact (Qiao et al. 2021)."""
+"""Reads workloads and profiles in the format of Pollux's artifact (Qiao et al. 2021), and draws deadlines.
+
+Deadlines are drawn as for ElasticFlow (Gu et al. 2023, section 6.1): the submission plus the time that the
+job takes on the replicas and with the batch size of the workload, times a tightness that is uniform between
+two numbers. A job with a tightness below 1 needs more replicas than it requests, or a larger batch.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,12 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from itertools import pairwise
 from math import inf, isfinite
 from pathlib import Path
+from random import Random
 from types import MappingProxyType
 
 from adascale_controller.simulation.application import (
@@ -19,9 +25,10 @@ from adascale_controller.simulation.application import (
     ProfileError,
     ValidationRun,
     canonical,
+    packed,
+    training_seconds,
 )
-from adascale_controller.simulation.engine import MAX_TIME, Submission
-from adascale_controller.simulation.files import read_text
+from adascale_controller.simulation.engine import MAX_TIME, Settings, Submission
 from adascale_core.batch.plans import BatchBounds
 
 PUBLISHED_LIMITS: Mapping[str, Mapping[str, int]] = {
@@ -252,3 +259,44 @@ def _whole_number(
         of = f" of {row['name']}" if "name" in row else ""
         raise ProfileError(f"{path}: {column}{of} must be a whole number {allowed}, got {row[column]!r}")
     return int(number)
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a text file."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise ProfileError(f"{path} does not exist: check the path, and --profiles") from error
+    except UnicodeDecodeError as error:
+        raise ProfileError(
+            f"{path} is not a text file in UTF-8: a workload or profile is CSV or JSON"
+        ) from error
+    except OSError as error:
+        raise ProfileError(f"cannot read {path}: {error.strerror or error}: check the path") from error
+
+
+def with_deadlines(
+    submissions: Sequence[Submission], settings: Settings, tightness: tuple[float, float], seed: int
+) -> list[Submission]:
+    """Return the jobs with drawn deadlines, in seconds from the begin of the workload."""
+    random = Random(seed)
+    return [
+        replace(each, deadline=each.time + random.uniform(*tightness) * requested_duration(each, settings))
+        for each in submissions
+    ]
+
+
+def requested_duration(job: Submission, settings: Settings) -> float:
+    """Return the seconds of a job on its requested replicas and batch size, with its start.
+
+    With several types of accelerators it is the mean over the types, weighted by their GPUs.
+    """
+    total = 0.0
+    for name, nodes in settings.nodes_by_type().items():
+        sizes = [settings.nodes[node] for node in nodes]
+        replicas = min(job.replicas, sum(sizes))
+        seconds = training_seconds(
+            job.by_type.get(name, job.application), packed(replicas, max(sizes)), job.batch_size
+        )
+        total += sum(sizes) * seconds
+    return total / settings.total + (settings.restart if job.restart is None else job.restart)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from adascale_client import MetricsServiceClient
 from adascale_controller.simulation.application import ProfileError, RecordedApplication
 from adascale_controller.simulation.engine import MAX_TIME, Submission
-from adascale_controller.simulation.files import read_text, write_text
+from adascale_controller.simulation.profiles import read_text
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import AdaScaleError
@@ -77,9 +77,7 @@ def record(
 ) -> list[Submission]:
     """Return the jobs of a metrics service that can be replayed, and save them to a file.
 
-    A job can be replayed if it is declared, has reported a step time, and its end is known: it declares
-    `scaleInvariantSteps`, or it is complete. Jobs whose progress counts samples are left out, because a
-    replay counts gains.
+    These are declared, have reported a step time, and declare `scaleInvariantSteps` or are complete.
     """
     views = sorted(client.list_jobs(), key=lambda view: (view.created_at, view.id))
     of_samples = [view.id for view in views if _counts_samples(view)]
@@ -101,7 +99,12 @@ def record(
         job["time"] -= first
     document = {"version": FORMAT_VERSION, "jobs": jobs}
     if path is not None:
-        write_text(path, json.dumps(document, indent=2) + "\n")
+        try:
+            path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ProfileError(
+                f"cannot write {path}: {error.strerror or error}: choose another path"
+            ) from error
     return _submissions(document, "the metrics service")
 
 

@@ -9,10 +9,8 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from adascale_controller.simulation.application import Application, fixed_plan
-from adascale_controller.simulation.cluster import shape
+from adascale_controller.simulation.application import Application, fixed_plan, shape
 from adascale_controller.simulation.engine import Settings, SimulatedJob, Submission
-from adascale_controller.simulation.isolated_cluster import IsolatedCluster
 from adascale_core.batch.plans import candidate_plans
 
 
@@ -22,7 +20,7 @@ class JobResult:
 
     name: str
     application: str
-    # submitted, started, completed: in seconds from the begin of the workload
+    # in seconds from the begin of the workload
     submitted: float
     started: float
     completed: float
@@ -42,9 +40,6 @@ class JobResult:
     # when it should have been complete, in seconds from the begin of the workload; None if it had no
     # deadline
     deadline: float | None = None
-    # its completion time divided by that in an isolated cluster of its fair share with the same policy
-    # (`isolated_cluster`); None if that was not simulated
-    isolated_finish_time_fairness: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,18 +61,16 @@ class Results:
     gpus: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
-    def of(
-        cls, jobs: Sequence[SimulatedJob], settings: Settings, isolated: IsolatedCluster | None = None
-    ) -> Results:
+    def of(cls, jobs: Sequence[SimulatedJob], settings: Settings) -> Results:
         """Return the results of the jobs of a simulation."""
         equal_share = _EqualShare(settings)
-        contention = _Contention(jobs)
+        contention = Contention(jobs)
         gpus = {
             name: sum(settings.nodes[node] for node in nodes)
             for name, nodes in settings.nodes_by_type().items()
             if name
         }
-        return cls([_result(job, contention.of(job), equal_share, isolated, settings) for job in jobs], gpus)
+        return cls([_result(job, contention.of(job), equal_share, settings) for job in jobs], gpus)
 
     @property
     def makespan(self) -> float:
@@ -99,11 +92,6 @@ class Results:
         times = sorted(job.completion_time for job in self.jobs)
         queueing = [job.queueing_time for job in self.jobs]
         fairness = [job.finish_time_fairness for job in self.jobs]
-        isolated = [
-            job.isolated_finish_time_fairness
-            for job in self.jobs
-            if job.isolated_finish_time_fairness is not None
-        ]
         met = [float(job.completed <= job.deadline) for job in self.jobs if job.deadline is not None]
         return {
             "mean_completion_time": _mean(times),
@@ -117,15 +105,7 @@ class Results:
             "mean_queueing_time": _mean(queueing),
             "max_queueing_time": max(queueing),
             "worst_finish_time_fairness": max(fairness),
-            "unfairly_treated_share": _above_one(fairness),
-            **(
-                {
-                    "worst_isolated_finish_time_fairness": max(isolated),
-                    "isolated_unfairly_treated_share": _above_one(isolated),
-                }
-                if isolated
-                else {}
-            ),
+            "unfairly_treated_share": _mean([float(each > 1.0) for each in fairness]),
             **({"deadlines_met_share": _mean(met)} if met else {}),
         }
 
@@ -151,18 +131,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _above_one(fairness: Sequence[float]) -> float:
-    """Return the share of jobs that are treated unfairly."""
-    return _mean([float(value > 1.0) for value in fairness])
-
-
-def _result(
-    job: SimulatedJob,
-    contention: float,
-    equal_share: _EqualShare,
-    isolated: IsolatedCluster | None,
-    settings: Settings,
-) -> JobResult:
+def _result(job: SimulatedJob, contention: float, equal_share: _EqualShare, settings: Settings) -> JobResult:
     assert job.completed_at is not None
     assert job.started_at is not None
     time = job.completed_at - job.submission.time
@@ -182,9 +151,6 @@ def _result(
         },
         moves=_moves(job, settings),
         deadline=job.submission.deadline,
-        isolated_finish_time_fairness=(
-            None if isolated is None else time / isolated.completion_time(job.submission, contention)
-        ),
     )
 
 
@@ -194,7 +160,7 @@ def _moves(job: SimulatedJob, settings: Settings) -> int:
     return sum(before != after for before, after in pairwise(types))
 
 
-class _Contention:
+class Contention:
     """The mean number of jobs in the cluster while a job is in it."""
 
     def __init__(self, jobs: Sequence[SimulatedJob]) -> None:
@@ -218,6 +184,7 @@ class _Contention:
         return self._job_seconds[i] + self._jobs[i] * (time - self._times[i])
 
     def of(self, job: SimulatedJob) -> float:
+        """Return the mean over the life of a completed job, itself included."""
         start, end = job.submission.time, job.completed_at
         assert end is not None
         return max((self._until(end) - self._until(start)) / (end - start), 1.0) if end > start else 1.0

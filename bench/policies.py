@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil, inf
 
-from adascale_controller.simulation.application import ROUNDING, fixed_plan
+from adascale_controller.simulation.application import ROUNDING, fixed_plan, packed
 from adascale_controller.simulation.engine import Settings, SimulatedJob
 from adascale_core.batch.plans import BatchPlan
 
@@ -146,13 +146,11 @@ class Optimus(FixedBatch):
         return job.application.iterations(size, last) - job.application.iterations(size, job.epoch)
 
     def _step_time(self, job: SimulatedJob, replicas: int, node: int) -> float:
-        full, rest = divmod(replicas, node)
-        placement = (node,) * full + ((rest,) if rest else ())
         application, size = job.application, job.submission.batch_size
         plan = fixed_plan(application, replicas, size)
         if replicas == 1 and plan.accumulation == 1:
             plan = BatchPlan(1, ceil(plan.local_bsz / 2 - ROUNDING), 2)
-        step, sync = application.step_time(placement, plan.local_bsz)
+        step, sync = application.step_time(packed(replicas, node), plan.local_bsz)
         return step + (step - sync) * (plan.accumulation - 1)
 
 

@@ -11,22 +11,23 @@ a type are known as to the decision of this project, by the same model. On other
 by the ratio of the throughputs of one GPU with the largest batch, which Sia measures beforehand.
 
 As published, the goodput is that of batches up to the size of the workload, while a job trains with up to the
-largest batch of its application. SciPy solves the program; it is not a dependency of the commands.
+largest batch of its application. SciPy solves the program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import scipy.optimize  # type: ignore[import-untyped]
+import scipy.sparse  # type: ignore[import-untyped]
 
 from adascale_controller.simulation.application import ROUNDING, Application, fixed_plan
 from adascale_controller.simulation.engine import Settings, SimulatedJob, SimulationError
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchPlan
-from adascale_core.errors import AdaScaleError
 from adascale_core.performance.throughput import StepTimeModel
 
 Floats = npt.NDArray[np.float64]
@@ -51,10 +52,6 @@ RESTART_SECONDS: Mapping[str, float] = {
 """Application -> the seconds of a restart that the published policy assumes, which differ from those that its
 simulator counts."""
 DEFAULT_RESTART_SECONDS = 30.0
-
-
-class MissingSolverError(AdaScaleError):
-    """SciPy is not installed."""
 
 
 class Configuration(NamedTuple):
@@ -254,7 +251,6 @@ def _solve(
     costs: Floats, configurations: Sequence[Configuration], settings: Settings, fixed: Mapping[int, int]
 ) -> dict[int, int]:
     """Return the index of a job -> that of its configuration, of the jobs that get one."""
-    scipy = _scipy()
     for i, index in fixed.items():
         costs[i, index] = min(costs[i, index], NOT_ALLOCATED)
     jobs, indices = np.nonzero(costs <= NOT_ALLOCATED)
@@ -283,14 +279,3 @@ def _solve(
     if found.x is None:
         raise SimulationError(f"the integer program of sia has no solution: {found.message}")
     return {int(jobs[i]): int(indices[i]) for i in np.nonzero(found.x > 0.5)[0]}
-
-
-def _scipy() -> Any:
-    try:
-        import scipy.optimize  # type: ignore[import-untyped]
-        import scipy.sparse  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise MissingSolverError(
-            "the policy sia needs SciPy, which is not installed: run `pip install scipy`"
-        ) from error
-    return scipy

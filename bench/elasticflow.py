@@ -22,10 +22,9 @@ from math import ceil, inf
 
 import numpy as np
 import numpy.typing as npt
+from policies import FixedBatch, most_replicas
 
-from adascale_controller.simulation.application import ProfileError
-from adascale_controller.simulation.competitors import FixedBatch, most_replicas
-from adascale_controller.simulation.deadlines import packed, step_seconds
+from adascale_controller.simulation.application import ProfileError, packed, step_seconds
 from adascale_controller.simulation.engine import Settings, SimulatedJob, SimulationError
 
 Slots = npt.NDArray[np.int64]

@@ -1,0 +1,313 @@
+"""The policies of `bench/compare_policies.py`: their rules, and fairness to an isolated cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import ceil, floor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+import compare_policies
+from compare_policies import POLICIES, isolated_fairness
+from elasticflow import ElasticFlow, remaining_steps, satisfactory_plan
+from isolated_cluster import IsolatedCluster
+from policies import EarliestDeadlineFirst, EqualShares, FirstComeFirstServed, Tiresias
+
+from adascale_controller.simulation.adascale_policy import AdaScalePolicy
+from adascale_controller.simulation.application import ProfiledApplication
+from adascale_controller.simulation.engine import Policy, Settings, SimulatedJob, Submission, simulate
+from adascale_controller.simulation.profiles import read_application, read_workload, requested_duration
+from adascale_controller.simulation.results import Results
+from support.examples import examples
+from support.workload import write_profiles, write_workload
+
+TYPES = {"fast": 0.5, "slow": 2.0}
+"""type -> the factor of its step times."""
+SETTINGS = Settings([4] * 2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workload")
+    write_profiles(folder / "profiles", {"": 1.0, **TYPES})
+    write_workload(folder / "workload.csv")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def application(files: Path) -> ProfiledApplication:
+    return read_application(files / "profiles" / "small")
+
+
+def compare(files: Path, *arguments: str) -> None:
+    compare_policies.main(
+        [str(files / "workload.csv"), "--profiles", str(files / "profiles"), "--nodes", "2", *arguments]
+    )
+
+
+def test_every_policy_completes_every_job(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare(files, "--policies", *POLICIES, "--deadlines", "0.5-1.5", "--json", str(tmp_path))
+    table = capsys.readouterr().out
+    for policy in POLICIES:
+        results = json.loads((tmp_path / f"{policy}-workload-0.json").read_text())
+        assert {job["name"] for job in results["jobs"]} == {f"job-{i}" for i in range(8)}
+        mean = f"{results['mean_completion_time']:,.0f}"
+        assert f"| {policy}: mean completion time, seconds | {mean} | {mean} |" in table
+        assert f"| {policy}: deadlines met | {results['deadlines_met_share']:.1%} |" in table
+        if policy == "fcfs":
+            assert results["restarts_per_job"] == 0
+
+
+def test_sia_completes_every_job_on_several_types(files: Path, tmp_path: Path) -> None:
+    compare(files, "--policies", "sia", "--cluster", "fast=1x4,slow=2x4", "--json", str(tmp_path))
+    results = json.loads((tmp_path / "sia-workload-0.json").read_text())
+    assert len(results["jobs"]) == 8
+    assert results["types"]["fast"]["use"] > results["types"]["slow"]["use"]
+
+
+def test_a_job_that_is_alone_is_treated_exactly_fairly_by_every_policy(files: Path, tmp_path: Path) -> None:
+    header, *_ = (files / "workload.csv").read_text().splitlines()
+    (tmp_path / "workload.csv").write_text(f"{header}\njob,60,small,2,64\n")
+    (tmp_path / "profiles").symlink_to(files / "profiles")
+    arguments = ["--noise", "0", "--deadlines", "0.5-1.5", "--isolated", "--json", str(tmp_path)]
+    compare(tmp_path, "--policies", *POLICIES, *arguments)
+    for policy in POLICIES:
+        results = json.loads((tmp_path / f"{policy}-workload-0.json").read_text())
+        assert results["worst_isolated_finish_time_fairness"] == pytest.approx(1.0)
+        assert results["isolated_unfairly_treated_share"] in (0.0, 1.0)
+
+
+@pytest.mark.slow
+def test_pictures_are_saved(files: Path, tmp_path: Path) -> None:
+    compare(files, "--policies", "fcfs", "--pictures", str(tmp_path))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"fcfs-workload-0-{each}.png" for each in ("jobs-by-node", "completion-times")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "optimus", "--cluster", "fast=1x4"], "knows no types"),
+        (["--policies", "elasticflow"], "add --deadlines 0.5-1.5"),
+        (
+            ["--policies", "fcfs", "--nodes", "1", "--gpus", "3"],
+            "job job-0 runs on 4 replicas with the policy fcfs, and the nodes hold 3",
+        ),
+    ],
+)
+def test_what_a_policy_cannot_do_is_refused(files: Path, arguments: Sequence[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        compare(files, *arguments)
+
+
+def test_the_decision_beats_policies_of_fixed_size(files: Path) -> None:
+    submissions = read_workload(files / "workload.csv", files / "profiles")
+    random = Random(0)
+
+    def mean(policy: Any) -> float:
+        jobs = simulate(submissions, policy, SETTINGS, lambda: random.lognormvariate(0, 0.04))
+        return Results.of(jobs, SETTINGS).summary()["mean_completion_time"]
+
+    adascale = mean(AdaScalePolicy())
+    for other in (Tiresias(), FirstComeFirstServed()):
+        assert adascale < mean(other)
+
+
+@pytest.mark.parametrize("policy", [AdaScalePolicy(), EarliestDeadlineFirst(), ElasticFlow()])
+def test_the_job_with_a_deadline_is_served_before_an_earlier_one(
+    application: ProfiledApplication, policy: Policy
+) -> None:
+    """Both want all 4 GPUs. The later job can meet its deadline only if it does not wait for the earlier."""
+    jobs = [
+        Submission("early", 0.0, application, 4, 64, deadline=1e5),
+        Submission("late", 60.0, application, 4, 64, deadline=60.0 + 240.0),
+    ]
+    found = simulate(jobs, policy, Settings([4], restart=10.0, interval=10.0, free_moves=True))
+    met = [job.submission.deadline >= (job.completed_at or 0) for job in found]  # type: ignore[operator]
+    assert met == [True, True]
+
+
+class _Known:
+    """A job of a known throughput, for the plan of ElasticFlow."""
+
+    def __init__(self, deadline: float, remaining: float, throughput: dict[int, float]) -> None:
+        self.deadline, self.remaining, self.throughput = deadline, remaining, throughput
+
+    @property
+    def counts(self) -> Sequence[int]:
+        return list(self.throughput)
+
+    def pause(self, count: int) -> float:
+        return 0.0
+
+
+LINEAR = {1: 1.0, 2: 2.0, 4: 4.0}
+
+
+@pytest.mark.parametrize(
+    ("deadline", "remaining", "free", "expected"),
+    [
+        # the smallest share that suffices, until the end
+        (40.0, 40.0, [4] * 4, [1, 1, 1, 1]),
+        (40.0, 41.0, [4] * 4, [2, 2, 2, 0]),
+        (40.0, 160.0, [4] * 4, [4, 4, 4, 4]),
+        (40.0, 161.0, [4] * 4, None),
+        # jobs of earlier deadlines leave fewer, and a power of two is used of them
+        (40.0, 60.0, [0, 0, 4, 4], [0, 0, 4, 4]),
+        (40.0, 60.0, [3, 3, 3, 3], [2, 2, 2, 0]),
+        # only the part of a slot before the deadline counts
+        (35.0, 36.0, [4] * 4, [2, 2, 0, 0]),
+        (35.0, 70.0, [4] * 4, [2, 2, 2, 2]),
+    ],
+)
+def test_the_minimum_satisfactory_share(
+    deadline: float, remaining: float, free: Sequence[int], expected: list[int] | None
+) -> None:
+    job: Any = _Known(deadline, remaining, LINEAR)
+    plan = satisfactory_plan(job, np.array(free), 10.0, 0.0)
+    assert (None if plan is None else plan.tolist()) == expected
+
+
+@given(
+    st.floats(1, 100),
+    st.floats(1, 300),
+    st.lists(st.integers(0, 6), min_size=10, max_size=10),
+)
+@settings(max_examples=examples(100), deadline=None)
+def test_a_plan_ends_the_job_before_its_deadline_within_what_is_free(
+    deadline: float, remaining: float, free: Sequence[int]
+) -> None:
+    job: Any = _Known(deadline, remaining, LINEAR)
+    plan = satisfactory_plan(job, np.array(free), 10.0, 0.0)
+    seconds = np.clip(deadline - 10.0 * np.arange(10), 0.0, 10.0)
+    if plan is None:
+        usable = [max((count for count in LINEAR if count <= each), default=0) for each in free]
+        assert (np.array(usable) * seconds).sum() < remaining * (1 + 1e-9)
+    else:
+        assert (plan <= free).all()
+        assert set(plan.tolist()) <= {0, *LINEAR}
+        assert (plan * seconds).sum() >= remaining * (1 - 1e-9)
+
+
+def test_an_admitted_job_keeps_its_share_when_others_come(application: ProfiledApplication) -> None:
+    """Of two jobs that both need 4 of 4 GPUs the first is admitted, although the second is due earlier."""
+    settings = Settings([4], interval=10.0, free_moves=True)
+    duration = requested_duration(Submission("a", 0.0, application, 4, 64), settings)
+    jobs = [
+        Submission(f"{i}", 10.0 * i, application, 4, 64, deadline=(1.3 - i / 10) * duration) for i in range(2)
+    ]
+    result = Results.of(simulate(jobs, ElasticFlow(), settings), settings)
+    assert [job.completed <= (job.deadline or 0.0) for job in result.jobs] == [True, False]
+
+
+def test_the_remaining_steps_fall_from_all_to_none(application: ProfiledApplication) -> None:
+    job = SimulatedJob(Submission("a", 0.0, application, 1, 64))
+    ends = application.epoch_ends
+    found = [remaining_steps(job)]
+    for epoch, end in enumerate(ends):
+        job.epoch, job.progress = epoch, end - 1.0
+        found.append(remaining_steps(job))
+    assert found[0] == pytest.approx(application.iterations(64, len(ends) - 1))
+    assert found == sorted(found, reverse=True)
+    assert 0 < found[-1] < 2
+
+
+@pytest.fixture(scope="module")
+def small(files: Path) -> Submission:
+    """Return a job of 1,200 steps at 0.1 s on one replica, and 0.07 s on two, submitted at a decision."""
+    job = read_workload(files / "workload.csv", files / "profiles", list(TYPES))[1]
+    untyped = read_workload(files / "workload.csv", files / "profiles")[1]
+    return replace(job, time=0.0, replicas=1, batch_size=16, application=untyped.application)
+
+
+def test_jobs_that_share_a_gpu_one_after_the_other(small: Submission) -> None:
+    """Alone a job takes 30 + 120 s. One runs until 150 s, the other from 180 s to 330 s.
+
+    The first has a contention of 2, so its share is half a GPU, on which it takes 300 s. The contention of
+    the other is (150 + 330) / 330, so it takes 150 * 480 / 330 s.
+    """
+    settings = Settings([1])
+    jobs = simulate(
+        [replace(small, name=name, by_type={}) for name in "ab"], FirstComeFirstServed(), settings
+    )
+    found = isolated_fairness(jobs, IsolatedCluster(settings, FirstComeFirstServed, fixed_size=True))
+    assert found == [pytest.approx(150 / 300), pytest.approx(330 / (150 * 480 / 330))]
+
+
+@pytest.mark.parametrize(
+    ("submitted", "contention", "seconds"),
+    [
+        # One GPU is fast: 30 + 60 s. Two are slow: 30 + 240 s on one, 30 + 168 s on both.
+        (0.0, 1.0, (90 + 2 * 198) / 3),
+        (0.0, 2.0, (90 + 2 * (270 + 198) / 2) / 3),
+        (0.0, 3.0, (90 + 2 * 270) / 3),
+        (0.0, 6.0, 2 * (90 + 2 * 270) / 3),
+        (10.0, 3.0, 50 + (90 + 2 * 270) / 3),
+        (10.0, 6.0, 2 * (50 + (90 + 2 * 270) / 3)),
+    ],
+    ids=["alone", "one and a half", "one", "half", "waits for a decision", "half, waits"],
+)
+def test_the_time_on_a_share_of_two_types(
+    small: Submission, submitted: float, contention: float, seconds: float
+) -> None:
+    settings = Settings([1, 2], types=["fast", "slow"])
+    isolated = IsolatedCluster(settings, EqualShares, fixed_size=False)
+    found = isolated.completion_time(replace(small, time=submitted), contention)
+    assert found == pytest.approx(seconds)
+
+
+def test_a_policy_of_fixed_size_takes_its_replicas_for_longer_than_its_share(small: Submission) -> None:
+    """On 2 of 4 GPUs it takes 30 + 84 s, and with a share of one GPU twice as long."""
+    isolated = IsolatedCluster(Settings([4]), FirstComeFirstServed, fixed_size=True)
+    pair = replace(small, replicas=2, by_type={})
+    assert isolated.completion_time(pair, 1.0) == pytest.approx(114.0)
+    assert isolated.completion_time(pair, 4.0) == pytest.approx(2 * 114.0)
+
+
+def twin(jobs: Sequence[SimulatedJob], settings: Settings, new_policy: Callable[[], Policy]) -> list[float]:
+    """Return the finish-time fairness of each job, as its definition reads."""
+    found = []
+    for job in jobs:
+        begin, end = job.submission.time, job.completed_at or 0.0
+        overlaps = [min(end, other.completed_at or 0.0) - max(begin, other.submission.time) for other in jobs]
+        share = settings.total * (end - begin) / sum(overlap for overlap in overlaps if overlap > 0)
+        expected = 0.0
+        for name, nodes in settings.nodes_by_type().items():
+            gpus = sum(settings.nodes[node] for node in nodes)
+            own = min(share, gpus)
+
+            def alone(replicas: int, name: str = name, nodes: Sequence[int] = nodes) -> float:
+                limited = job.application_on(name).limited_to(max(replicas, 1))  # noqa: B023
+                sizes = [settings.nodes[node] for node in nodes]
+                submission = replace(job.submission, application=limited, by_type={})  # noqa: B023
+                (result,) = simulate([submission], new_policy(), replace(settings, nodes=sizes, types=()))
+                return (result.completed_at or 0.0) - submission.time
+
+            low, high = alone(floor(own)), alone(ceil(own))
+            seconds = low + (own - floor(own)) * (high - low) if own >= 1 else high / own
+            expected += gpus / settings.total * seconds
+        found.append((end - begin) / expected)
+    return found
+
+
+@pytest.mark.parametrize("types", [(), ("fast", "slow", "slow")], ids=["one type", "two types"])
+def test_the_results_agree_with_a_readable_twin(files: Path, types: Sequence[str]) -> None:
+    submissions = read_workload(files / "workload.csv", files / "profiles", list(dict.fromkeys(types)))[:5]
+    settings = Settings([2] * 3, types=types)
+    jobs = simulate(submissions, AdaScalePolicy(), settings)
+    found = isolated_fairness(jobs, IsolatedCluster(settings, AdaScalePolicy, fixed_size=False))
+    assert found == pytest.approx(twin(jobs, settings, AdaScalePolicy))
+    assert len(set(found)) == len(found)
