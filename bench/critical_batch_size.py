@@ -55,7 +55,7 @@ from ramp import (
 from torch import Tensor, nn
 
 from adascale_core.batch.gain import GradientEstimate
-from adascale_worker.program.elastic_adascale import ElasticAdaScale
+from adascale_worker.program.optimizers import ElasticAdaScale
 
 POINTS = (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
 """Shares of the tokens after which the state is kept."""

@@ -43,7 +43,7 @@ from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_worker.gradients import step_division
 from adascale_worker.gradients.step_division import OBSERVED_STEPS, StepDivision
-from adascale_worker.program.elastic_adascale import ElasticAdaScale
+from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.scaling.statistics.estimates import from_micro_gradients
 from adascale_worker.scaling.statistics.metric import EuclideanMetric, SecondMomentMetric
 from adascale_worker.scaling.supported_optimizers import scaling_rule_of

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from adascale.errors import SparseGradientError, UnsupportedOptimizerError
 from adascale_core.batch.gain import GradientEstimate
 from adascale_worker.adascale import AdaScale
-from adascale_worker.program.elastic_adascale import ElasticAdaScale
+from adascale_worker.program.optimizers import ElasticAdaScale
 from worker.adascale_problem import (
     PUBLIC_VALUES,
     Net,

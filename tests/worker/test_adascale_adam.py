@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from adascale import AdaScale, SecondMomentOptimizer
 from adascale.errors import UnsupportedOptimizerError
-from adascale_worker.program.elastic_adascale import ElasticAdaScale
+from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.scaling.rules import AdamRule, SecondMoment, adam_hyperparameters
 from adascale_worker.scaling.statistics import metric, norms
 from adascale_worker.torch_private.tensors import weighted_sqr_norms

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.overrides import TorchFunctionMode
 
 from adascale import AdaScale
-from adascale_worker.program.elastic_adascale import ElasticAdaScale
+from adascale_worker.program.optimizers import ElasticAdaScale
 from worker.adascale_problem import batches, network, squared_error
 
 

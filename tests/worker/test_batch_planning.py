@@ -12,7 +12,7 @@ from adascale_core.errors import InvalidJobError
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.program.elastic_adascale import ElasticAdaScale
+from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.reporting.step_timer import StepTimer
 from support.job_states import OF_SAMPLES
 

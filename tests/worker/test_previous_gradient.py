@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adascale_worker.program.elastic_adascale import ElasticAdaScale
+from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.scaling.statistics.metric import EuclideanMetric
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient
 from adascale_worker.torch_private.distributed import local_process_group

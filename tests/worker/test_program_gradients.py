@@ -14,7 +14,7 @@ from adascale.errors import NonFiniteWeightsError
 from adascale_worker.batches.stream import SampleStream
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.steps import MAX_SKIPPED_STEPS
-from adascale_worker.program.elastic_adascale import ElasticAdaScale
+from adascale_worker.program.optimizers import ElasticAdaScale
 from support.training import (
     ACCUMULATING,
     FIXED,

@@ -41,7 +41,7 @@ from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.batches.stream import LoadedBatches
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.gradients.loss_scaling import scaler_of
-from adascale_worker.gradients.out_of_memory import kind_of
+from adascale_worker.gradients.step_failure import kind_of
 from adascale_worker.loop.checks import check_optimizer_parameters, check_synchronized_norms
 from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.loop.job import Job
@@ -60,10 +60,9 @@ from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHand
 from adascale_worker.process.listener import listen
 from adascale_worker.process.settings import check_arguments, describe_differences, resolve_settings
 from adascale_worker.process.shutdown_request import ShutdownRequest
-from adascale_worker.program.checks import Models, OptimizersByName, SchedulersByName
 from adascale_worker.program.hyperparameters import Choice, describe
-from adascale_worker.program.optimizer_set import OptimizerSet
-from adascale_worker.program.parts import program_parts
+from adascale_worker.program.optimizers import OptimizerSet
+from adascale_worker.program.parts import Models, OptimizersByName, SchedulersByName, program_parts
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.reporting.logged_metrics import plain_result, require_metrics
 from adascale_worker.reporting.progress import TrainingProgress

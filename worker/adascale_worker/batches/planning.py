@@ -20,7 +20,7 @@ from adascale_core.batch.plans import (
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_worker.errors import StaleBatchSizeError, UnusableCheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.program.optimizer_set import Optimizers
+from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.reporting.step_timer import StepTimer
 
 REPLAN_INTERVAL = 1.0

@@ -13,12 +13,12 @@ from typing import Final
 from adascale_core.performance.slow_replica import SlowReplica, slow_replica
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError
-from adascale_worker.gradients.compute_timer import ComputeTimer
+from adascale_worker.gradients.data_parallel import ComputeTimer
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process.user_code import calling_line
-from adascale_worker.program.optimizer_set import Optimizers
+from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.program.weight_checks import WeightComparison
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing

@@ -11,7 +11,7 @@ import torch
 
 from adascale_core.messages.channel import Limited, Stalled
 from adascale_worker.batches.planning import BatchPlanner
-from adascale_worker.gradients.out_of_memory import is_out_of_memory, kind_of, release_memory
+from adascale_worker.gradients.step_failure import is_out_of_memory, kind_of, release_memory
 from adascale_worker.loop.exchange import EvaluationSequence
 from adascale_worker.loop.program_loop import LoopDepartures, Place, ProgramLoop
 from adascale_worker.loop.step_watchdog import Stall

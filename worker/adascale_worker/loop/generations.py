@@ -16,7 +16,7 @@ from adascale_core.messages.channel import Assignment, SavedElsewhere
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import error_of_kind, kind_of_error
-from adascale_worker.gradients.out_of_memory import release_memory
+from adascale_worker.gradients.step_failure import release_memory
 from adascale_worker.loop.checks import check_optimizer_parameters
 from adascale_worker.loop.exchange import EvaluationSequence
 from adascale_worker.loop.failures import MemoryShortage

@@ -12,12 +12,12 @@ import torch
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.accumulation import GradientAccumulation
 from adascale_worker.gradients.data_parallel import DataParallelModel
-from adascale_worker.gradients.sharded_model import ShardedModel
+from adascale_worker.gradients.sharded import ShardedModel
 from adascale_worker.loop.checks import LoopChecks
 from adascale_worker.loop.held_state import ModelBuffers
 from adascale_worker.loop.steps import StepParts, StepStrategy
 from adascale_worker.membership.links import PeersLostError
-from adascale_worker.program.elastic_adascale import ElasticAdaScale
+from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.program.patching import patch_optimizer
 
 

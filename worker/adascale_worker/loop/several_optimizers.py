@@ -30,7 +30,7 @@ from adascale_worker.loop.program_loop import ProgramLoop
 from adascale_worker.loop.steps import StepParts, StepStrategy
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.program.optimizer_set import OptimizerSet
+from adascale_worker.program.optimizers import OptimizerSet
 from adascale_worker.program.parts import ProgramParts
 from adascale_worker.program.patching import MethodOverride, patch_step
 from adascale_worker.program.trained_parameters import TrainedParameters

@@ -26,7 +26,7 @@ from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.shutdown_request import ShutdownRequest
-from adascale_worker.program.optimizer_set import Optimizers
+from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.telemetry import Telemetry

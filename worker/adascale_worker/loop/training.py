@@ -19,13 +19,11 @@ from adascale_core.names import ENV_JOINS_OTHERS
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import ReplicaCheckError, WorkerError
-from adascale_worker.gradients.accumulation import Accumulation, GradientAccumulation
-from adascale_worker.gradients.backward_guard import BackwardGuard
+from adascale_worker.gradients.accumulation import Accumulation, BackwardGuard, GradientAccumulation
 from adascale_worker.gradients.data_parallel import DataParallelModel, ForwardRecord, warm_up
 from adascale_worker.gradients.loss_scaling import UnregisteredScaler, patch_scaler, scaler_of
 from adascale_worker.gradients.model_set import ModelSet
-from adascale_worker.gradients.sharded_accumulation import ShardedAccumulation
-from adascale_worker.gradients.sharded_model import ShardedModel
+from adascale_worker.gradients.sharded import ShardedAccumulation, ShardedModel
 from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.loop.agreement import FinishRequest, StepAgreement
@@ -52,12 +50,10 @@ from adascale_worker.process.device_clock import clock_of
 from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
 from adascale_worker.process.gpu_monitor import monitor_of
 from adascale_worker.process.shutdown_request import ShutdownRequest
-from adascale_worker.program.checks import OtherOptimizers
-from adascale_worker.program.elastic_adascale import ElasticAdaScale
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
 from adascale_worker.program.learning_rates import LearningRates
-from adascale_worker.program.optimizer_set import Optimizers, OptimizerSet
-from adascale_worker.program.parts import ProgramParts
+from adascale_worker.program.optimizers import ElasticAdaScale, Optimizers, OptimizerSet
+from adascale_worker.program.parts import OtherOptimizers, ProgramParts
 from adascale_worker.program.patching import patch_scheduler
 from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison

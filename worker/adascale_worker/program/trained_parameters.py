@@ -1,4 +1,4 @@
-"""Which parameters of the model are trained, in time and over the replicas.
+"""Which parameters of the model are trained: the same in each step on all replicas.
 
 A program may freeze and unfreeze parameters while it trains. The buckets in which gradients are exchanged,
 the checks of the loop, and the statistics are made for the parameters that are trained. So all replicas have
@@ -41,11 +41,13 @@ class TrainedParameters:
         self._names, self._parameters = list(named), list(named.values())
         self._group = group
         self._initial = self.flags = self._recorded = self._agreed = self.current()
+        # `flags` are those of the last step, for which the statistics are; of several optimizers, for the
+        # parameters of each those of its own last step.
         self._changes = 0
         """Changes that the members of this generation have agreed on."""
 
     def current(self) -> Flags:
-        """Return which parameters require gradients now."""
+        """Return whether each parameter requires gradients now."""
         return tuple([parameter.requires_grad for parameter in self._parameters])
 
     # -- the state ----------------------------------------------------------------------------------------
@@ -58,8 +60,7 @@ class TrainedParameters:
         self._recorded = self.current()
 
     def state_dict(self) -> dict[str, list[str]]:
-        """Return the names of the parameters that are frozen: from the next step on, in the last step, and
-        at the beginning of the program."""
+        """Return the names of the frozen parameters: from the next step on, in the last one, and at first."""
         return {
             "frozen": self._frozen(self._recorded),
             "frozen_before": self._frozen(self.flags),
@@ -67,7 +68,7 @@ class TrainedParameters:
         }
 
     def load_state_dict(self, state: Mapping[str, Sequence[str]], choice: Choice) -> list[Difference]:
-        """Freeze the parameters that are frozen in a saved state, and unfreeze the others."""
+        """Freeze what is frozen in a saved state, unfreeze the rest; return what the program has changed."""
         saved = self._flags_without(state["initially_frozen"])
         differences = [
             Difference(f"requires_grad of {name!r}", before, now)
@@ -86,7 +87,7 @@ class TrainedParameters:
         return differences
 
     def undo(self, state: Mapping[str, Sequence[str]]) -> None:
-        """Put the flags of the last step back, but do not freeze: the program does so again."""
+        """Put the flags of the last step back. The program freezes the parameters itself again."""
         self.flags = self._flags_without(state["frozen_before"])
 
     # -- changes ------------------------------------------------------------------------------------------
@@ -100,7 +101,8 @@ class TrainedParameters:
     def follow(self, step: int, own: Collection[Tensor] | None = None) -> list[Tensor]:
         """Use the parameters that are trained now for a step, and return those changed since the last one.
 
-        Waits until the programs of all replicas have changed them.
+        Waits until the programs of all replicas have changed them. `own` are the parameters of the optimizer
+        that makes the step; None for all.
         """
         now = self._with_current(self._agreed, own)
         if now != self._agreed:
@@ -124,11 +126,11 @@ class TrainedParameters:
         return next(name for name, first, second in pairs if first is not second)
 
     def encoded(self) -> str:
-        """Return those in the state, for `begin_generation`."""
+        """Return the flags in the state as text, for `begin_generation`."""
         return _encode(self._recorded)
 
     def begin_generation(self, encoded: str) -> None:
-        """Compare later changes with what a member with the newest state trains."""
+        """Compare later changes with the flags of a member that has the newest state."""
         self._agreed, self._changes = self._decode(encoded), 0
 
     def require_equal(self) -> None:

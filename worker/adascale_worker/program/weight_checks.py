@@ -11,8 +11,8 @@ from torch import Tensor
 from adascale_worker.errors import DifferentWeightsError, NonFiniteWeightsError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_warnings import OneTimeWarnings
-from adascale_worker.program.checks import ALL_OPTIMIZERS
 from adascale_worker.program.hyperparameters import HasGroups
+from adascale_worker.program.parts import ALL_OPTIMIZERS
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.torch_private.fsdp import reshard
 
@@ -157,7 +157,7 @@ class FiniteWeights:
             self.are_finite()
 
     def check_step(self, step: int, *, gradients_are_finite: bool | None) -> None:
-        """Check the weights after a step, if there is a reason to."""
+        """Check the weights after a step, if there is a reason to; None: its gradients were not measured."""
         self._unmeasured_steps = self._unmeasured_steps + 1 if gradients_are_finite is None else 0
         if self._steps == 0 and gradients_are_finite is not False:
             if self._unmeasured_steps < UNMEASURED_STEPS:

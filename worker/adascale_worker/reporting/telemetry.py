@@ -15,7 +15,7 @@ from adascale_core.performance.slow_replica import SlowReplica
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import DeviceClock
 from adascale_worker.process.gpu_monitor import NO_GPU, GpuMonitor
-from adascale_worker.program.optimizer_set import Optimizers
+from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.reporting.goodput import Goodput
 from adascale_worker.reporting.logged_metrics import LoggedMetrics
 from adascale_worker.reporting.progress import TrainingProgress

@@ -18,7 +18,7 @@ from adascale_worker.program.hyperparameters import (
     continue_schedule,
 )
 from adascale_worker.program.learning_rates import LearningRates
-from adascale_worker.program.optimizer_set import Optimizers, SchedulerSet
+from adascale_worker.program.optimizers import Optimizers, SchedulerSet
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.state.tree import flatten

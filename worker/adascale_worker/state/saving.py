@@ -9,7 +9,7 @@ import torch
 
 from adascale_worker.errors import CheckpointError, NonFiniteWeightsError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.program.optimizer_set import Optimizers
+from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.program.weight_checks import FiniteWeights, nonfinite_message
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing

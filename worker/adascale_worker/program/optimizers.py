@@ -1,0 +1,353 @@
+"""The optimizers of a program, with AdaScale around each, and its schedulers: one or several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from adascale_core.batch.gain import GradientEstimate, require_scale
+from adascale_worker.adascale import AdaScale
+from adascale_worker.program.patching import Scheduler
+from adascale_worker.scaling.statistics.steps import StepWeights
+from adascale_worker.scaling.supported_optimizers import require_count
+from adascale_worker.torch_private.optim import SCHEDULERS
+from adascale_worker.torch_private.tensors import divide_in_place
+
+
+class ElasticAdaScale(AdaScale):
+    """AdaScale in a loop whose replicas and batches change between two steps, and whose steps may fail."""
+
+    # -- results ------------------------------------------------------------------------------------------
+
+    @property
+    def trains(self) -> bool:
+        """Whether a group has a parameter that is not frozen, and its lr is not 0."""
+        return self._estimator.statistics.parameters.has_trained
+
+    @property
+    def lr_factor(self) -> float:
+        """The factor of the learning rates at `gain()`; groups with other gains have other factors."""
+        group = {**self.param_groups[0], "lr": 1.0}
+        return float(self._rule.hyperparameters_at(group, self.gain()).get("lr", 1.0))
+
+    @property
+    def lr(self) -> float:
+        """The learning rate at `gain()` of the first parameter group. Waits for the device of a tensor."""
+        return float(self.param_groups[0]["lr"]) * self.lr_factor
+
+    @property
+    def backward_passes(self) -> int:
+        """Backward passes of this step so far; 0 if the step is not measured."""
+        return self._estimator.statistics.reader.passes
+
+    @property
+    def gradients_are_finite(self) -> bool | None:
+        """Whether the gradients of the last step were finite after its backward passes, on all ranks.
+
+        None if the last step was not measured.
+        """
+        return self._estimator.gradients_are_finite()
+
+    # -- the requests of the replicas ---------------------------------------------------------------------
+
+    @property
+    def flags(self) -> Sequence[float]:
+        """Local numbers to be summed over ranks in the same all-reduce; of the same length on all ranks.
+
+        Read when the last backward pass of a measured step ends. Flags that are set between that time and
+        `step()` are exchanged in the next measured step.
+        """
+        return self._estimator.statistics.flags
+
+    @flags.setter
+    def flags(self, flags: Sequence[float]) -> None:
+        self._estimator.statistics.flags = flags
+
+    @property
+    def flags_sum(self) -> tuple[float, ...] | None:
+        """Sums over ranks of `flags`, as they were when the last step's all-reduce began.
+
+        The same on all ranks on the same step. None if the last step had no all-reduce, or no flags in it.
+        With one replica, the local flags.
+        """
+        return self._estimator.flag_sums()
+
+    # -- replicas, model and parameters -------------------------------------------------------------------
+
+    def update_scale(self, scale: float, replicas: int) -> None:
+        """Set the batch size, as a multiple of the initial batch size, and the number of replicas."""
+        require_count("replicas", replicas)
+        require_scale(scale)
+        self._estimator.change_settings(scale=float(scale), world_size=replicas)
+
+    def use_step(self, *, micro_batches: int, interval: int, compares_steps: bool) -> None:
+        """Set how the next step is made and measured, before its first backward pass.
+
+        Its measurement stands for `interval` steps; 0 if the sampling decides whether it is measured.
+        """
+        options = self._estimator.options
+        settings = replace(options.settings, accumulation=micro_batches, interval=interval)
+        sampling = replace(options.sampling, compares_steps=compares_steps)
+        if (settings, sampling) != (options.settings, options.sampling):
+            self._estimator.change_options(replace(options, settings=settings, sampling=sampling))
+
+    def change_model(self, model: DistributedDataParallel | None) -> None:
+        """Read gradients of another `DistributedDataParallel` around the same parameters; None without one.
+
+        Call `update_scale` with the new number of replicas afterwards.
+        """
+        self._estimator.statistics.change_ddp(model)
+
+    def restart_statistics(self, parameters: Iterable[Tensor]) -> None:
+        """Estimate the gradients of the groups of `parameters` from the beginning, as they were (un)frozen.
+
+        The present step is left out of the estimates, since it may have begun.
+        """
+        changed = set(parameters)
+        groups = [number for number, group in enumerate(self.param_groups) if changed & set(group["params"])]
+        if groups:
+            self._estimator.restart_groups(groups)
+
+    # -- gradients that the training loop passes ----------------------------------------------------------
+
+    def read_micro_gradient(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
+        """Read the gradient of a micro-batch that does not complete the step: of this rank, not averaged.
+
+        With `observes_backward=False`. Its loss was multiplied by `weight`.
+        """
+        self._estimator.statistics.read_micro_gradient(gradients, weight)
+
+    def measure(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
+        """Measure a step, with `observes_backward=False`. A collective call.
+
+        `.grad` is the sum over the micro-batches of the gradient averaged over ranks. May be called again if
+        another backward pass changes it.
+        """
+        self._estimator.discard_measurement()
+        self._estimator.statistics.measure(gradients, weight)
+
+    def read_last_gradient(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
+        """Read the gradient of the micro-batch that completes the step, before it is averaged in place."""
+        self._estimator.statistics.read_last_gradient(gradients, weight)
+
+    def measure_averaged(self) -> None:
+        """Measure a step, after `read_last_gradient`. A collective call; see `measure`."""
+        self._estimator.statistics.measure_averaged()
+
+    def leave_out_step(self) -> None:
+        """Leave this step out of the estimates, because its micro-gradients are unknown."""
+        self._estimator.statistics.leave_out_step()
+
+    def discard_measurement(self) -> None:
+        """Discard what `measure` has measured, because the gradients of this micro-batch were deleted."""
+        self._estimator.discard_measurement()
+
+    def sum_gradients_again(self) -> None:
+        """Undo `scale_grad_by_num_grads_to_accum` of this step, before another backward pass."""
+        if self._estimator.gradients_are_divided:
+            divide_in_place(self._gradients(), 1.0 / self._estimator.statistics.divisor)
+            self._estimator.gradients_are_divided = False
+
+    # -- micro-batches of unequal weight ------------------------------------------------------------------
+
+    def weigh_pass(self, weight: float) -> None:
+        """Set by what the loss of the present backward pass is multiplied, before its gradients arrive.
+
+        Only where gradients are read on arrival: in a loop that accumulates, or with a
+        `DistributedDataParallel` whose gradients are views of its buckets.
+        """
+        self._estimator.statistics.reader.weigh_pass(weight)
+
+    def weigh_step(self, weights: StepWeights) -> None:
+        """Set the weights of this step, after its last backward pass.
+
+        With weights w_i and gradients g_i of n micro-batches on K replicas, the gradient of the step is
+        G = sum(w_i g_i) / sum(w_i). If the noise of g_i is in inverse proportion to w_i, the formulas of
+        `docs/adascale.md` hold with M = |G|^2 and L = sum(w_i |g_i|^2) / sum(w_i).
+        """
+        self._estimator.statistics.weigh_step(weights)
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def exchange_statistics(self) -> None:
+        """Exchange what this step has measured, and wait for it; `step` does so itself.
+
+        A collective call. On a GPU, only what is launched later waits. A loop that has to know whether the
+        exchange has succeeded before anything is changed calls this, and then waits for the GPU.
+        """
+        self._estimator.statistics.exchange()
+
+    def discard_step(self) -> None:
+        """Discard what this step has measured so far, because its gradients were deleted."""
+        self._estimator.discard_step()
+
+    @property
+    def awaits_comparison(self) -> bool:
+        """Whether the state contains the gradient of the last step, which the next step no longer needs.
+
+        Only with one replica and no accumulation. After the next step the state is smaller.
+        """
+        return self._estimator.statistics.awaits_comparison
+
+    def discard_comparison(self) -> None:
+        """Delete the gradient of the last step, because the next step is not made by one replica alone."""
+        self._estimator.statistics.discard_comparison()
+
+
+class OptimizerSet:
+    """The optimizers of a program by name, each with AdaScale around it.
+
+    The first one leads: it makes a step for each batch, and exchanges the requests of the replicas.
+    """
+
+    def __init__(self, parts: Mapping[str, ElasticAdaScale]) -> None:
+        self.parts = dict(parts)
+        self.lead = next(iter(self.parts.values()))
+
+    # -- the gain of the job ------------------------------------------------------------------------------
+
+    @property
+    def slowest(self) -> ElasticAdaScale:
+        """The optimizer with the lowest gain; the job uses its estimate.
+
+        One that trains nothing now counts only if none trains anything.
+        """
+        # At each scale above 1, the gain rises with the ratio of variance to squared gradient, so the
+        # optimizer with the lowest gain at one such scale has it at all of them.
+        parts = list(self.parts.values())
+        return min([p for p in parts if p.trains] or parts, key=lambda part: part.predict_gain(2.0))
+
+    @property
+    def estimate(self) -> GradientEstimate | None:
+        """The estimate of the slowest optimizer; None if it has none yet."""
+        return self.slowest.estimate
+
+    @property
+    def grad_sqr(self) -> float:
+        """See `AdaScale.grad_sqr`."""
+        return self.slowest.grad_sqr
+
+    @property
+    def grad_var(self) -> float:
+        """See `AdaScale.grad_var`."""
+        return self.slowest.grad_var
+
+    @property
+    def grad_sqr_error(self) -> float:
+        """See `AdaScale.grad_sqr_error`."""
+        return self.slowest.grad_sqr_error
+
+    def gain(self) -> float:
+        """Return how many steps at the initial batch size this step is worth."""
+        return self.slowest.gain()
+
+    @property
+    def lr_factor(self) -> float:
+        """The factor of the slowest optimizer's learning rates."""
+        return self.slowest.lr_factor
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first parameter group of the slowest optimizer."""
+        return self.slowest.lr
+
+    # -- as one optimizer ---------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> OptimizerSet:
+        """The parameter groups of the inner optimizers."""
+        return self
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """What the inner optimizers keep for each parameter."""
+        return {parameter: state for part in self.parts.values() for parameter, state in part.state.items()}
+
+    @property
+    def flags(self) -> Sequence[float]:
+        """What the replicas exchange with the statistics of the first optimizer."""
+        return self.lead.flags
+
+    @flags.setter
+    def flags(self, flags: Sequence[float]) -> None:
+        self.lead.flags = flags
+
+    @property
+    def flags_sum(self) -> tuple[float, ...] | None:
+        """The sums over the replicas of `flags`, as `AdaScale.flags_sum`."""
+        return self.lead.flags_sum
+
+    @property
+    def gradients_are_finite(self) -> bool | None:
+        """Whether the gradients of the last steps were finite; None if none of these steps was measured."""
+        known = [finite for part in self.parts.values() if (finite := part.gradients_are_finite) is not None]
+        return all(known) if known else None
+
+    @property
+    def backward_passes(self) -> int:
+        """Backward passes are not counted."""
+        return 0
+
+    @property
+    def awaits_comparison(self) -> bool:
+        """Whether the state contains a gradient that the next step no longer needs."""
+        return any(part.awaits_comparison for part in self.parts.values())
+
+    def discard_comparison(self) -> None:
+        """Delete the gradients of the last step."""
+        for part in self.parts.values():
+            part.discard_comparison()
+
+    def change_model(self, model: DistributedDataParallel | None) -> None:
+        """Do nothing: the gradients are averaged without `DistributedDataParallel`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each optimizer by its name."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        if set(state) != set(self.parts):
+            raise ValueError(f"it has the optimizers {sorted(state)}, the program has {sorted(self.parts)}")
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+
+
+class SchedulerSet:
+    """Several schedulers of a program, with the interface of one."""
+
+    def __init__(self, schedulers: Mapping[str, Scheduler]) -> None:
+        self._schedulers = dict(schedulers)
+
+    @property
+    def kind(self) -> str:
+        """Names and types."""
+        named = (f"{name}: {type(each).__name__}" for name, each in self._schedulers.items())
+        return f"set of schedulers ({', '.join(named)})"
+
+    @property
+    def schedulers(self) -> list[Scheduler]:
+        """The schedulers."""
+        return list(self._schedulers.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states, in the form in which torch's schedulers have those of others."""
+        return {SCHEDULERS: [scheduler.state_dict() for scheduler in self._schedulers.values()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for scheduler, saved in zip(self._schedulers.values(), state[SCHEDULERS], strict=True):
+            scheduler.load_state_dict(saved)
+
+
+Optimizers = ElasticAdaScale | OptimizerSet
+"""The optimizer of a program, or its optimizers."""
