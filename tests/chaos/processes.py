@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adascale_core import names
-from adascale_worker.agent.trainer_starter import SERVER_NAME
 
 MARK = "CHAOS_RUN"
 """The environment variable that marks the processes of a run."""
@@ -66,8 +65,6 @@ def _marked(mark: str) -> Iterator[Process]:
             if not any(each.startswith(f"{MARK}={mark}".encode()) for each in environ):
                 continue
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if (entry / "comm").read_text().strip() == SERVER_NAME:
-                continue
             state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
         except OSError:
             continue

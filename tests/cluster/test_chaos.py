@@ -61,8 +61,7 @@ found = []
 for folder in pathlib.Path('/proc').glob('[0-9]*'):
     try:
         parent = (folder / 'stat').read_text().rpartition(')')[2].split()[1]
-        is_server = 'adascale-fork' in (folder / 'comm').read_text()
-        if parent == '1' and not is_server and 'program.py' in (folder / 'cmdline').read_text():
+        if parent == '1' and 'program.py' in (folder / 'cmdline').read_text():
             found.append(int(folder.name))
     except OSError:
         pass

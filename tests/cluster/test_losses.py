@@ -16,8 +16,7 @@ KILL_TRAINERS = """
 import os, pathlib, signal
 for folder in pathlib.Path('/proc').glob('[0-9]*'):
     parent = (folder / 'stat').read_text().rpartition(')')[2].split()[1]
-    is_server = 'adascale-fork' in (folder / 'comm').read_text()
-    if parent == '1' and not is_server and 'paced.py' in (folder / 'cmdline').read_text():
+    if parent == '1' and 'paced.py' in (folder / 'cmdline').read_text():
         os.kill(int(folder.name), signal.SIGKILL)
 """
 HUNGER = """

@@ -18,7 +18,6 @@ import urllib3
 import yaml
 
 from adascale_controller.cli import main
-from adascale_worker.agent.trainer_starter import SERVER_NAME
 from support.fast_python import PYTHON
 from support.launch import wait_until
 
@@ -243,10 +242,7 @@ class Run:
             try:
                 command = (entry / "cmdline").read_text().replace("\0", " ")
                 environ = (entry / "environ").read_text(errors="replace").split("\0")
-                name = (entry / "comm").read_text().strip()
             except OSError:
-                continue
-            if name == SERVER_NAME:
                 continue
             if ours.intersection(environ) or f"{self.state}/api.sqlite" in command:
                 yield int(entry.name), command, environ

@@ -15,6 +15,7 @@ from adascale_core.failures import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REEN
 from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment, Hold, Terminate
 from adascale_core.messages.registration import ReplicaState
+from adascale_worker.agent import trainer_process
 from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess
 from adascale_worker.agent.trainer_status import TrainerStatus
 from support.fast_python import PYTHON
@@ -40,7 +41,7 @@ def is_gone(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    with open(f"/proc/{pid}/stat") as stat:
+    with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
         return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
 
 
@@ -64,6 +65,27 @@ def test_a_trainer_has_settings_of_torch_unless_the_user_has_others(
         trainer, exit_code = shell(f"echo ${name}")
         assert exit_code() == 0
         assert trainer.log == expected
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_trainer_in_the_background_has_a_higher_nice_value_until_it_leaves_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, allowed: bool
+) -> None:
+    """Unless the agent could not lower the value again."""
+    if not allowed:
+        monkeypatch.setattr(trainer_process, "can_leave_background", lambda: False)
+    elif not trainer_process.can_leave_background():
+        pytest.skip("this process may not lower a nice value")
+    script = f"sleep 1000 & echo $!; nice; while [ ! -e {tmp_path}/left ]; do sleep 0.02; done; nice; exit 3"
+    trainer = TrainerProcess(["sh", "-c", script], os.environ, on_change=lambda: None, in_background=True)
+    wait_until(lambda: len(trainer.log.splitlines()) == 2, "its start")
+    child, before = map(int, trainer.log.splitlines())
+    trainer.leave_background()
+    (tmp_path / "left").touch()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, child) == own
+    wait_until(lambda: trainer.exit_code == 3, "its end")
+    assert [before, int(trainer.log.splitlines()[2])] == [19 if allowed else own, own]
 
 
 def test_processes_that_a_trainer_leaves_running_are_killed() -> None:
@@ -178,9 +200,7 @@ def test_a_trainer_that_is_killed_was_killed_whatever_the_launcher_exits_with(en
         "import subprocess, sys;"
         f"sys.exit(subprocess.run([sys.executable, '-c', {trainer!r}]).returncode != 0)"
     )
-    process = TrainerProcess(
-        [sys.executable, "-c", launcher], os.environ, on_change=lambda: None
-    )
+    process = TrainerProcess([sys.executable, "-c", launcher], os.environ, on_change=lambda: None)
     wait_until(lambda: process.status.port == 7, "the trainer is ready")
     process.send(Terminate())
     wait_until(lambda: process.exit_code is not None, "the end")
@@ -202,9 +222,7 @@ def test_a_trainer_reports_and_gets_messages_for_its_whole_life() -> None:
         "send(type='holding', generation=3, step=12, lost=[2, 1, 2]);"
         "send(type='stepped', generation=3)"
     )
-    trainer = TrainerProcess(
-        [sys.executable, "-c", script], os.environ, on_change=lambda: None
-    )
+    trainer = TrainerProcess([sys.executable, "-c", script], os.environ, on_change=lambda: None)
     ready = TrainerStatus(port=7, accelerator="NVIDIA-T4")
     wait_until(lambda: trainer.status == ready, "the port")
     trainer.send(Assignment(3, 0, ()))
@@ -227,9 +245,7 @@ def test_the_agent_learns_that_a_batch_does_not_fit_into_a_later_process(
         "MEMORY": "4",
         "ADASCALE_PROCESSES_PER_REPLICA": "2",
     }
-    trainer = TrainerProcess(
-        [*PYTHON, str(program)], environ, on_change=lambda: None, processes=2
-    )
+    trainer = TrainerProcess([*PYTHON, str(program)], environ, on_change=lambda: None, processes=2)
     wait_until(lambda: trainer.status.port is not None, "the trainer is ready")
     port = trainer.status.port or 0
     settings: dict[str, str | None] = {"ADASCALE_RANK": "0", "ADASCALE_REPLICAS": "1"}
@@ -255,9 +271,7 @@ echo reports are sent
 exit {EXIT_REENTRY}
 """
     environ = {**os.environ, "ADASCALE_PROCESSES_PER_REPLICA": "2"}
-    trainer = TrainerProcess(
-        ["sh", "-c", program], environ, on_change=lambda: None, processes=2
-    )
+    trainer = TrainerProcess(["sh", "-c", program], environ, on_change=lambda: None, processes=2)
     wait_until(lambda: trainer.exit_code is not None, "the end of the trainer")
     assert trainer.exit_code == EXIT_REENTRY
     assert "reports are sent" in trainer.log

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 
-from adascale_worker.agent.trainer_starter import reap_orphans
+from adascale_worker.agent.trainer_process import reap_orphans
 
 POLL_INTERVAL = 0.5
 """Seconds after which `Events.wait` returns without an event."""

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from adascale_core.failures.exit_codes import EXIT_FINISHED, EXIT_PEER_LOST, EXIT_REENTRY, signal_number
+from adascale_core.failures import EXIT_FINISHED, EXIT_PEER_LOST, EXIT_REENTRY, signal_number
 from adascale_core.messages.channel import AgentMessage, Limited, encode, trainer_message
 from adascale_core.names import (
     ENV_AGENT_SOCKET,
