@@ -6,7 +6,7 @@ import pytest
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.performance.slow_replica import WINDOW
-from adascale_worker.gradients.compute_timer import ComputeTimer
+from adascale_worker.gradients.data_parallel import ComputeTimer
 
 PLACE = (1, BatchPlan(2, 8, 1))
 

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from adascale_worker.gradients.exchange_check import CHECKED_STEPS, MAX_NONFINITE_STEPS, ExchangeCheck
+from adascale_worker.gradients.exchange import CHECKED_STEPS, MAX_NONFINITE_STEPS, ExchangeCheck
 from adascale_worker.membership.process_group import ReplicaGroup
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from adascale import ElasticTrainer
 from adascale_core.failures import EXIT_OUT_OF_MEMORY
-from adascale_worker.gradients.out_of_memory import forward_without_activations, is_out_of_memory
+from adascale_worker.gradients.step_failure import forward_without_activations, is_out_of_memory
 from support.launch import wait_until
 from support.members import Members, Trainer
 from support.training import MakeTrainer, adamw, learn, samples, sgd, train

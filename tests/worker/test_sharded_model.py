@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, distribute_module
 from adascale import ElasticTrainer
 from adascale_core.errors import InvalidJobError
 from adascale_worker.errors import WorkerError
-from adascale_worker.gradients.sharded_model import buffers_of
+from adascale_worker.gradients.sharded import buffers_of
 from adascale_worker.process.environment import RankAssignment, divide_into_replicas
 from support.training import FIXED, MakeTrainer, network, samples, sgd
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the micro-batches of a step.
+"""Gradient accumulation: the micro-batches of a step, and the backward passes that belong to them.
 
 The program's loop runs once for each micro-batch, and does with the gradients between `backward()` and
 `optimizer.step()` what it does for a whole batch: it clips them, for example. So in the last micro-batch of a
@@ -7,7 +7,11 @@ step it finds the mean gradient of the step there, and in the others no gradient
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +19,15 @@ from torch import Tensor
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.data_parallel import DataParallelModel
-from adascale_worker.gradients.exchange_check import ExchangeCheck
+from adascale_worker.gradients.exchange import ExchangeCheck
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
-from adascale_worker.gradients.sharded_model import ShardedModel
+from adascale_worker.gradients.model_set import ModelSet
 from adascale_worker.gradients.step_division import StepDivision, StepPlan
 from adascale_worker.gradients.step_failure import StepFailure
+from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.optimizers import ElasticAdaScale
+from adascale_worker.torch_private.optim import let_clipping_find_no_gradients
 
 
 class Accumulation(ABC):
@@ -97,7 +103,7 @@ class GradientAccumulation(Accumulation):
     def __init__(
         self,
         optimizer: ElasticAdaScale,
-        model: DataParallelModel | ShardedModel,
+        model: DataParallelModel | ModelSet,
         program_model: torch.nn.Module,
         group: ReplicaGroup,
         failure: StepFailure,
@@ -247,3 +253,74 @@ class GradientAccumulation(Accumulation):
         ddp = self._model.ddp
         if ddp is not None:
             ddp.require_backward_grad_sync = self.at_last_micro_batch
+
+
+class BackwardGuard:
+    """Replaces `torch.autograd.backward`, which `Tensor.backward` calls, to handle its errors.
+
+    It also calls `Accumulation` before and after a pass, except for the passes of re-entrant checkpoints
+    inside it.
+    """
+
+    # Hooks cannot do this: autograd calls them inside a pass. An error of a node, of DDP's communication or
+    # of an allocation leaves the engine after the last hook, and `backward()` raises it in the user's loop.
+    # Only what calls the engine can catch it, and can leave a pass out. The tensor whose `backward()` the
+    # program calls is its own loss, so no method of one object is enough. A subclass of Tensor or a
+    # `TorchFunctionMode` would see that call, but also every other call of a function of torch, each of which
+    # it makes slower. A communication hook or a process group in Python could handle errors of the
+    # communication, but not a lack of memory, and costs time for each bucket of gradients.
+
+    def __init__(self, failure: StepFailure, gradients: Accumulation) -> None:
+        self._failure = failure
+        self._gradients = gradients
+        self._is_inside = False
+        self._original: Callable[..., None] | None = None
+        self._replacement: Callable[..., None] | None = None
+        self._undo: Callable[[], None] | None = None
+
+    def install(self) -> None:
+        """Replace `torch.autograd.backward`, and let clipping find no gradients."""
+        if self._original is None:
+            self._original = torch.autograd.backward
+
+            @functools.wraps(self._original)
+            def backward(*args: Any, **kwargs: Any) -> None:
+                self._backward(*args, **kwargs)
+
+            torch.autograd.backward = self._replacement = backward
+            self._undo = let_clipping_find_no_gradients()
+
+    def uninstall(self) -> None:
+        """Restore `torch.autograd.backward`, unless it was replaced again since."""
+        if self._undo is not None and torch.autograd.backward is self._replacement:
+            assert self._original is not None
+            torch.autograd.backward, self._original = self._original, None
+            self._undo()
+
+    def _backward(self, *args: Any, **kwargs: Any) -> None:
+        if self._failure.lacks_memory:
+            return
+        if self._is_inside:
+            self._run(*args, **kwargs)
+            return
+        self._gradients.before_backward()
+        self._is_inside = True
+        try:
+            self._run(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        with self._handled():
+            self._gradients.after_backward()
+
+    def _run(self, *args: Any, **kwargs: Any) -> None:
+        assert self._original is not None
+        with self._handled():
+            self._original(*args, **kwargs)
+
+    @contextmanager
+    def _handled(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, MemoryError, PeersLostError) as error:
+            if not self._failure.handles(error):
+                raise

@@ -1,4 +1,7 @@
-"""Data parallelism in place: the program keeps its model, and the model's `forward` goes through DDP."""
+"""Data parallelism in place: the program keeps its model, and the model's `forward` goes through DDP.
+
+`ComputeTimer` measures how long this replica computes in a step, without waiting for others.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from adascale_core.batch.plans import BatchPlan
+from adascale_core.performance.slow_replica import RecentTimes, TypicalTime
 from adascale_worker.errors import WorkerError
-from adascale_worker.gradients.compute_timer import ComputeTimer
-from adascale_worker.gradients.out_of_memory import forward_without_activations
-from adascale_worker.gradients.step_failure import StepFailure
+from adascale_worker.gradients.step_failure import StepFailure, forward_without_activations
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.device_clock import clock_of
+from adascale_worker.process.device_clock import DeviceClock, PendingTimes, clock_of
 from adascale_worker.program.parts import OtherParallelism
 from adascale_worker.program.patching import MethodOverride, is_traced
 from adascale_worker.program.trained_parameters import Flags, TrainedParameters
@@ -35,6 +38,70 @@ from adascale_worker.torch_private.ddp import (
 from adascale_worker.torch_private.distributed import local_process_group
 from adascale_worker.torch_private.modules import call_of, override_call
 
+Place = tuple[int, BatchPlan]
+"""The generation and the batch plan of a step: times are compared within these."""
+
+
+class ComputeTimer:
+    """Measures the time from the beginning of a step to the end of its last backward pass.
+
+    All replicas begin a step at the same time, because all of them have waited for the same exchange. Where a
+    replica waits in between, the timer is suspended. The optimizer's own step is left out.
+    """
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
+        self._spans: list[tuple[Any, Any]] = []
+        """Marks of the clock at the beginning and end of computation in the present step."""
+        self._since: Any = None
+        """Mark of the clock at the beginning of the present span; None while it is suspended."""
+        self._is_running = self._is_complete = False
+        self._measured: PendingTimes[Place] = PendingTimes(clock)
+        self._recent = RecentTimes()
+        self._place: Place | None = None
+
+    def begin_step(self) -> None:
+        """Begin with a step, when all replicas have made the one before."""
+        self._spans = []
+        self._since = self._clock.mark()
+        self._is_running, self._is_complete = True, False
+
+    def suspend(self) -> None:
+        """Leave out the time until `resume`, in which this replica may wait for others."""
+        if self._since is not None:
+            self._spans.append((self._since, self._clock.mark()))
+            self._since = None
+
+    def resume(self) -> None:
+        """Continue after `suspend`."""
+        if self._is_running and self._since is None:
+            self._since = self._clock.mark()
+
+    def end_backward(self) -> None:
+        """End the measurement: all gradients of this replica are computed, and it waits for the others."""
+        if self._is_running:
+            self.suspend()
+            self._is_running, self._is_complete = False, True
+
+    def finish_step(self, place: Place, *, counts: bool) -> None:
+        """Record the time of a step, if nothing else was done (`counts`). Does not wait for the device."""
+        if place != self._place:
+            self._place = place
+            self._recent.clear()
+        if counts and self._is_complete:
+            self._measured.add(place, *self._spans)
+        for measured_in, seconds in self._measured.take():
+            if measured_in == place:
+                self._recent.add(seconds)
+        self._is_running = self._is_complete = False
+        self._since = None
+
+    @property
+    def typical(self) -> TypicalTime:
+        """The typical time of the last steps."""
+        return self._recent.typical
+
+
 TIMING_INTERVAL = 10
 """The exchange of gradients is timed in each n-th step."""
 
@@ -43,21 +110,19 @@ TIMING_INTERVAL = 10
 class ForwardRecord:
     """Records forward passes through the model that was passed to `program_reentry`."""
 
-    # whether there was one, in training mode and with gradients enabled, since the last step
-    called: bool = False
+    called: bool = False  # since the last step, in training mode and with gradients enabled
 
 
 class DataParallelModel:
     """Makes a model data-parallel in place, over the replicas of the present generation.
 
-    In training mode, the model's forward goes through DDP. The program keeps its model, the names of its
-    parameters and its training loop. In evaluation mode, while gradients are disabled, and on one replica,
-    the model's original forward runs, so one replica may evaluate by itself.
-
-    Under an agent, DDP is made over a process group of this process alone, with the same buckets on all
-    members, and uses the group of a generation from `connect` to `disconnect`. So members with and without
-    DDP can form a group together, without a collective call for it.
+    In evaluation mode, while gradients are disabled, and on one replica, the model's original forward runs,
+    so one replica may evaluate by itself.
     """
+
+    # Under an agent, DDP is made over a process group of this process alone, with the same buckets on all
+    # members, and uses the group of a generation from `connect` to `disconnect`. So members with and without
+    # DDP can form a group together, without a collective call for it.
 
     def __init__(
         self,
@@ -69,9 +134,11 @@ class DataParallelModel:
         failure: StepFailure | None = None,
         *,
         find_unused_parameters: bool = False,
-        before_forward: Callable[[], None] = lambda: None,
-        changed_forward: Callable[[], None] = lambda: None,
-        changed_trained: Callable[[list[Tensor]], None] = lambda _: None,
+        before_forward: Callable[[], None] = lambda: None,  # called when buffers are those of rank 0
+        changed_forward: Callable[[], None] = lambda: None,  # called if others are trained than in the last
+        changed_trained: Callable[[list[Tensor]], None] = lambda _: (
+            None
+        ),  # called before the optimizer's step
         steps: Callable[[], int] = lambda: 0,
         local_bsz: Callable[[], int] = lambda: 1,
     ) -> None:
@@ -101,7 +168,7 @@ class DataParallelModel:
         self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
         """The graphs of the forward passes of this step that exist, and whose backward pass has not run."""
         self._unknown_graphs: list[_Graph] = []
-        """Those of outputs in which no tensor was found. They may exist until the step ends."""
+        """The graphs of outputs in which no tensor was found. They may exist until the step ends."""
 
         def begin_original_forward() -> None:
             self.compute.resume()
@@ -146,7 +213,7 @@ class DataParallelModel:
         self._use_world()
 
     def begin_step(self) -> None:
-        """Forget the forward passes of the last step."""
+        """Discard the records of the forward passes of the last step."""
         self._has_forward = False
         self._passes.clear()
         self._graphs.clear()
@@ -409,6 +476,7 @@ class _OriginalForward(torch.nn.Module):
     ) -> None:
         super().__init__()
         if reverse_parameters:
+            # Usually the order in which gradients become ready: DDP exchanges the first buckets meanwhile.
             self.reversed_parameters = torch.nn.ParameterList(reversed(list(model.parameters())))
         self.original_forward = call_of(model)
         self.model = model

@@ -9,8 +9,7 @@ results do not depend on it.
 
 All micro-batches have a weight, or none has. The replicas agree on that in the first step of a generation
 that has gradients: without weights, nothing is exchanged later. A replica that finds a mixture of its own
-does not take part in the exchange, because it may have made fewer backward passes than the others, and other
-collective calls. Its error ends the others.
+does not take part in the exchange, as it may have made fewer backward passes. Its error ends the others.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Weighing(Protocol):
 
     @property
     def replicas(self) -> int:
-        """Their number."""
+        """The number of replicas."""
 
     def sum(self, numbers: Sequence[float]) -> tuple[float, ...]:
         """Return the elementwise sums of all replicas' `numbers`."""
@@ -76,25 +75,28 @@ class MicroBatchWeights:
         self._group = group
         self._weigh = weigh
         self._micro_batches = 1
-        """Of a step, on all replicas."""
+        """Micro-batches of a step on all replicas."""
         self._accumulation = 1
         self._local_bsz = 1
         self._unit: float | None = None
-        """The weight of a sample, about. None until a step has weights."""
+        """The approximate weight of a sample. None until a step has weights."""
         self._next_unit: float | None = None
         self._are_used: bool | None = None
         """Whether the steps of this generation have weights; None before the first."""
         self._earlier = _Sums()
-        """Of the earlier micro-batches of this step."""
+        """The sums of the earlier micro-batches of this step."""
         self._weight: float | None = None
-        """Of the present micro-batch, after its first weighted backward pass."""
+        """The weight of the present micro-batch, after its first weighted backward pass."""
         self._has_unweighted_pass = False
         self._is_inside_pass = self._is_weighted_pass = self._has_arrived = False
         self._unagreed: _Sums | None = None
         """The sums of the last step, if its replicas have not exchanged them."""
         self.of_step: StepWeights | None = None
+        """The weights of the step, once they are exchanged, which is in its last micro-batch."""
         self.factor = 1.0
+        """By what the loss of the present micro-batch is multiplied."""
         self.total: float | None = None
+        """The sum of the weights of the last step that has exchanged them, over all replicas."""
 
     # -- the replicas and their batches -------------------------------------------------------------------
 
@@ -107,7 +109,7 @@ class MicroBatchWeights:
     def begin_generation(self) -> None:
         """Agree again, with other replicas. A collective call."""
         self._are_used = self._unagreed = None
-        # One that joins does not know it.
+        # A replica that joins does not know the unit.
         _, greatest = self._group.extremes(torch.tensor([self._unit or 0.0]))
         self._unit = float(greatest) or None
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adascale_worker.gradients.compute_timer import ComputeTimer
-from adascale_worker.gradients.out_of_memory import forward_without_activations
-from adascale_worker.gradients.step_failure import StepFailure
+from adascale_worker.gradients.data_parallel import ComputeTimer
+from adascale_worker.gradients.step_failure import StepFailure, forward_without_activations
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import PendingTimes, clock_of
 from adascale_worker.program.parts import OtherParallelism
@@ -69,6 +68,9 @@ class ModelSet:
 
     def follow_trained(self) -> None:
         """Each optimizer follows what is trained at its own step."""
+
+    def end_backward(self) -> None:
+        """Nothing depends on the number of backward passes."""
 
     def disconnect(self) -> None:
         """Nothing is bound to the process group."""

@@ -45,17 +45,17 @@ class OptimizerGradients:
         self._parameters = [p for each in adascale.param_groups for p in each["params"]]
         self.parameters = set(self._parameters)
         self._trained: set[Tensor] = set()
-        """Those that have required gradients in a backward pass of this step; the same on all replicas."""
+        """Parameters that required gradients in a backward pass of this step; the same on all replicas."""
         self._earlier: dict[Tensor, Tensor] = {}
         """The sums over the earlier micro-batches of this step."""
         self._local: dict[Tensor, Tensor] = {}
         """The gradients of the present micro-batch, on this replica."""
         self._found: dict[Tensor, Tensor] = {}
-        """Those of the last backward pass, until they are averaged."""
+        """The gradients of the last backward pass, until they are averaged."""
         self._included: set[Tensor] = set()
         """The parameters whose `.grad` includes the gradients of the earlier micro-batches."""
         self._first_pass = 0
-        """The number of the first backward pass that has reached the optimizer for the last such batch."""
+        """The number of the first backward pass for a batch that has reached the optimizer."""
         self._hidden: dict[Tensor, Tensor | None] = {}
         self._batches: set[int] = set()
         """The batches whose backward passes have contributed since the last step."""
@@ -64,7 +64,10 @@ class OptimizerGradients:
         self._has_had_gradients = False
         self._steps = 0
         self._is_stale = False
-        self.is_averaged = self.has_stepped = False
+        self.is_averaged = False
+        """Whether `.grad` is the mean over the replicas. The same on all of them."""
+        self.has_stepped = False
+        """Whether the program has called `step()` for the present batch."""
 
     # -- a backward pass ----------------------------------------------------------------------------------
 
@@ -81,7 +84,7 @@ class OptimizerGradients:
             parameter.grad = None
 
     def after_backward(self, batch: int, number: int) -> bool:
-        """Add the gradients of a pass to the gradients of this batch."""
+        """Add the gradients of a pass to those of this batch, and return whether there are any."""
         found = {p: p.grad for p in self._parameters if p.grad is not None}
         hidden, self._hidden = self._hidden, {}
         for parameter, gradient in hidden.items():

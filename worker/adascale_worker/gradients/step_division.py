@@ -31,9 +31,8 @@ gradients: they are so large that they would decide the averages for hundreds of
 class StepPlan:
     """How the samples of one step are delivered."""
 
-    plan: BatchPlan  # the batch plan of this step, with the global batch size of the job's plan
-    # the number of steps for which the measurement of a divided step stands; 0 if it is not divided
-    interval: int = 0
+    plan: BatchPlan  # with the global batch size of the job's plan
+    interval: int = 0  # steps for which the measurement of a divided step stands; 0 if it is not divided
 
 
 class StepDivision:
@@ -47,7 +46,7 @@ class StepDivision:
         has_batch_norm: bool = False,
         observed_steps: int = OBSERVED_STEPS,
     ) -> None:
-        self.loads_parts = True
+        self.loads_parts = True  # False for a stream, whose samples cannot be loaded in parts
         self._bounds = bounds
         self._is_allowed = is_allowed
         self._is_divisible = True

@@ -3,11 +3,20 @@
 The models, the backward passes and the optimizers report errors here. The program cannot do anything about a
 lost peer or a batch that does not fit into memory, so it goes on up to `optimizer.step()`, which changes
 nothing.
+
+An error of the forward pass is raised inside of the program's loop, which only an exception could leave. If
+the batch does not fit, the program gets an output of the same shapes instead, with a graph in which all
+gradients are zero. Any other error, such as of the program's own loss function, ends the process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from adascale_worker.membership.process_group import ReplicaGroup
 
@@ -25,7 +34,7 @@ class StepFailure:
         self._repeats_in_smaller_batches = repeats_in_smaller_batches
         self._on_discard = on_discard
         self._is_discarded = False
-        self.lacks_memory = False
+        self.lacks_memory = False  # so that the program makes no backward pass
 
     @property
     def is_discarded(self) -> bool:
@@ -60,3 +69,141 @@ class StepFailure:
     def handles(self, error: BaseException) -> bool:
         """Discard this step if `error` has one of the two causes, and return whether it has."""
         return self.peers_lost(error) or self.shortage(error)
+
+
+_MESSAGES = (
+    "out of memory",
+    "can't allocate memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "std::bad_alloc",
+)
+"""Parts of the messages of errors of other types than `torch.OutOfMemoryError`, in lower case."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` means that an allocation has failed, of the device's memory or of the host's."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(part in message for part in _MESSAGES)
+
+
+def kind_of(device: torch.device) -> str:
+    """Return the kind of a device: a batch that fits on one of a kind should fit on the others."""
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+
+def release_memory() -> None:
+    """Release memory that is not used any more, and return what torch caches of it to the device."""
+    gc.collect()
+    _empty_cache()
+
+
+def _empty_cache() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def forward_without_activations(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch: int,
+    parameters: Iterable[Tensor] = (),
+) -> Any:
+    """Return an output of the shapes that `forward(*args, **kwargs)` has, from as little memory as possible.
+
+    If the batch does not fit without a graph either, the output of a part of it is repeated.
+    """
+    size = batch
+    while True:
+        _empty_cache()
+        inputs = _part_of((args, kwargs), size, batch)
+        try:
+            with torch.no_grad():
+                output = _repeated(forward(*inputs[0], **inputs[1]), size, batch)
+                break
+        except (RuntimeError, MemoryError) as error:
+            # BatchNorm needs two samples.
+            if size <= 2 or not is_out_of_memory(error):
+                raise
+            size = max(size // 2, 2)
+        del inputs
+    sources = [each for each in [*_tensors((args, kwargs)), *parameters] if each.requires_grad]
+    if not sources:
+        return output
+    # A loop may register hooks on the output, or compute gradients of it by `torch.autograd.grad`.
+    return _mapped(
+        output,
+        lambda tensor: (
+            _ZeroGradients.apply(tensor, *sources)
+            if tensor.is_floating_point() or tensor.is_complex()
+            else tensor
+        ),
+    )
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Makes a tensor a function of others, of which all derivatives are zero."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, *sources: Tensor) -> Tensor:
+        context.sources = [each.new_zeros(()).expand(each.shape) for each in sources]
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, *_: Tensor) -> Any:
+        return None, *context.sources
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in `value`."""
+    found: list[Tensor] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(value, add)
+    return found
+
+
+def _part_of(value: Any, size: int, batch: int) -> Any:
+    """Return the first `size` samples of the tensors in `value` that have `batch` samples."""
+    return _mapped(value, lambda tensor: tensor[:size] if _samples(tensor) == batch else tensor)
+
+
+def _repeated(value: Any, size: int, batch: int) -> Any:
+    """Return `value` with the tensors that have `size` samples extended to `batch` samples."""
+    if size == batch:
+        return value
+    return _mapped(
+        value,
+        lambda tensor: (
+            tensor[torch.arange(batch, device=tensor.device) % size] if _samples(tensor) == size else tensor
+        ),
+    )
+
+
+def _samples(tensor: Tensor) -> int | None:
+    return tensor.shape[0] if tensor.dim() else None
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with `function` applied to the tensors in it, in tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        made = type(value)() if type(value) is not dict else {}
+        for key, member in value.items():
+            made[key] = _mapped(member, function)
+        return made
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(member, function) for member in value))
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(member, function) for member in value)
+    return value
