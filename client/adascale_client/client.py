@@ -59,7 +59,10 @@ class MetricsServiceClient:
         return list(self.read_jobs().jobs)
 
     def read_jobs(self, share: float = 1.0) -> JobList:
-        """Return all jobs, by id, with the cursor from which `read_changes` reads later changes."""
+        """Return all jobs, by id, with the cursor from which `read_changes` reads later changes.
+
+        `share` is the share of the time that the requests take: in the rest, the caller's thread sleeps.
+        """
         jobs: list[JobView] = []
         after: str | None = ""
         cursor: str | None = None
@@ -75,7 +78,10 @@ class MetricsServiceClient:
         return JobList(jobs, None, cursor or "")
 
     def read_changes(self, cursor: str, wait: float = 0.0) -> JobChanges:
-        """Return the jobs that have changed since a cursor. Status 410 if the cursor has expired."""
+        """Return the jobs that have changed since a cursor. Status 410 if the cursor has expired.
+
+        While nothing has changed, the service waits for `wait` seconds.
+        """
         query = f"since={quote(cursor, safe='')}&wait={wait:g}&limit={PAGE_SIZE}"
         answer = self._transport.request("GET", f"changes?{query}", wait=wait)
         return self._parse(JobChanges.from_json, answer)
@@ -90,7 +96,10 @@ class MetricsServiceClient:
     def get_allocation(
         self, job_id: str, known_version: int | None = None, wait: float = 0.0
     ) -> AllocationView:
-        """Return the job's generations. Status 404 if the job does not exist."""
+        """Return the job's generations. Status 404 if the job does not exist.
+
+        While the version is still `known_version`, the service waits for `wait` seconds.
+        """
         query = "" if known_version is None else f"?version={known_version}&wait={wait:g}"
         answer = self._transport.request("GET", f"{_path(job_id)}/allocation{query}", wait=wait)
         return self._parse(AllocationView.from_json, answer)

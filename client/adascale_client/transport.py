@@ -67,14 +67,17 @@ class ServiceTransport(Protocol):
         """Where the service is, for messages."""
 
     def request(self, method: str, path: str, body: object = None, *, wait: float = 0.0) -> Any:
-        """As `Transport.request`."""
+        """Send a request, as `Transport.request`."""
 
     def close(self) -> None:
         """Close the idle connections."""
 
 
 class Transport:
-    """Sends requests to the metrics service. Threads may share it."""
+    """Sends requests to the metrics service. Threads may share it.
+
+    A token file takes precedence over a token. It and the file of the authorities may be renewed.
+    """
 
     def __init__(
         self,
@@ -87,13 +90,16 @@ class Transport:
         self._token = token
         self._token_file = token_file
         self._ca_file = ca_file if self.url.startswith("https://") else None
+        # inode and time of change of the file that the pool was made with
         self._ca_version: tuple[int, int] | None = None
-        """Inode and time of change of the file that the pool was made with."""
         self._pool = urllib3.PoolManager(maxsize=MAX_IDLE_CONNECTIONS, retries=False)
         self._lock = threading.Lock()
 
     def request(self, method: str, path: str, body: object = None, *, wait: float = 0.0) -> Any:
-        """Send a request and parse the answer."""
+        """Send a request, and return the answer's JSON value; None if it has no body.
+
+        `wait` is for how many seconds the service may hold back the answer, beyond the timeout.
+        """
         headers = {"accept": "application/json"}
         token = self._read_token()
         if token:
@@ -225,7 +231,7 @@ class Backoff:
 
     def __init__(self) -> None:
         self._next = MIN_BACKOFF
-        # Of its own: a program that trains may rely on the numbers of the common generator.
+        # A program that trains may rely on the numbers of the common generator.
         self._random = random.Random()
 
     def next(self) -> float:

@@ -58,13 +58,19 @@ class Storage(Protocol):
         """Return the names of all files; an empty list if nothing was ever written."""
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Return the bytes from `start` to `end`, or fewer if the file is shorter."""
+        """Return the bytes from `start` to `end`, or fewer if the file is shorter.
+
+        Raises MissingFileError if there is no such file.
+        """
 
     def write(self, name: str, parts: Iterable[Part], *, size: int) -> None:
-        """Write a file, and return when it is durable. An error, also one of `parts`, leaves no file."""
+        """Write a file of `size` bytes, and return when it is durable. No other process uses its name.
+
+        An error, also of `parts`, leaves no file.
+        """
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a file if no file has its name, and return when it is durable.
+        """Write a file, and return when it is durable. Raises NameTakenError if a file has its name.
 
         Of several processes that create the same name, only one succeeds.
         """
@@ -82,7 +88,11 @@ def is_url(location: str | Path) -> bool:
 
 
 def open_storage(location: str | Path, *, person_waits: bool = False) -> Storage:
-    """Return the storage at a location, which is not read or written yet."""
+    """Return the storage at a location, which is not read or written yet.
+
+    If a person waits, an object store that does not answer is given up early. Raises UnusableStorageError if
+    there is no client for this kind of URL, or the URL is invalid.
+    """
     if is_url(location):
         from adascale_storage.object_store import ObjectStore
 

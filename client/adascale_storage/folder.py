@@ -104,7 +104,10 @@ class Folder:
 
 
 def _rename_to_free_name(draft: Path, path: Path) -> None:
-    """Rename a file if no file has the new name, in one operation where the file system can do that."""
+    """Rename a file if no file has the new name, in one operation where the file system can do that.
+
+    Raises NameTakenError if others have deleted the draft, to make room or after many later files.
+    """
     try:
         try:
             path.hardlink_to(draft)

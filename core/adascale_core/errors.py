@@ -38,7 +38,7 @@ def install_command(extra: str) -> str:
 
 @contextmanager
 def requires_extra(feature: str, extra: str) -> Iterator[None]:
-    """Import packages of an extra."""
+    """Import packages of an extra. `feature` is the subject of the error's sentence."""
     try:
         yield
     except ImportError as error:

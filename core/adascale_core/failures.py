@@ -94,7 +94,7 @@ _CLASSES: Final = {
 
 
 def classify_exit(code: int, *, out_of_memory: bool = False) -> ExitClass:
-    """Return what an exit code of a trainer or an agent means."""
+    """Return what an exit code means. `out_of_memory` is what the container runtime reports (`OOMKilled`)."""
     if out_of_memory:
         return ExitClass.OUT_OF_MEMORY
     if signal_name(code) in _DISRUPTION_SIGNALS:
@@ -141,8 +141,7 @@ class FailureCount:
 
     count: int = 0  # how often the program has failed
     generation: int = 0  # the newest generation whose failure is counted; 0 if none is
-    # the rounds of starts that are counted, or are never to be counted, of the replicas that are still
-    # observed
+    # the number of failed starts of the observed replicas that are counted already, or never will be
     false_starts: int = 0
 
     def with_generations(self, generations: Iterable[int]) -> FailureCount:
@@ -157,12 +156,13 @@ class FailureCount:
     def with_false_starts(self, starts: Iterable[int], *, spares: int = 0) -> FailureCount:
         """Return the count after failures before any generation.
 
-        As many replicas as there are spares may fail to start without keeping the others from training. So a
-        round counts only if more have failed in it.
+        `starts` has for each replica how often it has failed to start. As many replicas as there are spares
+        may fail without keeping the others from training, so a round counts only if more have failed in it.
         """
         most = sorted(starts, reverse=True)
         rounds = most[spares] if spares < len(most) else 0
         new = max(rounds - self.false_starts, 0)
+        # The observed starts become fewer when pods are deleted: later failures are still added to the count.
         observed = max(rounds, min(self.false_starts, max(most, default=0)))
         return FailureCount(self.count + new, self.generation, observed)
 
@@ -183,9 +183,9 @@ LAST_LINES = 2
 class ProgramFailure:
     """A failure of the program on a replica."""
 
-    replica: int  # the index of the replica
+    replica: int
     generation: int  # the last generation that the program has run in; 0 if none
-    exit_code: int | None  # the exit code of the agent. None if unknown.
+    exit_code: int | None  # of the agent; None if unknown
     log: str  # the last lines of the program's output
 
     def is_like(self, other: ProgramFailure) -> bool:
@@ -212,7 +212,8 @@ def repeats_early_failure(
 ) -> bool:
     """Whether a replica has failed twice in a row in the same way, both times before a step.
 
-    False if the program has trained on another replica count, to which the job may return.
+    False if the program has trained on another replica count, to which the job may return. `failures` are in
+    the order of the replicas' starts, `latest` is the newest generation that has made a step.
     """
     if any(replicas is not None and count != replicas for count in measured):
         return False

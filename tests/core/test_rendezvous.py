@@ -182,12 +182,11 @@ def test_the_next_generation_waits_until_all_members_run_in_the_present_one() ->
 
 def test_surplus_replicas_are_not_admitted_to_the_next_generation() -> None:
     view = after(running(1, 2), Allocation(2, 1)).view(1)
-    following = view.next_allocation(1)
     assert view.has_ended(1)
-    assert following is not None
-    assert following.admits(0, "trainer-0")
-    assert not following.admits(1, "trainer-1")
-    assert not following.admits(0, "next")
+    assert view.active is not None
+    assert view.active.admits(0, "trainer-0")
+    assert not view.active.admits(1, "trainer-1")
+    assert not view.active.admits(0, "next")
 
 
 def test_an_allocation_of_the_same_count_begins_a_generation_with_the_same_members() -> None:

@@ -47,8 +47,8 @@ class BatchBounds:
     # (lower, upper) bounds of the local batch size, in samples; None if unbounded. An upper bound of
     # "auto" means what fits into memory, up to `max_batch_size`.
     local_bsz_bounds: LocalBszBounds | None = None
-    # whether the batch of a single replica may be larger than `batch_size` too. It then has two micro-
-    # batches at least, because the noise is measured by comparing them.
+    # whether the batch of a single replica may be larger than `batch_size` too; it has at least two
+    # micro-batches then, since the noise is measured by comparing them
     elastic_single_replica: bool = False
     # the largest local batch size that is used, since a larger one did not fit into memory; None if none
     # has failed
@@ -145,6 +145,7 @@ def limit_after(too_large: int, fitting: int) -> int:
     batch is left.
     """
     if fitting >= too_large:
+        # Samples differ in size, so the finished step shows nothing.
         fitting = 0
     if fitting and too_large - fitting <= max(fitting // _LIMIT_PRECISION, 1):
         return fitting
@@ -202,9 +203,8 @@ Throughput = Callable[[BatchPlan], float]
 def local_bsz_range(bounds: BatchBounds, replicas: int) -> range:
     """Return the local batch sizes that `replicas` replicas may use; empty if none is valid.
 
-    A single replica keeps the global batch at `batch_size`, with accumulation if that exceeds the upper
-    bound, so its range has at most one size. The range of a job without bounds also has at most one size,
-    because the replicas divide the batch.
+    There is at most one size for a single replica, which keeps the global batch at `batch_size`, and for a
+    job without bounds, whose replicas divide the batch.
     """
     empty = range(0)
     if replicas < 1:
@@ -357,8 +357,7 @@ def batch_choice(bounds: BatchBounds, replicas: int) -> BatchChoice:
     """Return the plans with the fewest micro-batches for `replicas` replicas, by ascending global batch.
 
     The global batch is at least `batch_size` if the bounds allow it. Several replicas accumulate only if the
-    largest local batch size is not enough for that. They use the fewest micro-batches that are enough,
-    within `max_batch_size`.
+    largest local batch size is not enough for that.
     """
     if bounds.processes > 1:
         choice = batch_choice(bounds.per_process(), replicas)
@@ -463,9 +462,9 @@ class EfficiencyBound:
 
     # the least efficiency, gain / scale, of a batch, above 0 and at most 1; None for the default
     target: float | None = None
-    # whether the length of training is in samples. An efficiency below 1 is then progress that is never
-    # made, so `target` holds always. If not, training takes as many samples more, which the goodput
-    # counts, and `target` holds only while the throughput is unknown.
+    # whether the length of training is in samples. An efficiency below 1 is then progress that is never made,
+    # so `target` always holds. If not, training takes more samples, which the goodput counts, and `target`
+    # holds only while the throughput is unknown.
     counts_samples: bool = False
 
     @property
@@ -493,12 +492,10 @@ def plan_batch(
     throughput: Throughput | None = None,
     efficiency: EfficiencyBound = DEFAULT_EFFICIENCY,
 ) -> BatchPlan:
-    """Return the batch plan for `replicas` replicas.
+    """Return the plan of the highest goodput: steps per second times gain (Qiao et al. 2021, section 3).
 
-    Without an estimate it is the smallest allowed batch of at least `batch_size`. With an estimate but
-    without throughput it is the largest batch whose predicted efficiency is at least that of `efficiency`.
-    With both it is the plan of the highest goodput: steps per second times gain (Qiao et al. 2021, Pollux,
-    section 3); with a length in samples, of those with that efficiency. The smallest batch is always allowed.
+    Without throughput it is the largest batch of the required efficiency, without an estimate the smallest
+    batch of at least `batch_size`. The smallest batch is always allowed.
     """
     choice = batch_choice(bounds, replicas)
     if not choice:

@@ -32,7 +32,7 @@ class Feasibility:
     """Whether a job can be complete by its deadline."""
 
     count: int | None  # the smallest count on which it is predicted to be; None if it is on no count
-    source: str  # the measurements of which that is predicted, for people
+    source: str  # the measurements from which that is predicted, for people
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class DeadlineOutlook:
     """How the counts of a job compare with its deadline."""
 
     left: float  # seconds to the deadline
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # all valid counts, ascending
     # predicted seconds to the end of the job on each count, with the change to it, on one node as far as
     # the counts fit there, and on several; shape (2, counts)
     seconds: Floats

@@ -1,19 +1,13 @@
 """Which job gets how many replicas, decided for all jobs at the same time.
 
-One pure function, `decide`, that the Kubernetes operator and the local runner call:
-
 1. Every job is admitted, by priority, then by deadline, then by arrival, whose smallest valid count fits
    beside those of the admitted jobs before it.
-2. Of all valid counts of the admitted jobs, those of the highest total utility are chosen (`job_utility`).
-
-Replicas fit into a number, or onto the nodes of a cluster (`capacity`). Jobs that share no node are decided
-separately. If replicas are interchangeable, the best counts are found exactly (`exact_allocation`), otherwise
-by search (`hill_climbing`).
+2. Of all valid counts of the admitted jobs, those of the highest total utility (`job_utility`) are chosen:
+   exactly for interchangeable replicas (`slot_allocation`), otherwise by search (`hill_climbing`).
 
 A job changes only for lack of capacity while its last change is in progress or recent, while it is not
-measured, and shortly before its end. The same input gives the same decision. Every change raises the total
-utility, so jobs do not alternate between counts: without new measurements, the decision after a decision is
-to change nothing.
+measured, and shortly before its end. Every change raises the total utility, so jobs do not alternate between
+counts: without new measurements, the same input gives the same decision, and the next one changes nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +66,7 @@ class DecisionProblem:
     valid: Sequence[str]  # the ids of the jobs that have a valid count
     # the slots of the nodes if the replicas of all jobs are equal; None if not, or without nodes
     slots: SlotCapacity | None
-    # of the problems before, then of this one
+    # the last solutions of earlier problems; after `solve`, the solution of this one
     solutions: list[_Solution] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
@@ -85,7 +79,7 @@ class DecisionProblem:
         *,
         fairness: float | None = None,
     ) -> Self:
-        """Return the problem."""
+        """Return the problem. What is the same as in the problems `before` is not computed again."""
         before = list(before)
         bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
         ordered = sorted(jobs, key=lambda job: job.admission_order)
@@ -122,7 +116,7 @@ class DecisionProblem:
         """Return the problems that can be solved one by one, because their jobs share no node.
 
         On a cluster with several types of accelerators, these are the jobs of each type, which `choice` has
-        chosen. Arguments as for `of`.
+        chosen.
         """
         bound = ReplicaCapacity(capacity) if isinstance(capacity, int) else capacity
         by_id = {job.id: job for job in jobs}
@@ -134,7 +128,7 @@ class DecisionProblem:
         ]
 
     def solve(self, now: float) -> list[int]:
-        """Return the count of each job of the queue."""
+        """Return the count of each job of the queue. `now` is on the clock of `JobState.stable_since`."""
         tables = [utility.utilities(now) for utility in self.queue]
         room = self.bound.simplified_for(self.valid) if self.slots is None else self.slots
         if isinstance(room, NodeCapacity):
@@ -177,7 +171,11 @@ class DecisionProblem:
 def decide(
     jobs: Iterable[JobState], capacity: int | Capacity, now: float, *, fairness: float | None = None
 ) -> dict[str, Decision]:
-    """Return the replica count of every job."""
+    """Return the replica count of every job, valid for it or 0, such that all fit at the same time.
+
+    `capacity` includes the replicas that run, `now` is on the clock of `JobState.stable_since`, and
+    `fairness` is that of `weights_by_size`.
+    """
     decisions: dict[str, Decision] = {}
     for problem in DecisionProblem.independent(jobs, capacity, fairness=fairness):
         decisions |= problem.decide(now)

@@ -39,7 +39,10 @@ def explain(
     only: Collection[str] | None = None,
     choice: TypeChoice | None = None,
 ) -> dict[str, DecisionView]:
-    """Return the explanation of each decision, by job id."""
+    """Return the explanation of each decision of `problem`, by job id.
+
+    `now` is on the clock of `JobState.stable_since`, `time` is the same moment in seconds since 1970.
+    """
     of_queue = {each.job.id: decisions[each.job.id] for each in problem.queue}
     explainer = _Explainer(problem, of_queue, now, choice)
     return {
@@ -145,7 +148,10 @@ class _Explainer:
     def _make_room(
         self, job: str, counts: dict[str, int], steps: list[tuple[float, str, int]]
     ) -> dict[str, int] | None:
-        """Lower `counts` of other jobs until all fit."""
+        """Lower `counts` of other jobs until all fit; return job id -> replicas to give up.
+
+        None if all do not fit, or if it would take too many steps.
+        """
         tries = MAX_TRIES
         while not self._room.fits(counts):
             # Where replicas are not alike, each attempt packs the replicas of all jobs.

@@ -27,7 +27,7 @@ _PLANS = 7
 def allocate_on_nodes(
     jobs: Sequence[JobUtility], tables: Sequence[Mapping[int, int]], capacity: NodeCapacity
 ) -> list[int]:
-    """Return one replica count per job, of the highest total utility that is found.
+    """Return one replica count per job, in the order of arrival, of the highest total utility that is found.
 
     The present counts are among the candidates, so they change only for a higher total utility.
     """
@@ -66,7 +66,7 @@ class _Start:
 
     counts: Mapping[str, int]
     packing: Packing
-    # job id -> count, to which jobs are raised first, as far as they fit
+    # the counts to which jobs are raised first, as far as they fit
     desired: Mapping[str, int] = field(default_factory=dict)
 
 

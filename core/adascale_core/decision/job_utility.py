@@ -42,46 +42,42 @@ from adascale_core.performance.throughput import NOISE, Prediction, StepTimeMode
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of a job."""
+    """The state of a job, as far as its replica count depends on it."""
 
     id: str
-    # when the job was created, in any unit. Of jobs of equal priority, the earlier one is admitted first.
-    arrival: float
-    bounds: BatchBounds  # the batch sizes that it allows
-    # min_replicas, max_replicas: the bounds of its replica count
+    arrival: float  # when it was created, in any unit; it orders the admission of jobs of equal priority
+    bounds: BatchBounds
     min_replicas: int
     max_replicas: int
     replicas: int = 0  # its present replica count; 0 if it does not run
     # when training on the present count began, in seconds; None while a change is in progress
     stable_since: float | None = None
     largest: int = 0  # the largest count on which it was measured
-    # squared norm and variance of its gradient; None if not measured
-    estimate: GradientEstimate | None = None
+    estimate: GradientEstimate | None = None  # None if not measured
     step_times: Sequence[StepTime] = ()
     efficiency: EfficiencyBound = DEFAULT_EFFICIENCY  # lower bound of the efficiency of its batches
-    remaining: float | None = None  # remaining progress; None if unknown
+    remaining: float | None = None  # progress that remains; None if unknown
     restart_seconds: float = 10.0  # how long a change of the count interrupts training
     prepare_seconds: float = 0.0  # how long a change is prepared while training continues
     # the largest count that could be scheduled, or that a quota holds; None if there is no limit. The
     # smallest valid count is always tried, since no smaller count is valid.
     limit: int | None = None
-    template_step_times: Sequence[StepTime] = ()  # measured step times of jobs with the same template
-    accelerator: str | None = None  # the type of accelerator to which it is tied; None if it is not tied
+    template_step_times: Sequence[StepTime] = ()  # those of jobs with the same template
+    accelerator: str | None = None  # the type to which it is tied; None if it is not tied
     priority: int = 0  # jobs of higher priority are admitted first, and take replicas from others
     # whether it takes replicas from running jobs of lower priority. If not, it waits behind them.
     preempts: bool = True
-    limit_reason: str = ""  # what the limit comes from. Empty if that is not known.
+    limit_reason: str = ""  # empty if that is not known
     moves: bool = False  # whether its present replicas are on another type of accelerator than `accelerator`
     # how long a move to another type interrupts training; None for `restart_seconds`
     move_seconds: float | None = None
-    # where `template_step_times` are from if they were measured on another type, for people. Empty if
-    # they were not.
+    # where `template_step_times` are from, for people; empty unless they were measured on another type
     assumption: str = ""
     # when the job should be complete, in seconds on the clock of `stable_since`; None if it has no
     # deadline, or if that has passed. Of jobs of equal priority, the earlier deadline is admitted first.
     deadline: float | None = None
-    # what jobs of the same template have estimated of their gradients later: (progress from now,
-    # estimate), ascending, all before the end
+    # (progress from now, estimate of the gradients there by jobs of the same template), ascending, all before
+    # the end
     later_estimates: Sequence[tuple[float, GradientEstimate]] = ()
 
     @property
@@ -163,7 +159,7 @@ class Change:
 
 @dataclass
 class _Memory:
-    """What was computed of predictions, for the next decision with the same."""
+    """What was computed from predictions, for later decisions with the same predictions."""
 
     # counts; utilities without the weight and the cost of a change, on one node and on several; 1 for
     # each count that is a change to a measured count, and 1 for each that is a trial
@@ -569,12 +565,12 @@ def weights_by_size(
 ) -> dict[str, float]:
     """Return the weights of jobs by remaining size.
 
-    With a fairness of 0 they are those of the optimal policy for jobs of known size: of m jobs, the i-th
-    largest has the weight m * ((i / m)^q - ((i - 1) / m)^q) with q = 1 / (1 - p) for goodput that grows with
-    the power p of the replicas (heSRPT, Berg, Vesilo and Harchol-Balter 2020, theorem 4). With a fairness of
-    1 all are equal, and the decision is proportionally fair (Kelly 1997). Between them the objective is the
-    weighted mean of both. The weights are 1 on average, and a job of unknown size has the weight 1.
+    A fairness of 0 gives the lowest mean completion time, 1 gives equal weights (proportionally fair, Kelly
+    1997), and in between the weights are the weighted mean of both. A job of unknown size has the weight 1.
     """
+    # Of m jobs, the i-th largest has the weight m * ((i / m)^q - ((i - 1) / m)^q) with q = 1 / (1 - p), for
+    # goodput that grows with the power p of the replicas (heSRPT, Berg, Vesilo and Harchol-Balter 2020,
+    # theorem 4). The weights are 1 on average.
     ranked = sorted(((size, name) for name, size in sizes.items() if size is not None), reverse=True)
     number, exponent = len(ranked), 1 / (1 - SPEEDUP_EXPONENT)
     weights = {

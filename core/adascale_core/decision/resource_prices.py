@@ -49,7 +49,7 @@ class Consumer:
 
 
 def choose_counts(consumers: Sequence[Consumer], totals: Floats) -> list[int]:
-    """Return one count per job, with a high total utility."""
+    """Return one count per job, with a high total utility. The smallest counts must fit."""
     if not consumers:
         return []
     return _choose_exactly(consumers, totals) or _choose_by_prices(consumers, totals)
@@ -128,7 +128,11 @@ def _choose_by_prices(consumers: Sequence[Consumer], totals: Floats) -> list[int
 
 
 def _prices(slopes: Floats, sizes: Floats, requests: Floats, free: Floats) -> Floats:
-    """Return the utility that a unit of each resource is worth."""
+    """Return the utility that a unit of each resource is worth.
+
+    `slopes`, `sizes` and `requests` are those of the steps of the concave envelopes: utility per replica,
+    replicas, and units of each resource per replica.
+    """
     prices = np.zeros(len(free))
     scarce = np.flatnonzero(sizes @ requests > free)
     if not len(scarce):

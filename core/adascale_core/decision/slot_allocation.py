@@ -56,7 +56,7 @@ def admitted_utilities(
 def maximize(utilities: Sequence[Mapping[int, int]], total: int) -> list[int]:
     """Return one count per job, with a high total utility and a sum of at most `total`.
 
-    It is the highest total utility up to `MAX_EXACT_WORK`.
+    It is the highest total utility up to `MAX_EXACT_WORK`. The sum of the smallest counts must fit.
     """
     if sum(map(len, utilities)) * total <= MAX_EXACT_WORK:
         return maximize_exactly(utilities, total)
@@ -157,7 +157,7 @@ def allocate_slots(
 class _Options:
     """The counts of a job."""
 
-    nodes: Sequence[int]
+    nodes: Sequence[int]  # its present nodes, by rank
     planned: Mapping[int, int]  # count -> utility where it is likely to run
     one_node: Mapping[int, int]
     several_nodes: Mapping[int, int]

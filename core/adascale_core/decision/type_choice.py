@@ -1,18 +1,13 @@
 """The type of accelerator of each job, by what it is worth, for all jobs at once.
 
-A job's options are pairs of a type and a replica count there. Their utilities are those of `job_utility`: a
-logarithm of goodput, so that it does not matter in which unit the goodput of a job is measured. Jobs compete
-for the slots of each type.
-
 With given types, the highest total utility of the jobs of a type, if fractions of replicas could be shared
 out, is the least over prices p >= 0 of a slot of
 
     p * slots + sum over jobs of the largest (utility - p * slots of the count)
 
-(Lagrangian duality). Starting from the present types, a job moves, or two jobs swap types, while that raises
-the sum over the types. At the prices of the types it is known which moves can be worth it, so few are tried.
-The counts are then decided for each type, as on a cluster of one type. A job without a type starts from what
-`admit` chooses by the number of nodes and jobs.
+(Lagrangian duality). Starting from the types of `admit`, a job moves, or two jobs swap types, while that
+raises the sum over the types. The prices show which moves can be worth it, so few are tried. The counts are
+then decided for each type, as on a cluster of one type.
 """
 
 from __future__ import annotations
@@ -44,7 +39,7 @@ from adascale_core.placement.packing import Demand, Node
 class Accelerator:
     """The type of accelerator that a job runs on."""
 
-    type: str | None = None  # the type. None if the job is not tied to a type.
+    type: str | None = None  # None if the job is not tied to a type
     required: bool = False  # whether its replicas have to be kept from other types
 
 
@@ -53,7 +48,7 @@ class TypeOptions:
     """The types of accelerators that a job may run on."""
 
     job: str
-    smallest: Mapping[str, int]  # type -> its smallest replica count there, on the types that have one
+    smallest: Mapping[str, int]  # type -> its smallest replica count, on the types that have a valid count
     demands: Mapping[str, Demand]  # type -> what it requests of the nodes of that type, on the same types
     present: str | None = None  # the type that it runs on; None if it has no replicas
     # type -> its state there, on the same types. Empty if types are not compared.
@@ -68,12 +63,8 @@ def admit(
 ) -> tuple[dict[str, str], set[str]]:
     """Return the type of accelerator of each job, and the jobs that wait: their smallest count does not fit.
 
-    A job stays on its present type if that can hold its smallest count, or if no other type can. Any other
-    job gets the type on which an equal share of the nodes is largest (replicas that fit on the empty nodes,
-    divided by the jobs on that type and this one), among those on which its smallest count fits beside the
-    smallest counts of the jobs before it; of equal types, the first by name. If its smallest count fits on
-    no type, it gets the type with the largest share, and waits. Types are not compared here: `TypeChoice`
-    does that.
+    What types are worth to jobs is not compared here: `TypeChoice` does that. `preferred` types take the
+    place of the present ones.
     """
     preferred = preferred or {}
     waiting: set[str] = set()
@@ -81,6 +72,7 @@ def admit(
     if all(job.job in chosen or not job.demands for job in jobs):
         return chosen, waiting
     capacity = capacity or typed_capacity(jobs, nodes)
+    # A job stays on its present type if that can hold its smallest count, or if no other type can.
     for job in jobs:
         present = preferred.get(job.job, job.present)
         if present is None or present not in job.demands:
@@ -112,6 +104,8 @@ def admit(
             if not fits(job, chosen[job.job]):
                 waiting.add(job.job)
         elif job.demands:
+            # The type with the largest equal share of its empty nodes, of those on which the smallest count
+            # fits beside those of the jobs before it; of equal types, the first by name.
             shares = {
                 name: capacity.empty_slots(typed_key(job.job, name)) / (number[name] + 1)
                 for name in job.demands
@@ -181,7 +175,7 @@ class TypeChoice:
         *,
         fairness: float | None = None,
     ) -> TypeChoice:
-        """Return the types of the highest total utility that is found."""
+        """Return the types of the highest total utility that is found. `jobs` are in admission order."""
         if all(len(job.states) < 2 for job in jobs):
             return cls(admit(jobs, nodes)[0])
         fairness = DEFAULT_FAIRNESS_ACROSS_TYPES if fairness is None else fairness

@@ -128,7 +128,7 @@ class ActiveAllocation(Message):
             declared: the job's current spec.
             before: the spec of the last active allocation. It stays if the current spec does not allow this
                 replica count: an allowed count follows with a later allocation, and until then no program
-                    fails.
+                fails.
         """
         fits = declared is not None and is_valid_replicas(declared.bounds, self.replicas)
         return replace(self, spec=declared if fits else before)
@@ -190,12 +190,6 @@ class AllocationView(Message):
         if self.active is None or self.active.generation < generation:
             return False
         return self.broken or self.active.generation > generation
-
-    def next_allocation(self, generation: int) -> ActiveAllocation | None:
-        """Return the active allocation if it is newer than `generation` and not broken, else None."""
-        if self.active is None or self.broken or self.active.generation <= generation:
-            return None
-        return self.active
 
 
 @dataclass(frozen=True)

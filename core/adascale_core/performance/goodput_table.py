@@ -1,6 +1,6 @@
 """The predicted goodput of many replica counts at once.
 
-It is `prediction.predict` for arrays, with the same kinds of plans. NumPy makes it a hundred times faster,
+It is `throughput.predict` for arrays, with the same kinds of plans. NumPy makes it a hundred times faster,
 and decisions take most of their time here.
 """
 
@@ -112,7 +112,7 @@ _grid = lru_cache(maxsize=64)(PlanGrid.of)
 class Goodputs:
     """The goodput of each of some replica counts, with the plan that reaches it."""
 
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # ascending
     # one_node, several_nodes: steps at `batch_size` per second, where the replicas share a node or not
     one_node: Floats
     several_nodes: Floats
@@ -145,7 +145,10 @@ def goodputs(
     *,
     least_efficiency: float = 0.0,
 ) -> Goodputs:
-    """Return the goodput of each count, with the plan that a trainer would choose (see `plan_batch`)."""
+    """Return the goodput of each count, with the plan that a trainer would choose (see `plan_batch`).
+
+    The smallest plan of a count is allowed at any efficiency.
+    """
     grid = grid or _grid(bounds, counts)
     sqr, var = max(estimate.grad_sqr, 0.0), max(estimate.grad_var, 0.0)
     largest = max(sqr, var)

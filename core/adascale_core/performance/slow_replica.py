@@ -48,7 +48,7 @@ class SlowReplica:
 class TypicalTime(NamedTuple):
     """The typical time of a replica."""
 
-    seconds: float = 0.0  # of its last steps; 0 if it is not measured
+    seconds: float = 0.0  # 0 if it is not measured
     error: float = 0.0  # the standard error of `seconds`, if the times of steps vary independently
 
 
@@ -82,7 +82,11 @@ class RecentTimes:
 def slow_replica(
     times: Sequence[float], errors: Sequence[float], previous: SlowReplica | None = None
 ) -> SlowReplica | None:
-    """Return the slowest replica if it is slow, by rank; None if no replica is."""
+    """Return the slowest replica if it is slow, by rank; None if no replica is.
+
+    `times` and their standard `errors` are those of `TypicalTime`, by rank. `previous` is the last result for
+    the same replicas.
+    """
     if len(times) < 2 or min(times) <= 0.0:
         return None
     slowest = max(range(len(times)), key=lambda rank: times[rank])

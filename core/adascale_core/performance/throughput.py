@@ -407,9 +407,9 @@ def _solve(matrix: list[list[float]], column: list[float], damping: float) -> li
 class Prediction:
     """The predicted performance of a replica count."""
 
-    plan: BatchPlan  # the batch plan that the job would use
+    plan: BatchPlan
     scale: float
-    gain: float  # the gain of that plan, in steps at `batch_size` per step
+    gain: float  # steps at `batch_size` per step
     step_time: float  # seconds per optimizer step
     # the gains at one standard error of the estimate; twice `gain` if the error is not known
     gain_range: tuple[float, float]

@@ -27,7 +27,7 @@ class SlotCapacity:
     """Nodes with slots for equal replicas."""
 
     slots: Sequence[int]  # for each node, how many replicas it holds
-    # job id -> the node of each replica, by rank, of the replicas that are placed
+    # job id -> the node of each placed replica, by rank
     placed: Mapping[str, Sequence[int]]
 
     @property
@@ -59,7 +59,11 @@ def free_slots(slots: Sequence[int], placed: Iterable[Iterable[int]]) -> list[in
 
 
 class NodeSlots:
-    """The free slots of some nodes."""
+    """The free slots of some nodes, and where new replicas go.
+
+    A replica goes to a node of its own job that has room, else to the fullest node that holds all new ones of
+    the job, else to the emptiest. Affinity to the pods of the same job gives about the same on a cluster.
+    """
 
     def __init__(self, free: Sequence[int]) -> None:
         self._free = list(free)
@@ -195,11 +199,10 @@ class ReplicaCapacity:
 
 
 class NodeCapacity:
-    """Capacity on the nodes of a cluster.
+    """Capacity on the nodes of a cluster. What has not changed is taken from the capacity `before`.
 
-    A replica that is placed on a node stays there and fits, even if the node has less than the replica
-    requests (its devices may be missing for a moment while a device plugin restarts). Such a node takes no
-    other replica.
+    A placed replica stays and fits, even if its node has less than it requests (devices may be missing for a
+    moment while a device plugin restarts). Such a node takes no other replica.
     """
 
     def __init__(

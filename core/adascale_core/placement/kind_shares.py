@@ -19,7 +19,7 @@ Request = tuple[tuple[int, int], ...]
 """(index of a resource, units) for each resource that one replica takes."""
 
 _LEVELS = 40
-"""How often the interval is halved in which the room is that is left on each node."""
+"""How often the interval for the room that is left on each node is halved."""
 _MAX_MIXTURES = 2000
 """Steps in which the mixtures that fill a node are found. With more kinds, `even_shares` does well."""
 
@@ -39,8 +39,9 @@ def as_int64(units: int) -> int:
 
 
 def even_shares(free: Integers, kinds: Sequence[Kind]) -> list[Integers] | None:
-    """Return how many replicas of each kind each of its nodes gets, such that the room that is
-    left is even.
+    """Return how many replicas of each kind each of its nodes gets, such that the room left is even.
+
+    None if there is not enough room. `free` has the shape (nodes, resources), the largest kind is the first.
     """
     free = free.copy()
     found = []
@@ -57,7 +58,10 @@ def even_shares(free: Integers, kinds: Sequence[Kind]) -> list[Integers] | None:
 
 
 def _leveled(room: Floats, total: int) -> Integers | None:
-    """Return how many of `total` replicas each node gets, such that the room that is left is even."""
+    """Return how many of `total` replicas each node gets, such that the room left is even.
+
+    `room` is in replicas, with fractions. None if it is not enough.
+    """
     whole = np.floor(room)
     if total > whole.sum():
         return None
@@ -80,11 +84,11 @@ def _leveled(room: Floats, total: int) -> Integers | None:
 def mixed_shares(free: Integers, kinds: Sequence[Kind]) -> list[Integers] | None:
     """Return how many replicas of each kind each of its nodes gets, such that hardly any resource is left.
 
-    Each node gets one of the mixtures that fill it. What a mixture leaves unused must not be more than what
-    all nodes together can leave unused; among those, it is the mixture nearest to that of the replicas that
-    have no node yet (patterns of the cutting-stock problem, Gilmore and Gomory 1961, without their linear
-    program).
+    None if a node can be filled in too many ways, or not all replicas find a node.
     """
+    # Each node gets one of the mixtures that fill it (patterns of the cutting-stock problem, Gilmore and
+    # Gomory 1961, without their linear program): of those that leave no more unused than all nodes together
+    # can, the mixture nearest to that of the replicas that have no node yet.
     requests = np.zeros((len(kinds), free.shape[1]), dtype=np.int64)
     allowed = np.zeros((len(free), len(kinds)), dtype=bool)
     for k, kind in enumerate(kinds):

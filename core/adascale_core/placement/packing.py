@@ -431,7 +431,8 @@ class Packing:
     def resize(self, job: str, count: int, *, always_repack: bool = False) -> bool:
         """Change the number of a job's replicas, if nodes are found for them; otherwise change nothing.
 
-        If they do not fit beside the others, all replicas are packed again.
+        If they do not fit beside the others, all replicas are packed again, within `_REPACKING_BUDGET` unless
+        `always_repack`.
         """
         demand = self._problem.demands[job]
         before = dict(self._nodes.get(job, {}))
@@ -515,7 +516,10 @@ class Packing:
             self._remove(demand, ranks)
 
     def keep_placed(self, demand: IndexedDemand, count: int) -> bool:
-        """Add the replicas below rank `count` that are placed on a node."""
+        """Add the replicas below rank `count` that are placed on a node.
+
+        Returns False if new replicas take resources that the placed ones need.
+        """
         ranks = self._nodes.setdefault(demand.job, {})
         missing = [(node, rank) for rank, node in demand.placed.items() if rank < count and rank not in ranks]
         fits = True
@@ -531,9 +535,7 @@ class Packing:
         return [rank for rank in range(count) if rank not in assigned] if assigned else range(count)
 
     def may_hold(self, demands: Iterable[IndexedDemand], counts: Mapping[str, int]) -> bool:
-        """Return False if all nodes together have fewer free units of a resource than these
-        jobs still need.
-        """
+        """Whether all nodes together have the free units that these jobs still need."""
         needed = [0] * len(self._total)
         for demand in demands:
             missing = len(self.missing(demand, counts[demand.job]))

@@ -11,7 +11,7 @@ _GPU: Final = re.compile(r"(nvidia|amd)\.com/(gpu|gpu\.shared|mig-.+)|gpu\.intel
 
 
 def requested_gpus(resources: object) -> int:
-    """Return how many GPUs a container requests."""
+    """Return how many GPUs a container requests. Invalid quantities are left to the API server."""
     if not isinstance(resources, Mapping):
         return 0
     found: dict[str, int] = {}

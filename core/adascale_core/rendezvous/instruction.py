@@ -25,7 +25,11 @@ class Instruction(Enum):
 def instruction(
     view: AllocationView, replica: int, instance: str, assigned: int, *, holds: bool
 ) -> Instruction | None:
-    """Return what the trainer `instance` of `replica` must do; None if nothing."""
+    """Return what the trainer `instance` of `replica` must do; None if nothing.
+
+    `assigned` is the newest generation that it was assigned to or holds for, 0 if none; `holds` is whether it
+    holds for that, with or without state.
+    """
     active = view.active
     if active is None or active.generation < assigned:
         return None

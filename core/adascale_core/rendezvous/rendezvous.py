@@ -1,41 +1,13 @@
 """When a generation of replicas becomes active, as a pure state machine.
 
-The controller writes the desired allocation. Agents register what their trainers do. A generation is an
-ordered set of members: replicas whose trainers take part. It becomes active by one of these rules.
+The controller writes the desired allocation, and agents register what their trainers do. A generation is an
+ordered set of members: replicas whose trainers take part. `docs/design.md` has the rules by which it becomes
+active, at a start, by a planned change, after a loss, and for a slow member, and the protocol of agents. An
+agent acts by `instruction`.
 
-- The first generation, and the first after a suspension: when all desired replicas are ready.
-- A planned change: when all members of the active generation run in it, and the replicas for the desired
-  count are there. The members that stay keep their trainers and their state.
-- A loss: a member has ended or was replaced, or another member holds its state because it has noticed the
-  loss. The next generation becomes active when every member is accounted for: it holds, has ended, has
-  expired, or was reported as lost by a member that holds. It has the largest valid replica count of those
-  that are there, at most the desired count; if no valid count is there, the members wait with their state.
-  The desired count stays, and the missing replicas join by a planned change.
-- A loss of all members that have state: as many replicas as before begin from the last checkpoint, or from
-  a copy in the memory of the agent of rank 0. Those whose agents may have a copy come first.
-
-A spare is a replica that is started and waits. The desired allocation has the indices of `replicas` +
-`spares` replicas, and any of them may be members; the others are the spares. So a spare takes the place of a
-lost member in the generation after the loss, and the replacement of that member is a spare.
-
-A spare that waits also takes the place of a member that is reported as slow, in a planned change of the same
-size. The slow replica becomes the spare. For some time it is a member only if too few others are there, and
-takes the place of no member that is reported as slow.
-
-Invariants, for any order of events, while the service's data is not lost:
-- The generations of `desired` and `active` never decrease, and `active` is never newer than `desired`.
-- Only the trainers that were there when a generation became active take part in it, and a trainer that was
-  left out takes part in no later generation. So a member that was taken for lost cannot come back.
-- If a member of a generation that has state is there when the next generation becomes active, that
-  generation has a member with state.
-- A replica count is valid with the bounds of its generation if the previous count was.
-- A report of a slow member changes no replica count. Replicas whose place a spare has taken come back to
-  members by a change of the count or after a loss only, as long as they are known to be slow.
-
-Protocol of an agent: it registers whenever its trainer's state changes, and again as a heartbeat. It assigns
-its trainer to `view.next_allocation(own generation)` if that admits the trainer, and releases the trainer if
-not. While `view.broken` and the trainer has not reported that it holds, it lets the trainer hold. If a
-trainer waits although it was left out (`MemberView.left_out`), the agent replaces it.
+For any order of events, while the service's data is not lost: generations never decrease; a trainer that was
+left out, such as a member that was taken for lost, takes part in no later generation; if members with state
+are there, the next generation has one of them; valid replica counts are followed by valid ones.
 """
 
 from __future__ import annotations
@@ -100,15 +72,15 @@ class VersionMismatchError(AdaScaleError):
 class Rendezvous:
     """The generations and replicas of a job."""
 
-    desired: Allocation | None = None  # the newest allocation; None before the first
-    # the allocation that trainers run in or move to; None before the first
+    # desired, active, broken: as in `AllocationView`
+    desired: Allocation | None = None
     active: ActiveAllocation | None = None
-    broken: bool = False  # whether the active generation has lost a member
+    broken: bool = False
     complete: bool = False  # whether the program has finished on rank 0 of its generation
     # index -> the last registration, of the replicas whose heartbeats arrive
     replicas: Mapping[int, Registration] = field(default_factory=lambda: MappingProxyType({}))
-    failures: int = 0  # the number of generations in which the user's program failed
-    disruptions: int = 0  # the number of generations that were lost for another reason
+    failures: int = 0  # generations in which the user's program failed
+    disruptions: int = 0  # generations that were lost for another reason
     # index -> the last registration, of the replicas whose heartbeats have expired
     expired: Mapping[int, Registration] = field(default_factory=lambda: MappingProxyType({}))
     # agents that another agent of their replica has replaced, the latest last. Their registrations are
@@ -121,8 +93,8 @@ class Rendezvous:
     last_failed: int = 0  # the newest generation that is counted in `failures`; 0 if none is
     last_disrupted: int = 0  # the newest generation that is counted in `disruptions`; 0 if none is
     stepped: int = 0  # the newest generation in which a step was finished; 0 if none
-    stalled: int = 0  # the number of disrupted generations since, in which no step was finished
-    # index -> the number of trainers of this replica since that were killed before any step
+    stalled: int = 0  # disrupted generations after `stepped`, in which no step was finished
+    # index -> how many trainers of this replica were killed before any step after `stepped`
     deaths: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     # type of accelerator -> the largest local batch size that is used on it, since a larger one did not
     # fit into its memory

@@ -20,8 +20,8 @@ MAX_PAUSE: Final = 86_400.0
 class SlowPlace:
     """A replica that was slow on a node. On another node it need not be slow."""
 
-    replica: int  # its index
-    node: str  # the node; empty if unknown
+    replica: int
+    node: str  # empty if unknown
     found_at: float  # when a spare has taken its place, in seconds since 1970
 
 
@@ -75,7 +75,7 @@ class SlowPlaces:
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
-        """Return what `to_json` has made a JSON object of."""
+        """Return the places of the JSON object that `to_json` has made."""
         places = tuple(SlowPlace(**each) for each in members["places"])
         return cls(**{**members, "places": places})
 
