@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from support.examples import FACTOR, examples
+from support.session_report import SessionReport
 
 # Each test computes little. Threads that wait for each other would take most of the processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +30,7 @@ settings.register_profile(
     deadline=None,
     max_examples=examples(50),
     derandomize=bool(os.environ.get("CI")),
+    print_blob=True,
 )
 settings.load_profile("without-deadline")
 
@@ -38,7 +40,9 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let all tests but those of `make test-gpu` run on the CPU, also on a machine with a GPU."""
+    """Report the slowest files and the failures. Hide GPUs from all tests but those of `make test-gpu`."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SessionReport())
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
