@@ -36,9 +36,9 @@ from adascale_core.names import ENV_ADDRESS
 from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import require_evaluable, shards_of, stream_options
+from adascale_worker.batches.micro_batches import LoadedBatches
 from adascale_worker.batches.order import Lengths, OrderFunction
 from adascale_worker.batches.planning import BatchPlanner
-from adascale_worker.batches.stream import LoadedBatches
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.gradients.loss_scaling import scaler_of
 from adascale_worker.gradients.step_failure import kind_of
@@ -69,9 +69,9 @@ from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reporter import Reporter
 from adascale_worker.reporting.tracked_run import RunIdentity
 from adascale_worker.reporting.trackers import Tracker, make_tracker
-from adascale_worker.state.checkpoints.best_weights import BestWeights
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.checkpoints.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
+from adascale_worker.state.checkpoints.weights import BestWeights
 from adascale_worker.state.program import Stateful, require_choice, require_stateful
 
 if TYPE_CHECKING:
@@ -926,7 +926,6 @@ class ElasticTrainer:
             CheckpointError: the end of training cannot be saved.
         """
         training = self._require_training()
-        training.program.rates.check_schedulers()
         training.batches.end_epoch(epoch)
         if self.finished:
             training.feed.close()

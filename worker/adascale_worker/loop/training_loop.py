@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.feed import DataFeed
+from adascale_worker.batches.micro_batches import LoadedBatches
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.batches.seeding import seed_generators
-from adascale_worker.batches.stream import LoadedBatches
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.ending import Ending
 from adascale_worker.loop.exchange import EvaluationSequence
@@ -31,10 +31,9 @@ from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.telemetry import Telemetry
-from adascale_worker.state.agent_snapshots import AgentSnapshots
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.program import ProgramState
-from adascale_worker.state.saving import StateSaving
+from adascale_worker.state.saving import AgentSnapshots, StateSaving
 
 COMPARISON_STEPS = 1024
 """Steps after which the replicas of a long generation compare again what they read of a stream."""
@@ -186,7 +185,7 @@ class TrainingLoop:
                 self.steps.begin_batch()
                 epoch = progress.epoch
                 yield batch
-                self.program.rates.check(inside_epoch=True)
+                self.program.rates.check()
                 self.program.rates.begin_batch()
                 loop.request()
                 if progress.epoch != epoch:
@@ -206,7 +205,6 @@ class TrainingLoop:
     def _begin_loop(self) -> int:
         """Begin a loop of the program, and return its number."""
         self.program.rates.begin_epoch()
-        self.program.rates.check(inside_epoch=False)
         self.steps.end_batch()
         self.ending.leave_loop(early=True)
         self.departures.wait()

@@ -47,6 +47,11 @@ def is_optimizer_hook_table(attribute: str) -> bool:
     return attribute.startswith("_optimizer_")
 
 
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an `LRScheduler` was made for an optimizer; torch marks its `step`."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
 def lr_at_position(scheduler: LRScheduler) -> list[float] | None:
     """Return the learning rates of a schedule at its position, from its arguments alone.
 
