@@ -30,9 +30,9 @@ from adascale_controller.operator.apply.cluster import ClusterError
 from adascale_controller.operator.runtime.control_loop import ControlLoop
 from adascale_controller.operator.runtime.main import GC_THRESHOLD
 from adascale_controller.operator.runtime.object_cache import ObjectCache
-from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, ApiObject, Resource, timestamp
+from adascale_controller.operator.types.workload import OperatorSettings
 from adascale_core import names
 from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.job_spec import JobSpec

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from adascale_controller.operator.runtime.metrics import OperatorMetrics
+from adascale_controller.operator.runtime.health import OperatorMetrics
 from api.client import Client, ServiceProcess, a_report, wait_until
 from support.launch import free_port
 from support.operator_metrics import serve

@@ -28,7 +28,7 @@ from adascale_api.http.connection_limits import Connection, ConnectionLimits
 from adascale_api.http.protocol import limited_protocol
 from adascale_api.http.tls import ServerCertificate, TlsListener
 from adascale_client import MetricsServiceClient, ServiceRefusedError, ServiceUnreachableError
-from adascale_controller.operator.apply.certificates import KeyPair, create_authority, renew_authority
+from adascale_controller.operator.runtime.certificate_keeper import KeyPair, create_authority, renew_authority
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import ENV_CA_FILE

@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.apply.certificates import (
-    SERVER_LIFETIME,
-    create_authority,
-    is_issued_for,
-)
 from adascale_controller.operator.apply.cluster import ClusterError
 from adascale_controller.operator.runtime.certificate_keeper import (
     PUBLISH_INTERVAL,
     REFRESH_INTERVAL,
     RETRY_INTERVAL,
+    SERVER_LIFETIME,
     CertificateKeeper,
+    create_authority,
+    is_issued_for,
     server_hosts,
 )
 from adascale_core import names

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.operator.apply.certificates import (
+from adascale_controller.operator.runtime.certificate_keeper import (
     AUTHORITY_LIFETIME,
     SERVER_LIFETIME,
     CertificateError,

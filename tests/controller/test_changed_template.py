@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.apply.cluster import ClusterError
-from adascale_controller.operator.runtime import template_checker
+from adascale_controller.operator.runtime import admission_reader
 from adascale_controller.operator.schedule.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
-from adascale_controller.operator.types.queueing import QUEUE_NAME
+from adascale_controller.operator.types.workload import QUEUE_NAME
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.messages.allocation import ActiveAllocation
 from support.fake_cluster import FakeCluster
@@ -146,7 +146,7 @@ def test_an_image_without_the_agent_stops_nothing() -> None:
     assert running(world)[2].endswith('its agent does not start: exec: "adascale-agent": not found')
 
 
-@pytest.mark.parametrize("seconds", [0, template_checker.UNSCHEDULABLE_TIMEOUT])
+@pytest.mark.parametrize("seconds", [0, admission_reader.UNSCHEDULABLE_TIMEOUT])
 def test_a_check_that_finds_no_node_does_not_last(seconds: float) -> None:
     world = trained()
     full = {"type": "PodScheduled", "status": "False", "message": "0/1 nodes are available"}

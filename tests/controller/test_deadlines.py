@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.observe.observed_job import IndexedJob, ObservedJob
-from adascale_controller.operator.reconcile.deadlines import next_deadline
 from adascale_controller.operator.reconcile.job_phase import assess
+from adascale_controller.operator.reconcile.reconciler import next_deadline
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType, condition_of
 from adascale_controller.operator.types.kubernetes import timestamp

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from adascale_controller.operator.apply.service import AllocationService
-from adascale_controller.operator.runtime.deregistration import Deregistration
+from adascale_controller.operator.apply.cluster import AllocationService
+from adascale_controller.operator.runtime.job_follower import Deregistration
 
 
 class Service:

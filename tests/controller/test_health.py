@@ -11,8 +11,7 @@ from urllib.error import HTTPError
 import pytest
 
 from adascale_controller.operator.runtime import control_loop
-from adascale_controller.operator.runtime.health import MAX_SILENCE, Health
-from adascale_controller.operator.runtime.metrics import OperatorMetrics
+from adascale_controller.operator.runtime.health import MAX_SILENCE, Health, OperatorMetrics
 from adascale_core.decision.decide import DecisionProblem
 from support.launch import free_port
 from support.world import World

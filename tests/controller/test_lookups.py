@@ -23,8 +23,11 @@ from adascale_controller.operator.observe.lookups import (
 from adascale_controller.operator.observe.observed_job import CachedJob, JobRefusal
 from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.runtime import lookup_fetcher
-from adascale_controller.operator.runtime.event_reader import EventReader
-from adascale_controller.operator.runtime.lookup_fetcher import SHORT_OF_PODS_TIMEOUT, LookupFetcher
+from adascale_controller.operator.runtime.lookup_fetcher import (
+    SHORT_OF_PODS_TIMEOUT,
+    EventReader,
+    LookupFetcher,
+)
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, timestamp
 from adascale_controller.operator.types.workload import PodSettings, Workload

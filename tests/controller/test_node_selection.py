@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_controller.operator.schedule.node_selection import NodeSelection
-from adascale_controller.operator.schedule.nodes import eligible_nodes
+from adascale_controller.operator.schedule.nodes import NodeSelection, eligible_nodes
 
 GPU = {"key": "gpu", "effect": "NoSchedule"}
 AFFINITY = {

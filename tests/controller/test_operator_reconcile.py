@@ -14,9 +14,8 @@ from adascale_controller.operator.observe.observed_job import (
     ObservedJob,
 )
 from adascale_controller.operator.observe.pods import Pod, PodExit
-from adascale_controller.operator.reconcile.deadlines import next_deadline
 from adascale_controller.operator.reconcile.job_phase import assess
-from adascale_controller.operator.reconcile.reconciler import TERMINATION_OVERDUE
+from adascale_controller.operator.reconcile.reconciler import TERMINATION_OVERDUE, next_deadline
 from adascale_controller.operator.reconcile.status import has_changed
 from adascale_controller.operator.runtime.control_loop import is_waited_for
 from adascale_controller.operator.types.actions import Actions, FailedPlacement

@@ -11,18 +11,23 @@ from adascale_controller.job import Job, OpportunisticSettings
 from adascale_controller.local.local_command import resolve_command
 from adascale_controller.operator.apply.cluster import ClusterError
 from adascale_controller.operator.apply.indexed_job import indexed_job_manifest
-from adascale_controller.operator.observe.observed_job import Admission, JobRefusal, ObservedJob
+from adascale_controller.operator.observe.observed_job import Admission, JobRefusal, ObservedJob, QueueView
 from adascale_controller.operator.observe.pods import END_DEADLINE, Pod, PodExit, PodProblem, read_pod
-from adascale_controller.operator.observe.queue import QueueView
-from adascale_controller.operator.runtime import queue_reader
+from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.admission_reader import RETRY_INTERVAL
 from adascale_controller.operator.schedule import placement_backoff
 from adascale_controller.operator.schedule.quota import quota_limit
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, Resource, timestamp
-from adascale_controller.operator.types.queueing import ELASTIC_JOB, QUEUE_NAME, Queueing
-from adascale_controller.operator.types.workload import PodSettings, Workload, template_digest
+from adascale_controller.operator.types.workload import (
+    ELASTIC_JOB,
+    QUEUE_NAME,
+    PodSettings,
+    Queueing,
+    Workload,
+    template_digest,
+)
 from adascale_controller.validation import validate_document
 from adascale_core import names
 from adascale_core.decision.decide import Decision, DecisionProblem
@@ -476,7 +481,7 @@ def test_extra_pods_grow_within_the_quota_of_their_queue(
         return [{"metadata": meta, "status": status}]
 
     monkeypatch.setattr(FakeCluster, "list_kueue", list_kueue)
-    monkeypatch.setattr(queue_reader, "INTERVAL", 0.0)
+    monkeypatch.setattr(lookup_fetcher, "QUEUE_INTERVAL", 0.0)
     counts = []
     world.submit(opportunistic={**SPOT, "queueName": "spare"})
     for _ in range(60):

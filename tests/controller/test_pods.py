@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.observe.failed_pods import is_program_failure
-from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, read_pod
+from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, is_program_failure, read_pod
 from adascale_controller.operator.types.conditions import Reason
-from adascale_controller.operator.types.queueing import ELASTIC_JOB
+from adascale_controller.operator.types.workload import ELASTIC_JOB
 from adascale_core.failures import TerminationMessage
 
 # -- builders ----------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.apply.cluster import ClusterError
-from adascale_controller.operator.observe.queue import QueueView
-from adascale_controller.operator.runtime import queue_reader
-from adascale_controller.operator.runtime.queue_reader import QueueReader, confirmed
-from adascale_controller.operator.schedule.queues import read_queues, unused_quota
+from adascale_controller.operator.observe.observed_job import QueueView
+from adascale_controller.operator.runtime import lookup_fetcher
+from adascale_controller.operator.runtime.lookup_fetcher import QueueReader, confirmed
+from adascale_controller.operator.schedule.quota import read_queues, unused_quota
 from adascale_controller.operator.types.kubernetes import Resource
-from adascale_controller.operator.types.queueing import QUEUE_NAME
+from adascale_controller.operator.types.workload import QUEUE_NAME
 from support.fake_cluster import FakeCluster
 from support.world import World
 
@@ -177,7 +177,7 @@ def test_the_queues_of_jobs_that_have_ended_are_not_read(monkeypatch: pytest.Mon
         return []
 
     monkeypatch.setattr(FakeCluster, "list_kueue", read)
-    monkeypatch.setattr(queue_reader, "INTERVAL", 0.0)
+    monkeypatch.setattr(lookup_fetcher, "QUEUE_INTERVAL", 0.0)
     world = World()
     world.submit()
     assert world.job is not None

@@ -10,16 +10,15 @@ import pytest
 
 from adascale_controller.operator.apply.applier import Applier
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.observed_job import IndexedJob, JobRefusal, ObservedJob
+from adascale_controller.operator.observe.observed_job import IndexedJob, JobRefusal, ObservedJob, QueueView
 from adascale_controller.operator.observe.pods import PodProblem
-from adascale_controller.operator.observe.queue import QueueView
 from adascale_controller.operator.reconcile.job_phase import JobPhase, assess
-from adascale_controller.operator.reconcile.stale_gates import MAX_PAUSE
+from adascale_controller.operator.reconcile.reconciler import MAX_GATE_PAUSE
 from adascale_controller.operator.schedule.quota import fixed_count, quota_limit
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.actions import Actions
 from adascale_controller.operator.types.conditions import Condition, ConditionType, Reason
-from adascale_controller.operator.types.queueing import ELASTIC_JOB, QUEUE_NAME, Queueing
+from adascale_controller.operator.types.workload import ELASTIC_JOB, QUEUE_NAME, Queueing
 from adascale_core.messages.allocation import Allocation
 from support.decisions import decided
 from support.fake_cluster import FakeCluster
@@ -155,7 +154,7 @@ def test_gated_pods_are_shown_with_the_reason_while_training_goes_on() -> None:
         pytest.param(20.0, 3, NOW - 1, True, False, id="was just looked at"),
         pytest.param(20.0, 3, NOW - 9, True, False, id="was looked at 9 s ago after 11 s"),
         pytest.param(20.0, 3, NOW - 11, True, True, id="was looked at 11 s ago after 9 s"),
-        pytest.param(5000.0, 3, NOW - MAX_PAUSE, True, True, id="was looked at long ago"),
+        pytest.param(5000.0, 3, NOW - MAX_GATE_PAUSE, True, True, id="was looked at long ago"),
         pytest.param(20.0, 3, 0.0, False, False, id="is gated by others"),
     ],
 )

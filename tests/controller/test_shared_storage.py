@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.observe.adascalejob import AdaScaleJob, SpecReader
-from adascale_controller.operator.observe.shared_storage import why_not_shared
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob, SpecReader, why_not_shared
 
 CLAIM = {"persistentVolumeClaim": {"claimName": "shared"}}
 

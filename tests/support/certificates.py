@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from adascale_controller.operator.apply.certificates import (
+from adascale_controller.operator.runtime.certificate_keeper import (
     KeyPair,
     create_authority,
     issue_server_certificate,

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from adascale_controller.operator.runtime.health import Health
-from adascale_controller.operator.runtime.metrics import OperatorMetrics
+from adascale_controller.operator.runtime.health import Health, OperatorMetrics
 from support.launch import free_port
 
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adascale_controller.operator.runtime.control_loop import ControlLoop
-from adascale_controller.operator.runtime.metrics import OperatorMetrics
+from adascale_controller.operator.runtime.health import OperatorMetrics
 from adascale_controller.operator.runtime.object_cache import ObjectCache
-from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.schedule.nodes import eligible_nodes
 from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.kubernetes import (
@@ -27,6 +26,7 @@ from adascale_controller.operator.types.kubernetes import (
     replica_index,
     timestamp,
 )
+from adascale_controller.operator.types.workload import OperatorSettings
 from adascale_core import names
 from adascale_core.failures import EXIT_REFUSED, TerminationMessage
 from adascale_core.messages.registration import ReplicaState

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.apply.certificates import create_authority, renew_authority
+from adascale_controller.operator.runtime.certificate_keeper import create_authority, renew_authority
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_INVALID_PROGRAM, TerminationMessage
 from adascale_core.names import SNAPSHOT_FILE
 from adascale_worker.loop.step_watchdog import EXPLAIN_AFTER

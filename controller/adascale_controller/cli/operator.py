@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from adascale_controller.cli.fairness_option import Fairness
+from adascale_controller.cli.arguments import Fairness
 from adascale_core import names
 from adascale_core.errors import requires_extra
 
@@ -165,7 +165,7 @@ def operator(
     # Imported here because importing kopf and the Kubernetes client takes a second.
     with requires_extra("adascale operator", "operator"):
         from adascale_controller.operator.runtime.main import run_operator
-    from adascale_controller.operator.runtime.settings import OperatorSettings
+    from adascale_controller.operator.types.workload import OperatorSettings
 
     run_operator(
         OperatorSettings(

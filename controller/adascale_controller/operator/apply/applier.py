@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from heapq import nsmallest
 
 from adascale_client import ServiceError, ServiceRefusedError
-from adascale_controller.operator.apply.cluster import Cluster, ClusterError, JobRefusedError
+from adascale_controller.operator.apply.cluster import (
+    AllocationService,
+    Cluster,
+    ClusterError,
+    JobRefusedError,
+)
 from adascale_controller.operator.apply.indexed_job import (
     claim_manifest,
     indexed_job_manifest,
@@ -18,7 +23,6 @@ from adascale_controller.operator.apply.indexed_job import (
     resize_patch,
     template_warnings,
 )
-from adascale_controller.operator.apply.service import AllocationService
 from adascale_controller.operator.observe.observed_job import IndexedJob, ObservedJob
 from adascale_controller.operator.types.actions import Actions, Event
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp

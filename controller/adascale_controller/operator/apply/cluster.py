@@ -1,4 +1,4 @@
-"""The calls of the API server that the operator makes besides watching, as a protocol."""
+"""The calls of the API server and of the metrics service that the operator makes, as protocols."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Protocol
 from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from adascale_core.errors import AdaScaleError
+from adascale_core.messages.allocation import Allocation, AllocationView
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.views.decision import DecisionView
+from adascale_core.views.jobs import JobChanges, JobList
 
 
 class ClusterError(AdaScaleError):
@@ -138,3 +142,25 @@ class Cluster(Protocol):
         self, namespace: str, name: str, uid: str, event: Event, now: float, reporter: str
     ) -> None:
         """Create an Event about an AdaScaleJob."""
+
+
+class AllocationService(Protocol):
+    """The metrics service. Each call blocks, and may raise the `ServiceError`s of `adascale_client`."""
+
+    def read_jobs(self, share: float = 1.0) -> JobList:
+        """Return all jobs, and the cursor from which their later changes are read."""
+
+    def read_changes(self, cursor: str, wait: float = 0.0) -> JobChanges:
+        """Return what has changed since a cursor, after `wait` seconds at most. Status 410 if it expired."""
+
+    def declare_job(self, job_id: str, spec: JobSpec) -> None:
+        """Declare a job, or change its spec."""
+
+    def delete_job(self, job_id: str) -> None:
+        """Delete a job."""
+
+    def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:
+        """Request an allocation for a job."""
+
+    def put_decision(self, decision: DecisionView) -> None:
+        """Store the explained decision about a job."""

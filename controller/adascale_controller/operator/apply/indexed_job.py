@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from adascale_controller.operator.apply.pod_template import AGENT, build_pod_template
 from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, Manifest
-from adascale_controller.operator.types.queueing import Queueing
-from adascale_controller.operator.types.workload import Workload, template_digest
+from adascale_controller.operator.types.workload import Queueing, Workload, template_digest
 from adascale_core import names
 from adascale_core.failures import IGNORED_EXIT_CODES
 

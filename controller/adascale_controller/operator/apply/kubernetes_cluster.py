@@ -1,4 +1,10 @@
-"""The adapter of the Kubernetes API: implements `Cluster`."""
+"""The adapter of the Kubernetes API: implements `Cluster` by calls with paths and JSON.
+
+The client's documented methods return typed objects, which drop unknown fields, cost much time to build, and
+don't support all content types. So `call` uses `ApiClient.param_serialize` and `ApiClient.call_api`, the base
+of these methods, which take and return bytes and are not documented. Nothing else uses undocumented parts of
+the client. Tried with kubernetes 37.0.2 (`kubernetes.aio`), the version in `requirements.lock`.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +13,65 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+import aiohttp
 from kubernetes.aio.client import ApiClient
+from kubernetes.aio.client.exceptions import ApiException
 
-from adascale_controller.operator.apply import kubernetes_client
 from adascale_controller.operator.apply.cluster import ClusterError
 from adascale_controller.operator.observe.cached_fields import cached_fields
 from adascale_controller.operator.observe.pods import END_DEADLINE
 from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.kubernetes import TRACKING_FINALIZER, ApiObject, Resource, timestamp
-from adascale_controller.operator.types.queueing import KUEUE_GROUP
+from adascale_controller.operator.types.workload import KUEUE_GROUP
 from adascale_core import names
+
+
+class NoAnswerError(Exception):
+    """The API server did not answer in time, or could not be reached."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """An answer of the API server."""
+
+    status: int
+    content: bytes
+    # seconds after which the API server accepts the call, by its header; None without one
+    retry_after: float | None = None
+
+
+async def call(
+    api: ApiClient,
+    method: str,
+    path: str,
+    *,
+    timeout: float,
+    query: Sequence[tuple[str, str]] = (),
+    body: Mapping[str, Any] | None = None,
+    content_type: str = "application/json",
+) -> Response:
+    """Make a call with the client's authentication."""
+    try:
+        request = await api.param_serialize(
+            method,
+            path,
+            query_params=list(query),
+            header_params={"Accept": "application/json", "Content-Type": content_type},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        answer = await api.call_api(*request, _request_timeout=timeout)
+        retry_after = answer.headers.get("Retry-After", "")
+        seconds = float(retry_after) if retry_after.isdecimal() else None
+        return Response(answer.status, await answer.read(), seconds)
+    except (TimeoutError, aiohttp.ClientError, OSError, ApiException) as error:
+        # The message of a TimeoutError is empty.
+        raise NoAnswerError(str(error) or f"no answer within {timeout:.0f} s") from error
+
 
 TIMEOUT = 10.0
 """Seconds until a call fails."""
@@ -323,7 +375,7 @@ class KubernetesCluster:
             while (pause := self._paused_until - time.monotonic()) > 0:
                 await asyncio.sleep(pause)
             try:
-                response = await kubernetes_client.call(
+                response = await call(
                     self._api,
                     method,
                     path,
@@ -332,7 +384,7 @@ class KubernetesCluster:
                     body=body,
                     content_type=content_type,
                 )
-            except kubernetes_client.NoAnswerError as error:
+            except NoAnswerError as error:
                 self._on_request(method, None)
                 raise ClusterError(f"the API server does not answer: {error}") from error
             self._on_request(method, response.status)

@@ -16,7 +16,7 @@ from typing import Any, Final
 from adascale_controller.job import OpportunisticSettings, trainer_environment
 from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, Manifest
 from adascale_controller.operator.types.workload import CHECKPOINT_FOLDER, Workload
-from adascale_controller.worker_container import DEFAULT_CONTAINER, find_worker
+from adascale_controller.schema import DEFAULT_CONTAINER, find_worker
 from adascale_core import names
 
 TOKEN_FOLDER: Final = "/var/run/secrets/adascale"

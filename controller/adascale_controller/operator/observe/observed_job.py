@@ -11,7 +11,6 @@ from typing import Self
 from adascale_controller.failing_counts import FailingCount
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
-from adascale_controller.operator.observe.queue import QueueView
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
 from adascale_controller.operator.types.kubernetes import (
     ORPHAN_FINALIZER,
@@ -20,8 +19,7 @@ from adascale_controller.operator.types.kubernetes import (
     first_replica,
     seconds,
 )
-from adascale_controller.operator.types.queueing import ELASTIC_JOB, QUEUE_NAME
-from adascale_controller.operator.types.workload import Workload, extra_name
+from adascale_controller.operator.types.workload import ELASTIC_JOB, QUEUE_NAME, Workload, extra_name
 from adascale_core import names
 from adascale_core.decision.type_choice import Accelerator
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED, EXIT_SERVICE_UNAVAILABLE
@@ -29,6 +27,18 @@ from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.registration import MAX_INTERVAL
 from adascale_core.rendezvous.rendezvous import DEPARTED_STATES, EXITED_STATES
 from adascale_core.views.jobs import JobView
+
+
+@dataclass(frozen=True)
+class QueueView:
+    """What Kueue says about one job."""
+
+    admitted: int = 0  # the number of replicas for which quota is reserved
+    # the number of further replicas that the unused quota of its flavor holds. None if that is not known.
+    room: int | None = None
+    cluster_queue: str = ""  # the ClusterQueue that has reserved the quota. Empty if none has.
+    message: str = ""  # why Kueue has not admitted it, has evicted it, or does not admit more replicas
+
 
 _AGENT_ERRORS = {
     EXIT_CHECK_FAILED: Reason.REPLICA_CHECK_FAILED,

@@ -8,9 +8,14 @@ from dataclasses import replace
 from adascale_controller.job import Job
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob, SpecReader
 from adascale_controller.operator.observe.lookups import LookupResults, with_start_problems
-from adascale_controller.operator.observe.observed_job import Admission, CachedJob, IndexedJob, ObservedJob
+from adascale_controller.operator.observe.observed_job import (
+    Admission,
+    CachedJob,
+    IndexedJob,
+    ObservedJob,
+    QueueView,
+)
 from adascale_controller.operator.observe.pods import Pod, read_pod
-from adascale_controller.operator.observe.queue import QueueView
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import PodSettings, Workload, template_digest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,9 +15,9 @@ from adascale_controller.operator.types.kubernetes import (
     replica_index,
     seconds,
 )
-from adascale_controller.operator.types.queueing import ELASTIC_JOB
+from adascale_controller.operator.types.workload import ELASTIC_JOB
 from adascale_core import names
-from adascale_core.failures import TerminationMessage
+from adascale_core.failures import ExitClass, TerminationMessage, classify_exit
 
 _IMAGE_PULL_FAILURES: Final = frozenset(
     {
@@ -341,3 +341,24 @@ def _decisive_container(status: ApiObject, worker: ApiObject | None) -> ApiObjec
     if status.get("phase") == "Failed":
         return next((container for container in others if failed(container)), worker)
     return worker
+
+
+def failed_pods(pods: Iterable[Pod]) -> list[Pod]:
+    """Return the pods that the program has failed in, by creation time."""
+    failed = [pod for pod in pods if pod.exit is not None and is_program_failure(pod.exit)]
+    return sorted(failed, key=lambda pod: (pod.created_at, pod.rank))
+
+
+def is_program_failure(end: PodExit) -> bool:
+    """Whether a pod has ended by a failure of the program, which counts against `backoffLimit`.
+
+    Not a failure: the program saved its state and left, it was killed or ran out of memory, or Kubernetes
+    ended the pod or never started it.
+    """
+    if end.exit_code is None or end.disruption:
+        return False
+    exit_class = classify_exit(end.exit_code, out_of_memory=end.reason == "OOMKilled")
+    if end.of_worker or exit_class in {ExitClass.KILLED, ExitClass.OUT_OF_MEMORY}:
+        return exit_class.is_failure
+    # The exit codes of agents have no meaning in another container.
+    return end.exit_code != 0

@@ -9,8 +9,7 @@ from adascale_controller.formatting import describe_limit, plural, progress_text
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.job_phase import JobPhase, last_failure
-from adascale_controller.operator.reconcile.replica_limit import replica_limit_problem
-from adascale_controller.operator.reconcile.status import ScheduledJob
+from adascale_controller.operator.reconcile.status import ScheduledJob, replica_limit_problem
 from adascale_controller.operator.types.actions import Event, Status
 from adascale_controller.operator.types.conditions import (
     Condition,

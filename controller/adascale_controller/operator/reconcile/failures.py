@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from adascale_controller.operator.observe.failed_pods import failed_pods, is_program_failure
 from adascale_controller.operator.observe.observed_job import ObservedJob
-from adascale_controller.operator.observe.pods import Pod
+from adascale_controller.operator.observe.pods import Pod, failed_pods, is_program_failure
 from adascale_core.failures import (
     FailureCount,
     ProgramFailure,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from adascale_controller.formatting import plural
-from adascale_controller.operator.observe.failed_pods import failed_pods
 from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.observe.pods import failed_pods
 from adascale_controller.operator.reconcile import template_rollout
 from adascale_controller.operator.reconcile.failures import (
     count_failures,
@@ -15,8 +15,7 @@ from adascale_controller.operator.reconcile.failures import (
     has_repeated_failure,
 )
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
-from adascale_controller.operator.types.queueing import ELASTIC_JOB, QUEUE_NAME
-from adascale_controller.operator.types.workload import extra_name
+from adascale_controller.operator.types.workload import ELASTIC_JOB, QUEUE_NAME, extra_name
 from adascale_core import names
 from adascale_core.failures import FailureCount, describe_exit
 

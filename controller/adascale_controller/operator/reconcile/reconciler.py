@@ -1,18 +1,19 @@
-"""The actions for one job, from its observed state and its replica count."""
+"""The actions for one job, from its observed state and its replica count, and when they are due."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
+from typing import Final
 
 from adascale_controller.failing_counts import FailingCount
-from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.observe.observed_job import IndexedJob, ObservedJob
 from adascale_controller.operator.observe.pods import END_DEADLINE, Pod
 from adascale_controller.operator.reconcile import template_rollout
 from adascale_controller.operator.reconcile.events import container_runs_on, events_of, has_new_bounds
-from adascale_controller.operator.reconcile.failures import is_lost
+from adascale_controller.operator.reconcile.failures import LONG_LIFE, is_lost
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
-from adascale_controller.operator.reconcile.stale_gates import stale_gates
 from adascale_controller.operator.reconcile.status import ScheduledJob, has_changed, own_fields, status_of
 from adascale_controller.operator.types.actions import (
     Actions,
@@ -31,6 +32,10 @@ from adascale_core.views.jobs import JobView
 
 TERMINATION_OVERDUE = 5.0
 """Seconds after its deletion deadline at which a pod is deleted by force."""
+GATE_TIMEOUT: Final = 5.0
+"""Seconds from the creation of a pod until its Job is changed for it the first time."""
+MAX_GATE_PAUSE: Final = 600.0
+"""Seconds between two such changes at most. They double, because others may gate the pod too."""
 
 
 def reconcile(
@@ -512,3 +517,76 @@ def _is_expired(observed: ObservedJob, assessment: Assessment, status: Status) -
     ttl = job.ttl_seconds_after_finished if job is not None else None
     ended_at = seconds(status.get("completionTime"))
     return assessment.ended and ttl is not None and ended_at is not None and observed.now >= ended_at + ttl
+
+
+def stale_gates(observed: ObservedJob) -> Iterator[tuple[IndexedJob, float]]:
+    """Yield the Indexed Jobs with pods that stay gated though admitted, and when to change them.
+
+    Kueue 0.17 removes the gates of the pods that it knows when the Job of an elastic workload changes. A pod
+    that it does not know yet stays gated until the Job changes again: the operator changes an annotation.
+    """
+    views = ((observed.own_indexed_job, observed.queue), (observed.own_extra_job, observed.extra_queue))
+    for indexed_job, view in views:
+        if indexed_job is None or view is None or not indexed_job.is_elastic:
+            continue
+        admitted = range(indexed_job.first, indexed_job.first + min(view.admitted, len(indexed_job.ranks)))
+        gated = [
+            pod.created_at
+            for pod in observed.live_pods.values()
+            if pod.rank in admitted
+            and pod.problem is not None
+            and pod.problem.reason is Reason.SCHEDULING_GATED
+        ]
+        if gated:
+            yield indexed_job, min(_due(created, indexed_job.gates_checked_at) for created in gated)
+
+
+def _due(created: float, checked: float) -> float:
+    pause = min(max(GATE_TIMEOUT, checked - created), MAX_GATE_PAUSE)
+    return max(created, checked) + pause
+
+
+def next_deadline(observed: ObservedJob, assessment: Assessment) -> float:
+    """Return when `reconcile` may return other actions though nothing has changed, in seconds since 1970.
+
+    Infinite if it never does. What is overdue is repeated until it is done, so a time may be in the past.
+    """
+    times = (
+        *_overdue_times(observed),
+        *_loss_times(observed),
+        *_registration_times(observed),
+        *(due for _, due in stale_gates(observed)),
+        *_expiry_times(observed, assessment),
+        *_target_times(observed, assessment),
+    )
+    return min(times, default=inf)
+
+
+def _overdue_times(observed: ObservedJob) -> Iterator[float]:
+    for pod in observed.pods:
+        if pod.deletion_deadline is not None and not pod.has_ended:
+            yield pod.deletion_deadline + TERMINATION_OVERDUE
+
+
+def _loss_times(observed: ObservedJob) -> Iterator[float]:
+    for pod in observed.own_pods:
+        if not is_lost(pod, observed.now) and is_lost(pod, inf):
+            yield pod.created_at + LONG_LIFE
+
+
+def _registration_times(observed: ObservedJob) -> Iterator[float]:
+    if observed.registrations_due is not None:
+        yield observed.registrations_due
+
+
+def _expiry_times(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
+    job, ended_at = observed.resource.job, seconds(observed.resource.status.get("completionTime"))
+    ttl = job.ttl_seconds_after_finished if job is not None else None
+    if assessment.ended and ttl is not None and ended_at is not None:
+        yield ended_at + ttl
+
+
+def _target_times(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
+    due = observed.resource.deadline
+    if due is not None and due > observed.now and not assessment.ended:
+        yield due

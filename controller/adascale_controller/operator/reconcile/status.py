@@ -8,10 +8,10 @@ from typing import Any
 
 from adascale_controller.failing_counts import FailingCount
 from adascale_controller.formatting import capitalized, duration, percent, plural, progress_text
+from adascale_controller.job import Job
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import PodProblem
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
-from adascale_controller.operator.reconcile.replica_limit import replica_limit_problem
 from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement, Status
 from adascale_controller.operator.types.conditions import (
     Condition,
@@ -23,6 +23,7 @@ from adascale_controller.operator.types.conditions import (
 )
 from adascale_controller.operator.types.kubernetes import seconds, timestamp
 from adascale_core import names
+from adascale_core.batch.plans import is_valid_replicas, require_valid_replicas
 from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.type_choice import Accelerator
 from adascale_core.messages.allocation import Allocation
@@ -442,3 +443,18 @@ def _state(conditions: list[Condition], scheduled: ScheduledJob) -> JobStateName
     if scheduled.phase is JobPhase.RUNNABLE and allocation is not None and allocation.replicas:
         return JobStateName.STARTING
     return JobStateName.PENDING
+
+
+def replica_limit_problem(job: Job) -> str | None:
+    """Return a message about a limit below the smallest valid count. None if there is no such limit."""
+    spec, limit = job.spec, job.replica_limit
+    if not limit or any(
+        is_valid_replicas(spec.bounds, count) for count in range(spec.min_replicas, limit + 1)
+    ):
+        return None
+    fewest = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)[0]
+    return (
+        f"spec.replicaLimit is {limit}, but the job needs at least {plural(fewest, 'replica')}, so the limit "
+        f"is {fewest}: raise spec.replicaLimit to {fewest} or more, lower spec.minReplicas, or set "
+        "spec.replicaLimit to 0 to stop the job"
+    )

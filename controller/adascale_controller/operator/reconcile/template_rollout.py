@@ -8,9 +8,8 @@ which gets the state from them.
 
 from __future__ import annotations
 
-from adascale_controller.operator.observe.failed_pods import is_program_failure
 from adascale_controller.operator.observe.observed_job import IndexedJob, ObservedJob
-from adascale_controller.operator.observe.pods import Pod
+from adascale_controller.operator.observe.pods import Pod, is_program_failure
 from adascale_controller.operator.types.actions import FailedPlacement
 from adascale_controller.operator.types.conditions import has_ended
 from adascale_core.batch.plans import is_valid_replicas

@@ -11,28 +11,22 @@ from functools import partial
 from typing import Any, TypeVar
 
 from adascale_controller.operator.apply.applier import Applier, BeforePods
-from adascale_controller.operator.apply.cluster import Cluster, ClusterError
-from adascale_controller.operator.apply.service import AllocationService
-from adascale_controller.operator.observe.observed_job import CachedJob, IndexedJob, ObservedJob
+from adascale_controller.operator.apply.cluster import AllocationService, Cluster, ClusterError
+from adascale_controller.operator.observe.observed_job import CachedJob, IndexedJob, ObservedJob, QueueView
 from adascale_controller.operator.observe.observer import Observer, is_deleting, lost_nodes, observe
 from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.observe.queue import QueueView
-from adascale_controller.operator.reconcile.deadlines import next_deadline
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, assess
-from adascale_controller.operator.reconcile.reconciler import reconcile, reconcile_undecided
-from adascale_controller.operator.runtime.deregistration import Deregistration
+from adascale_controller.operator.reconcile.reconciler import next_deadline, reconcile, reconcile_undecided
 from adascale_controller.operator.runtime.error_isolation import ErrorIsolation
-from adascale_controller.operator.runtime.job_follower import JobFollower
-from adascale_controller.operator.runtime.lookup_fetcher import LookupFetcher
-from adascale_controller.operator.runtime.metrics import OperatorMetrics
+from adascale_controller.operator.runtime.health import OperatorMetrics
+from adascale_controller.operator.runtime.job_follower import Deregistration, JobFollower
+from adascale_controller.operator.runtime.lookup_fetcher import LookupFetcher, QueueReader
 from adascale_controller.operator.runtime.object_cache import ObjectCache
-from adascale_controller.operator.runtime.queue_reader import QueueReader
-from adascale_controller.operator.runtime.settings import OperatorSettings
 from adascale_controller.operator.runtime.work_queue import WorkQueue
 from adascale_controller.operator.schedule.scheduler import DecisionResult, Scheduler
 from adascale_controller.operator.types.actions import Actions
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
-from adascale_controller.operator.types.workload import extra_name
+from adascale_controller.operator.types.workload import OperatorSettings, extra_name
 from adascale_core.views.decision import DecisionView
 from adascale_core.views.jobs import JobView
 

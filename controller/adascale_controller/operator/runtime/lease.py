@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol
 
 from kubernetes.aio.client import ApiClient
 
-from adascale_controller.operator.apply import kubernetes_client
+from adascale_controller.operator.apply.kubernetes_cluster import NoAnswerError, call
 from adascale_core.errors import AdaScaleError
 
 logger = logging.getLogger(__name__)
@@ -306,8 +306,8 @@ class KubernetesLease:
     ) -> Lease | None:
         """Return the lease in the answer. None for a status in `absent`."""
         try:
-            response = await kubernetes_client.call(self._api, method, path, timeout=CALL_TIMEOUT, body=body)
-        except kubernetes_client.NoAnswerError as error:
+            response = await call(self._api, method, path, timeout=CALL_TIMEOUT, body=body)
+        except NoAnswerError as error:
             raise UnansweredError(str(error)) from error
         if response.status in absent:
             return None

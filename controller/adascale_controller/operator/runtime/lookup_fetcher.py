@@ -1,7 +1,7 @@
-"""Fetches what the caches don't hold: claims, Events, and what admission makes of pods.
+"""Fetches what the caches don't hold: claims, Events, what admission makes of pods, and Kueue's objects.
 
 Claims are read concurrently, with a bound on the number of calls and a deadline for each; Events by
-`event_reader`, which lets reads wait for each other. A cycle waits for the claims that it reads, but not
+`EventReader`, which lets reads wait for each other. A cycle waits for the claims that it reads, but not
 longer than `CYCLE_WAIT`, and not for Events. All other calls continue in the background, their results are
 used in a later cycle, and until then the job has the last known result. So a slow call of one job delays no
 other.
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -28,13 +30,76 @@ from adascale_controller.operator.observe.lookups import (
     pod_creation_failure,
     read_claim,
 )
-from adascale_controller.operator.observe.observed_job import CachedJob, CheckpointClaim, JobRefusal
-from adascale_controller.operator.runtime.admission_reader import AdmissionReader
-from adascale_controller.operator.runtime.event_reader import EventReader
-from adascale_controller.operator.runtime.template_checker import TemplateChecker
+from adascale_controller.operator.observe.observed_job import (
+    CachedJob,
+    CheckpointClaim,
+    JobRefusal,
+    QueueView,
+)
+from adascale_controller.operator.runtime.admission_reader import AdmissionReader, TemplateChecker
+from adascale_controller.operator.schedule.quota import read_queues
 from adascale_controller.operator.types.conditions import has_ended
-from adascale_controller.operator.types.kubernetes import JobKey
+from adascale_controller.operator.types.kubernetes import ApiObject, JobKey
 from adascale_controller.operator.types.workload import Workload, template_digest
+
+MAX_EVENT_SHARE = 0.1
+"""The largest part of the time in which a read is in progress."""
+
+EventsByObject = Mapping[str, Sequence[ApiObject]]
+"""Events, by the uid of the object that they are about."""
+
+
+class EventReader:
+    """Reads Events of whole namespaces, one read at a time, and in at most `MAX_EVENT_SHARE` of the time.
+
+    The API server has no index of Events: a read costs it as much as all Events of the namespace. Jobs that
+    lack pods because it is busy would keep it busy, so all jobs of a namespace share a read.
+    """
+
+    def __init__(self, cluster: Cluster, deadline: float) -> None:
+        self._cluster = cluster
+        self._deadline = deadline
+        self._reads: dict[tuple[str, str], asyncio.Task[EventsByObject | None]] = {}
+        self._turn = asyncio.Lock()
+        self._next_start = 0.0
+
+    async def read(self, namespace: str, field_selector: str) -> EventsByObject | None:
+        """Return the Events of a namespace that match a selector, or None if they could not be read.
+
+        A read of the same Events that has not returned yet is joined.
+        """
+        key = (namespace, field_selector)
+        task = self._reads.get(key)
+        if task is None:
+            task = self._reads[key] = asyncio.create_task(self._read(namespace, field_selector))
+            task.add_done_callback(lambda _: self._reads.pop(key))
+        return await asyncio.shield(task)
+
+    async def _read(self, namespace: str, field_selector: str) -> EventsByObject | None:
+        clock = asyncio.get_running_loop().time
+        async with self._turn:
+            await asyncio.sleep(self._next_start - clock())
+            start = clock()
+            try:
+                async with asyncio.timeout(self._deadline):
+                    events = await self._cluster.list_events(namespace, field_selector)
+            except TimeoutError:
+                logger.warning(
+                    "The Events of namespace %s can't be read: the API server does not answer within %.0f s",
+                    *(namespace, self._deadline),
+                )
+                return None
+            except ClusterError as error:
+                logger.warning("The Events of namespace %s can't be read: %s", namespace, error)
+                return None
+            finally:
+                end = clock()
+                self._next_start = end + (end - start) * (1 / MAX_EVENT_SHARE - 1)
+        by_object = defaultdict(list)
+        for event in events:
+            by_object[event["involvedObject"]["uid"]].append(event)
+        return by_object
+
 
 logger = logging.getLogger(__name__)
 
@@ -311,3 +376,70 @@ async def _deadline() -> AsyncIterator[None]:
             yield
     except TimeoutError as error:
         raise ClusterError(f"the API server does not answer within {DEADLINE:.0f} s") from error
+
+
+QUEUE_INTERVAL = 2.0
+"""Seconds between two reads."""
+MAX_QUEUE_SHARE = 0.05
+"""The share of the time that reads take, at most."""
+QUEUE_RETRY_INTERVAL = 60.0
+"""Seconds until it is tried again to read what may not be read, or what is not understood."""
+
+
+class QueueReader:
+    """Reads the Workloads of queued jobs and all ClusterQueues at intervals: they are few and change rarely.
+
+    Kueue writes the status of a ClusterQueue a moment after it has reserved quota for a Workload. What is
+    reserved would be counted as unused until then, so more room counts only once it was read twice.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._may_read = True
+        self._due_at = float("-inf")
+        """On the monotonic clock."""
+        self._last: Mapping[str, QueueView] = {}
+        """What was read last, without confirmation."""
+        self.views: Mapping[str, QueueView] = {}
+        """What Kueue says about Jobs, by the uid of the Job."""
+
+    def is_due(self) -> bool:
+        """Whether to read now."""
+        return time.monotonic() >= self._due_at
+
+    async def read(self, namespaces: Collection[str]) -> None:
+        """Read what Kueue says about the jobs of these namespaces."""
+        begun = time.monotonic()
+        # Also after an error that nobody expects.
+        self._due_at = begun + QUEUE_RETRY_INTERVAL
+        try:
+            cluster_queues = await self._cluster.list_kueue("clusterqueues")
+            workloads: list[ApiObject] = []
+            may_read = False
+            for namespace in sorted(namespaces):
+                found = await self._cluster.list_kueue("workloads", namespace)
+                may_read |= found is not None
+                workloads += found or ()
+        except ClusterError as error:
+            logger.debug("The queues of Kueue are not known: %s", error)
+            self._due_at = time.monotonic() + QUEUE_INTERVAL
+            return
+        found_views = read_queues(workloads, cluster_queues)
+        self.views = {uid: confirmed(view, self._last.get(uid)) for uid, view in found_views.items()}
+        self._last = found_views
+        now = time.monotonic()
+        interval = max(QUEUE_INTERVAL, (now - begun) / MAX_QUEUE_SHARE)
+        self._may_read = may_read
+        self._due_at = now + (interval if may_read else QUEUE_RETRY_INTERVAL)
+
+    def view(self, uid: str) -> QueueView | None:
+        """Return what Kueue says about the Job with this uid. None if that is not read yet, or nothing."""
+        return self.views.get(uid) or (None if self._may_read else QueueView())
+
+
+def confirmed(view: QueueView, last: QueueView | None) -> QueueView:
+    """Return what Kueue says about a job, with no more room than it said before."""
+    if view.room is None:
+        return view
+    before = 0 if last is None else last.admitted + (last.room or 0)
+    return replace(view, room=max(min(view.room, before - view.admitted), 0))

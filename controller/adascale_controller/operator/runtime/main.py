@@ -17,13 +17,11 @@ from adascale_controller.operator.apply.cluster import Cluster, ClusterError
 from adascale_controller.operator.apply.kubernetes_cluster import KubernetesCluster
 from adascale_controller.operator.runtime.certificate_keeper import CertificateKeeper, server_hosts
 from adascale_controller.operator.runtime.control_loop import ControlLoop
-from adascale_controller.operator.runtime.health import Health
-from adascale_controller.operator.runtime.informers import run_informers, silence_event_logs
+from adascale_controller.operator.runtime.health import Health, OperatorMetrics
 from adascale_controller.operator.runtime.lease import LeaseElection
-from adascale_controller.operator.runtime.metrics import OperatorMetrics
-from adascale_controller.operator.runtime.object_cache import ObjectCache
-from adascale_controller.operator.runtime.settings import OperatorSettings
+from adascale_controller.operator.runtime.object_cache import ObjectCache, run_informers, silence_event_logs
 from adascale_controller.operator.types.kubernetes import Resource
+from adascale_controller.operator.types.workload import OperatorSettings
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 

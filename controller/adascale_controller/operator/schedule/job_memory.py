@@ -11,12 +11,11 @@ from types import MappingProxyType
 from adascale_controller.failing_counts import FailingCounts
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.failed_pods import failed_pods
 from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.observe.pods import failed_pods
 from adascale_controller.operator.schedule.accelerator_types import TypedDemands
-from adascale_controller.operator.schedule.capacity_requests import CapacityRequests
 from adascale_controller.operator.schedule.nodes import pod_request
-from adascale_controller.operator.schedule.placement_backoff import PlacementBackoff
+from adascale_controller.operator.schedule.placement_backoff import CapacityRequests, PlacementBackoff
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.batch.plans import valid_replicas

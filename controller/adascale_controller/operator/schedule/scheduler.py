@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
 
-from adascale_controller.explanation_schedule import ExplanationSchedule
+from adascale_controller.explanations import ExplanationSchedule
 from adascale_controller.failing_counts import FailingCount
 from adascale_controller.formatting import plural
 from adascale_controller.measurements import TemplateMeasurements
@@ -22,15 +22,15 @@ from adascale_controller.operator.schedule.candidate import (
     find_preempting,
     make_candidate,
 )
-from adascale_controller.operator.schedule.capacity_requests import (
-    MAX_JOBS,
+from adascale_controller.operator.schedule.job_memory import JobMemory
+from adascale_controller.operator.schedule.nodes import NodeSelection
+from adascale_controller.operator.schedule.placement_backoff import (
+    MAX_REQUESTING_JOBS,
     NODES,
     PREEMPTION,
     TRIAL,
     RequestKind,
 )
-from adascale_controller.operator.schedule.job_memory import JobMemory
-from adascale_controller.operator.schedule.node_selection import NodeSelection
 from adascale_controller.operator.schedule.standing_decisions import StandingDecisions, still_applies
 from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement
 from adascale_controller.operator.types.kubernetes import ApiObject
@@ -484,7 +484,10 @@ class Scheduler:
         found = self._due_request(candidate, decision)
         if found is None or not requests.may_begin(job.now):
             return None
-        if sum(memory.requests.active is not None for memory in self._memories.values()) >= MAX_JOBS:
+        if (
+            sum(memory.requests.active is not None for memory in self._memories.values())
+            >= MAX_REQUESTING_JOBS
+        ):
             self._postponed.add(state.id)
             return None
         requests.begin(*found, decision.replicas, job.now)

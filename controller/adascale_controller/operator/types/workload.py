@@ -1,16 +1,64 @@
-"""An AdaScaleJob in the form from which its Kubernetes objects are made."""
+"""An AdaScaleJob in the form from which its Kubernetes objects are made, and the settings of the operator."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
-from typing import Final
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Self
 
 from adascale_controller.job import Job
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_controller.operator.types.queueing import Queueing
 from adascale_core import names
+
+KUEUE_GROUP: Final = "kueue.x-k8s.io"
+QUEUE_NAME: Final = names.LABEL_QUEUE
+ELASTIC_JOB: Final = f"{KUEUE_GROUP}/elastic-job"
+"""Annotation of a Job whose replica count may change while it is admitted, and the scheduling gate of its
+pods until their quota is reserved."""
+_PREFIXES: Final = (f"{KUEUE_GROUP}/", f"provreq.{KUEUE_GROUP}/")
+
+
+@dataclass(frozen=True)
+class Queueing:
+    """The labels and annotations of Kueue on an AdaScaleJob.
+
+    Kueue knows Jobs, and not AdaScaleJobs. So they are carried to the Indexed Job, which Kueue suspends and
+    resumes.
+    """
+
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    annotations: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @classmethod
+    def read(cls, metadata: ApiObject) -> Self:
+        """Return those in the metadata of an object."""
+        return cls(_of_kueue(metadata.get("labels") or {}), _of_kueue(metadata.get("annotations") or {}))
+
+    @classmethod
+    def of_extra_pods(cls, queue: str | None) -> Self:
+        """Return those of the Job of extra pods, whose count changes while it is admitted."""
+        return cls() if queue is None else cls({QUEUE_NAME: queue}, {ELASTIC_JOB: "true"})
+
+    @property
+    def queue(self) -> str | None:
+        """The LocalQueue. None if the job is not queued."""
+        return self.labels.get(QUEUE_NAME) or None
+
+    @property
+    def request(self) -> str | None:
+        """What can't be changed in a Job that runs, as a text: the queue, and whether it is elastic."""
+        if self.queue is None:
+            return None
+        return f"{self.queue},elastic" if self.annotations.get(ELASTIC_JOB) == "true" else self.queue
+
+
+def _of_kueue(fields: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in sorted(fields.items()) if name.startswith(_PREFIXES)}
+
 
 CHECKPOINT_FOLDER: Final = "/var/lib/adascale/checkpoints"
 """The mount path of the checkpoint claim. Each job has its own folder in it."""
@@ -123,3 +171,45 @@ def _digest(workload: Workload, *, single_node: bool) -> str:
     }
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=dict)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class OperatorSettings:
+    """The settings of the operator."""
+
+    api_url: str  # base URL of the metrics service, as the operator reaches it
+    pod_api_url: str | None = None  # base URL of the metrics service, as pods reach it. None for `api_url`.
+    # file with the operator's token for the metrics service. It is read again for each call.
+    token_file: Path | None = None
+    namespace: str | None = None  # the only namespace to watch. None for all namespaces.
+    # namespace of the lease that lets one operator run at a time. None for no lease.
+    lease_namespace: str | None = None
+    identity: str = "operator"  # the name of this operator in the lease and in Events
+    liveness: str | None = None  # host and port of the liveness probe. None for no probe.
+    # the label of nodes that names the type of their accelerators. Empty if types are not distinguished.
+    accelerator_label: str = names.DEFAULT_ACCELERATOR_LABEL
+    # whether replicas that do not fit are requested, so that an autoscaler adds nodes, where the spec of
+    # a job does not say
+    request_nodes: bool = False
+    # of the weights of jobs in the decision, from 0 (short jobs first) to 1 (equal weights); None for the
+    # default, which depends on the types of accelerators
+    fairness: float | None = None
+    fs_group: bool = True  # whether volumes get a group that may write to them, where a template sets none
+    # namespace and name of the Secret with the certificate of the metrics service and that of its
+    # authority. None if it has no TLS, or a certificate of an authority of the system.
+    tls_secret: tuple[str, str] | None = None
+    tls_external: bool = False  # whether another program makes and renews this Secret
+    require_tls: bool = False  # whether pods that were made without TLS are replaced
+
+    @property
+    def pod_settings(self) -> PodSettings:
+        """The settings that all pods get."""
+        url = self.pod_api_url or self.api_url
+        may_be_plain = url.startswith("https://") and not self.require_tls
+        return PodSettings(
+            url,
+            self.accelerator_label,
+            self.fs_group,
+            has_authority=self.tls_secret is not None,
+            plain_url=url.replace("https://", "http://", 1) if may_be_plain else None,
+        )
