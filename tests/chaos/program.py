@@ -31,15 +31,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from adascale import ElasticTrainer
-from adascale_worker.batches import stream_reader
-from adascale_worker.batches.stream import SampleStream
+from adascale_worker.batches import stream_feed
+from adascale_worker.batches.order import SampleSequence
 
 SAMPLES = 96
 BUGGY_STEP = 40
 
 
 kind = os.environ.get("CHAOS_DATA", "items")
-stream_reader.SAVE_INTERVAL = 10
+stream_feed.SAVE_INTERVAL = 10
 
 
 def streams() -> Any:
@@ -65,7 +65,7 @@ class Ledger:
         self.steps = 0
         self.generations: list[list[int]] = []
         self.problems: list[str] = []
-        self._stream = SampleStream(SAMPLES, seed=0)
+        self._sequence = SampleSequence(SAMPLES, seed=0)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -103,7 +103,7 @@ class Ledger:
         total = int(self.counts.sum())
         passes, rest = divmod(total, SAMPLES)
         if kind == "items":
-            begun = self._stream[passes * SAMPLES : passes * SAMPLES + rest]
+            begun = self._sequence[passes * SAMPLES : passes * SAMPLES + rest]
         elif kind == "shards":
             # Their order depends on the replicas.
             begun = (self.counts > passes).nonzero().flatten().tolist()

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_worker.batches.feed import DataFeed
-from adascale_worker.batches.stream import MicroBatches
+from adascale_worker.batches.micro_batches import MicroBatches
 from adascale_worker.errors import DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from threading import Barrier, Thread
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +19,7 @@ from adascale_worker.batches.shard_feed import ShardFeed
 from adascale_worker.batches.shards import ShardOrder, ShardPlace
 from adascale_worker.batches.stream_feed import StreamOptions
 from adascale_worker.errors import DatasetError
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.tree import flatten, unflatten
 from support.launch import run_python
 
@@ -44,7 +45,7 @@ class Member:
         place = None
         if job.place is not None:
             place = ShardPlace.from_state(unflatten(*flatten(job.place.state_dict())))
-        self.feed = ShardFeed(place, job.consumed, self)
+        self.feed = ShardFeed(place, job.consumed, cast(ReplicaGroup, self))
         order = ShardOrder(len(lengths), 3, shuffles=True)
         self.feed.open(self.make_shard, order, job.stream, job.options)
         self.exchanges = -1

@@ -16,7 +16,8 @@ from torch.utils.data import TensorDataset
 from adascale import ElasticTrainer
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.errors import InvalidJobError
-from adascale_worker.batches.stream import LoadedBatches, MicroBatches, SampleStream
+from adascale_worker.batches.micro_batches import LoadedBatches, MicroBatches
+from adascale_worker.batches.order import SampleSequence
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.step_division import StepDivision, StepPlan, interval_at
 from support.training import (
@@ -146,9 +147,9 @@ def test_no_step_is_divided_whose_parts_cannot_be_loaded() -> None:
 
 
 def test_divided_steps_have_the_samples_of_whole_ones_in_their_order() -> None:
-    stream = SampleStream(50, seed=1)
-    whole = iter(MicroBatches(stream, 24, ONE, 0))
-    sampler = MicroBatches(stream, 24, ONE, 0, division())
+    sequence = SampleSequence(50, seed=1)
+    whole = iter(MicroBatches(sequence, 24, ONE, 0))
+    sampler = MicroBatches(sequence, 24, ONE, 0, division())
     loaded = LoadedBatches(iter(sampler), ONE, sampler.drawn)
     for number in range(3, 200):
         step, (first, *_) = next(whole), [next(loaded)]

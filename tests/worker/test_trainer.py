@@ -21,8 +21,8 @@ from adascale import AdaScale
 from adascale.errors import StaleBatchSizeError, UnsupportedOptimizerError
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import InvalidJobError
+from adascale_worker.batches.order import SampleSequence
 from adascale_worker.batches.seeding import seed_generators
-from adascale_worker.batches.stream import SampleStream
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device import select_device
@@ -60,10 +60,10 @@ def test_training_at_scale_one_equals_a_plain_loop_bit_for_bit(
     train(trainer, model, optimizer, scheduler, epochs=range(3))
 
     _, features, targets = samples().tensors
-    stream = SampleStream(48, seed=5)
+    sequence = SampleSequence(48, seed=5)
     for start in range(0, 3 * 48, 8):
         seed_generators(5, start, 0)
-        order = torch.tensor(stream[start : start + 8])
+        order = torch.tensor(sequence[start : start + 8])
         twin_optimizer.zero_grad()
         learn(twin, features[order], targets[order])
         twin_optimizer.step()

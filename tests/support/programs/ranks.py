@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from adascale import ElasticTrainer
-from adascale_worker.batches.stream import SampleStream
+from adascale_worker.batches.order import SampleSequence
 from adascale_worker.errors import WorkerError
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from worker import reference
@@ -121,10 +121,10 @@ def micro_batches() -> dict[str, Any]:
     plan = [trainer.replicas, trainer.get_local_bsz(), trainer.accumulation]
     twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     largest = 0.0
-    stream = SampleStream(len(dataset), seed=0)
+    sequence = SampleSequence(len(dataset), seed=0)
     batches = trainer.dataloader(dataset)
     for start in range(0, 64, 16):
-        order = torch.tensor(stream[start : start + 16])
+        order = torch.tensor(sequence[start : start + 16])
         for _ in range(trainer.accumulation):
             x, y = next(batches)
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The training data of one replica: micro-batches of the job's sample stream."""
+"""The training data of one replica: its data set is checked, and its micro-batches are loaded."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from adascale_core.batch.plans import BatchBounds, BatchPlan
+from adascale_worker.batches.micro_batches import LoadedBatches, MicroBatches, PersistentLoader
 from adascale_worker.batches.order import (
     GroupedOrder,
     Lengths,
     Order,
     OrderFunction,
+    Origin,
     ProgramOrder,
+    SampleSequence,
     SequentialOrder,
     ShuffledOrder,
 )
-from adascale_worker.batches.persistent_loader import PersistentLoader
-from adascale_worker.batches.shard_feed import ShardFeed, make_shard_of
-from adascale_worker.batches.shard_reader import MakeShard
+from adascale_worker.batches.shard_feed import MakeShard, ShardFeed, make_shard_of
 from adascale_worker.batches.shards import ShardOrder, ShardPlace
-from adascale_worker.batches.stream import LoadedBatches, MicroBatches, Origin, SampleStream
-from adascale_worker.batches.stream_feed import StreamFeed, StreamOptions
-from adascale_worker.batches.stream_reader import StreamPlace
+from adascale_worker.batches.stream_feed import StreamFeed, StreamOptions, StreamPlace
 from adascale_worker.errors import DatasetError
 from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -48,7 +47,7 @@ _RANDOM_ORDER = (
 
 
 class DataFeed:
-    """Checks data sets, and loads micro-batches from the position in the stream."""
+    """Checks data sets, and loads micro-batches from the position in the data."""
 
     def __init__(
         self,
@@ -75,6 +74,7 @@ class DataFeed:
         self._is_open = False
         """Whether this process, or that which has sent the state, has opened the data set of `_length`."""
         self._kept: PersistentLoader[MicroBatches] | None = None
+        """With `persistent_workers=True`."""
 
     @property
     def seed(self) -> int:
@@ -99,20 +99,23 @@ class DataFeed:
         order: OrderFunction | None = None,
         lengths: Lengths | None = None,
         allow_other_length: bool = False,
-    ) -> SampleStream:
-        """Return the sample stream of a data set."""
+    ) -> SampleSequence:
+        """Return the samples of a data set that has a length and items by index.
+
+        `allow_other_length`: the first data set after a checkpoint was restored may have another length.
+        """
         if conflicting := _CHOSEN_BY_TRAINER & set(options):
             raise DatasetError(_refusal(conflicting, options))
         # Batches that are not loaded in their order cannot be parts of a step.
         self._use_division(is_possible=options.get("in_order", True))
-        made = self._order(dataset, shuffle, order, lengths, self._progress)
+        made = self._order(dataset, shuffle, order, lengths)
         self._require_enough(made.length, "the data set" if order is None else "a pass of order=")
-        self._begin_order(made, self._progress, allow_other_length=allow_other_length)
+        self._begin_order(made, allow_other_length=allow_other_length)
         if not options.get("persistent_workers"):
             self.close()
         else:
             self._kept_loader(dataset, options)
-        return SampleStream(made.length, self._seed, order=made, origin=self._origin)
+        return SampleSequence(made.length, self._seed, order=made, origin=self._origin)
 
     def progress_at(self, epoch: int) -> float:
         """Return the progress at which an epoch begins, counted from 0, with the data set that is open.
@@ -131,7 +134,6 @@ class DataFeed:
         shuffle: bool,
         order: OrderFunction | None,
         lengths: Lengths | None,
-        progress: TrainingProgress,
     ) -> Order:
         samples = _indexed_length(dataset)
         if samples == 0:
@@ -151,7 +153,7 @@ class DataFeed:
                     "number of the pass and a seed that returns indices of samples, such as\n"
                     f"    {_RANDOM_ORDER}"
                 )
-            consumed = progress.consumed - self._origin.consumed
+            consumed = self._progress.consumed - self._origin.consumed
             number = self._origin.number + (consumed // self._length if self._length else 0)
             return ProgramOrder(order, samples, self._seed, number)
         if lengths is not None:
@@ -175,10 +177,11 @@ class DataFeed:
                 f"set {both} to at most {length}, in the job file if there is one, or use more data"
             )
 
-    def _begin_order(self, order: Order, progress: TrainingProgress, *, allow_other_length: bool) -> None:
+    def _begin_order(self, order: Order, *, allow_other_length: bool) -> None:
         """Continue with an order of samples, or begin with another one where that is allowed."""
         if self._kind in _IN_WORDS:
-            self._change_kind(f"has {order.length} samples by index", progress, allow=allow_other_length)
+            self._change_kind(f"has {order.length} samples by index", allow=allow_other_length)
+        progress = self._progress
         before, consumed = self._length, progress.consumed - self._origin.consumed
         if before is not None and before != order.length:
             number, seen = divmod(consumed, before)
@@ -208,8 +211,8 @@ class DataFeed:
             )
         self._length, self._kind, self._is_open = order.length, order.kind, True
 
-    def _change_kind(self, present: str, progress: TrainingProgress, *, allow: bool) -> None:
-        """Begin the next pass with a data set with items by index in place of a stream, or the reverse."""
+    def _change_kind(self, present: str, *, allow: bool) -> None:
+        """Begin a pass with a data set with items by index in place of a stream, or the reverse."""
         words = _IN_WORDS.get(self._kind or "")
         before = words.replace("is", "was", 1) if words else f"had {self._length} samples by index"
         if self._is_open:
@@ -224,6 +227,7 @@ class DataFeed:
                 "allow_other_length=True). To continue exactly, use the data set from before"
             )
         self._print(f"the data set {present}, and {before} before: its first pass begins now")
+        progress = self._progress
         self._origin = Origin(progress.consumed, 0, progress.epoch, progress.progress)
         self._kind, self._length, self._stream, self._shards = None, None, None, None
 
@@ -232,16 +236,16 @@ class DataFeed:
             print(f"adascale: {text}", file=sys.stderr, flush=True)
 
     def micro_batches(
-        self, dataset: Sized, stream: SampleStream, options: dict[str, Any], consumed: int, plan: BatchPlan
+        self, dataset: Sized, samples: SampleSequence, options: dict[str, Any], consumed: int, plan: BatchPlan
     ) -> LoadedBatches:
-        """Load this replica's micro-batches, without end."""
+        """Load this replica's micro-batches from a position on, without end."""
         if self._group.processes > 1:
-            return self._share_of_process(dataset, stream, options, consumed, plan)
+            return self._share_of_process(dataset, samples, options, consumed, plan)
         kept = self._kept_loader(dataset, options)
         if kept is not None:
-            kept.sampler.begin(stream, consumed, plan, self._group.rank)
+            kept.sampler.begin(samples, consumed, plan, self._group.rank)
             return kept.begin()
-        sampler = MicroBatches(stream, consumed, plan, self._group.rank, self._division)
+        sampler = MicroBatches(samples, consumed, plan, self._group.rank, self._division)
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]
             batch_sampler=sampler,
@@ -255,15 +259,15 @@ class DataFeed:
         return self._kept.begin()
 
     def _share_of_process(
-        self, dataset: Sized, stream: SampleStream, options: dict[str, Any], consumed: int, plan: BatchPlan
+        self, dataset: Sized, samples: SampleSequence, options: dict[str, Any], consumed: int, plan: BatchPlan
     ) -> LoadedBatches:
-        """Load what this process has of its replica's micro-batches. See `micro_batches`."""
+        """Load what this process has of its replica's micro-batches."""
         if options.get("persistent_workers"):
             raise DatasetError(
                 "dataloader() got persistent_workers=True, which is not supported with processesPerReplica: "
                 "leave it out"
             )
-        sampler = MicroBatches(stream, consumed, plan.per_process(self._group.processes), self.rank)
+        sampler = MicroBatches(samples, consumed, plan.per_process(self._group.processes), self.rank)
         sampler.drawn = deque(maxlen=0)  # No step is divided.
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]
@@ -281,7 +285,7 @@ class DataFeed:
             )
 
     def close(self) -> None:
-        """End worker processes that go on. May be called again."""
+        """End persistent worker processes. May be called again."""
         for feed in (self._stream, self._shards):
             if feed is not None:
                 feed.close()
@@ -290,7 +294,7 @@ class DataFeed:
             self._kept = None
 
     def _kept_loader(self, dataset: Sized, options: dict[str, Any]) -> PersistentLoader[MicroBatches] | None:
-        """Return the loader whose worker processes go on, if these arguments are for it."""
+        """Return the loader with persistent worker processes, if these arguments are for it."""
         if self._kept is None or not options.get("persistent_workers"):
             return None
         if difference := self._kept.difference(dataset, options):
@@ -363,7 +367,7 @@ class DataFeed:
                 "dataloader() got in_order=False, which changes the order of samples: leave it out"
             )
         if self._kind not in (None, kind):
-            self._change_kind(_IN_WORDS[kind], self._progress, allow=allow)
+            self._change_kind(_IN_WORDS[kind], allow=allow)
         self._use_division(is_possible=False)
 
     def _use_division(self, *, is_possible: bool) -> None:
@@ -372,7 +376,7 @@ class DataFeed:
 
     @property
     def exchanges(self) -> int:
-        """How often the batches have to be loaded again, so that the replicas exchange what follows."""
+        """How often the replicas had to exchange what follows, and to load their batches again."""
         return 0 if self._shards is None else self._shards.exchanges
 
     @property
@@ -381,8 +385,9 @@ class DataFeed:
         return self._kind in _IN_WORDS
 
     def finished_step(self, *, ends_by_epochs: bool) -> None:
-        """Record that training is at a step boundary, and learn the length of a stream whose
-        pass has ended.
+        """Record that training is at a step boundary, and how long a stream is whose pass has ended.
+
+        `ends_by_epochs`: the replicas have to agree where an epoch ends.
         """
         consumed = self._progress.consumed
         place: StreamPlace | ShardPlace | None = None
@@ -462,7 +467,7 @@ class DataFeed:
             self._stream.restore(place, consumed)
 
     def begin_from_checkpoint(self) -> None:
-        """Allow that the next data set has another length: no replica has opened one yet."""
+        """Record that no replica has opened a data set yet, so the next one may have another length."""
         self._is_open = False
 
 
@@ -559,7 +564,11 @@ def stream_options(
 
 
 def shards_of(dataset: Any, shards: int | None, stream: StreamOptions) -> tuple[MakeShard, int] | None:
-    """Return a function that returns a shard of a stream, and their number; None to read it as a whole."""
+    """Return a function that returns a shard of a stream, and their number; None to read it as a whole.
+
+    The data set is such a function, if `shards` is given; or it has `num_shards` and `shard()`, as those of
+    Hugging Face.
+    """
     if shards is not None:
         return dataset, shards
     count = getattr(dataset, "num_shards", None)

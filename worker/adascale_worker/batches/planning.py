@@ -55,7 +55,7 @@ class BatchPlanner:
 
     @property
     def scale(self) -> float:
-        """The scale S of the current plan."""
+        """The scale of the current plan."""
         return self.plan.scale(self.bounds)
 
     @property

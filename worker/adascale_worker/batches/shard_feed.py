@@ -1,18 +1,21 @@
-"""The micro-batches of a stream whose shards are dealt to the replicas, see `shards`."""
+"""The micro-batches of a stream whose shards are divided among the replicas, see `shards`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import astuple
-from typing import Any, Protocol
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches.persistent_loader import PersistentLoader
-from adascale_worker.batches.requests import Requests, make_loader
-from adascale_worker.batches.shard_reader import MakeShard, ShardPosition, ShardReader
+from adascale_worker.batches.micro_batches import PersistentLoader, Requests, make_loader
+from adascale_worker.batches.seeding import Generators, mix, pass_seed, permute
 from adascale_worker.batches.shards import (
     Deal,
     Path,
+    Shard,
     ShardOrder,
     ShardPlace,
     Stretch,
@@ -23,30 +26,171 @@ from adascale_worker.batches.shards import (
 )
 from adascale_worker.batches.stream_feed import StreamOptions
 from adascale_worker.errors import DatasetError
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.torch_private.workers import hidden_worker_info
 
 STEPS_AHEAD = 4
 """Steps whose records each replica reads ahead, after which the replicas exchange what they have found."""
 
+MakeShard = Callable[[int], Iterable[Any]]
+"""Returns the records of a shard, in the same order each time. Gets its index."""
 
-class Exchange(Protocol):
-    """Exchanges values with the other replicas."""
+
+@dataclass(frozen=True)
+class ShardPosition:
+    """A position in the list of a replica."""
+
+    position: int  # records of the list before it
+    path: Path
+    reread: int  # records that were skipped so far, to begin inside a shard
+
+
+class ShardReader:
+    """Reads records of a list forward, and returns those of a micro-batch."""
+
+    def __init__(self, make_shard: MakeShard, seed: int, *, shuffle_buffer: int = 0) -> None:
+        self._make_shard = make_shard
+        self._seed = seed
+        self._shuffles = shuffle_buffer > 1
+        self._block = max(1, shuffle_buffer)
+        self._generators = Generators()
+        self._list: tuple[Shard, ...] = ()
+        self._iterator: Iterator[Any] | None = None
+        """Of the shard that is read. None before one is begun."""
+        self._read = 0
+        """Records of this shard that were read."""
+        self._begins: list[int] = []
+        """Position of the first record of each shard of the list that was begun."""
+        self._window: list[Any] = []
+        self._base = 0
+        """Position of the first record of the window."""
+        self._reread = 0
+
+    def take(
+        self, first: int, count: int, end: int, keep_from: int, start: tuple[Shard, ...] | None, ahead: int
+    ) -> tuple[list[Any], ShardPosition]:
+        """Return records, and the position after the micro-batches that they are a share of."""
+        with hidden_worker_info(), self._generators.used():
+            try:
+                if start is not None:
+                    self._begin(start)
+                self._drop_before(min(keep_from, first))
+                while self._next < end + ahead and self._has_more:
+                    self._read_block()
+            except BaseException:
+                self._list, self._iterator = (), None
+                raise
+        offset = first - self._base
+        return self._window[offset : offset + count], ShardPosition(
+            end, self._path(end, end + ahead), self._reread
+        )
 
     @property
-    def rank(self) -> int:
-        """The index of this replica."""
+    def _next(self) -> int:
+        return self._base + len(self._window)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in the order of ranks, on all ranks."""
+    @property
+    def _has_more(self) -> bool:
+        return self._iterator is not None or len(self._begins) < len(self._list)
+
+    # -- another list -------------------------------------------------------------------------------------
+
+    def _begin(self, shards: tuple[Shard, ...]) -> None:
+        if self._continues(shards):
+            return
+        self._list, self._iterator, self._read = shards, None, 0
+        self._begins, self._window, self._base = [], [], 0
+
+    def _continues(self, shards: tuple[Shard, ...]) -> bool:
+        """Use what was read of the last list, if the next one begins inside it; return whether it does."""
+        if not shards:
+            return False
+        first = shards[0]
+        begun_shards = [(shard.number, shard.index) for shard in self._list[: len(self._begins)]]
+        if (first.number, first.index) not in begun_shards:
+            return False
+        place = begun_shards.index((first.number, first.index))
+        position = self._begins[place] + first.offset - self._list[place].offset
+        begun = [(each.number, each.index, each.offset) for each in self._list[place + 1 : len(self._begins)]]
+        following = [(each.number, each.index, each.offset) for each in shards[1 : len(begun) + 1]]
+        end = self._begins[place + 1] if begun else self._next
+        if not self._base <= position <= end or begun != following:
+            return False
+        del self._window[: position - self._base]
+        self._begins = [0, *(each - position for each in self._begins[place + 1 :])]
+        self._base = 0
+        self._list = shards
+        return True
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def _read_block(self) -> None:
+        """Read a block of the present shard, or begin the next one."""
+        if self._iterator is None:
+            self._begin_shard()
+        shard = self._list[len(self._begins) - 1]
+        assert self._iterator is not None
+        block = list(itertools.islice(self._iterator, self._block))
+        is_end = len(block) < self._block
+        if self._shuffles and block:
+            key = mix(self._shard_seed(shard) + self._read)
+            block = [block[place] for place in permute(numpy.arange(len(block)), len(block), key)]
+        skipped = min(max(shard.offset - self._read, 0), len(block))
+        self._reread += skipped
+        self._window += block[skipped:]
+        self._read += len(block)
+        if not is_end:
+            return
+        self._iterator = None
+        known = shard.end if shard.end is not None else self._read
+        if self._read != known or self._read < shard.offset:
+            raise DatasetError(
+                f"shard {shard.index} of the stream has ended after {self._read} records in pass "
+                f"{shard.number} (both counted from 0), but it had {max(shard.offset, known)} before: a "
+                "shard has to yield the same records in the same order in each process, and after a restart"
+            )
+
+    def _begin_shard(self) -> None:
+        shard = self._list[len(self._begins)]
+        self._begins.append(self._next)
+        self._read = 0
+        self._generators.seed(mix(self._shard_seed(shard)))
+        records: Any = self._make_shard(shard.index)
+        if callable(getattr(records, "set_epoch", None)):
+            records.set_epoch(shard.number)
+        self._iterator = iter(records)
+
+    def _shard_seed(self, shard: Shard) -> int:
+        return mix(pass_seed(self._seed, shard.number) + shard.index)
+
+    def _drop_before(self, position: int) -> None:
+        count = min(position - self._base, len(self._window))
+        if count > 0:
+            del self._window[:count]
+            self._base += count
+
+    def _path(self, start: int, end: int) -> Path:
+        """Return the stretches between two positions, also that of a shard which ends at the first."""
+        path = []
+        ends = [*self._begins[1:], self._next]
+        for place, (shard, begin, stop) in enumerate(zip(self._list, self._begins, ends, strict=False)):
+            low, high = max(start, begin), min(end, stop)
+            is_ended = place < len(self._begins) - 1 or self._iterator is None
+            if low <= high:
+                offset = shard.offset + low - begin
+                path.append(Stretch(shard.number, shard.index, offset, high - low, is_ended and high == stop))
+        return tuple(path)
 
 
 class ShardFeed:
     """Loads a replica's micro-batches, and knows what is left of each shard, at each step boundary."""
 
-    def __init__(self, place: ShardPlace | None, consumed: int, group: Exchange) -> None:
+    def __init__(self, place: ShardPlace | None, consumed: int, group: ReplicaGroup) -> None:
         self._place = place
         self._since = consumed
         self._group = group
         self.exchanges = 0
+        """How often the replicas had to exchange what follows."""
         self._dealt: Deal | None = None
         self._paths: list[Path] = []
         self._steps = 0
@@ -55,7 +199,7 @@ class ShardFeed:
         self._rank = 0
         self._positions: list[tuple[int, ShardPosition]] = []
         """The positions in the own list at the last step boundary and after each micro-batch since then, each
-        after the number of samples that all replicas have got before it."""
+        with the number of samples that all replicas have got before it."""
         self._batches: Iterator[Any] | None = None
         self._make_shard: MakeShard | None = None
         self._order = ShardOrder(1, 0, shuffles=False)
@@ -128,9 +272,7 @@ class ShardFeed:
     # -- micro-batches ------------------------------------------------------------------------------------
 
     def micro_batches(self, consumed: int, plan: BatchPlan) -> Iterator[Any]:
-        """Load this replica's micro-batches, without end, until `exchanges` has changed. A
-        collective call.
-        """
+        """Load this replica's micro-batches until `exchanges` has changed. A collective call."""
         place = self.place_at(consumed)
         assert place is not None
         rank = self._group.rank

@@ -1,4 +1,4 @@
-"""How the shards of a stream are dealt to replicas, and what of them is left after some steps.
+"""How the shards of a stream are divided among the replicas, and what of them is left after some steps.
 
 Each replica reads a list of shards of its own, one after the other, so that reading costs 1/K. How long a
 shard is turns out when it ends. So each replica reads ahead, and they exchange what they have found: a
@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy
 
-from adascale_worker.batches.order import pass_seed
-from adascale_worker.batches.permutation import permute
+from adascale_worker.batches.seeding import pass_seed, permute
 
 _PASSES_AHEAD = 2
 """Passes that a list for all replicas has after the present one, because a step may have the end of one."""
@@ -29,7 +28,7 @@ _PASSES_AHEAD = 2
 class Shard:
     """What is left of a shard in a pass."""
 
-    number: int
+    number: int  # of the pass
     index: int
     offset: int = 0  # records of it that were trained
     end: int | None = None  # its number of records; None if it is unknown
@@ -40,10 +39,9 @@ class Shard:
 class Stretch:
     """Consecutive records of a shard."""
 
-    # number, index, offset: see `Shard`; of the first of them
-    number: int
-    index: int
-    offset: int
+    number: int  # of the pass
+    index: int  # of the shard
+    offset: int  # records of the shard before them
     count: int
     ends: bool  # whether the shard ends after them
 

@@ -1,0 +1,327 @@
+"""The micro-batches of a replica: what a DataLoader and its worker processes get, and what they load.
+
+Of a data set with items by index they get indices. Of a stream they get requests, where to read to and which
+records to keep: so several worker processes take turns, and go on when the replicas change.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+
+from adascale_core.batch.plans import BatchPlan
+from adascale_worker.batches.order import READ_AHEAD, SampleSequence
+from adascale_worker.batches.seeding import seed_generators
+from adascale_worker.errors import DatasetError
+from adascale_worker.gradients.step_division import StepDivision, StepPlan
+
+
+class Batch(list[int]):
+    """The sample indices of a micro-batch.
+
+    A worker process seeds its random number generators when it receives them, just before it loads the
+    samples. Without worker processes, the trainer seeds.
+    """
+
+    def __init__(self, indices: list[int], seed: int, position: int) -> None:
+        super().__init__(indices)
+        self._seed = seed
+        self._position = position
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive_batch, (list(self), self._seed, self._position)
+
+
+def _receive_batch(indices: list[int], seed: int, position: int) -> list[int]:
+    # Other numbers than those of a replica, whose training draws from the same seed and position.
+    seed_generators(seed, position, rank=-1)
+    return indices
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in the micro-batches of a replica."""
+
+    sequence: tuple[object, ...]  # what determines the sequence of samples
+    position: int  # in the sequence: of the first sample of all replicas' next step, or micro-batch
+    plan: BatchPlan
+    rank: int
+
+    def after(self, micro_batch: BatchPlan) -> Place:
+        """Return the place after a micro-batch of a plan."""
+        return replace(self, position=self.position + micro_batch.replicas * micro_batch.local_bsz)
+
+
+class MicroBatches(Sampler[list[int]]):
+    """The endless sequence of a replica's micro-batches, as lists of sample indices."""
+
+    def __init__(
+        self,
+        samples: SampleSequence,
+        start: int,
+        plan: BatchPlan,
+        rank: int,
+        division: StepDivision | None = None,
+    ) -> None:
+        self._division = division
+        self.drawn: deque[tuple[StepPlan, int]] = deque()
+        """How the step of each micro-batch that was drawn is delivered, and the index of the micro-batch in a
+        divided step, else 0. `LoadedBatches` takes them from here."""
+        self.begin(samples, start, plan, rank)
+
+    def begin(self, samples: SampleSequence, start: int, plan: BatchPlan, rank: int) -> None:
+        """Let the next iteration begin at another place."""
+        self._samples = samples
+        self.place = Place(samples.sequence, start, plan, rank)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples, place, division = self._samples, self.place, self._division
+        plan = place.plan
+        self.drawn.clear()
+        together = plan.replicas * plan.local_bsz
+        count = max(1, min(READ_AHEAD // plan.local_bsz, samples.length // together))
+        offsets = numpy.arange(count)[:, None] * together + numpy.arange(plan.local_bsz)
+        while True:
+            positions = place.position + place.rank * plan.local_bsz + offsets
+            for first, indices in zip(
+                positions[:, 0].tolist(), samples.indices(positions).tolist(), strict=True
+            ):
+                step = StepPlan(plan) if division is None else division.step_at(place.position, plan)
+                size = step.plan.local_bsz
+                for index in range(plan.local_bsz // size):
+                    part = slice(index * size, (index + 1) * size)
+                    self.drawn.append((step, index))
+                    yield Batch(indices[part], samples.seed, first + part.start)
+                place = place.after(plan)
+
+    def __len__(self) -> int:
+        raise TypeError("an epoch of an elastic trainer has no fixed number of batches")
+
+
+class LoadedBatches(Iterator[Any]):
+    """A replica's micro-batches as they are loaded, without end.
+
+    `step` and `index` are those of the last one, see `MicroBatches.drawn`; None if no step is divided.
+    """
+
+    def __init__(
+        self, batches: Iterator[Any], plan: BatchPlan, drawn: deque[tuple[StepPlan, int]] | None = None
+    ) -> None:
+        self._loaded = batches
+        self._drawn = drawn
+        self.step = StepPlan(plan)
+        self.index = 0
+
+    def __next__(self) -> Any:
+        batch = next(self._loaded)
+        if self._drawn is not None:
+            self.step, self.index = self._drawn.popleft()
+        return batch
+
+
+class PlacedSampler(Protocol):
+    """Yields what a worker process loads a micro-batch from, beginning at a place."""
+
+    place: Place
+
+
+S = TypeVar("S", bound=PlacedSampler)
+
+
+class PersistentLoader(LoadedBatches, Generic[S]):
+    """Loads micro-batches without end, from another place in the same worker processes."""
+
+    def __init__(
+        self,
+        dataset: object,
+        options: dict[str, Any],
+        loader: DataLoader[Any],
+        sampler: S,
+        drawn: deque[tuple[StepPlan, int]] | None = None,
+    ) -> None:
+        super().__init__(iter(()), sampler.place.plan, drawn)
+        self.sampler = sampler
+        self._dataset = dataset
+        self._options = options
+        self._loader: DataLoader[Any] | None = loader
+        self._next: Place | None = None
+        """The place of the next batch that the worker processes deliver. None if it is unknown."""
+
+    def difference(self, dataset: object, options: dict[str, Any]) -> str | None:
+        """Return what differs from what the worker processes were started with; None if nothing does."""
+        if dataset is not self._dataset:
+            return "another data set"
+        before = self._options
+        names = [name for name in sorted({*options, *before}) if options.get(name) != before.get(name)]
+        return f"another {' and another '.join(names)}" if names else None
+
+    def begin(self) -> PersistentLoader[S]:
+        """Continue at the place of `sampler`: with the batches that are loaded already, if they follow."""
+        if self._next != self.sampler.place:
+            assert self._loader is not None
+            self._loaded = iter(self._loader)
+            self._next = self.sampler.place
+            self.step = StepPlan(self.sampler.place.plan)
+        return self
+
+    def __next__(self) -> Any:
+        assert self._next is not None
+        place, self._next = self._next, None
+        batch = super().__next__()
+        self._next = place.after(self.step.plan)
+        return batch
+
+    def close(self) -> None:
+        """End the worker processes. The processes of a DataLoader end with the last reference to it."""
+        self._loader = self._next = None
+        self._loaded = iter(())
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to load a micro-batch from: the arguments of `Reader.take`, and what random numbers depend on."""
+
+    first: int
+    count: int
+    end: int
+    keep_from: int
+    start: Any
+    ahead: int
+    seed: int
+    position: int  # in the samples of all replicas
+
+
+class Reader(Protocol):
+    """Reads forward, in this process or a worker process."""
+
+    def take(
+        self,
+        first: int,  # position of the first record
+        count: int,  # fewer records are returned if they end
+        end: int,  # position after the micro-batches of all replicas
+        keep_from: int,  # position of the first record that may be requested again
+        start: Any,  # where to begin if the reader is elsewhere; None if it is not
+        ahead: int,  # records after `end` that are read too, if there are so many
+    ) -> tuple[list[Any], Any]:
+        """Return records, and the place after the micro-batches of all replicas that they are a share of."""
+
+
+class Requests(Sampler[Request]):
+    """The endless sequence of the requests of a replica."""
+
+    def __init__(self, sequence: tuple[object, ...], seed: int, kept: Callable[[], int]) -> None:
+        self.sequence = sequence
+        self._seed = seed
+        self._kept = kept  # returns the position of the next step's first record, among those that are read
+
+    def begin(
+        self,
+        start: Any,
+        position: int,
+        consumed: int,
+        plan: BatchPlan,
+        rank: int,
+        *,
+        is_shared: bool,  # whether all replicas read the same records, and each trains its share
+        readers: int,  # processes that read: the first request of each contains `start`
+        ahead: int = 1,
+        looks_first: bool = False,  # whether the first request has no samples, to see what follows
+    ) -> None:
+        """Let the next iteration begin at a place, after `consumed` samples of all replicas."""
+        self._start, self._position, self._readers = start, position, readers
+        self._sharers, self._share = (plan.replicas, rank) if is_shared else (1, 0)
+        self._ahead, self._looks_first = ahead, looks_first
+        self.place = Place(self.sequence, consumed, plan, rank)
+
+    def __iter__(self) -> Iterator[Request]:
+        place, position, readers = self.place, self._position, self._readers
+        plan, size = place.plan, place.plan.local_bsz
+        step = self._sharers * size
+        looks = self._looks_first
+        while True:
+            yield Request(
+                first=position if looks else position + self._share * size,
+                count=0 if looks else size,
+                end=position if looks else position + step,
+                keep_from=self._kept() - plan.accumulation * step,
+                start=self._start if readers > 0 else None,
+                ahead=self._ahead,
+                seed=self._seed,
+                position=place.position + place.rank * size,
+            )
+            readers -= 1
+            if not looks:
+                position += step
+                place = place.after(place.plan)
+            looks = False
+
+
+class Samples(Dataset[Any]):
+    """Loads what is requested. Worker processes have copies."""
+
+    def __init__(self, reader: Reader, transform: Callable[[Any], Any] | None) -> None:
+        self._reader = reader
+        self._transform = transform
+
+    def __getitems__(self, request: Request) -> tuple[Any, Any]:
+        if get_worker_info() is not None:
+            # Other numbers than those of a replica, whose training draws from the same seed and position.
+            seed_generators(request.seed, request.position, rank=-1)
+        try:
+            records, place = self._reader.take(
+                request.first,
+                request.count,
+                request.end,
+                request.keep_from,
+                request.start,
+                request.ahead,
+            )
+        except DatasetError as error:
+            # A DataLoader would add a traceback.
+            return DatasetError(str(error)), None
+        if len(records) < request.count:
+            # It was requested ahead, and the records that follow are others.
+            return [], place
+        return records if self._transform is None else list(map(self._transform, records)), place
+
+
+class Collation:
+    """Collates samples, and leaves what comes with them as it is."""
+
+    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+        self._function = function
+
+    def __call__(self, loaded: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return a batch and its place."""
+        samples, place = loaded
+        return samples if place is None or not samples else self._function(samples), place
+
+
+def make_loader(
+    reader: Reader,
+    requests: Requests,
+    transform: Callable[[Any], Any] | None,
+    options: dict[str, Any],
+    *,
+    seed: int,
+) -> DataLoader[Any]:
+    """Return a loader of what is requested, with persistent worker processes.
+
+    It yields batches and places; after an error, a `DatasetError` and None.
+    """
+    return DataLoader(
+        Samples(reader, transform),
+        batch_sampler=requests,  # type: ignore[arg-type]
+        generator=torch.Generator().manual_seed(seed),
+        **{
+            **options,
+            "collate_fn": Collation(options.get("collate_fn") or default_collate),
+            "persistent_workers": options.get("num_workers", 0) > 0,
+        },
+    )
