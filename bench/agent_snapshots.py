@@ -35,10 +35,10 @@ from adascale_worker.agent import snapshot_receiver
 from adascale_worker.agent.snapshot_files import make_snapshot_files
 from adascale_worker.agent.snapshot_receiver import SnapshotReceiver
 from adascale_worker.agent.snapshot_server import SnapshotServer
-from adascale_worker.state import agent_snapshots
-from adascale_worker.state.checkpoints.snapshot import Snapshot
+from adascale_worker.state import saving
 from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.file import Snapshot
 
 BATCH = 64
 INFO = CheckpointInfo(step=1, progress=1.0, epoch=0, replicas=1, generation=1, finished=False, saved_at=0.0)
@@ -51,7 +51,7 @@ def tiny() -> tuple[nn.Module, TensorDataset]:
 
 def measure_steps(blocks: int, steps: int) -> None:
     """Print what copies cost."""
-    agent_snapshots.DELAY = 0.0
+    saving.SNAPSHOT_DELAY = 0.0
     trainer = ElasticTrainer(batch_size=BATCH, device="cpu")
     memory = SnapshotMemory(make_snapshot_files().split(":"))
     trainer._replica = replace(trainer._replica, snapshot_memory=memory)

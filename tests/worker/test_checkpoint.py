@@ -23,9 +23,8 @@ from adascale_storage import (
 )
 from adascale_storage.folder import Folder
 from adascale_worker.errors import CheckpointError
-from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
-from adascale_worker.state.file import StateFileLayout
+from adascale_worker.state.file import Snapshot, StateFileLayout
 from support.fast_python import PYTHON
 
 INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
@@ -416,7 +415,7 @@ from adascale_worker.process.environment import RankAssignment
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
-from adascale_worker.state.checkpoints.snapshot import Snapshot
+from adascale_worker.state.file import Snapshot
 from adascale_storage.folder import Folder
 
 torch.set_num_threads(1)

@@ -21,9 +21,9 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.checkpoints import checkpointing as checkpointing_module
 from adascale_worker.state.checkpoints import writer as checkpoint_writer
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
-from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.state.file import Snapshot
 
 INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
 

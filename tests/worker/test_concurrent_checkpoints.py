@@ -23,8 +23,8 @@ from adascale_storage import (
     StorageFullError,
 )
 from adascale_storage.folder import Folder
-from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.file import Snapshot
 from support.examples import examples
 
 INFO = CheckpointInfo(

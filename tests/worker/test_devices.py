@@ -19,8 +19,8 @@ from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.program.weight_checks import FiniteWeights
-from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.store import CheckpointStore
+from adascale_worker.state.file import Snapshot
 from adascale_worker.state.tree import flatten, on_host
 from e2e.local_run import adascale, write_job
 from support.fast_python import PYTHON

@@ -34,9 +34,9 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.state.checkpoints import writer as checkpoint_writer
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
-from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.state.file import Snapshot
 from support import s3
 from support.fast_python import PYTHON
 from support.sharded_states import Replica, require_part
@@ -425,7 +425,7 @@ from types import SimpleNamespace
 import torch
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
-from adascale_worker.state.checkpoints.snapshot import Snapshot
+from adascale_worker.state.file import Snapshot
 from adascale_storage import object_store, open_storage
 
 object_store.MULTIPART_BYTES = 5 * 2**20

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from adascale import ElasticTrainer
-from adascale_controller.local import run_history
 from adascale_controller.local.checkpoints import delete_checkpoints
-from adascale_controller.local.run_history import RunRecord
+from adascale_controller.local.run_history import RunRecord, record_start
 from adascale_controller.local.state_dir import StateDir
 from adascale_worker.errors import CheckpointError, WorkerError
-from adascale_worker.state.export import export, main
+from adascale_worker.state.checkpoints.weights import export, main
 from e2e.local_run import adascale
 from support.training import FIXED, MakeTrainer, learn, network, samples, sgd, train
 
@@ -181,7 +180,7 @@ def test_the_newest_checkpoint_is_exported_with_the_names_of_the_model(
 def test_the_command_exports_a_job_by_its_name(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     folder, model = StateDir(tmp_path / "state"), network()
     folder.create()
-    run_history.record_start(folder, RunRecord("default.digits", time.time(), 18, None))
+    record_start(folder, RunRecord("default.digits", time.time(), 18, None))
     trainer, optimizer = begin(make_trainer, folder.checkpoints, model, epochs=1)
     train(trainer, model, optimizer)
     exported = adascale("export", "digits", tmp_path / "a.safetensors", "--state-dir", folder.path)

@@ -32,12 +32,11 @@ from adascale_worker.process.exit import FastExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.telemetry import Telemetry
-from adascale_worker.state.agent_snapshots import AgentSnapshots
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing, State
 from adascale_worker.state.checkpoints.snapshot_memory import KeptSnapshot
 from adascale_worker.state.exchange import StateExchange
 from adascale_worker.state.program import ProgramState
-from adascale_worker.state.saving import StateSaving
+from adascale_worker.state.saving import AgentSnapshots, StateSaving
 from adascale_worker.state.training import TrainingState
 
 

@@ -62,14 +62,12 @@ from adascale_worker.reporting.reporter import Reporter
 from adascale_worker.reporting.telemetry import Telemetry
 from adascale_worker.reporting.tracked_run import RunIdentity
 from adascale_worker.reporting.trackers import Tracker
-from adascale_worker.state.agent_snapshots import AgentSnapshots
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
 from adascale_worker.state.exchange import StateExchange
 from adascale_worker.state.program import ProgramState, Stateful
-from adascale_worker.state.saving import StateSaving
-from adascale_worker.state.sharded import ShardedTrainingState
-from adascale_worker.state.training import TrainerPart, TrainingState
+from adascale_worker.state.saving import AgentSnapshots, StateSaving
+from adascale_worker.state.training import ShardedTrainingState, TrainerPart, TrainingState
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 

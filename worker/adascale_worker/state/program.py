@@ -41,10 +41,9 @@ class ProgramState:
 
     model: torch.nn.Module
     optimizer: Optimizers  # AdaScale around the program's optimizer, or around each of several
-    # the learning rate scheduler, or several. None if the program has none.
-    scheduler: Scheduler | SchedulerSet | None
+    scheduler: Scheduler | SchedulerSet | None  # None if the program has none
     registered: Mapping[str, Stateful]  # other objects to save and restore, by name
-    rates: LearningRates  # finds what else changes the learning rates
+    rates: LearningRates
     trained: TrainedParameters
     # the values that the program made optimizer and scheduler with
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
@@ -108,10 +107,9 @@ class ProgramState:
         self.load_registered(state["registered"])
         self.rates.accept()
 
-    def load_trained(self, state: Mapping[str, list[str]] | None) -> None:
-        """Restore which parameters are trained. Earlier versions have not saved it."""
-        if state is not None:
-            self.differences.extend(self.trained.load_state_dict(state, self.choice))
+    def load_trained(self, state: Mapping[str, list[str]]) -> None:
+        """Restore which parameters are trained."""
+        self.differences.extend(self.trained.load_state_dict(state, self.choice))
 
     def parameter_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group, which the optimizer's state has by number."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 from adascale_worker.state.tree import InvalidSpecError
 
 KEY: Final = "shards"
-"""Of the description in a state."""
+"""Key of the description in a state."""
 _MODEL: Final = ("program", "model")
 _OPTIMIZER: Final = ("program", "optimizer", "state")
 PREVIOUS_GRADIENT: Final = ("program", "optimizer", "adascale", "statistics", "previous_gradient")
@@ -52,7 +52,7 @@ class Division:
         return (*self.shape[: self.dimension], stop - start, *self.shape[self.dimension + 1 :])
 
     def ranges(self, source: Extent, target: Extent, itemsize: int) -> Iterator[tuple[int, int, int]]:
-        """Return what two contiguous parts have in common."""
+        """Yield the ranges of bytes that two contiguous parts share: position in each, and length."""
         start, stop = max(source[0], target[0]), min(source[1], target[1])
         inner = math.prod(self.shape[self.dimension + 1 :]) * itemsize
         outer = math.prod(self.shape[: self.dimension])
@@ -76,9 +76,8 @@ class Shards:
 
     process: int  # its index in the replica, from 0
     count: int  # number of processes of the replica
-    model: Mapping[str, Division]  # of the tensors of the model, by name
-    # of what the optimizer keeps for its parameters, by the number of the parameter
-    optimizer: Mapping[int, Division]
+    model: Mapping[str, Division]  # by the name of the tensor
+    optimizer: Mapping[int, Division]  # of what it keeps for a parameter, by the parameter's number
 
     def division_of(self, path: Sequence[str | int]) -> Division | None:
         """Return how the tensor at a place of a state is divided; None if it is not sharded."""

@@ -1,13 +1,22 @@
-"""The contents of a checkpoint: all that a trainer needs to continue bit for bit."""
+"""The contents of a checkpoint: all that a trainer needs to continue bit for bit.
+
+If the model is sharded over the processes of a replica, each process has the state with its own shards in
+place of whole tensors. It is exchanged with the same process of the other replicas, and is that process's
+part of a checkpoint.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
+from adascale_worker.membership.lane_group import LaneGroup
 from adascale_worker.state.checkpoints.store import CheckpointInfo
 from adascale_worker.state.program import ProgramState, load_model
-from adascale_worker.state.shards import Shards
+from adascale_worker.state.shards import KEY, Division, Shards
 from adascale_worker.state.tree import tensor_numbers
 
 
@@ -67,11 +76,126 @@ class TrainingState:
                 part.load_state_dict(state[name])
         load_model(self._program.model, state["program"]["model"])
         self._program.load_state_dict(state["program"])
-        # Earlier versions have not saved them.
-        self._program.require_parameters(state.get("parameters", []))
-        self._program.load_trained(state.get("trained"))
+        self._program.require_parameters(state["parameters"])
+        self._program.load_trained(state["trained"])
 
 
 def model_tensor_numbers(spec: bytes) -> dict[str, int]:
     """Return the numbers of the tensors of the model in a flattened state, by their names."""
     return tensor_numbers(spec, ["program", "model"])
+
+
+State = dict[str, Any]
+Convert = Callable[[Tensor, object], Tensor]
+
+
+class ShardedTrainingState(TrainingState):
+    """The state of a training program with a sharded model, and of its trainer."""
+
+    def __init__(self, group: LaneGroup, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._group = group
+
+    def state_dict(self) -> State:
+        """Return the state, with the shards of this process in place of whole tensors."""
+        return _converted(super().state_dict(), lambda tensor, _: _local(tensor))
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore a state with the shards of this process.
+
+        Tensors that `Checkpointing.load` has returned whole are divided.
+        """
+        own = self._group.own
+        templates = self._distributed_tensors(self._program.model.state_dict())
+
+        def distributed(tensor: Tensor, key: object) -> Tensor:
+            template = templates.get(key)
+            if template is None or tensor.dim() == 0:
+                return tensor
+            division, shape = _division(template), tuple(tensor.shape)
+            if division is None:
+                return (
+                    _with_local(template, tensor.to(self._group.device))
+                    if shape == tuple(template.shape)
+                    else tensor
+                )
+            start, stop = division.extent(own.rank, own.count)
+            if shape == division.shape:
+                tensor = tensor.narrow(division.dimension, start, stop - start).contiguous()
+            is_own = tuple(tensor.shape) == division.part_shape((start, stop))
+            return _with_local(template, tensor.to(self._group.device)) if is_own else tensor
+
+        super().load_state_dict(_converted(state, distributed))
+
+    @property
+    def shards(self) -> Shards:
+        """The part of the state that this process has."""
+        return self._shards_of(self._program.model.state_dict())
+
+    def for_checkpoint(self) -> State:
+        """Return the part of the state that this process has, with its description."""
+        state = super().state_dict()
+        part = _converted(state, lambda tensor, _: _local(tensor))
+        if self._group.processes == 1:
+            return part
+        return {**part, KEY: self._shards_of(state["program"]["model"]).to_state()}
+
+    def _shards_of(self, model: Mapping[str, Any]) -> Shards:
+        own = self._group.own
+        found = {key: _division(tensor) for key, tensor in self._distributed_tensors(model).items()}
+        divided = {key: division for key, division in found.items() if division is not None}
+        return Shards(
+            own.rank,
+            own.count,
+            {key: each for key, each in divided.items() if isinstance(key, str)},
+            {key: each for key, each in divided.items() if isinstance(key, int)},
+        )
+
+    def _distributed_tensors(self, model: Mapping[str, Any]) -> dict[object, Any]:
+        """Return the DTensors of a state of the model by name, and those of the optimizer by number."""
+        parameters = [p for group in self._program.optimizer.param_groups for p in group["params"]]
+        found = (*model.items(), *enumerate(parameters))
+        return {key: each for key, each in found if hasattr(each, "device_mesh")}
+
+
+def _division(tensor: Any) -> Division | None:
+    """Return how a DTensor is divided; None if a module has gathered it, so that all processes have it."""
+    placement = tensor.placements[0]
+    return None if placement.is_replicate() else Division(int(placement.dim), tuple(tensor.shape))
+
+
+def _with_local(template: Any, local: Tensor) -> Tensor:
+    """Return a DTensor like another one, with another tensor on this process, whose memory it uses."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        template.device_mesh,
+        template.placements,
+        run_check=False,
+        shape=torch.Size(template.shape),
+        stride=template.stride(),
+    )
+
+
+def _converted(state: State, convert: Convert) -> State:
+    """Return a state in which the tensors of the model and of the optimizer are converted."""
+    program = dict(state["program"])
+    optimizer = dict(program["optimizer"])
+    model = type(program["model"])()
+    for name, value in program["model"].items():
+        model[name] = convert(value, name) if isinstance(value, Tensor) else value
+    vars(model).update(vars(program["model"]) if hasattr(program["model"], "__dict__") else {})
+    optimizer["state"] = {
+        number: {
+            key: convert(value, number) if isinstance(value, Tensor) else value for key, value in kept.items()
+        }
+        for number, kept in optimizer["state"].items()
+    }
+    program["model"], program["optimizer"] = model, optimizer
+    return {**state, "program": program}
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local().contiguous() if hasattr(tensor, "to_local") else tensor
+    return local.detach()

@@ -55,7 +55,11 @@ def layout_of(tensor: Tensor) -> TensorLayout:
 
 
 def flatten(tree: Any) -> tuple[bytes, list[Tensor]]:
-    """Separate a tree into its structure and its tensors."""
+    """Separate a tree into its structure, a JSON document, and its tensors.
+
+    These are detached, contiguous, on their own devices, and share memory with those of the tree wherever
+    that is possible: copy them before they change.
+    """
     encoder = _Encoder()
     encoded = encoder.encode(tree, "", 0)
     layouts = [[_name(tensor.dtype), list(tensor.shape)] for tensor in encoder.tensors]
@@ -94,6 +98,10 @@ class TensorIndex:
         self._document = _parse(spec)
         self.layouts = _layouts(self._document)
         self.numbers: dict[tuple[str | int, ...], int] = {}
+        """The number of each tensor by its path, the keys of the mappings that lead to it.
+
+        Without those inside other objects, in another order of dimensions, or that require gradients.
+        """
         try:
             self._visit(self._document["tree"], ())
             self._uses = Counter(_numbers_in(self._document["tree"]))

@@ -14,10 +14,10 @@ from adascale_core.checkpoint_manifest import Manifest
 from adascale_storage import Storage, UnusableStorageError, open_storage
 from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.state.checkpoints.best_weights import BestWeights
 from adascale_worker.state.checkpoints.processes import CheckpointProcesses
 from adascale_worker.state.checkpoints.snapshot_memory import KeptSnapshot, number_of
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.checkpoints.weights import BestWeights
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from adascale_worker.state.shards import Shards
 
@@ -57,14 +57,17 @@ class Checkpointing:
         """Seconds between two checkpoints."""
         self._is_terminated = is_terminated
         self.is_unsaved = False
+        """Whether rank 0 may not have saved the last checkpoint that it began, as far as is known."""
         self._group = group
         self._was_main: bool | None = None
         self._saved_at = float("-inf")
         self._manifest: Manifest | None = None
-        self._result: dict[str, float | str] = {}
+        self.result: dict[str, float | str] = {}
+        """The result of training, as far as the program has reported it."""
         self._kept: KeptSnapshot | None = None
         """The copy that is restored, because it is later than the last checkpoint."""
-        self._has_final = False
+        self.has_final = False
+        """Whether the state at the end of training is saved."""
         self._is_final_written = False
 
     def best_weights(self, metric: str, mode: Literal["min", "max"]) -> BestWeights | None:
@@ -88,11 +91,6 @@ class Checkpointing:
         """Whether the last checkpoint that this replica has begun is not saved, yet or at all."""
         return self._writer is not None and self._writer.last_is_unsaved
 
-    @property
-    def has_final(self) -> bool:
-        """Whether the state at the end of training is saved."""
-        return self._has_final
-
     def begin_generation(self) -> None:
         """Agree on when the next checkpoint is due. A collective call.
 
@@ -105,16 +103,12 @@ class Checkpointing:
         age, self.is_unsaved = self._group.broadcast((time.monotonic() - self._saved_at, self.is_unsaved))
         self._saved_at = time.monotonic() - age
 
-    @property
-    def result(self) -> dict[str, float | str]:
-        """The result of training, as far as the program has reported it."""
-        return self._result
-
     def load(
         self, own: Shards | None = None, *, wait: bool = False, kept: KeptSnapshot | None = None
     ) -> State | None:
-        """Return the newest intact checkpoint, or a later copy. None if there is none. Called
-        on rank 0 only.
+        """Return the newest intact checkpoint, or a later copy `kept`; None without any. Called on rank 0.
+
+        `own` is the part of the state that this process needs.
         """
         self._kept = None
         store = self._store
@@ -168,17 +162,16 @@ class Checkpointing:
     ) -> None:
         """Save a checkpoint. A collective call. Without a location, nothing is written.
 
-        Returns when the state is copied, and the copy is written while training continues; a failure is
-        reported. If `final` or `durable`, returns when the checkpoint is written. The end of training exists
-        in memory only, so if it cannot be saved, that is tried again for `MAX_WAIT_FOR_STORAGE` seconds.
+        Returns when the state is copied, and the copy is written while training continues, if `weights` are
+        finite. If `final` (the end of training) or `durable`, returns when the checkpoint is written.
         """
         if self._writer is not None:
             if final or durable:
                 self._save_durably(self._writer, info, make_state, wait=final, only_if_latest=only_if_latest)
             else:
                 self._start_to_save(self._writer, info, make_state, weights, changed_by_step)
-        self._has_final = self._has_final or final
-        self._is_final_written = self._has_final
+        self.has_final = self.has_final or final
+        self._is_final_written = self.has_final
 
     def _start_to_save(
         self,
@@ -190,7 +183,7 @@ class Checkpointing:
     ) -> None:
         self._saved_at, self.is_unsaved = time.monotonic(), True
         if self._group.rank == 0:
-            writer.start(make_state(), info, self._result, weights, changed_by_step)
+            writer.start(make_state(), info, self.result, weights, changed_by_step)
 
     def _save_durably(
         self,
@@ -202,12 +195,13 @@ class Checkpointing:
         only_if_latest: bool,
     ) -> None:
         def save() -> Manifest:
-            return writer.save(make_state(), info, self._result, only_if_latest=only_if_latest)
+            return writer.save(make_state(), info, self.result, only_if_latest=only_if_latest)
 
         failure = None
         self._saved_at = time.monotonic()
         if self._group.rank == 0:
             try:
+                # The end of training exists in memory only.
                 self._repeat(save) if wait else save()
             except CheckpointError as error:
                 failure = str(error)
@@ -248,7 +242,7 @@ class Checkpointing:
         """Save the end of training on rank 0. Not a collective call of the replicas."""
         writer = self._writer
         if writer is not None and self._group.rank == 0:
-            self._repeat(lambda: writer.save(make_state(), info, self._result))
+            self._repeat(lambda: writer.save(make_state(), info, self.result))
             self._is_final_written = True
 
     def later_generation(self, info: CheckpointInfo) -> int | None:
@@ -264,13 +258,13 @@ class Checkpointing:
         return self._manifest is not None and self._manifest.finished and self._kept is None
 
     def keep_final(self, *, is_final: bool) -> None:
-        """Use the checkpoint that rank 0 has restored."""
-        self._has_final = self._is_final_written = is_final
+        """Use the checkpoint that rank 0 has restored; `is_final`: that of the end of training."""
+        self.has_final = self._is_final_written = is_final
         # What the program has reported before it restores the state is newer.
         if self._kept is not None:
-            self._result = {**self._kept.result, **self._result}
+            self.result = {**self._kept.result, **self.result}
         if self._manifest is not None and (is_final or not self._manifest.finished):
-            self._result = {**self._manifest.result, **self._result}
+            self.result = {**self._manifest.result, **self.result}
 
     def postpone(self) -> None:
         """Wait for another interval until the next checkpoint is due."""
@@ -287,11 +281,11 @@ class Checkpointing:
 
     def report_result(self, result: dict[str, float | str]) -> None:
         """Add to the result of training, and save it with the final checkpoint if that exists."""
-        self._result.update(result)
+        self.result.update(result)
         if not self._is_final_written or not self._group.is_main:
             return
         if self._store is not None and self._manifest is not None:
-            self._manifest = self._store.annotate(self._manifest, self._result)
+            self._manifest = self._store.annotate(self._manifest, self.result)
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, at most `MAX_WAIT_AT_EXIT` seconds."""

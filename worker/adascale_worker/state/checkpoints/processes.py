@@ -69,7 +69,7 @@ class CheckpointProcesses:
         return self.process == 0
 
     def lead(self, action: Callable[[], T]) -> T:
-        """Return on all processes what process 0 has done, or raise its error."""
+        """Return on all processes the result of process 0, which JSON can have, or raise its error."""
         if self._messages is None:
             return action()
         outcome, error = _outcome(action) if self.leads else (None, None)
@@ -80,7 +80,7 @@ class CheckpointProcesses:
         return result
 
     def each(self, action: Callable[[], T]) -> list[T]:
-        """Return on all processes what each of them has done, in their order, or raise an error of one."""
+        """Return on all processes the results of each, in their order, or raise an error of one."""
         if self._messages is None:
             return [action()]
         own, error = _outcome(action)
@@ -97,7 +97,7 @@ _NAMES: Final = [kind.__name__ for kind in _KINDS]
 def _outcome(action: Callable[[], Any]) -> tuple[dict[str, Any], Exception | None]:
     try:
         return {"result": action()}, None
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (the other processes wait for it)
         kind = next((kind for kind in _KINDS if isinstance(error, kind)), None)
         if kind is None:
             return {"error": (CheckpointError.__name__, f"{type(error).__name__}: {error}")}, error

@@ -73,7 +73,10 @@ def read_manifest(storage: Storage, number: int) -> Manifest:
 
 
 def read_state(storage: Storage, manifest: Manifest, own: Shards | None = None) -> State:
-    """Return the state of a checkpoint."""
+    """Return the state of a checkpoint, or the part that this process needs.
+
+    Tensors that this process's model divides in another way are returned whole.
+    """
     files = [_File(storage, manifest, file) for file in manifest.files]
     first = files[0]
     try:

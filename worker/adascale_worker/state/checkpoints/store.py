@@ -8,11 +8,7 @@ If the model is sharded over the processes of a replica, the state has a file fo
 write at the same time. Then the first writes the manifest with the SHA-256 of all files.
 
 Several replicas may save at the same time: members that a loss has separated, or a replica that was replaced
-while it was disconnected. Every writer gives its state another name, and a manifest is created only if no
-manifest has its number, so a writer learns of the others. No writer deletes a state that another may still
-commit: a state has the number that was free when its writer began, its manifest has this number or the next
-one, and other states than the last two are deleted only when the newest number is higher by 2. A writer that
-is overtaken by more writes its state again.
+while it was disconnected.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ from adascale_storage import (
 from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
 from adascale_worker.state.checkpoints.processes import CheckpointProcesses, DamagedError, SupersededError
 from adascale_worker.state.checkpoints.reader import read_manifest, read_state
-from adascale_worker.state.checkpoints.snapshot import Snapshot
+from adascale_worker.state.file import Snapshot
 from adascale_worker.state.shards import Shards
 
 KEPT_STATES = 2
@@ -77,6 +73,13 @@ class CheckpointInfo:
     saved_at: float
     incarnation: int = 0
     finish_reason: str = ""
+
+
+# Every writer gives its state another name, and a manifest is created only if no manifest has its number, so
+# a writer learns of the others. No writer deletes a state that another may still commit: a state has the
+# number that was free when its writer began, its manifest has this number or the next one, and other states
+# than the last two are deleted only when the newest number is higher by 2. A writer that is overtaken by more
+# writes its state again.
 
 
 class CheckpointStore:
@@ -145,7 +148,7 @@ class CheckpointStore:
         is_cancelled: Callable[[], bool],
         only_if_latest: bool,
     ) -> Manifest:
-        """Save a checkpoint."""
+        """Save a checkpoint, or return the manifest that is as good."""
         processes = self._processes
         plan = processes.lead(lambda: self._plan(info, only_if_latest))
         if plan["saved"] is not None:
@@ -270,7 +273,7 @@ class CheckpointStore:
         """Return the manifest of the newest checkpoint, without reading its state. None if there is none."""
         for number in reversed(self.numbers()):
             try:
-                return self._read_manifest(number)
+                return read_manifest(self.storage, number)
             except DamagedError:
                 continue
             except StorageError as error:
@@ -296,7 +299,7 @@ class CheckpointStore:
             found: list[tuple[dict[str, Any], Manifest]] = []
 
             def read(number: int = number, found: list[Any] = found) -> None:
-                manifest = self._read_manifest(number)
+                manifest = read_manifest(self.storage, number)
                 found.append((read_state(self.storage, manifest, own), manifest))
 
             try:
@@ -307,9 +310,6 @@ class CheckpointStore:
             except StorageError as error:
                 raise StorageUnavailableError(f"{self.storage} cannot be read: {error}") from error
         return None, damages
-
-    def _read_manifest(self, number: int) -> Manifest:
-        return read_manifest(self.storage, number)
 
     # -- writing ----------------------------------------------------------------------------------------
 
@@ -344,7 +344,7 @@ class CheckpointStore:
         if newest == 0:
             return None
         try:
-            last = self._read_manifest(newest)
+            last = read_manifest(self.storage, newest)
         except DamagedError:
             return None
         if info.generation == 0:
@@ -365,8 +365,8 @@ class CheckpointStore:
     def _prune(self) -> None:
         """Delete files that are not needed, manifests first, so that no checkpoint exists in part.
 
-        States without a manifest, and drafts, may belong to a writer at work: see the top of this file. A
-        storage that fails now is reported by the next save.
+        States without a manifest, and drafts, may belong to a writer at work: see above. A storage that fails
+        now is reported by the next save.
         """
         try:
             names = self.storage.names()
@@ -375,7 +375,7 @@ class CheckpointStore:
             numbers = sorted(number for number in map(manifest_number, names) if number is not None)
             for number in reversed(numbers):
                 try:
-                    manifest = self._read_manifest(number)
+                    manifest = read_manifest(self.storage, number)
                 except DamagedError:
                     continue
                 except UnusableCheckpointError:
@@ -400,7 +400,7 @@ class CheckpointStore:
             return
         for number in self.numbers():
             with contextlib.suppress(DamagedError, UnusableCheckpointError):
-                self._uncommitted -= set(self._read_manifest(number).names)
+                self._uncommitted -= set(read_manifest(self.storage, number).names)
         with contextlib.suppress(StorageError):
             for name in sorted(self._uncommitted):
                 self.storage.delete(name)
@@ -410,8 +410,7 @@ class CheckpointStore:
         """Delete what killed processes have left of their saves, and return whether that was anything.
 
         `_prune` does so only after later saves, for which a full storage has no space. A draft of a writer at
-        work is deleted too: it notices, and writes its state again. A state whose draft was deleted gets no
-        manifest any more, so the files of the other processes are deleted with it.
+        work is deleted too: it notices, and writes its state again.
         """
         try:
             self._delete_uncommitted()
@@ -419,6 +418,7 @@ class CheckpointStore:
             drafts = {name: complete for name in names if (complete := name_of_draft(name)) is not None}
             self._delete(list(drafts))
             left = set(self.storage.names())
+            # A state whose draft was deleted gets no manifest any more.
             given_up = {state_of(name) for name, complete in drafts.items() if complete not in left} - {None}
             self._delete([name for name in left if state_of(name) in given_up])
             self._prune()
@@ -432,7 +432,7 @@ class CheckpointStore:
             numbers = self.numbers()
             if not numbers:
                 return "no earlier checkpoint exists"
-            last = self._read_manifest(numbers[-1])
+            last = read_manifest(self.storage, numbers[-1])
         except DamagedError as damage:
             return str(damage)
         except (StorageError, CheckpointError):

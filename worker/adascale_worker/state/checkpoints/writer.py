@@ -18,8 +18,8 @@ from adascale_storage import WriteCancelledError
 from adascale_worker.errors import CheckpointError
 from adascale_worker.program.weight_checks import all_finite, nonfinite_message
 from adascale_worker.state.checkpoints.processes import CheckpointProcesses
-from adascale_worker.state.checkpoints.snapshot import Snapshot
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.file import Snapshot
 
 State = dict[str, Any]
 MIN_DELAY = 10.0
@@ -33,7 +33,7 @@ class CheckpointWriter:
         self,
         store: CheckpointStore,
         interval: float,
-        on_saved: Callable[[Manifest], None],
+        on_saved: Callable[[Manifest], None],  # called in the thread that writes, too
         processes: CheckpointProcesses | None = None,
     ) -> None:
         self._store = store
@@ -139,7 +139,10 @@ class CheckpointWriter:
         return True
 
     def release_memory(self, timeout: float) -> bool:
-        """Release the memory of the copy. A checkpoint that is being written is given up."""
+        """Release the memory of the copy, and return whether a checkpoint was being written.
+
+        That is given up. If the storage takes longer than `timeout`, the memory is released when it answers.
+        """
         is_writing = not self.wait(0.0)
         self._cancelled.set()
         self.wait(timeout)
@@ -177,7 +180,7 @@ class CheckpointWriter:
         except CheckpointError as error:
             self._report_failure(str(error))
             return
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (a traceback of this thread would not stop training)
             self._report_failure(f"the checkpoint cannot be saved: {type(error).__name__}: {error}")
             return
         if self._reported_failure is not None:
