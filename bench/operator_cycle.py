@@ -26,8 +26,8 @@ from copy import deepcopy
 from statistics import median
 from typing import Any
 
-from adascale_controller.operator.apply.cluster import ClusterError
-from adascale_controller.operator.runtime.control_loop import ControlLoop
+from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.runtime.control_loop import OperatorLoop
 from adascale_controller.operator.runtime.main import GC_THRESHOLD
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.types.actions import Event
@@ -138,7 +138,7 @@ class World:
             )
         self._full = False
         self.cache = ObjectCache()
-        self._loop = ControlLoop(
+        self._loop = OperatorLoop(
             self.cache,
             InMemoryCluster(self),
             InMemoryService(self),
@@ -513,7 +513,7 @@ class InMemoryCluster:
 
     async def delete_indexed_job(self, namespace: str, name: str, uid: str) -> None:
         """Is not needed here."""
-        raise ClusterError("not expected")
+        raise ApiServerError("not expected")
 
     async def try_indexed_job(self, manifest: ApiObject) -> None:
         """Is not needed here: no template changes."""
@@ -542,7 +542,7 @@ class InMemoryCluster:
 
     async def delete_job(self, namespace: str, name: str, uid: str) -> None:
         """Is not needed here."""
-        raise ClusterError("not expected")
+        raise ApiServerError("not expected")
 
     async def record_event(
         self, namespace: str, name: str, uid: str, event: Event, now: float, reporter: str

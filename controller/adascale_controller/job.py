@@ -12,8 +12,8 @@ from adascale_controller.schema import (
     AdaScaleJobDocument,
     Container,
     PodTemplateSpec,
+    worker_name,
 )
-from adascale_controller.worker_container import worker_name
 from adascale_core import names
 from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.checkpoint_manifest import normalized_url

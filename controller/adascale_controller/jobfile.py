@@ -3,15 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from adascale_controller.field_error import FieldError
+import yaml
+
 from adascale_controller.job import Job, to_job, worker_container
 from adascale_controller.schema import AdaScaleJobDocument
-from adascale_controller.validation import validate_document
-from adascale_controller.yaml_document import YamlDocumentError, parse_document
+from adascale_controller.validation import FieldError, FieldPath, validate_document
 from adascale_core.errors import InvalidJobError
+
+
+class YamlDocumentError(Exception):
+    """A text that is not one YAML document.
+
+    Args:
+        message: what is wrong with it.
+        line: where, from 1; None if unknown.
+    """
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+@dataclass(frozen=True)
+class YamlDocument:
+    """A YAML document."""
+
+    content: Any
+    root: yaml.Node  # the node that they were constructed from
+
+    def line(self, path: FieldPath) -> int:
+        """Return the line of the field at `path`, from 1; if it is missing, of the nearest parent."""
+        node = self.root
+        line = node.start_mark.line + 1
+        for part in path:
+            if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+                node = node.value[part]
+                line = node.start_mark.line + 1
+            elif isinstance(node, yaml.MappingNode):
+                entry = next(((key, value) for key, value in node.value if key.value == part), None)
+                if entry is None:
+                    return line
+                line, node = entry[0].start_mark.line + 1, entry[1]
+            else:
+                return line
+        return line
+
+
+def parse_document(text: str) -> YamlDocument:
+    """Parse the document in `text`."""
+    loader: _Loader | None = None
+    try:
+        loader = _Loader(text)
+        nodes = []
+        while loader.check_node():
+            nodes.append(loader.get_node())
+        documents = [node for node in nodes if node is not None and not _is_null(node)]
+        if not documents:
+            raise YamlDocumentError("is empty; it must contain one YAML document")
+        if len(documents) > 1:
+            raise YamlDocumentError(f"contains {len(documents)} YAML documents; it must contain one")
+        return YamlDocument(loader.construct_document(documents[0]), documents[0])
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = error.problem or error.context or "cannot be parsed"
+        if error.context_mark and mark and error.context_mark.line < mark.line:
+            problem += f", {error.context} that begins in line {error.context_mark.line + 1}"
+        raise YamlDocumentError(f"is not valid YAML: {problem}", mark.line + 1 if mark else None) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise YamlDocumentError(f"is not valid YAML: {str(error).partition(chr(10))[0]}") from None
+    except RecursionError:
+        raise YamlDocumentError("is not valid YAML: it is nested too deeply") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, which also rejects duplicate fields: YAML's own silently keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        fields: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in fields:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"duplicate field {key.value!r}", key.start_mark
+                    )
+                fields.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
 
 
 class JobFileError(InvalidJobError):

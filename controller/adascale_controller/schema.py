@@ -9,13 +9,14 @@ template only the fields that a local run reads are listed; all others are accep
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
-from adascale_controller.worker_container import DEFAULT_CONTAINER, worker_name
+from adascale_core import names
 from adascale_core.batch.plans import AUTO, Auto
 from adascale_core.job_id import InvalidJobIdError, job_id
 from adascale_core.names import (
@@ -31,6 +32,31 @@ from adascale_core.names import (
     MAX_STEPS,
     WORKER_CONTAINER,
 )
+
+DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
+"""The annotation of a pod that names the container which kubectl uses by default."""
+
+
+def worker_name(containers: Sequence[str], annotations: Mapping[str, Any]) -> str | None:
+    """Return the name of the container that trains. None if it can't be known.
+
+    It is the only container, the container named `worker`, or the container that the annotation
+    `kubectl.kubernetes.io/default-container` names.
+    """
+    named = annotations.get(DEFAULT_CONTAINER)
+    for name in (names.WORKER_CONTAINER, named):
+        if name in containers:
+            return name
+    return containers[0] if len(containers) == 1 else None
+
+
+def find_worker(template: Mapping[str, Any]) -> int:
+    """Return the index of the container that trains, in a pod template as JSON that was validated."""
+    containers = [str(container.get("name") or "") for container in template["spec"]["containers"]]
+    annotations = (template.get("metadata") or {}).get("annotations") or {}
+    name = worker_name(containers, annotations)
+    return containers.index(name) if name is not None else 0
+
 
 MAX_INT32 = 2**31 - 1
 DEFAULT_STORAGE = "1Gi"

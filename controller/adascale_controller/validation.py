@@ -16,7 +16,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails
 
-from adascale_controller.field_error import FieldError, FieldPath, format_path
 from adascale_controller.schema import (
     INVALID_VALUE,
     INVALID_VALUE_WITHOUT_INPUT,
@@ -32,6 +31,39 @@ from adascale_core.batch.plans import (
     require_valid_replicas,
 )
 from adascale_core.errors import InvalidJobError
+
+FieldPath = tuple[str | int, ...]
+"""Field names and list indices from the root of a document; empty for the document itself."""
+
+
+def format_path(path: FieldPath) -> str:
+    """Return a path as Kubernetes writes it: `spec.containers[0].name`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
+@dataclass(frozen=True)
+class FieldError:
+    """An error at one field.
+
+    Args:
+        path: the field; empty for the document itself.
+        message: the value found and the values allowed.
+        line: its line in the file, from 1; None if unknown.
+    """
+
+    path: FieldPath
+    message: str
+    line: int | None = None
+
+    @property
+    def field(self) -> str:
+        """The path as text, as in `spec.maxBatchSize`; empty for the document itself."""
+        return format_path(self.path)
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" if self.path else self.message
+
 
 _SIZE_FIELDS = frozenset(
     {"batchSize", "maxBatchSize", "localBszBounds", "minReplicas", "maxReplicas", "processesPerReplica"}

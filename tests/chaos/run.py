@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from adascale_client import MetricsServiceClient, ServiceError
-from adascale_controller.local import scale_requests, service_file
-from adascale_controller.local.scale_requests import ScaleError
+from adascale_controller.local.replica_limit import ScaleError, request_limit
+from adascale_controller.local.service_process import read_service
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.allocation import Allocation
@@ -209,7 +209,7 @@ class ChaosRun:
     def _write_state(self) -> None:
         """Write the service's view of the job, and where the trainers are, into the folder."""
         found = processes(self._mark)
-        service = service_file.read(self._state)
+        service = read_service(self._state)
         token = next((each.token for each in found if each.token), "")
         (self._folder / "processes").write_text("\n".join(map(str, found)))
         if service is not None:
@@ -335,7 +335,7 @@ class ChaosRun:
 
     def _scale(self, replicas: int) -> str | None:
         try:
-            limit = scale_requests.request_limit(
+            limit = request_limit(
                 self._state, replicas, self._controller.pid, lambda: self._controller.poll() is None, 3.0
             )
         except ScaleError as error:
@@ -344,7 +344,7 @@ class ChaosRun:
 
     def _allocate(self, choice: int) -> str | None:
         """Request another allocation, as another controller would."""
-        service = service_file.read(self._state)
+        service = read_service(self._state)
         token = next((each.token for each in processes(self._mark) if each.token), None)
         if service is None or token is None:
             return None

@@ -18,12 +18,10 @@ import pytest
 from rich.console import Console
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
-from adascale_controller.gain_watch import GainLines, LiveGain, watch_gain
-from adascale_controller.local import run_history, service_file
-from adascale_controller.local.run_history import RunRecord
-from adascale_controller.local.service_file import RunningService
-from adascale_controller.local.state_dir import StateDir
-from adascale_controller.local.state_lock import StateLock
+from adascale_controller.gain_summary import GainLines, LiveGain, watch_gain
+from adascale_controller.local.run_history import RunRecord, record_start
+from adascale_controller.local.service_process import RunningService, write_service
+from adascale_controller.local.state_dir import StateDir, StateLock
 from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.decision.explanation import explain
 from adascale_core.messages.allocation import Allocation
@@ -278,8 +276,8 @@ def test_gain_prints_the_json_of_the_service(service: Service) -> None:
 def test_gain_finds_the_service_in_the_state_folder(tmp_path: Path, service: Service) -> None:
     folder = StateDir(tmp_path / "default.digits")
     folder.create()
-    run_history.record_start(folder, RunRecord("default.digits", time.time()))
-    service_file.write(folder, RunningService(service.url, os.getpid(), "default.digits"))
+    record_start(folder, RunRecord("default.digits", time.time()))
+    write_service(folder, RunningService(service.url, os.getpid(), "default.digits"))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "service.json").write_text("{")
     lock = StateLock(folder, pytest.fail)

@@ -14,7 +14,7 @@ import yaml
 
 from adascale_client import MetricsServiceClient
 from adascale_controller.cli import kubectl_main
-from adascale_controller.cluster.rights import METRICS_READER, advice
+from adascale_controller.cluster.kubernetes_api import METRICS_READER, advice
 from adascale_controller.job_summary import JobSummary
 from adascale_core import names
 from adascale_core.decision.decide import DecisionProblem, decide

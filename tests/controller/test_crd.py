@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from adascale_controller.crd import crd, crd_yaml, merge_written, spec_schema, structural_schema
-from adascale_controller.field_error import FieldError
 from adascale_controller.operator.reconcile.status import STATUS_FIELDS
 from adascale_controller.schema import (
     DEFAULT_ACCESS_MODE,
@@ -21,7 +20,7 @@ from adascale_controller.schema import (
     AdaScaleJobSpec,
     Checkpoint,
 )
-from adascale_controller.validation import validate_document
+from adascale_controller.validation import FieldError, validate_document
 from adascale_core import names
 from adascale_core.views.job_summary import JobStateName
 

@@ -14,12 +14,11 @@ from rich.console import Console, RenderableType
 from adascale_controller.formatting import age, clock, count, duration, plural, significant, trimmed
 from adascale_controller.gain_summary import render_gain
 from adascale_controller.job import Job
+from adascale_controller.job_preview import render_valid_replicas
 from adascale_controller.job_summary import format_result
 from adascale_controller.local import display as displays
 from adascale_controller.local.display import LiveDisplay, PlainDisplay, RunStatus, open_display
-from adascale_controller.local.generations import GenerationSummary, Range
-from adascale_controller.local.generations_table import generations_table, repeated_steps
-from adascale_controller.valid_replicas import render_valid_replicas
+from adascale_controller.local.run_report import GenerationSummary, Range, generations_table, repeated_steps
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.gain import GainView, PredictionView

@@ -17,10 +17,10 @@ from kubernetes import client
 from rich.console import Console
 
 from adascale_controller.cli.app import app
+from adascale_controller.job_preview import render_valid_replicas
 from adascale_controller.jobfile import load_job, parse_job
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.schema import AdaScaleJobSpec, Checkpoint
-from adascale_controller.valid_replicas import render_valid_replicas
 from adascale_core import names
 
 ROOT = Path(__file__).parents[2]

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from adascale_controller.local.agents import Agents
+from adascale_controller.local.control_loop import LOSS_TIMEOUT, STALL_TIMEOUT, EventMessages
 from adascale_controller.local.display import PlainDisplay
-from adascale_controller.local.event_messages import LOSS_TIMEOUT, STALL_TIMEOUT, EventMessages
 from adascale_controller.local.local_command import LocalCommand
-from adascale_controller.local.replicas import Replicas
+from adascale_controller.local.replicas import Agents, Replicas
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.failures import EXIT_PEER_LOST
 from adascale_core.messages.allocation import ActiveAllocation, SlowReplacement

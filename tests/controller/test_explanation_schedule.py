@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adascale_controller.explanation_schedule import INTERVAL, MAX_JOBS, ExplanationSchedule
+from adascale_controller.explanations import INTERVAL, MAX_JOBS, ExplanationSchedule
 from adascale_core.decision.decide import Decision
 
 STAYS = Decision(2, "unchanged")

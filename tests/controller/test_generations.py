@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from adascale_controller.local.generations import Range, summarize_generations
+from adascale_controller.local.run_report import Range, summarize_generations
 from adascale_core.messages.reports import GainReport
 
 REPORT = GainReport(

@@ -13,15 +13,13 @@ from rich.console import Console
 
 from adascale_client import MetricsServiceClient, ServiceRefusedError
 from adascale_controller.job import Job
-from adascale_controller.local.agents import Agents
 from adascale_controller.local.control_loop import ControlLoop
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.local_command import LocalCommand
-from adascale_controller.local.replica_limit import ReplicaLimit
-from adascale_controller.local.replicas import Replicas
-from adascale_controller.local.scale_requests import ScaleRequests
+from adascale_controller.local.processes import StopSignals
+from adascale_controller.local.replica_limit import ReplicaLimit, ScaleRequests
+from adascale_controller.local.replicas import Agents, Replicas
 from adascale_controller.local.state_dir import StateDir
-from adascale_controller.local.stop_signals import StopSignals
 from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.decide import Decision
 from adascale_core.messages.allocation import Allocation, AllocationView

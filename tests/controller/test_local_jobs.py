@@ -13,16 +13,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from adascale_controller.cli.scale import scaled_text
+from adascale_controller.cli.local_commands import scaled_text
 from adascale_controller.jobfile import load_job
-from adascale_controller.local import run_history, run_registry
 from adascale_controller.local.display import PlainDisplay
-from adascale_controller.local.log_follower import print_log
-from adascale_controller.local.replica_limit import ReplicaLimit
-from adascale_controller.local.run_history import RunRecord
-from adascale_controller.local.scale_requests import ScaleError, ScaleRequests, request_limit
-from adascale_controller.local.state_dir import StateDir
-from adascale_controller.local.state_lock import StateLock
+from adascale_controller.local.local_jobs import print_log
+from adascale_controller.local.replica_limit import ReplicaLimit, ScaleError, ScaleRequests, request_limit
+from adascale_controller.local.run_history import (
+    RunRecord,
+    deregister_folder,
+    record_end,
+    record_start,
+    register_folder,
+    registered_folders,
+)
+from adascale_controller.local.state_dir import StateDir, StateLock
 from e2e import local_run
 from e2e.local_run import adascale_in_process as adascale
 from e2e.local_run import write_light_job
@@ -40,9 +44,9 @@ def write_state(
     """Create the state folder of a job that ran 12.5 minutes ago."""
     folder = StateDir(path)
     folder.create()
-    run_history.record_start(folder, RunRecord(job_id, time.time() - 750, steps, checkpoints))
+    record_start(folder, RunRecord(job_id, time.time() - 750, steps, checkpoints))
     if exit_code is not None:
-        run_history.record_end(folder, exit_code, time.time() - 60, reason)
+        record_end(folder, exit_code, time.time() - 60, reason)
     return folder
 
 
@@ -299,7 +303,7 @@ def test_jobs_of_all_folders_are_listed_without_a_state_folder(registry: Path) -
     one = write_state(registry / "one" / "state", "default.same", 0)
     two = write_state(registry / "two" / "state", "default.same", 0)
     for folder in (one, two, one):
-        run_registry.register(folder.path)
+        register_folder(folder.path)
     listed = json.loads(adascale("list", "-o", "json").stdout)
     assert [job["stateDir"] for job in listed] == [str(one.path), str(two.path)]
     failed = adascale("status", "same")
@@ -331,23 +335,23 @@ def test_a_registry_that_two_runs_change_at_once_has_both(registry: Path) -> Non
     for folder in folders:
         folder.mkdir()
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(run_registry.register, folders))
-        list(threads.map(run_registry.deregister, folders[::2]))
-    assert sorted(run_registry.registered_folders()) == sorted(folders[1::2])
+        list(threads.map(register_folder, folders))
+        list(threads.map(deregister_folder, folders[::2]))
+    assert sorted(registered_folders()) == sorted(folders[1::2])
 
 
 @pytest.mark.parametrize("name", [b"caf\xe9", "line\u2028break".encode(), b" spaces "])
 def test_a_folder_with_any_name_is_registered(registry: Path, name: bytes) -> None:
     folder = registry / os.fsdecode(name)
     folder.mkdir()
-    run_registry.register(folder)
-    assert run_registry.registered_folders() == [folder]
+    register_folder(folder)
+    assert registered_folders() == [folder]
 
 
 def test_a_folder_whose_name_has_a_line_break_is_not_registered(registry: Path) -> None:
     (registry / "two\n").mkdir()
     with pytest.raises(ValueError, match="line break"):
-        run_registry.register(registry / "two\n")
+        register_folder(registry / "two\n")
 
 
 def test_a_registered_folder_that_cannot_be_read_does_not_hide_others(registry: Path) -> None:
@@ -355,17 +359,17 @@ def test_a_registered_folder_that_cannot_be_read_does_not_hide_others(registry: 
     loop = registry / "loop"
     loop.symlink_to(loop)
     for each in (folder.path, loop, registry / ("x" * 300)):
-        run_registry.register(each)
-    assert run_registry.registered_folders() == [folder.path]
+        register_folder(each)
+    assert registered_folders() == [folder.path]
     assert [row.split()[0] for row in adascale("list").stdout.splitlines()[1:]] == ["one"]
 
 
 def test_a_run_without_a_place_for_the_registry_is_listed_with_its_state_folder(registry: Path) -> None:
     (registry / "state-home").write_text("a file")
     with pytest.raises(OSError, match="state-home"):
-        run_registry.register(registry)
-    assert run_registry.registered_folders() == []
-    run_registry.deregister(registry)
+        register_folder(registry)
+    assert registered_folders() == []
+    deregister_folder(registry)
 
 
 # -- adascale rm ------------------------------------------------------------------------------------------
@@ -374,7 +378,7 @@ def test_a_run_without_a_place_for_the_registry_is_listed_with_its_state_folder(
 def test_a_removed_job_leaves_only_files_of_others(registry: Path) -> None:
     folder = write_state(registry / "a", "default.a", 0)
     write_checkpoint(folder, 1000, finished=True)
-    run_registry.register(folder.path)
+    register_folder(folder.path)
     folder.database.touch()
     folder.replica_log(0).write_text("output\n")
     (folder.path / "mine.txt").touch()
@@ -384,7 +388,7 @@ def test_a_removed_job_leaves_only_files_of_others(registry: Path) -> None:
     removed = adascale("rm", "a", "--yes")
     assert (removed.returncode, removed.stdout) == (0, "a deleted\n"), removed.stderr
     assert [path.name for path in folder.path.iterdir()] == ["mine.txt"]
-    assert run_registry.registered_folders() == []
+    assert registered_folders() == []
     assert adascale("rm", "a", "--yes").returncode == 1
 
 

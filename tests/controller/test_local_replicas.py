@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from adascale_controller.local.agents import AgentExit, Agents
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.failed_checks import FIRST_PAUSE, MAX_PAUSE
 from adascale_controller.local.local_command import LocalCommand
-from adascale_controller.local.replicas import JobFailure, Replicas, backoff
-from adascale_controller.local.state_dir import StateDir
-from adascale_controller.local.state_lock import StateLock
+from adascale_controller.local.replicas import AgentExit, Agents, JobFailure, Replicas, backoff
+from adascale_controller.local.state_dir import StateDir, StateLock
 from adascale_core import names
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, Member

@@ -15,7 +15,7 @@ TRY = """
 import sys
 from pathlib import Path
 from adascale_controller.local.state_dir import StateDir, StateDirError
-from adascale_controller.local.state_lock import StateLock, running_process
+from adascale_controller.local.state_dir import StateLock, running_process
 folder = StateDir(Path(sys.argv[1]))
 try:
     folder.create()

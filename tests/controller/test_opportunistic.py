@@ -9,7 +9,7 @@ import pytest
 
 from adascale_controller.job import Job, OpportunisticSettings
 from adascale_controller.local.local_command import resolve_command
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.apply.indexed_job import indexed_job_manifest
 from adascale_controller.operator.observe.observed_job import Admission, JobRefusal, ObservedJob, QueueView
 from adascale_controller.operator.observe.pods import END_DEADLINE, Pod, PodExit, PodProblem, read_pod
@@ -66,7 +66,7 @@ class Cluster:
     def _admit(self, pod: Object) -> Object:
         name = pod["spec"].get("priorityClassName")
         if name not in self.priorities:
-            raise ClusterError("rejected", 403, f"no PriorityClass with name {name} was found")
+            raise ApiServerError("rejected", 403, f"no PriorityClass with name {name} was found")
         return {**pod, "spec": pod["spec"] | {"priority": self.priorities[name]}}
 
     @property
@@ -538,7 +538,7 @@ def test_a_job_of_extra_pods_that_is_refused_keeps_nothing_else_from_being_done(
 
     async def refuse(fake: FakeCluster, manifest: Object) -> Object:
         if manifest["metadata"]["name"] == "digits-extra":
-            raise ClusterError("forbidden", 403, "exceeded quota: jobs")
+            raise ApiServerError("forbidden", 403, "exceeded quota: jobs")
         return dict(await create(fake, manifest))
 
     monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)

@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
+from adascale_controller.local.control_loop import RunResult
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.run_report import print_summary
-from adascale_controller.local.run_result import RunResult
 from support.manifests import make_manifest
 
 SAVED_AT = make_manifest().saved_at

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_controller.explanation_schedule import MAX_JOBS
+from adascale_controller.explanations import MAX_JOBS
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule import scheduler as scheduler_module
 from adascale_controller.operator.schedule.scheduler import BURST, MAX_CHANGE_SHARE, MIN_INTERVAL, Scheduler

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from adascale_controller.cli.app import app
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode, place
 from adascale_controller.simulation.application import ProfileError, fixed_plan
-from adascale_controller.simulation.engine import Settings, SimulatedJob, SimulationError, simulate
+from adascale_controller.simulation.engine import SimulatedJob, SimulationError, SimulationSettings, simulate
 from adascale_controller.simulation.profiles import read_application, read_costs, read_workload
 from adascale_controller.simulation.recording import read_recording
 from adascale_controller.simulation.results import Results
@@ -26,7 +26,7 @@ from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import AdaScaleError
 from support.workload import write_profiles, write_workload
 
-SETTINGS = Settings([4] * 2)
+SETTINGS = SimulationSettings([4] * 2)
 
 
 class Scripted:
@@ -37,7 +37,7 @@ class Scripted:
         self._nodes: tuple[int, ...] = ()
 
     def allocate(
-        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+        self, jobs: Sequence[SimulatedJob], settings: SimulationSettings, now: float
     ) -> dict[str, tuple[int, ...]]:
         self._nodes = next(self._script, self._nodes)
         return {job.name: self._nodes for job in jobs}
@@ -112,7 +112,7 @@ def test_the_work_of_a_simulation_grows_with_its_jobs_and_hardly_with_its_nodes(
     def calls(jobs: int, nodes: int) -> int:
         write_workload(tmp_path / "workload.csv", jobs, gap=400)
         submissions = read_workload(tmp_path / "workload.csv", tmp_path / "profiles")
-        settings, random, number = Settings([4] * nodes), Random(0), 0
+        settings, random, number = SimulationSettings([4] * nodes), Random(0), 0
 
         def count(frame: FrameType, event: str, argument: object) -> None:
             nonlocal number
@@ -139,7 +139,9 @@ def test_a_change_is_prepared_while_training_continues(files: Path) -> None:
     submission = replace(read_workload(files / "workload.csv", files / "profiles")[0], time=0.0)
     steps = []
     for prepare in (0.0, 20.0):
-        job = simulate([submission], Scripted((0,), (0,), (0, 0)), Settings([4], 30, 60, prepare))[0]
+        job = simulate([submission], Scripted((0,), (0,), (0, 0)), SimulationSettings([4], 30, 60, prepare))[
+            0
+        ]
         assert job.restarts == 1
         steps.append(job.completed_at or 0.0)
     assert steps[1] > steps[0]
@@ -148,7 +150,7 @@ def test_a_change_is_prepared_while_training_continues(files: Path) -> None:
 def test_a_job_starts_although_the_multiple_of_the_interval_is_rounded(files: Path) -> None:
     """0.9 / 0.3 is 3, and 3 * 0.3 is less than 0.9."""
     submission = replace(read_workload(files / "workload.csv", files / "profiles")[0], time=0.9)
-    job = simulate([submission], Scripted((0,)), Settings([4], interval=0.3))[0]
+    job = simulate([submission], Scripted((0,)), SimulationSettings([4], interval=0.3))[0]
     assert job.started_at == pytest.approx(0.9)
 
 
@@ -422,7 +424,7 @@ def test_restarts_and_slowdowns_of_an_application_are_counted(typed: Path) -> No
     costs = read_costs(typed / "costs.json")
     (_, small, *_) = read_workload(typed / "workload.csv", typed / "profiles", ["slow", "fast"], costs)
     small = replace(small, time=60.0, replicas=1, batch_size=16)
-    (job,) = simulate([small], Scripted((0,)), Settings([1], types=["slow"]))
+    (job,) = simulate([small], Scripted((0,)), SimulationSettings([1], types=["slow"]))
     assert job.completed_at == pytest.approx(60 + 20 + 1200 * 0.1 * 2 * 1.5)
     assert job.replica_seconds_on == {"slow": pytest.approx(380.0)}
 
@@ -442,7 +444,7 @@ def test_what_a_move_costs(
     typed: Path, script: Sequence[tuple[int, ...]], free_moves: bool, restarts: int
 ) -> None:
     (_, small, *_) = read_workload(typed / "workload.csv", typed / "profiles", ["fast", "slow"])
-    settings = Settings([2, 2, 2], types=["fast", "fast", "slow"], free_moves=free_moves)
+    settings = SimulationSettings([2, 2, 2], types=["fast", "fast", "slow"], free_moves=free_moves)
     (job,) = simulate([replace(small, time=0.0)], Scripted(*script), settings)
     assert job.restarts == restarts
     assert set(job.replica_seconds_on) == {settings.type_of(nodes) for nodes in script}
@@ -451,7 +453,7 @@ def test_what_a_move_costs(
 def test_a_policy_that_mixes_types_is_refused(typed: Path) -> None:
     (_, small, *_) = read_workload(typed / "workload.csv", typed / "profiles", ["fast", "slow"])
     with pytest.raises(SimulationError, match="one type at a time"):
-        simulate([small], Scripted((0, 1)), Settings([1, 1], types=["fast", "slow"]))
+        simulate([small], Scripted((0, 1)), SimulationSettings([1, 1], types=["fast", "slow"]))
 
 
 @pytest.mark.parametrize(

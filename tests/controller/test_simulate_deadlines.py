@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from adascale_controller.cli.app import app
 from adascale_controller.simulation.application import ProfiledApplication
-from adascale_controller.simulation.engine import Settings, Submission
+from adascale_controller.simulation.engine import SimulationSettings, Submission
 from adascale_controller.simulation.profiles import read_application, requested_duration, with_deadlines
 from support.workload import write_profiles, write_workload
 
-CLUSTER = Settings([4] * 2, free_moves=True)
+CLUSTER = SimulationSettings([4] * 2, free_moves=True)
 
 
 @pytest.fixture(scope="module")

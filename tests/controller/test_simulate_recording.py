@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from adascale_client import MetricsServiceClient
 from adascale_controller.cli.app import app
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy
-from adascale_controller.simulation.engine import Settings
+from adascale_controller.simulation.engine import SimulationSettings
 from adascale_controller.simulation.engine import simulate as simulate_jobs
 from adascale_controller.simulation.recording import record
 from adascale_core.messages.allocation import Allocation
@@ -134,7 +134,7 @@ def test_a_batch_that_did_not_fit_into_memory_is_not_used_in_the_replay(tmp_path
     finally:
         started.stop()
     assert json.loads(path.read_text())["jobs"][0]["spec"]["local_bsz_limit"] == 24
-    (replayed,) = simulate_jobs([submission], AdaScalePolicy(), Settings([4]))
+    (replayed,) = simulate_jobs([submission], AdaScalePolicy(), SimulationSettings([4]))
     used = {plan for _, _, plan in replayed.measured}
     assert used
     assert all(plan.local_bsz <= 24 and plan.replicas >= 2 for plan in used)

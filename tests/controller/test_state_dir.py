@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -13,17 +14,28 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.local import run_history, service_file, state_lock
-from adascale_controller.local.run_history import RunRecord
-from adascale_controller.local.service_file import RunningService
-from adascale_controller.local.state_dir import StateDir, StateDirError
-from adascale_controller.local.state_lock import StateLock, running_process
+from adascale_controller.local import state_dir
+from adascale_controller.local.run_history import (
+    RunRecord,
+    read_runs,
+    record_end,
+    record_start,
+    require_folder_of,
+)
+from adascale_controller.local.service_process import (
+    RunningService,
+    mark_stopping,
+    read_service,
+    remove_service,
+    write_service,
+)
+from adascale_controller.local.state_dir import StateDir, StateDirError, StateLock, running_process
 
 HOLD = """
 import signal, subprocess, sys, time
 from pathlib import Path
 from adascale_controller.local.state_dir import StateDir
-from adascale_controller.local.state_lock import StateLock
+from adascale_controller.local.state_dir import StateLock
 lock = StateLock(StateDir(Path(sys.argv[1])), print)
 child = subprocess.Popen(["sleep", sys.argv[2]], pass_fds=[lock.descriptor], start_new_session=True)
 print(child.pid, flush=True)
@@ -111,7 +123,7 @@ def test_a_released_lock_is_free(folder: StateDir) -> None:
 def test_a_lock_file_that_another_process_deletes_is_locked_at_its_path(
     folder: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def delete_then_lock(descriptor: int, operation: int) -> bool:
+    def delete_then_lock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
         # As `adascale rm` does between the opening of the file and its lock.
         if not deleted:
             deleted.append(folder.lock_file)
@@ -119,8 +131,8 @@ def test_a_lock_file_that_another_process_deletes_is_locked_at_its_path(
         return try_lock(descriptor, operation)
 
     deleted: list[Path] = []
-    try_lock = state_lock._try_lock
-    monkeypatch.setattr(state_lock, "_try_lock", delete_then_lock)
+    try_lock = state_dir.try_lock
+    monkeypatch.setattr(state_dir, "try_lock", delete_then_lock)
     lock = StateLock(folder, pytest.fail)
     try:
         with pytest.raises(StateDirError, match="in use by another run"):
@@ -130,35 +142,35 @@ def test_a_lock_file_that_another_process_deletes_is_locked_at_its_path(
 
 
 def test_the_starts_of_all_runs_are_recorded(folder: StateDir) -> None:
-    assert run_history.record_start(folder, RunRecord("default.a", 1.0)) == [1.0]
-    assert run_history.record_start(folder, RunRecord("default.a", 2.0)) == [1.0, 2.0]
+    assert record_start(folder, RunRecord("default.a", 1.0)) == [1.0]
+    assert record_start(folder, RunRecord("default.a", 2.0)) == [1.0, 2.0]
 
 
 def test_the_history_has_the_exit_codes_of_runs_that_ended(folder: StateDir) -> None:
-    assert run_history.read_runs(folder) == []
+    assert read_runs(folder) == []
     ended, killed = RunRecord("default.a", 1.0, 100, "/data", {"torch": "2.9"}), RunRecord("default.a", 2.0)
-    run_history.record_start(folder, ended)
-    run_history.record_end(folder, 1, 1.5, "the program failed")
-    run_history.record_start(folder, killed)
-    assert run_history.read_runs(folder) == [
+    record_start(folder, ended)
+    record_end(folder, 1, 1.5, "the program failed")
+    record_start(folder, killed)
+    assert read_runs(folder) == [
         replace(ended, exit_code=1, ended=1.5, reason="the program failed"),
         killed,
     ]
 
 
 def test_a_line_that_a_crash_cut_off_is_skipped(folder: StateDir) -> None:
-    run_history.record_start(folder, RunRecord("default.a", 1.0))
+    record_start(folder, RunRecord("default.a", 1.0))
     with folder.history_file.open("a") as file:
         file.write('\n{"job": "defa')
-    assert run_history.record_start(folder, RunRecord("default.a", 2.0)) == [1.0, 2.0]
-    assert run_history.record_start(folder, RunRecord("default.a", 3.0)) == [1.0, 2.0, 3.0]
+    assert record_start(folder, RunRecord("default.a", 2.0)) == [1.0, 2.0]
+    assert record_start(folder, RunRecord("default.a", 3.0)) == [1.0, 2.0, 3.0]
 
 
 def test_the_folder_of_another_job_is_an_error(folder: StateDir) -> None:
-    run_history.record_start(folder, RunRecord("default.a", 1.0))
+    record_start(folder, RunRecord("default.a", 1.0))
     with pytest.raises(StateDirError, match=r"contains the state of job default\.a, not of default\.b"):
-        run_history.require_folder_of(folder, "default.b")
-    run_history.require_folder_of(folder, "default.a")
+        require_folder_of(folder, "default.b")
+    require_folder_of(folder, "default.a")
 
 
 def test_only_our_own_files_are_deleted(folder: StateDir, tmp_path: Path) -> None:
@@ -176,7 +188,7 @@ def test_only_our_own_files_are_deleted(folder: StateDir, tmp_path: Path) -> Non
     theirs = [folder.path / "notes.txt", elsewhere / "checkpoint-best.safetensors", elsewhere / "data.pt"]
     for file in (*ours, *theirs):
         file.touch()
-    run_history.record_start(folder, RunRecord("default.a", 1.0))
+    record_start(folder, RunRecord("default.a", 1.0))
     folder.delete_saved_state(elsewhere)
     assert [file for file in (*ours, folder.history_file) if file.exists()] == []
     assert [file for file in theirs if not file.exists()] == []
@@ -193,11 +205,11 @@ def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
 
 def test_the_address_of_the_service_is_in_a_file_until_it_is_removed(folder: StateDir) -> None:
     service = RunningService("http://127.0.0.1:1", os.getpid(), "default.a", read_token="secret")
-    service_file.write(folder, service)
+    write_service(folder, service)
     assert folder.service_file.stat().st_mode & 0o077 == 0
-    assert service_file.read(folder) == service
-    service_file.mark_stopping(folder)
-    assert service_file.read(folder) == replace(service, stopping=True)
-    service_file.remove(folder)
-    service_file.mark_stopping(folder)
+    assert read_service(folder) == service
+    mark_stopping(folder)
+    assert read_service(folder) == replace(service, stopping=True)
+    remove_service(folder)
+    mark_stopping(folder)
     assert not folder.service_file.exists()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from adascale_controller.local.stop_signals import StopSignals
+from adascale_controller.local.processes import StopSignals
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.local import run_history
-from adascale_controller.local.run_history import RunRecord
+from adascale_controller.local.run_history import RunRecord, read_runs, record_start
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.names import SIGNAL_REPEAT_INTERVAL
 from e2e.local_run import (
@@ -384,7 +383,7 @@ def test_a_stop_that_takes_too_long_is_an_error(tmp_path: Path, state: Path) -> 
 def test_a_folder_of_another_job_is_an_error(tmp_path: Path, state: Path) -> None:
     folder = StateDir(state)
     folder.create()
-    run_history.record_start(folder, RunRecord("default.test", time.time()))
+    record_start(folder, RunRecord("default.test", time.time()))
     folder.database.touch()
     other = write_light_job(tmp_path / "other.yaml", "sleep", name="other")
     for options in ([], ["--fresh"]):
@@ -392,7 +391,7 @@ def test_a_folder_of_another_job_is_an_error(tmp_path: Path, state: Path) -> Non
         assert run.returncode == 2
         assert "contains the state of job default.test, not of default.other" in run.stderr
     assert folder.database.exists()
-    assert [record.job for record in run_history.read_runs(folder)] == ["default.test"]
+    assert [record.job for record in read_runs(folder)] == ["default.test"]
 
 
 # -- kills -----------------------------------------------------------------------------------------------
@@ -492,10 +491,10 @@ def test_a_job_is_scaled_back_if_a_new_replica_fails_its_check(tmp_path: Path, s
 def test_a_request_to_scale_before_training_begins_is_kept_and_carried_out(
     tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adascale_controller.cli.scale.ANSWER_TIMEOUT", 0.2)
+    monkeypatch.setattr("adascale_controller.cli.local_commands.ANSWER_TIMEOUT", 0.2)
     job = write_light_job(tmp_path / "job.yaml", "sleep", minReplicas=1, maxReplicas=2)
     with running(job, state, "--replicas", 2) as run:
-        wait_until(lambda: run_history.read_runs(StateDir(state)), "the start of the run")
+        wait_until(lambda: read_runs(StateDir(state)), "the start of the run")
         run.send_signal(signal.SIGSTOP)  # as if its start took longer than the command waits
         scaled = adascale_in_process("scale", "test", "--replicas", 1, "--state-dir", state)
         assert scaled.stdout == (

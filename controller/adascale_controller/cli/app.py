@@ -10,22 +10,12 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from adascale_controller.cli.cluster_options import PLUGIN, always_for_cluster
-from adascale_controller.cli.explain import explain
-from adascale_controller.cli.export import export
-from adascale_controller.cli.gain import gain
-from adascale_controller.cli.list import list_jobs
-from adascale_controller.cli.logs import logs
-from adascale_controller.cli.of_kubectl import KUBECTL_LINES, use_kubectl
+from adascale_controller.cli.arguments import KUBECTL_LINES, use_kubectl
+from adascale_controller.cli.connections import PLUGIN, always_for_cluster
+from adascale_controller.cli.job_commands import explain, export, gain, status
+from adascale_controller.cli.local_commands import list_jobs, logs, rm, run, scale, stop, ui, validate
 from adascale_controller.cli.operator import operator
-from adascale_controller.cli.rm import rm
-from adascale_controller.cli.run import run
-from adascale_controller.cli.scale import scale
 from adascale_controller.cli.simulate import simulate_workload
-from adascale_controller.cli.status import status
-from adascale_controller.cli.stop import stop
-from adascale_controller.cli.ui import ui
-from adascale_controller.cli.validate import validate
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 

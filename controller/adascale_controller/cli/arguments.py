@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from adascale_controller.cli.cluster_options import open_cluster, select_cluster
+from adascale_controller.cli.connections import open_cluster, select_cluster
 from adascale_controller.local.local_jobs import find_jobs
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
+from adascale_core.names import DEFAULT_FAIRNESS, DEFAULT_FAIRNESS_ACROSS_TYPES
 
 JobFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="A YAML file with an AdaScaleJob.", show_default=False)
@@ -84,5 +86,78 @@ ServiceUrl = Annotated[
         envvar=names.ENV_API_URL,
         help="The address of the metrics service. Default: that of the run in --state-dir.",
         show_default=False,
+    ),
+]
+
+
+def _require_fairness(fairness: float | None) -> float | None:
+    # Not a range of the option, which would allow nan.
+    if fairness is not None and not 0 <= fairness <= 1:
+        raise typer.BadParameter(f"a number from 0 to 1 is needed, got {fairness}")
+    return fairness
+
+
+Fairness = Annotated[
+    float | None,
+    typer.Option(
+        "--fairness",
+        metavar="X",
+        callback=_require_fairness,
+        help="0: short jobs first, for the lowest mean completion time. 1: equal weights of all jobs.",
+        show_default=f"{DEFAULT_FAIRNESS:g}; {DEFAULT_FAIRNESS_ACROSS_TYPES:g} across types of accelerators",
+    ),
+]
+
+
+KUBECTL_LINES = {
+    "submit": "kubectl apply -f FILE",
+    "list": "kubectl get adascalejobs -n NAMESPACE",
+    "logs": f"kubectl logs -l {names.LABEL_JOB}=JOB -n NAMESPACE --prefix --tail=-1",
+    "scale": "kubectl scale adascalejob/JOB -n NAMESPACE --replicas=N",
+    "stop": """kubectl patch adascalejob JOB -n NAMESPACE --type=merge -p '{"spec": {"suspend": true}}'""",
+    "resume": """kubectl patch adascalejob JOB -n NAMESPACE --type=merge -p '{"spec": {"suspend": false}}'""",
+    "rm": "kubectl delete adascalejob JOB -n NAMESPACE",
+}
+"""The line of kubectl for jobs of a cluster, by the command for jobs of this machine."""
+
+
+class OfKubectlError(AdaScaleError):
+    """A command for the jobs of a cluster that kubectl has."""
+
+    exit_code = 2
+
+
+def use_kubectl(command: str) -> Callable[..., None]:
+    """Return the function of a command that kubectl has: it raises `OfKubectlError`."""
+
+    def refuse() -> None:
+        here = (
+            "; on this machine, `adascale run FILE` starts or resumes a job"
+            if command in {"submit", "resume"}
+            else ""
+        )
+        raise OfKubectlError(f"for jobs of a cluster, use `{KUBECTL_LINES[command]}`{here}")
+
+    return refuse
+
+
+def _refuse_cluster(ctx: typer.Context, given: bool) -> None:
+    if given:
+        use_kubectl(str(ctx.info_name))()
+
+
+OfKubectl = Annotated[
+    bool,
+    typer.Option(
+        "--cluster",
+        "--namespace",
+        "-n",
+        "--all-namespaces",
+        "-A",
+        "--context",
+        "--kubeconfig",
+        hidden=True,
+        is_eager=True,
+        callback=_refuse_cluster,
     ),
 ]

@@ -15,12 +15,12 @@ import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from adascale_controller.cli.fairness_option import Fairness
-from adascale_controller.cli.service_client import client_at
+from adascale_controller.cli.arguments import Fairness
+from adascale_controller.cli.connections import client_at
 from adascale_controller.formatting import duration, percent, significant
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode
 from adascale_controller.simulation.application import ProfileError
-from adascale_controller.simulation.engine import Settings, Submission, simulate
+from adascale_controller.simulation.engine import SimulationSettings, Submission, simulate
 from adascale_controller.simulation.profiles import Costs, read_costs, read_workload, with_deadlines
 from adascale_controller.simulation.recording import read_recording, record
 from adascale_controller.simulation.results import Results
@@ -132,7 +132,7 @@ def simulate_workload(
 ) -> None:
     """Replay a workload on a simulated cluster, with the decision of the operator."""
     sizes, types = ([gpus] * nodes, []) if cluster is None else nodes_of(cluster)
-    settings = Settings(sizes, restart, interval, prepare, types=types)
+    settings = SimulationSettings(sizes, restart, interval, prepare, types=types)
     random = Random(seed)
     submissions = _submissions(workload, profiles, from_service, types, costs)
     _require_room(submissions, settings)
@@ -196,7 +196,7 @@ def _submissions(
     return read_workload(workload, profiles, list(dict.fromkeys(types)), found)
 
 
-def _require_room(submissions: Sequence[Submission], settings: Settings) -> None:
+def _require_room(submissions: Sequence[Submission], settings: SimulationSettings) -> None:
     """Check that each job fits when it is alone."""
     largest = max(submissions, key=lambda each: each.application.min_replicas)
     needed = largest.application.min_replicas
@@ -207,7 +207,7 @@ def _require_room(submissions: Sequence[Submission], settings: Settings) -> None
         )
 
 
-def _rendered(results: Results, settings: Settings) -> RenderableType:
+def _rendered(results: Results, settings: SimulationSettings) -> RenderableType:
     """Return the summary of a simulation."""
     summary = results.summary()
     table = Table.grid(padding=(0, 3, 0, 0))
@@ -240,7 +240,7 @@ def _rendered(results: Results, settings: Settings) -> RenderableType:
     return table
 
 
-def _described(settings: Settings) -> str:
+def _described(settings: SimulationSettings) -> str:
     """Return the nodes of each type, with how many replicas a node holds."""
     return ", ".join(
         f"{name} {len(nodes)} x {max(settings.nodes[node] for node in nodes)}".strip()

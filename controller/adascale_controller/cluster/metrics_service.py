@@ -12,8 +12,9 @@ from typing import Any
 from urllib.parse import parse_qsl, quote
 
 from adascale_client import MetricsServiceClient, ServiceRefusedError, ServiceUnreachableError
-from adascale_controller.cluster.api import CALL_TIMEOUT, Api
-from adascale_controller.cluster.errors import (
+from adascale_controller.cluster.api import (
+    CALL_TIMEOUT,
+    Api,
     ApiServerUnreachableError,
     ClusterError,
     NotPermittedError,

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, TextIO
 
-from adascale_controller.local import run_history, service_file
 from adascale_controller.local.checkpoints import location, newest_manifest
-from adascale_controller.local.run_history import RunRecord
-from adascale_controller.local.run_registry import registered_folders
-from adascale_controller.local.service_file import RunningService
-from adascale_controller.local.state_dir import DEFAULT_ROOT, StateDir
-from adascale_controller.local.state_lock import running_process
+from adascale_controller.local.run_history import RunRecord, deregister_folder, read_runs, registered_folders
+from adascale_controller.local.service_process import RunningService, read_service
+from adascale_controller.local.state_dir import (
+    DEFAULT_ROOT,
+    IGNORE_ALL,
+    StateDir,
+    StateLock,
+    running_process,
+    try_lock,
+)
 from adascale_core import names
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.errors import AdaScaleError
@@ -57,7 +68,7 @@ class LocalJob:
     def service(self) -> RunningService | None:
         """Its metrics service; None if none runs."""
         # A run that was killed has left its file.
-        return service_file.read(self.folder) if self.process is not None else None
+        return read_service(self.folder) if self.process is not None else None
 
     @property
     def checkpoint(self) -> Manifest | None:
@@ -80,7 +91,7 @@ def find_jobs(root: Path | None) -> list[LocalJob]:
     jobs: dict[Path, LocalJob] = {}
     for path in folders:
         try:
-            runs, resolved = run_history.read_runs(StateDir(path)), path.resolve()
+            runs, resolved = read_runs(StateDir(path)), path.resolve()
         except (OSError, RuntimeError):
             # A folder of another user, or on a disk that fails, must not hide the others.
             if path == root:
@@ -128,3 +139,144 @@ def find_job(root: Path | None, name: str) -> LocalJob:
 
 def _folders(root: Path) -> list[Path]:
     return [root, *root.glob("*")]
+
+
+class StopTimeoutError(AdaScaleError):
+    """A run that has not ended in time."""
+
+
+def stop_run(job: LocalJob, timeout: float) -> None:
+    """Send SIGTERM to the run of `job` and wait until it has ended.
+
+    A second SIGTERM would stop the run without saving. So the signal is not sent to a run that stops already,
+    and two calls at once send one signal.
+    """
+    deadline = time.monotonic() + timeout
+    process = job.require_process()
+    with job.folder.stop_lock_file.open("w") as lock:
+        requested = False
+        while job.process == process:
+            if not requested and try_lock(lock.fileno()):
+                service = read_service(job.folder)
+                if service is None or not service.stopping:
+                    _terminate(job, process)
+                requested = True
+            if time.monotonic() > deadline:
+                raise StopTimeoutError(
+                    f"job {job.short_id} has not ended within {timeout:g} s: wait longer with --timeout, or "
+                    f"stop it without saving with `kill {process}`"
+                )
+            time.sleep(0.05)
+
+
+def _terminate(job: LocalJob, process: int) -> None:
+    """Send SIGTERM to `process`, and to no later process with the same id."""
+    if not hasattr(os, "pidfd_open"):
+        os.kill(process, signal.SIGTERM)
+        return
+    try:
+        descriptor = os.pidfd_open(process)
+    except ProcessLookupError:
+        return
+    try:
+        if job.process == process:
+            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+class StillRunningError(AdaScaleError):
+    """A job that runs, and so cannot be removed."""
+
+
+def remove_run(job: LocalJob, *, keep_checkpoints: bool) -> str | None:
+    """Delete the state folder of a job, with its checkpoints, and no files of others."""
+    folder = job.folder
+    if job.process is not None:
+        raise StillRunningError(
+            f"job {job.short_id} runs (process {job.process}): stop it with `adascale stop {job.short_id}`"
+        )
+    lock = StateLock(folder, lambda _message: None)
+    try:
+        own = job.runs[-1].checkpoints
+        kept = own
+        if own is None and keep_checkpoints and folder.checkpoints.exists():
+            kept = str(folder.checkpoints)
+        if own is None and not keep_checkpoints:
+            folder.delete_saved_state(folder.checkpoints)
+            _remove_if_empty(folder.checkpoints)
+        else:
+            folder.delete_records()
+        local_folder = folder.local_folder
+        for file in (
+            folder.port_file,
+            folder.service_file,
+            folder.scale_request_file,
+            folder.scale_answer_file,
+        ):
+            file.unlink(missing_ok=True)
+        if _is_own_ignore_file(folder.ignore_file):
+            folder.ignore_file.unlink()
+        for file in (folder.stop_lock_file, folder.lock_file):
+            file.unlink(missing_ok=True)
+        _remove_if_empty(folder.logs)
+        if local_folder is not None:
+            shutil.rmtree(local_folder, ignore_errors=True)
+        _remove_if_empty(folder.path)
+    finally:
+        lock.release()
+    deregister_folder(folder.path)
+    return kept
+
+
+def _remove_if_empty(folder: Path) -> None:
+    # Files of the program's own stay.
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _is_own_ignore_file(file: Path) -> bool:
+    """Whether it is the one that a run writes, and not that of the folder's repository."""
+    try:
+        return file.read_bytes() == IGNORE_ALL.encode()
+    except OSError:
+        return False
+
+
+INTERVAL = 0.2
+"""Seconds between two reads of the log."""
+_BLOCK = 1 << 16
+
+
+def print_log(log: Path, output: TextIO, lines: int | None, follow: bool, runs: Callable[[], bool]) -> None:
+    """Print a log."""
+    with log.open("rb") as file:
+        if lines is not None:
+            file.seek(_start_of_last_lines(file, lines))
+        while True:
+            # Asked before reading: what a run wrote before its end is printed.
+            running = follow and runs()
+            while block := file.read(_BLOCK):
+                output.write(block.decode(errors="replace"))
+            output.flush()
+            if not running:
+                return
+            time.sleep(INTERVAL)
+
+
+def _start_of_last_lines(file: BinaryIO, lines: int) -> int:
+    """Return the position at which the last `lines` lines of a file start."""
+    end = position = file.seek(0, os.SEEK_END)
+    if lines == 0:
+        return end
+    text = b""
+    # The line break at the end of the last line does not start another line.
+    while position > 0 and text[:-1].count(b"\n") < lines:
+        start = max(position - _BLOCK, 0)
+        file.seek(start)
+        text = file.read(position - start) + text
+        position = start
+    breaks = [index for index, byte in enumerate(text[:-1]) if byte == 10]
+    return position if len(breaks) < lines else position + breaks[-lines] + 1

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from adascale_controller.formatting import plural
 from adascale_controller.job import Job
+from adascale_controller.local.display import Display
 from adascale_controller.local.machine import default_replica_limit
+from adascale_controller.local.state_dir import StateDir
 from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import AdaScaleError
 
@@ -57,3 +65,75 @@ def replica_limit(job: Job, requested: int | None, devices: Sequence[str]) -> Re
         )
     spares = min(job.spare_replicas, limit - fewest)
     return ReplicaLimit(min(limit - spares, specified, spec.max_replicas), spares)
+
+
+class ScaleError(AdaScaleError):
+    """A request that the run refuses, or does not read before it ends."""
+
+
+class ScaleRequests:
+    """Reads and answers the requests. A request for an earlier run is deleted."""
+
+    def __init__(self, folder: StateDir, job: Job, devices: Sequence[str], display: Display) -> None:
+        self._folder = folder
+        # As with `kubectl scale`, the request replaces spec.replicaLimit.
+        self._job = replace(job, replica_limit=None)
+        self._devices = devices
+        self._display = display
+
+    def apply(self, limit: ReplicaLimit) -> ReplicaLimit:
+        """Return the limit of replicas: of a new request if it is valid, else `limit`."""
+        request = _read(self._folder.scale_request_file)
+        if request is None:
+            return limit
+        self._folder.scale_request_file.unlink(missing_ok=True)
+        if request.get("process") != os.getpid():
+            return limit
+        try:
+            requested = replica_limit(self._job, int(request["replicas"]), self._devices)
+        except ReplicaLimitError as error:
+            self._answer(request, {"error": str(error)})
+            self._display.message(f"A request of `adascale scale` is refused: {error}")
+            return limit
+        self._answer(request, {"limit": requested.replicas, "spares": requested.spares})
+        if requested != limit:
+            was = limit if requested.spares or limit.spares else limit.replicas
+            self._display.message(f"Scaled to at most {requested}, was {was}")
+        return requested
+
+    def _answer(self, request: dict[str, Any], answer: dict[str, Any]) -> None:
+        _write(self._folder.scale_answer_file, {"id": request.get("id"), **answer})
+
+
+def request_limit(
+    folder: StateDir, replicas: int, process: int, runs: Callable[[], bool], timeout: float
+) -> ReplicaLimit | None:
+    """Request the run in a state folder to use at most `replicas`, and return the limit that it uses."""
+    request_id = secrets.token_hex(8)
+    _write(folder.scale_request_file, {"id": request_id, "process": process, "replicas": replicas})
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        answer = _read(folder.scale_answer_file)
+        if answer is not None and answer.get("id") == request_id:
+            folder.scale_answer_file.unlink(missing_ok=True)
+            if "error" in answer:
+                raise ScaleError(answer["error"])
+            return ReplicaLimit(int(answer["limit"]), int(answer["spares"]))
+        if not runs():
+            raise ScaleError("the run has ended before it read the request")
+        time.sleep(0.05)
+    return None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(content) + "\n")
+    draft.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

@@ -2,22 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean
 
 from rich.text import Text
 
-from adascale_controller.formatting import count, duration
+from adascale_controller.formatting import (
+    Column,
+    FittingTable,
+    count,
+    duration,
+    percent,
+    plural,
+    significant,
+    trimmed,
+)
 from adascale_controller.job import Job
 from adascale_controller.job_summary import describe_size, format_result
+from adascale_controller.local.control_loop import RunResult
 from adascale_controller.local.display import Display
-from adascale_controller.local.generations import GenerationSummary
-from adascale_controller.local.generations_table import generations_table, repeated_steps
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.replica_limit import ReplicaLimit
 from adascale_controller.local.replicas import output_text
-from adascale_controller.local.run_result import RunResult
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.checkpoint_manifest import Manifest
+from adascale_core.messages.reports import GainReport
+from adascale_core.views.jobs import downtime
+
+
+@dataclass(frozen=True)
+class Range:
+    """The lowest and the highest of some values."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Range:
+        """Return the range of some values."""
+        return cls(min(values), max(values))
+
+
+@dataclass(frozen=True)
+class GenerationSummary:
+    """A generation."""
+
+    generation: int
+    replicas: int
+    local_bsz: Range  # samples in a micro-batch of one replica
+    accumulation: Range  # micro-batches of one replica in a step
+    scale: Range
+    gain: float
+    efficiency: float  # mean of gain divided by scale
+    steps: int
+    repeated: int  # those of its steps that the previous generation had made and lost
+    seconds: float  # from the start of its first step to the end of its last
+    # seconds from the last step of the previous generation to its first step; None for the first
+    # generation of a job or a run
+    downtime: float | None
+
+
+def summarize_generations(
+    reports: Sequence[GainReport], run_starts: Sequence[float] = ()
+) -> list[GenerationSummary]:
+    """Return a summary of each generation."""
+    ordered = sorted(reports, key=lambda report: (report.generation, report.step))
+    groups = [list(group) for _, group in groupby(ordered, key=lambda report: report.generation)]
+    previous: list[list[GainReport] | None] = [None, *groups]
+    return [_summarize(group, before, run_starts) for before, group in zip(previous, groups, strict=False)]
+
+
+def _summarize(
+    reports: Sequence[GainReport], previous: Sequence[GainReport] | None, run_starts: Sequence[float]
+) -> GenerationSummary:
+    first, last = reports[0], reports[-1]
+    since, repeated = None, 0
+    if previous is not None:
+        repeated = max(previous[-1].step + 1 - first.step, 0)
+        if not any(previous[-1].time < start <= first.time for start in run_starts):
+            since = downtime(previous[-1].time, first.time)
+    return GenerationSummary(
+        generation=first.generation,
+        replicas=first.replicas,
+        local_bsz=Range.of([report.local_bsz for report in reports]),
+        accumulation=Range.of([report.accumulation for report in reports]),
+        scale=Range.of([report.scale for report in reports]),
+        gain=_mean_gain(reports),
+        efficiency=fmean(report.efficiency for report in reports),
+        steps=last.step - first.step + 1,
+        repeated=repeated,
+        seconds=last.time - first.time + first.step_time,
+        downtime=since,
+    )
+
+
+def _mean_gain(reports: Sequence[GainReport]) -> float:
+    """Return the mean gain of the steps after the first report: progress is the sum of gains."""
+    first, last = reports[0], reports[-1]
+    if last.step == first.step:
+        return last.gain
+    return (last.progress - first.progress) / (last.step - first.step)
+
+
+def generations_table(generations: Sequence[GenerationSummary]) -> FittingTable:
+    """Return a table with a row for each generation."""
+
+    def column(header: str, rank: int, cell: Callable[[GenerationSummary], str]) -> Column:
+        return Column(header, [cell(generation) for generation in generations], rank)
+
+    columns = [
+        column("\ngen.", 0, lambda each: str(each.generation)),
+        column("\nreplicas", 0, lambda each: str(each.replicas)),
+        column("local\nbatch", 6, _local_batch),
+        column("\nscale", 2, lambda each: _format_range(each.scale)),
+        column("\ngain", 0, lambda each: significant(each.gain, 2)),
+        column("effi-\nciency", 4, lambda each: percent(each.efficiency)),
+        column("\nsteps", 1, lambda each: count(each.steps)),
+        column("\nseconds", 5, lambda each: f"{each.seconds:.1f}"),
+        column("down-\ntime", 3, lambda each: "" if each.downtime is None else f"{each.downtime:.1f} s"),
+    ]
+    return FittingTable(columns, padding=(0, 1, 0, 0))
+
+
+def repeated_steps(generations: Sequence[GenerationSummary]) -> str | None:
+    """Return a sentence on the steps that were lost and repeated; None if there were none."""
+    steps = sum(generation.repeated for generation in generations)
+    if not steps:
+        return None
+    return f"{plural(steps, 'step')} {'was' if steps == 1 else 'were'} lost with a replica and repeated"
+
+
+def _local_batch(generation: GenerationSummary) -> str:
+    """Return the samples of a micro-batch, and the number of micro-batches if there is more than one."""
+    batch = _format_range(generation.local_bsz)
+    accumulation = _format_range(generation.accumulation)
+    return batch if accumulation == "1" else f"{batch} x {accumulation}"
+
+
+def _format_range(values: Range) -> str:
+    low, high = trimmed(values.low), trimmed(values.high)
+    return low if low == high else f"{low} to {high}"
 
 
 def completed_message(job: Job, until: int | None, checkpoint: Manifest | None) -> str | None:

@@ -13,26 +13,38 @@ from urllib.parse import quote
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.job import Job
-from adascale_controller.local import run_history, run_registry, service_file
-from adascale_controller.local.agents import STOP_TIMEOUT, Agents
 from adascale_controller.local.checkpoints import CheckpointStorageError, location, newest_manifest
-from adascale_controller.local.control_loop import ControlLoop
+from adascale_controller.local.control_loop import ControlLoop, RunResult
 from adascale_controller.local.display import Display
-from adascale_controller.local.generations import summarize_generations
 from adascale_controller.local.local_command import LocalCommand, resolve_command
 from adascale_controller.local.machine import cpu_cores, package_versions, visible_gpus
-from adascale_controller.local.replica_limit import ReplicaLimit, replica_limit
-from adascale_controller.local.replicas import Replicas
-from adascale_controller.local.run_history import RunRecord
-from adascale_controller.local.run_report import completed_message, print_start, print_summary
-from adascale_controller.local.run_result import RunResult
-from adascale_controller.local.scale_requests import ScaleRequests
-from adascale_controller.local.service_file import RunningService
-from adascale_controller.local.service_process import ServiceProcess, listen, page_url
-from adascale_controller.local.service_supervisor import ServiceSupervisor
-from adascale_controller.local.state_dir import DEFAULT_ROOT, StateDir
-from adascale_controller.local.state_lock import StateLock
-from adascale_controller.local.stop_signals import StopSignals
+from adascale_controller.local.processes import StopSignals
+from adascale_controller.local.replica_limit import ReplicaLimit, ScaleRequests, replica_limit
+from adascale_controller.local.replicas import STOP_TIMEOUT, Agents, Replicas
+from adascale_controller.local.run_history import (
+    RunRecord,
+    record_end,
+    record_start,
+    register_folder,
+    require_folder_of,
+)
+from adascale_controller.local.run_report import (
+    completed_message,
+    print_start,
+    print_summary,
+    summarize_generations,
+)
+from adascale_controller.local.service_process import (
+    RunningService,
+    ServiceProcess,
+    ServiceSupervisor,
+    listen,
+    mark_stopping,
+    page_url,
+    remove_service,
+    write_service,
+)
+from adascale_controller.local.state_dir import DEFAULT_ROOT, StateDir, StateLock
 from adascale_core import names
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.errors import AdaScaleError
@@ -84,7 +96,7 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
             display.message(completed)
             return 0
         record = RunRecord(job.id, time.time(), job.spec.steps, chosen, versions)
-        run_starts = run_history.record_start(folder, record)
+        run_starts = record_start(folder, record)
         _register(folder, display)
         run = _Run(job, options, display, signals, folder, checkpoints, lock, listener, run_starts)
         exit_code, reason = 1, ""
@@ -96,7 +108,7 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
             reason = str(error) or type(error).__name__
             raise
         finally:
-            run_history.record_end(folder, exit_code, time.time(), reason)
+            record_end(folder, exit_code, time.time(), reason)
         return exit_code
 
 
@@ -113,7 +125,7 @@ def _locked(folder: StateDir, job: Job, display: Display, signals: StopSignals) 
     try:
         # `adascale rm` may have deleted it meanwhile.
         folder.create()
-        run_history.require_folder_of(folder, job.id)
+        require_folder_of(folder, job.id)
         yield lock.descriptor
     finally:
         lock.release()
@@ -122,7 +134,7 @@ def _locked(folder: StateDir, job: Job, display: Display, signals: StopSignals) 
 def _register(folder: StateDir, display: Display) -> None:
     """Add the folder to those in which `adascale list` and `adascale ui` find runs."""
     try:
-        run_registry.register(folder.path)
+        register_folder(folder.path)
     except (OSError, RuntimeError, ValueError) as error:
         display.message(
             f"`adascale list` will find this run only with --state-dir {folder.path}: {error}", "yellow"
@@ -173,14 +185,14 @@ class _Run:
                 self._display.message("Stopped before training started")
                 return RunResult("", self._signals.exit_code)
             running = RunningService(service.url, os.getpid(), job.id, read_token=service.read_token)
-            service_file.write(folder, running)
+            write_service(folder, running)
             checkpoint = newest_manifest(self._checkpoints)
             page = page_url(service.url, service.read_token, job.id)
             print_start(self._display, job, service.url, page, folder, limit, command, checkpoint)
             return self._train(command, devices, limit, service, checkpoint)
         finally:
             service.stop()
-            service_file.remove(folder)
+            remove_service(folder)
 
     def _train(
         self,
@@ -230,7 +242,7 @@ class _Run:
         """Stop the agents that still run, after they have saved."""
         if result.message:
             self._display.message(result.message, "red" if result.log else "")
-        service_file.mark_stopping(self._folder)
+        mark_stopping(self._folder)
         if not agents.ranks:
             return
         loop.request_pause()

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from adascale_client import MetricsServiceClient, ServiceError
+from adascale_controller.local.display import Display
 from adascale_controller.local.machine import ADDRESS
-from adascale_controller.local.processes import ChildProcess, tail
+from adascale_controller.local.processes import ChildProcess, StopSignals, tail
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import ExitClass, classify_exit, describe_exit
 from adascale_core.names import ENV_READ_TOKEN, ENV_TOKEN
+from adascale_core.views.jobs import JobView
 
 START_TIMEOUT = 60.0
 """Seconds that the service has to start listening."""
@@ -142,3 +148,123 @@ def listen(preferred: int, *, required: bool) -> socket.socket:
         raise PortTakenError(
             f"cannot listen on port {preferred}: {reason}; use another --port, or omit it to use a free port"
         ) from None
+
+
+@dataclass(frozen=True)
+class RunningService:
+    """The metrics service of a run."""
+
+    url: str
+    pid: int
+    job: str
+    stopping: bool = False  # whether the run saves and stops
+    read_token: str = ""  # the token with which the page shows the output of replicas
+
+
+def write_service(folder: StateDir, service: RunningService) -> None:
+    """Write the address of the metrics service of a job's run."""
+    draft = folder.service_file.with_suffix(".draft")
+    # Only this user may read the token.
+    draft.unlink(missing_ok=True)
+    draft.touch(mode=0o600)
+    draft.write_text(json.dumps(asdict(service)) + "\n")
+    draft.replace(folder.service_file)
+
+
+def mark_stopping(folder: StateDir) -> None:
+    """Record that the run saves and stops, so that `adascale stop` does not request it again."""
+    service = read_service(folder)
+    if service is not None:
+        write_service(folder, replace(service, stopping=True))
+
+
+def remove_service(folder: StateDir) -> None:
+    """Remove the address of the metrics service."""
+    folder.service_file.unlink(missing_ok=True)
+    folder.port_file.unlink(missing_ok=True)
+
+
+def read_service(folder: StateDir) -> RunningService | None:
+    """Return the metrics service of the run in a state folder; None if there is none."""
+    try:
+        content = json.loads(folder.service_file.read_text())
+        return RunningService(
+            str(content["url"]),
+            int(content["pid"]),
+            str(content["job"]),
+            bool(content.get("stopping")),
+            str(content.get("read_token", "")),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+MIN_WAIT = 0.02
+"""Seconds between two reads of the job, at least."""
+MAX_RESTARTS_PER_MINUTE = 5
+
+
+class ServiceSupervisor:
+    """Supervises the metrics service of a run."""
+
+    def __init__(
+        self,
+        process: ServiceProcess,
+        client: MetricsServiceClient,
+        job_id: str,
+        display: Display,
+        signals: StopSignals,
+    ) -> None:
+        self._process = process
+        self._client = client
+        self._job_id = job_id
+        self._display = display
+        self._signals = signals
+        self._restarts: deque[float] = deque(maxlen=MAX_RESTARTS_PER_MINUTE)
+        self._failed_reads = 0
+        self._version: int | None = None
+
+    def restart_if_exited(self, now: float) -> None:
+        """Restart the service if it has exited."""
+        code = self._process.exit_code
+        if code is None:
+            return
+        if len(self._restarts) == MAX_RESTARTS_PER_MINUTE and now - self._restarts[0] < 60:
+            raise ServiceProcessError(
+                f"the metrics service exited {MAX_RESTARTS_PER_MINUTE + 1} times within a minute "
+                f"({describe_exit(code)}): see {self._process.log}"
+            )
+        self._restarts.append(now)
+        self._display.message(
+            f"The metrics service exited ({describe_exit(code)}); restarting it at the same address", "yellow"
+        )
+        self._process.start(lambda: self._signals.stop_requested)
+
+    def get_job(self) -> JobView | None:
+        """Return the service's view of the job; None if it does not answer, while training continues."""
+        try:
+            view = self._client.get_job(self._job_id)
+        except ServiceError as error:
+            self._failed_reads += 1
+            # The first failed read may be due to an exit, which has its own message.
+            if self._failed_reads == 2 and self._process.exit_code is None:
+                self._display.message(f"Training continues without the metrics service: {error}", "yellow")
+            return None
+        if self._failed_reads > 1:
+            self._display.message("The metrics service answers again")
+        self._failed_reads = 0
+        self._version = view.version
+        return view
+
+    def wait_for_change(self, seconds: float) -> None:
+        """Wait until the job's allocation or generation changes, at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        # Several changes at once, such as the registrations of all replicas, are read together.
+        time.sleep(MIN_WAIT)
+        try:
+            if self._version is not None:
+                self._client.get_allocation(self._job_id, self._version, seconds)
+                return
+        except ServiceError:
+            self._version = None  # The next read of the job reports the error.
+        time.sleep(max(deadline - time.monotonic(), 0.0))

@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import hashlib
+import json
 import os
+import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from adascale_controller.local.checkpoints import delete_checkpoints
-from adascale_controller.local.lock_folder import lock_folder
 from adascale_core.errors import AdaScaleError
+
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
+
+
+def lock_folder(path: Path) -> Path:
+    """Return the folder for files of a state folder that need file locks."""
+    if not path.is_dir():
+        return path
+    return _lock_folder(path.resolve()) or path
+
+
+@lru_cache(maxsize=256)
+def _lock_folder(path: Path) -> Path | None:
+    """Return a folder of this machine if a state folder has no file locks, else None."""
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+            return Path(tempfile.gettempdir()) / f"adascale-{os.getuid()}" / name
+    return None
+
 
 DEFAULT_ROOT = Path(".adascale")
 IGNORE_ALL = "*\n"
@@ -128,3 +160,144 @@ class StateDir:
         for log in self.logs.glob("replica-*.log"):
             log.unlink()
         self.history_file.unlink(missing_ok=True)
+
+
+TIMEOUT = 40.0
+"""Seconds to wait for the processes of a killed run. An agent gives its trainer 25 s to save."""
+
+
+class StateLock:
+    """The lock, held while this object's descriptor or an inherited one is open."""
+
+    def __init__(
+        self,
+        folder: StateDir,
+        show_message: Callable[[str], None],
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._open(folder, show_message, cancelled)
+        # `adascale rm` deletes the file that it has locked: another process locks the next one.
+        while not _is_at(self.descriptor, folder.lock_file):
+            os.close(self.descriptor)
+            self._open(folder, show_message, cancelled)
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, json.dumps(_process_identity(os.getpid())).encode(), 0)
+
+    def release(self) -> None:
+        """Close this process's descriptor; processes that inherited it keep the lock."""
+        os.close(self.descriptor)
+
+    def _open(
+        self, folder: StateDir, show_message: Callable[[str], None], cancelled: Callable[[], bool]
+    ) -> None:
+        try:
+            self.descriptor = os.open(folder.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StateDirError(f"cannot open {folder.lock_file}: {error.strerror}") from None
+        try:
+            self._acquire(folder, show_message, cancelled)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def _acquire(
+        self, folder: StateDir, show_message: Callable[[str], None], cancelled: Callable[[], bool]
+    ) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        waiting = False
+        while not try_lock(self.descriptor):
+            holder = _holder(self.descriptor)
+            if holder is not None:
+                raise StateDirError(
+                    f"{folder.path} is in use by another run (process {holder}): wait for it, stop it with "
+                    "Ctrl-C, or use another folder with --state-dir"
+                )
+            if cancelled():
+                raise StateDirError(f"{folder.path} is still in use by {_users_of(folder.lock_file)}")
+            if time.monotonic() > deadline:
+                raise StateDirError(
+                    f"{folder.path} is still in use by {_users_of(folder.lock_file)} of a killed run: kill "
+                    "them, or use another folder with --state-dir"
+                )
+            if not waiting:
+                waiting = True
+                show_message("The previous run was killed; waiting for its processes to save and exit")
+            time.sleep(0.1)
+
+
+def running_process(folder: StateDir) -> int | None:
+    """Return the process of the run that holds the lock of a state folder; None if no run does."""
+    try:
+        descriptor = os.open(folder.lock_file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        holder = _holder(descriptor)
+        # The lock is only tried if the holder runs, so that no other run that starts is hindered.
+        return None if holder is None or try_lock(descriptor, fcntl.LOCK_SH) else holder
+    finally:
+        os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is still at its path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def try_lock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file, unless another process has locked it. Returns whether it was locked."""
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(descriptor: int) -> int | None:
+    """Return the process of the run that holds the lock; None if it no longer runs."""
+    try:
+        identity = json.loads(os.pread(descriptor, 4096, 0))
+        return int(identity["pid"]) if _process_identity(identity["pid"]) == identity else None
+    except (ValueError, KeyError, TypeError):
+        # The holder has locked the file, but not written its identity yet.
+        return None
+
+
+def _process_identity(pid: int) -> dict[str, Any]:
+    """Return what distinguishes a process from a later one with the same number."""
+    return {"pid": pid, "started": _start_time(pid)}
+
+
+def _start_time(pid: int) -> str | None:
+    """Return when a process started, in clock ticks since boot; None if it has exited."""
+    try:
+        # Fields 3 and 22 of proc(5). The fields before them contain the program's name, in parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else fields[19]
+    except (OSError, IndexError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            return "unknown"
+        return "unknown"
+
+
+def _users_of(file: Path) -> str:
+    """Return a phrase that names the other processes that have `file` open."""
+    target = str(file.resolve())
+    pids = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(str(fd.readlink()) == target for fd in (entry / "fd").iterdir()):
+                pids.add(int(entry.name))
+        except OSError:
+            continue
+    others = sorted(pids - {os.getpid()})
+    if not others:
+        return "other processes"
+    return f"process{'es' if len(others) > 1 else ''} {', '.join(map(str, others))}"

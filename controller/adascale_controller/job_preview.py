@@ -5,8 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from adascale_controller.fitting_table import Column, FittingTable
-from adascale_controller.formatting import count, plural, trimmed
+from adascale_controller.formatting import Column, FittingTable, count, plural, significant, trimmed
 from adascale_controller.job import Job
 from adascale_core.batch.plans import BatchChoice, batch_choice, require_valid_replicas
 
@@ -59,3 +58,22 @@ def _format_ranges(numbers: list[int]) -> str:
         else:
             ranges.append([number])
     return ", ".join(_format_range(numbers[0], numbers[-1]) for numbers in ranges)
+
+
+def describe_deadline(job: Job) -> str | None:
+    """Return what the deadline of a job needs, and where to see whether it can be met; None without one."""
+    seconds, steps = job.completion_deadline_seconds, job.spec.steps
+    if seconds is None:
+        return None
+    if steps is None:
+        need = (
+            "can be compared with the end of training once the program reports it: set scaleInvariantSteps "
+            "or trainSamples"
+        )
+    else:
+        need = f"needs {significant(steps / seconds)} steps at batchSize per second for {count(steps)} steps"
+    return (
+        f"completionDeadlineSeconds {count(seconds)} {need}. Whether a replica count meets it is predicted "
+        "from step times, of this job or of earlier jobs of its template: see the condition "
+        "DeadlineFeasible, or the messages of `adascale run`"
+    )

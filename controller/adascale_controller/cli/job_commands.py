@@ -1,0 +1,229 @@
+"""`adascale status`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from adascale_client import MetricsServiceClient, ServiceError
+from adascale_controller import job_summary
+from adascale_controller.cli.arguments import JobName, Output, OutputFormat, ServiceUrl, StateRoot
+from adascale_controller.cli.connections import (
+    Cluster,
+    Context,
+    Kubeconfig,
+    Namespace,
+    SystemNamespace,
+    connect,
+    find_urls,
+    open_cluster,
+    select_cluster,
+)
+from adascale_controller.cluster.api import ClusterError, ClusterTarget
+from adascale_controller.explanations import render_decision
+from adascale_controller.gain_summary import GainLines, LiveGain, render_gain, watch_gain
+from adascale_controller.local.checkpoints import location
+from adascale_controller.local.job_status import read_status, render_status
+from adascale_controller.local.local_jobs import NotRunningError, find_folders_of, find_job
+from adascale_core import names
+from adascale_core.errors import AdaScaleError
+from adascale_core.job_id import parse_job_id
+from adascale_core.views.jobs import JobView
+
+
+def status(
+    job: JobName,
+    state_dir: StateRoot = None,
+    output: OutputFormat = Output.TEXT,
+    cluster: Cluster = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    system_namespace: SystemNamespace = names.SYSTEM_NAMESPACE,
+) -> None:
+    """Show the state, the replicas, the checkpoint and the files of a job."""
+    target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
+    if target is not None:
+        _show_cluster(target, job, output, system_namespace)
+        return
+    read = read_status(find_job(state_dir, job))
+    if output is Output.JSON:
+        typer.echo(json.dumps(read.summary.to_json(), indent=2))
+    else:
+        typer.echo(render_status(read, time.time()))
+
+
+def _show_cluster(target: ClusterTarget, job: str, output: Output, system_namespace: str) -> None:
+    with open_cluster(target) as connection:
+        found = connection.jobs.find(job)
+        if output is Output.JSON:
+            typer.echo(json.dumps(found.summary().to_json(), indent=2))
+            return
+        view: JobView | None = None
+        try:
+            view = connection.metrics(system_namespace).get_job(found.id)
+        except (ServiceError, ClusterError) as error:
+            # The status of the AdaScaleJob has all but the states of single replicas.
+            typer.echo(f"adascale: the replicas are not shown: {error}", err=True)
+        details = found.details(view, connection.api.context)
+        typer.echo(job_summary.render_status(found.summary(), details, time.time()))
+
+
+def gain(
+    job: JobName,
+    url: ServiceUrl = None,
+    state_dir: StateRoot = None,
+    output: OutputFormat = Output.TEXT,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            "-w",
+            metavar="",
+            help="Show it until the job ends: on a terminal in place, or else a line for each new report.",
+            show_default=False,
+        ),
+    ] = False,
+    cluster: Cluster = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    system_namespace: SystemNamespace = names.SYSTEM_NAMESPACE,
+) -> None:
+    """Show the gain of a job, and predictions for other replica counts."""
+    target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
+    if target is not None:
+        with open_cluster(target) as connection:
+            found = connection.jobs.find(job)
+            _show(found.id, connection.metrics(system_namespace, url), output, watch, lambda: False)
+        return
+    job_id = parse_job_id(job)
+    if watch and not url and find_folders_of(state_dir, job_id) and not find_urls(state_dir, job_id):
+        raise NotRunningError(f"job {job} is not running: omit --watch to show its last gain")
+    with connect(job, url, state_dir) as client:
+        _show(job_id, client, output, watch, lambda: not url and not find_urls(state_dir, job_id))
+
+
+def _show(
+    job_id: str, client: MetricsServiceClient, output: Output, watch: bool, has_ended: Callable[[], bool]
+) -> None:
+    as_json = output is Output.JSON
+    if watch:
+        _watch(job_id, client, as_json, has_ended)
+        return
+    view = client.get_gain(job_id)
+    if as_json:
+        print(json.dumps(view.to_json(), indent=2))
+    else:
+        Console(highlight=False).print(render_gain(view, time.time()))
+
+
+def _watch(job_id: str, client: MetricsServiceClient, as_json: bool, has_ended: Callable[[], bool]) -> None:
+    console = Console(highlight=False)
+    display = LiveGain(console) if console.is_terminal and not as_json else GainLines(as_json=as_json)
+    try:
+        print(watch_gain(job_id, client, display, has_ended), file=sys.stderr)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def explain(
+    job: JobName,
+    url: ServiceUrl = None,
+    state_dir: StateRoot = None,
+    output: OutputFormat = Output.TEXT,
+    cluster: Cluster = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    system_namespace: SystemNamespace = names.SYSTEM_NAMESPACE,
+) -> None:
+    """Show why a job has its replica count, and what other counts would give."""
+    target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
+    if target is not None:
+        with open_cluster(target) as connection:
+            found = connection.jobs.find(job)
+            client = connection.metrics(system_namespace, url)
+            view, slow = client.get_decision(found.id), client.get_job(found.id).slowness
+    else:
+        job_id = parse_job_id(job)
+        with connect(job, url, state_dir) as client:
+            view, slow = client.get_decision(job_id), client.get_job(job_id).slowness
+    if output is Output.JSON:
+        print(json.dumps(view.to_json(), indent=2))
+    else:
+        Console(highlight=False).print(render_decision(view, time.time(), slow))
+
+
+class ExportError(AdaScaleError):
+    """Weights that cannot be exported here."""
+
+
+def export(
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB",
+            help="The job's name, or <namespace>.<name>; or the URL of the checkpoints in an object store.",
+            show_default=False,
+        ),
+    ],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The file, e.g. model.safetensors.", show_default=False)
+    ],
+    best: Annotated[
+        bool, typer.Option("--best", help="Export what trainer.keep_best has kept, not the newest.")
+    ] = False,
+    state_dir: StateRoot = None,
+    cluster: Cluster = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Write the weights of a job's newest checkpoint to a file of the format safetensors.
+
+    The names are those of the program's model. A job on a cluster is exported from its object store: with
+    --cluster, or by the URL with the job's namespace and name, such as s3://bucket/prefix/default.digits.
+    """
+    target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
+    if target is not None:
+        source: Path | str = _url_of(target, job)
+    elif "://" in job:
+        source = job
+    else:
+        found = find_job(state_dir, job)
+        source = location(found.runs[-1].checkpoints, found.folder.checkpoints)
+    if find_spec("torch") is None:
+        raise ExportError(
+            "torch is not installed here, which reads checkpoints: pip install adascale-operator[worker]"
+        )
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "adascale_worker.state.checkpoints.weights",
+        str(source),
+        str(file),
+    ]
+    completed = subprocess.run([*command, *(["--best"] if best else [])], check=False)
+    raise typer.Exit(completed.returncode)
+
+
+def _url_of(target: ClusterTarget, job: str) -> str:
+    with open_cluster(target) as connection:
+        found = connection.jobs.find(job)
+    if "url" not in (found.spec.get("checkpoint") or {}):
+        raise ExportError(
+            f"the checkpoints of job {found.name} are in {found.checkpoints}, which only pods can read: run "
+            "`adascale export` in a pod that mounts it, or use spec.checkpoint.url"
+        )
+    return found.checkpoints
