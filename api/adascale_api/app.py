@@ -1,4 +1,4 @@
-"""The ASGI application."""
+"""The ASGI application, and the parts of its OpenAPI document that FastAPI does not generate."""
 
 import time
 from collections.abc import AsyncIterator, Callable

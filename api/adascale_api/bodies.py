@@ -1,4 +1,8 @@
-"""The JSON bodies of requests and answers, as pydantic models, and the errors of their fields."""
+"""The JSON bodies of requests, as pydantic models that convert to messages of the core.
+
+Numbers are strict: no strings, no booleans, no infinities. Their limits exceed every sensible value, and
+prevent overflows in later calculations.
+"""
 
 import dataclasses
 import inspect
@@ -84,9 +88,7 @@ _ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 def described_fields(message: type[Message], types: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a message: their types with limits, and the descriptions of the docstring.
 
-    Args:
-        message: a dataclass whose docstring describes each field. With `python -OO` it has none.
-        types: field -> its type with limits.
+    With `python -OO` there is no docstring.
     """
     found = _ARGUMENT.findall(inspect.cleandoc(message.__doc__ or ""))
     texts = {name: re.sub(r"\s+", " ", text).replace("None", "null") for name, text in found}
@@ -97,12 +99,7 @@ def described_fields(message: type[Message], types: Mapping[str, Any]) -> dict[s
 
 
 def validated(described: Mapping[str, Any], example: dict[str, Any]) -> Callable[[type[M]], type[M]]:
-    """Return a decorator for a subclass of a message, which makes `TypeAdapter` validate its fields.
-
-    Args:
-        described: the fields, of `described_fields`.
-        example: the JSON schema's additional members.
-    """
+    """Return a decorator for a subclass of a message, which makes `TypeAdapter` validate its fields."""
 
     def decorate(body: type[M]) -> type[M]:
         body.__annotations__ = dict(described)

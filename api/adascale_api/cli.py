@@ -269,7 +269,10 @@ INTERVAL = 60.0
 
 
 class LogLimit(logging.Filter):
-    """Drops the records of a place in the source after `MAX_RECORDS` in `INTERVAL`, and counts them."""
+    """Drops the records of a place in the source after `MAX_RECORDS` in `INTERVAL`, and counts them.
+
+    What a client can cause again and again must not fill the log.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -277,7 +280,7 @@ class LogLimit(logging.Filter):
         self._counts: dict[tuple[str, int], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is logged; the first one of an interval tells how many were dropped."""
+        """Return whether the record is logged; the first one of an interval says how many were dropped."""
         place = (record.pathname, record.lineno)
         now = self._clock()
         since, count = self._counts.get(place, (now, 0))

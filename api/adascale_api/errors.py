@@ -4,7 +4,7 @@ RequestError
 ├── InvalidInputError     422, with the fields that are invalid
 ├── NotJsonError          415
 ├── BodyTooLargeError     413
-├── CursorExpiredError    410, in change_log
+├── CursorExpiredError    410, in service.changes
 ├── RefusedReplicaError   409
 ├── UnauthorizedError     401
 ├── ForbiddenError        403

@@ -52,7 +52,7 @@ class UsageError(AdaScaleError):
 
 @dataclass(frozen=True)
 class ServedApp:
-    """An application, which the server serves."""
+    """An application that the server serves."""
 
     app: ASGIApp
     stop: Callable[[], None]  # called when the server begins to stop
@@ -63,7 +63,7 @@ AppFactory = Callable[[ConnectionLimits], ServedApp]
 
 
 def serve_jobs(database_url: str, authorizer: Authorizer | None, settings: Settings) -> AppFactory:
-    """Return what makes the metrics service of a database, once the server listens."""
+    """Return a function that makes the metrics service of a database, once the server listens."""
 
     def make(limits: ConnectionLimits) -> ServedApp:
         app = create_app(Database(database_url), authorizer, settings, connections=limits)
@@ -75,7 +75,7 @@ def serve_jobs(database_url: str, authorizer: Authorizer | None, settings: Setti
 
 
 def serve_runs(path: Path, authorizer: Authorizer | None) -> AppFactory:
-    """Return what makes the application that shows the runs in a list, once the server listens."""
+    """Return a function that makes the application that shows a list of runs, once the server listens."""
 
     def make(limits: ConnectionLimits) -> ServedApp:
         runs = RunServices(path, authorizer, limits)
@@ -96,7 +96,7 @@ def serve(
     certificate: ServerCertificate | None = None,
     require_tls: bool = False,
 ) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT. A listening socket `descriptor` replaces `host` and `port`."""
     if port_file is not None:
         _remove_port_file(port_file)
     with _listen(host, port) if descriptor is None else _inherit(descriptor) as listener:

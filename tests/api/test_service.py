@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adascale_api.data.database import Database, DatabaseError
+from adascale_api.data.database import Committed, Database, DatabaseError
 from adascale_api.data.job import JobCache, StoredJob, UnreadableJobError
 from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store import jobs, reports
@@ -115,6 +115,59 @@ def test_writes_succeed_again_after_a_disk_that_was_full_and_could_not_be_change
         with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", refuse)
             with pytest.raises(DatabaseError, match="disk is full"):
+                await database.write(fail)
+        await database.write(partial(jobs.allocate, job_id="a.b", allocation=Allocation(1, 1), now=0.0))
+
+    with_database(url, use)
+
+
+class FailingListener:
+    """Fails at each change."""
+
+    def committed(self, committed: Committed) -> None:
+        raise ZeroDivisionError
+
+    def changed(self, job_id: str) -> None:
+        pass
+
+    def missed_changes(self) -> None:
+        pass
+
+
+def test_writes_are_answered_and_all_is_closed_when_a_listener_fails(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def write(database: Database) -> None:
+        database.listen(FailingListener())
+        for generation in (1, 2):
+            allocation = Allocation(generation, 1)
+            await database.write(partial(jobs.allocate, job_id="a.b", allocation=allocation, now=0.0))
+
+    async def read(database: Database) -> None:
+        job = await database.read(partial(jobs.find_job, job_id="a.b"))
+        assert job.rendezvous.desired == Allocation(2, 1)
+
+    with_database(url, write)
+    assert "what waits for it was not notified" in caplog.text
+    # Refused while another process, or a connection that was left open, has the file.
+    with_database(url, read)
+
+
+def test_writes_succeed_again_after_a_commit_that_failed_unexpectedly(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_transaction: Transaction) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    def break_down() -> bool:
+        raise ZeroDivisionError("made no room")
+
+    async def use(database: Database) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(database.connector, "make_room", break_down)
+            with pytest.raises(DatabaseError, match="made no room; whether it was stored is unknown"):
                 await database.write(fail)
         await database.write(partial(jobs.allocate, job_id="a.b", allocation=Allocation(1, 1), now=0.0))
 
@@ -279,15 +332,15 @@ async def is_registered(service: Service) -> bool:
 
 def test_a_replica_without_heartbeats_is_removed_and_waiting_requests_are_notified(url: str) -> None:
     async def scenario(service: Service, clock: Clock) -> None:
-        before = await service.view("a.b")
+        before = await service.find_job("a.b")
         waiter = asyncio.create_task(
-            service.changes.wait_for_change("a.b", before.version, 60, partial(service.view, "a.b"))
+            service.changes.wait_for_change("a.b", before.version, 60, partial(service.find_job, "a.b"))
         )
         await pass_time(service, clock, HEARTBEAT_TIMEOUT)
         assert await is_registered(service)
         await pass_time(service, clock, HEARTBEAT_INTERVAL)
         assert not await is_registered(service)
-        assert (await asyncio.wait_for(waiter, 30)).broken
+        assert (await asyncio.wait_for(waiter, 30)).rendezvous.broken
 
     with_monitor(url, scenario)
 

@@ -51,7 +51,7 @@ class KubernetesTokenReviewer:
         await config.load_kube_config(path, client_configuration=self._configuration)
 
     async def review(self, token: str, audiences: Sequence[str]) -> TokenReviewResult:
-        """Review a token for any of the audiences."""
+        """Review a token for any of the audiences; `UnavailableError` also without the right to review."""
         if self._api is None:
             # Created here because it belongs to the running event loop.
             self._api = client.ApiClient(self._configuration)

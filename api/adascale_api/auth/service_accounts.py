@@ -22,12 +22,39 @@ from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import namespace_of
 from adascale_core.names import API_AUDIENCE, CONTROLLER, SYSTEM_NAMESPACE, job_audience
 
+USER_PREFIX = "system:serviceaccount:"
+"""Prefix of the user name of a service account; `NAMESPACE:NAME` follows."""
+DEFAULT_CONTROLLER = f"{SYSTEM_NAMESPACE}:{CONTROLLER}"
+_JOB_AUDIENCE_PREFIX = job_audience("")
+MAX_TOKEN_LENGTH = 16 * 1024
+"""Characters of a token; a projected token has about 1,000."""
+_MAX_EXPIRY = 2**53
+"""No token expires later. Larger integers may not be exact as floats."""
+MAX_REVIEWS = 16
+"""Reviews at the same time."""
+MAX_WAITING_PER_CLIENT = 16
+"""Reviews that may wait for a turn of a client."""
+MAX_WAITING = 2048
+"""Reviews that may wait."""
+ACCEPTED_TTL = 60.0
+"""Seconds until an accepted token is reviewed again."""
+REJECTED_TTL = 10.0
+"""Seconds until a rejected token is reviewed again."""
+OUTAGE_TTL = 600.0
+"""Seconds after `ACCEPTED_TTL` for which an accepted token stays valid without an answer from the API."""
+RETRY_INTERVAL = float(UnavailableError.RETRY_AFTER)
+"""Seconds between two attempts while the Kubernetes API does not answer."""
+MAX_ENTRIES = 4096
+"""Accepted tokens, and as many rejected ones: rejected tokens never evict accepted ones."""
+
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class TokenReviewResult:
     """The result of a TokenReview."""
 
-    user: str | None  # the user of the token; None if it is rejected
+    user: str | None  # None if the token is rejected
     audiences: tuple[str, ...] = ()  # the requested audiences for which the token is valid
     error: str = ""  # why it is rejected; empty if the Kubernetes API gives no reason
 
@@ -36,20 +63,12 @@ class TokenReviewer(Protocol):
     """Has tokens reviewed by a cluster."""
 
     async def review(self, token: str, audiences: Sequence[str]) -> TokenReviewResult:
-        """Review a token for any of the audiences."""
+        """Review a token for any of the audiences; `UnavailableError` if the cluster does not answer."""
         ...
 
     async def close(self) -> None:
         """Close connections."""
         ...
-
-
-MAX_REVIEWS = 16
-"""Reviews at the same time."""
-MAX_WAITING_PER_CLIENT = 16
-"""Reviews that may wait for a turn of a client."""
-MAX_WAITING = 2048
-"""Reviews that may wait."""
 
 
 class TooManyReviewsError(UnavailableError):
@@ -60,7 +79,11 @@ _Waiters = OrderedDict[str, deque["asyncio.Future[None]"]]
 
 
 class TokenReviewQueue:
-    """Has tokens reviewed in turn."""
+    """A bounded queue of reviews that is fair to clients, since anyone can send tokens to review.
+
+    Clients take turns by their address. Namespaces whose tokens were accepted before have half of all turns,
+    however many tokens others send.
+    """
 
     def __init__(self, reviewer: TokenReviewer) -> None:
         self._reviewer = reviewer
@@ -72,7 +95,7 @@ class TokenReviewQueue:
     async def review(
         self, token: str, audiences: Sequence[str], *, client: str, is_known: bool
     ) -> TokenReviewResult:
-        """Review a token."""
+        """Review a token; `is_known`: whether its namespace has sent valid tokens before."""
         if self._running >= MAX_REVIEWS:
             await self._wait_for_turn(self._groups[is_known], client)
         else:
@@ -82,10 +105,6 @@ class TokenReviewQueue:
         finally:
             self._running -= 1
             self._start_next()
-
-    async def close(self) -> None:
-        """Close connections."""
-        await self._reviewer.close()
 
     async def _wait_for_turn(self, group: _Waiters, client: str) -> None:
         waiters = group.setdefault(client, deque())
@@ -118,20 +137,6 @@ class TokenReviewQueue:
                 turn.set_result(None)
 
 
-ACCEPTED_TTL = 60.0
-"""Seconds until an accepted token is reviewed again."""
-REJECTED_TTL = 10.0
-"""Seconds until a rejected token is reviewed again."""
-OUTAGE_TTL = 600.0
-"""Seconds after `ACCEPTED_TTL` for which an accepted token stays valid without an answer from the API."""
-RETRY_INTERVAL = float(UnavailableError.RETRY_AFTER)
-"""Seconds between two attempts while the Kubernetes API does not answer."""
-MAX_ENTRIES = 4096
-"""Accepted tokens, and as many rejected ones: rejected tokens never evict accepted ones."""
-
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class _Entry:
     result: TokenReviewResult
@@ -139,7 +144,11 @@ class _Entry:
 
 
 class TokenReviewCache:
-    """Caches the results of a `TokenReviewer`."""
+    """Caches reviews by digests of the tokens, so that most requests need none.
+
+    Entries expire, since tokens may be revoked or become valid. While the Kubernetes API does not answer,
+    accepted tokens stay valid for some minutes: training must not stop when the API server restarts.
+    """
 
     def __init__(self, reviewer: TokenReviewer, clock: Callable[[], float] = time.monotonic) -> None:
         self._queue = TokenReviewQueue(reviewer)
@@ -154,7 +163,10 @@ class TokenReviewCache:
     async def review(
         self, token: str, audiences: Sequence[str], *, client: str = "", namespace: str = ""
     ) -> TokenReviewResult:
-        """Return the cached or a new review of a token."""
+        """Return the cached or a new review of a token, whose audiences must be the same each time.
+
+        `namespace` is that of the job that the token claims to be for.
+        """
         key = hashlib.sha256(token.encode()).digest()
         cached = self._find_fresh(key)
         if cached is not None:
@@ -227,19 +239,12 @@ class TokenReviewCache:
             entries.popitem(last=False)
 
 
-MAX_TOKEN_LENGTH = 16 * 1024
-"""Characters of a token; a projected token has about 1,000."""
-
-_MAX_EXPIRY = 2**53
-"""No token expires later. Larger integers may not be exact as floats."""
-
-
 @dataclass(frozen=True)
 class TokenClaims:
     """The claims of a JSON Web Token. They are not verified, so they can only disqualify a token."""
 
     audiences: tuple[str, ...]
-    expires_at: int  # when the token expires, in seconds since 1970
+    expires_at: int  # in seconds since 1970
 
 
 def read_claims(token: str) -> TokenClaims | None:
@@ -262,13 +267,6 @@ def read_claims(token: str) -> TokenClaims | None:
     if not isinstance(expires_at, int) or not 0 <= expires_at <= _MAX_EXPIRY:
         return None
     return TokenClaims(tuple(audiences), expires_at)
-
-
-USER_PREFIX = "system:serviceaccount:"
-"""Prefix of the user name of a service account; `NAMESPACE:NAME` follows."""
-DEFAULT_CONTROLLER = f"{SYSTEM_NAMESPACE}:{CONTROLLER}"
-
-_JOB_AUDIENCE_PREFIX = job_audience("")
 
 
 class InvalidAccountError(AdaScaleError):
@@ -300,7 +298,7 @@ class ServiceAccountAuthorizer:
         self._clock = clock
 
     async def authorize(self, token: str, role: Role, job_id: str | None, client: str = "") -> None:
-        """Return if the token has the role."""
+        """Refuse a token without the role."""
         claims = read_claims(token)
         if claims is None:
             raise UnauthorizedError(f"not a service account token: send {self._required(role, job_id)}")

@@ -1,5 +1,5 @@
 """The stored jobs: the tables, the databases, and the functions that read and change them.
 
-The event loop uses `database`. `store` has the functions of a connection, and `backends` the databases.
-Nothing here depends on HTTP.
+The event loop uses `database`. `store` has the functions of a transaction. `backend` has the interface of a
+database, which `sqlite` and `postgresql` implement. Nothing here depends on HTTP.
 """

@@ -1,4 +1,4 @@
-"""The interface of a database."""
+"""The interface of a database, and the check that its tables are those of this service."""
 
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
@@ -40,7 +40,7 @@ class Connector(Protocol):
     """Opens connections to a database, and executes on them what differs between databases."""
 
     error: type[Exception]  # the base class of the driver's errors
-    url: str  # the URL of the database, without a password
+    url: str  # without a password
     is_shared: bool  # whether several processes may use it
 
     def connect(self, *, writes: bool) -> Any:
@@ -68,7 +68,7 @@ class Connector(Protocol):
         ...
 
     def has_room(self, *, was_full: bool) -> bool:
-        """Return whether there is room for reports."""
+        """Return whether there is room for reports; `was_full`: whether there was none before."""
         ...
 
     def make_room(self) -> bool:
@@ -88,15 +88,16 @@ class Connector(Protocol):
         ...
 
     def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
-        """Report the changes that services commit, from a thread, until `close`."""
+        """Report the changes that services commit, from a thread, until `close`.
+
+        `on_change` gets a job and its version, -1 if it was deleted; `on_listening` whether all later changes
+        are reported.
+        """
         ...
 
 
 def migrates_from(found: set[str], execute: Callable[[str], Iterable[tuple[Any, ...]]]) -> int | None:
-    """Return the version of tables of an earlier release that can be changed to those of this one.
-
-    Returns: None if there are no such tables.
-    """
+    """Return the version of tables that can be changed to those of this release; None without such tables."""
     if SCHEMA not in found:
         return None
     versions = [row[0] for row in execute(f"SELECT version FROM {SCHEMA}")]

@@ -1,4 +1,4 @@
-"""A stored job, and its state as text for the database."""
+"""A stored job with its state as text for the database, and the cache of stored jobs."""
 
 import json
 from collections import OrderedDict
@@ -36,11 +36,10 @@ class StoredJob:
 
     key: int
     id: str
-    created_at: float  # when the service created it, in seconds since 1970
+    created_at: float  # in seconds since 1970
     version: int  # rises with every change of the other fields
-    spec: JobSpec | None  # its declaration; None if it is not declared
-    # its generations and replicas. The registrations have no logs, which are stored separately.
-    rendezvous: Rendezvous
+    spec: JobSpec | None  # None if it is not declared
+    rendezvous: Rendezvous  # its registrations have no logs, which are stored separately
 
     @classmethod
     def parse(
@@ -89,7 +88,11 @@ _STRIPES = 1024
 
 
 class JobCache:
-    """The latest committed states. Threads may share it."""
+    """The latest committed states of jobs, bounded in bytes. Threads may share it.
+
+    Most requests need the state of their job, which rarely changes. Reading and parsing it again would take
+    most of their time; one of 1,024 replicas has 300 KB.
+    """
 
     def __init__(self, max_bytes: int = MAX_CACHED) -> None:
         self._max_bytes = max_bytes
@@ -107,7 +110,7 @@ class JobCache:
             return job
 
     def ticket(self, job_id: str) -> int:
-        """Return a number that `add` needs; taken before the state is read."""
+        """Return a number for `add`, taken before the state is read."""
         return self._changes[hash(job_id) % _STRIPES]
 
     def add(self, job: StoredJob, ticket: int) -> None:

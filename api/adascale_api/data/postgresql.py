@@ -208,9 +208,9 @@ class PostgresqlConnector:
         return ""
 
     def has_room(self, *, was_full: bool) -> bool:
-        """Return whether there is room, as far as the server tells: it knows only when it writes.
+        """Return whether there is room, which the server knows only when it writes.
 
-        After there was none, this writes a table of `LITTLE_ROOM` in a transaction that it undoes.
+        After there was none, this writes a table of `LITTLE_ROOM` in a transaction that it rolls back.
         """
         if not was_full:
             return True

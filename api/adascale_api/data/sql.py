@@ -14,7 +14,11 @@ Row = tuple[Any, ...]
 
 
 class Sql:
-    """A statement with named parameters, written `:name`, or with parameters by position, written `?`."""
+    """A statement with named parameters, written `:name`, or with parameters by position, written `?`.
+
+    With `lock`, PostgreSQL locks the selected rows until the end of the transaction. SQLite's writers run one
+    after another.
+    """
 
     def __init__(self, text: str, *, lock: bool = False) -> None:
         self.sqlite = text
@@ -35,7 +39,7 @@ class DriverConnection(Protocol):
 
 
 class Executor(Protocol):
-    """What differs between the databases when a transaction executes statements."""
+    """The part of a database's connector that a transaction uses."""
 
     def text(self, statement: Sql) -> str:
         """Return the statement as the driver reads it."""
@@ -52,9 +56,9 @@ class Transaction:
         self._executor = executor
         self._connection = connection
         self.cache = cache
-        self.jobs: dict[str, StoredJob] = {}
+        self.jobs: dict[str, StoredJob] = {}  # those that this transaction has locked, as it leaves them
         self.changed: set[str] = set()
-        self.activated: set[str] = set()
+        self.activated: set[str] = set()  # those whose active generation it has changed or ended
         self.deleted: set[str] = set()
 
     def all(self, statement: Sql, **parameters: Any) -> list[Row]:

@@ -148,7 +148,7 @@ class SqliteConnector(_SqliteFile):
             _begin_read(connection)
 
     def commit(self, connection: sqlite3.Connection, changed: Mapping[str, int]) -> None:  # noqa: ARG002
-        """Commit a transaction."""
+        """Commit a transaction, unless the file was deleted or replaced: the data would be lost."""
         if self._identify() != self._identity:
             raise sqlite3.DatabaseError(f"the file {self._path} was deleted or replaced")
         connection.execute("COMMIT")
@@ -189,8 +189,8 @@ class SqliteConnector(_SqliteFile):
     def make_room(self) -> bool:
         """Remove the reserve, empty the write-ahead log, and return whether that made room.
 
-        The log is emptied while the file can still grow by its pages. It would keep the room of the reserve
-        otherwise, and grow until it can't be emptied any more.
+        The log is emptied while the file can still grow by its pages. Otherwise it would take the room of the
+        reserve, and grow until it can't be emptied any more.
         """
         try:
             before = self._free()

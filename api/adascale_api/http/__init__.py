@@ -1,1 +1,1 @@
-"""HTTP, for routes of any kind: connections and their limits, bodies, files, the OpenAPI document."""
+"""HTTP, for routes of any kind: connections and their limits, TLS, and the bodies of requests."""

@@ -50,12 +50,10 @@ class Data(Enum):
 
 
 class ConnectionLimits:
-    """The connections of a server, and which of them may be closed.
+    """The connections of a server, and which of them are closed, so that no client takes those of others.
 
-    Beyond the maximum, the address that has most connections loses one: that whose request has been
-    incomplete longest, or else that which has sent or received nothing for longest. So one client can't take
-    the connections of others. If heads and unread answers have too many bytes, the oldest of the kind that
-    has more is closed.
+    Beyond the maximum, the address with most connections loses the one whose request is incomplete, or else
+    that is silent, for longest. Beyond `MAX_DATA`, the kind of data that has most loses its oldest.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class ConnectionLimits:
         request_timeout: float = REQUEST_TIMEOUT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_connections = max_connections
+        self._max_connections = max_connections  # one whose request waits counts one and a half times
         self._max_open = max_connections if max_open is None else max_open
         self._request_timeout = request_timeout
         self._clock = clock
@@ -99,7 +97,7 @@ class ConnectionLimits:
         self._clients.add(connection, is_incomplete=True)
 
     def request_complete(self, connection: Connection, *, waits: bool) -> None:
-        """End the time of a request."""
+        """End the time of a request, which may have been answered before its end; else it `waits`."""
         self._incomplete.pop(connection, None)
         self._clients.add(connection, is_incomplete=False)
         if waits:
@@ -113,7 +111,7 @@ class ConnectionLimits:
             self._clients.add(connection, is_incomplete=False)
 
     def head_grows(self, size: int) -> None:
-        """Count bytes of a head, and close connections if there are too many bytes."""
+        """Count bytes of heads, fewer if negative, and close connections if there are too many."""
         self._heads += size
         if size > 0:
             self._make_room(Data.HEADS)
@@ -127,7 +125,7 @@ class ConnectionLimits:
         self._large_heads.pop(connection, None)
 
     def body_grows(self, size: int) -> bool:
-        """Count bytes of a body, and return whether there is room for them."""
+        """Count bytes of bodies, fewer if negative, and return whether there is room for them."""
         self._bodies += size
         return size <= 0 or self._make_room(Data.BODIES)
 
@@ -250,7 +248,7 @@ class _Client:
         return len(self._incomplete) + len(self._others)
 
     def add(self, connection: Connection, *, is_incomplete: bool) -> None:
-        """Note what a connection does; the last one that is noted is closed last."""
+        """Note what a connection does; the connection that was noted last is closed last."""
         self.remove(connection)
         (self._incomplete if is_incomplete else self._others)[connection] = None
 

@@ -122,7 +122,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return cycle is not None and not cycle.response_complete
 
     def on_message_begin(self) -> None:
-        """Start the time of the request."""
+        """Start the time of the request, unless the one before has no answer: each takes memory."""
         if self._has_unanswered_request:
             self.send_400_response("Wait for the answer to a request before sending the next one.")
             raise PipelineError

@@ -1,8 +1,8 @@
-"""FastAPI dependencies that parse request bodies as strict JSON.
+"""The bodies of requests: limits of their size, of each and of all together, and parsing as strict JSON.
 
 FastAPI parses JSON before it validates types, so `NaN` would be a number and a list would be valid as a
 tuple. Here pydantic parses the text itself. FastAPI then does not know the bodies, so they are added to the
-OpenAPI document here and in `openapi`.
+OpenAPI document here and in `app`.
 """
 
 import json
@@ -30,54 +30,53 @@ MAX_BODY = 1024 * 1024
 """Bytes of a request body."""
 SMALL_BODY = 8 * 1024
 """Bytes of a body that is not counted: heartbeats and single reports are never refused for others' bodies."""
+MAX_ERRORS = 100
+"""Invalid fields of which each is examined."""
+MAX_FIELDS = 100
+"""Fields of an object in a large body, counted before pydantic makes an error of each unknown one."""
+LARGE_BODY = 64 * 1024
+"""Bytes of a body from which `MAX_FIELDS` holds."""
+REFERENCE = "#/components/schemas/{model}"
+"""The reference to the schema of a body in the OpenAPI document."""
+MAX_EXCERPT = 80
+"""Characters of an invalid value in an answer."""
+
+M = TypeVar("M", bound=BaseModel)
 
 
 @contextmanager
-def limited_body(scope: Scope, connections: ConnectionLimits) -> Iterator["LimitedBody"]:
-    """Count the body of a request until it is answered."""
-    body = LimitedBody(scope, connections)
+def limited_body(scope: Scope, receive: Receive, connections: ConnectionLimits) -> Iterator[Receive]:
+    """Return a `receive` that limits the body of a request, and counts it until the answer.
+
+    It raises `BodyTooLargeError` for more than `MAX_BODY` bytes, announced or not, and `UnavailableError`
+    while there is no room because of other bodies.
+    """
+    size = counted = 0
+
+    async def receive_within_limit() -> Message:
+        nonlocal size, counted
+        if size == 0:
+            # The server has checked that it is a number, of which Python converts 4300 digits at most.
+            announced = dict(scope["headers"]).get(b"content-length", b"").lstrip(b"0") or b"0"
+            if int(announced) > MAX_BODY:
+                _refuse_size(f"{int(announced)} bytes")
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > MAX_BODY:
+            _refuse_size(f"more than {MAX_BODY} bytes")
+        if size > SMALL_BODY:
+            has_room = connections.body_grows(size - counted)
+            counted = size
+            if not has_room:
+                raise UnavailableError(
+                    "too many large requests at the same time; nothing was stored, try again"
+                )
+        return message
+
     try:
-        yield body
+        yield receive_within_limit
     finally:
-        connections.body_grows(-body.counted)
-
-
-class LimitedBody:
-    """The body of a request."""
-
-    def __init__(self, scope: Scope, connections: ConnectionLimits) -> None:
-        self._scope = scope
-        self._connections = connections
-        self._size = 0
-        self.counted = 0
-
-    def limited(self, receive: Receive) -> Receive:
-        """Return a `receive` that raises an error when the body exceeds a limit, announced or not.
-
-        `BodyTooLargeError` for a body of more than `MAX_BODY` bytes, `UnavailableError` while there is no
-        room because of other bodies.
-        """
-
-        async def receive_within_limit() -> Message:
-            if self._size == 0:
-                # The server has checked that it is a number, of which Python converts 4300 digits at most.
-                announced = dict(self._scope["headers"]).get(b"content-length", b"").lstrip(b"0") or b"0"
-                if int(announced) > MAX_BODY:
-                    _refuse_size(f"{int(announced)} bytes")
-            message = await receive()
-            self._size += len(message.get("body", b""))
-            if self._size > MAX_BODY:
-                _refuse_size(f"more than {MAX_BODY} bytes")
-            if self._size > SMALL_BODY:
-                has_room = self._connections.body_grows(self._size - self.counted)
-                self.counted = self._size
-                if not has_room:
-                    raise UnavailableError(
-                        "too many large requests at the same time; nothing was stored, try again"
-                    )
-            return message
-
-        return receive_within_limit
+        connections.body_grows(-counted)
 
 
 class BodyLimit:
@@ -88,30 +87,18 @@ class BodyLimit:
         self._connections = connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request, and count the bytes of its body as they are read."""
+        """Handle a request with a limited body."""
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
-        with limited_body(scope, self._connections) as body:
-            await self._app(scope, body.limited(receive), send)
+        with limited_body(scope, receive, self._connections) as limited:
+            await self._app(scope, limited, send)
 
 
 def _refuse_size(got: str) -> None:
     raise BodyTooLargeError(
         f"body: got {got}, expected at most {MAX_BODY}; nothing was stored: send fewer reports at a time"
     )
-
-
-M = TypeVar("M", bound=BaseModel)
-
-MAX_ERRORS = 100
-"""Invalid fields of which each is examined."""
-MAX_FIELDS = 100
-"""Fields of an object in a large body, before pydantic makes an error of each that is unknown."""
-LARGE_BODY = 64 * 1024
-"""Bytes of a body whose fields are counted first."""
-REFERENCE = "#/components/schemas/{model}"
-"""The reference to the schema of a body in the OpenAPI document."""
 
 
 class JsonBody(Generic[M]):
@@ -192,7 +179,7 @@ def require_json(content_type: str) -> None:
 def _check_size(text: bytes, expected: str) -> None:
     """Refuse a list of too many elements, and objects of too many fields.
 
-    An error of pydantic takes more than a kilobyte, and a body may have a field per seven bytes.
+    An error of pydantic takes more than a kilobyte, and a body may have a field every seven bytes.
     """
     if len(text) <= LARGE_BODY:
         return
@@ -231,10 +218,6 @@ def _reference(model: type[object]) -> dict[str, Any]:
 
 def _request_body(schema: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-MAX_EXCERPT = 80
-"""Characters of an invalid value in an answer."""
 
 
 def field_errors(errors: Sequence[Mapping[str, Any]], *, skip: int = 0) -> list[FieldError]:

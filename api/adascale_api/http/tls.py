@@ -65,7 +65,7 @@ class ServerCertificate:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For the next handshake. If the files have changed and can't be used, the last ones are."""
+        """The context of the next handshake: of the files, or of the last that could be used."""
         # `stat` on a local file does not block, so the event loop may call it.
         version: object = "missing"
         try:
@@ -127,7 +127,7 @@ class _Handshake:
         self.address = address
 
     def abort(self) -> None:
-        """End the connection; who waits for the client then closes it."""
+        """End the connection; what waits for the client then closes it."""
         try:
             self.connection.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -167,10 +167,7 @@ class _Tls(SSLProtocol):  # type: ignore[misc]  # of a type that the stubs leave
 
 
 class TlsListener:
-    """Accepts connections with TLS, and without.
-
-    It has the methods of `asyncio.Server` that uvicorn calls.
-    """
+    """Accepts connections with and without TLS, with the methods of `asyncio.Server` that uvicorn calls."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Allocations, which the controller sets, and replicas, which agents register."""
+"""Allocations and explained decisions, which the controller stores, and replicas, which agents register."""
 
 import json
 from dataclasses import replace
@@ -69,7 +69,7 @@ async def put_allocation(
         )
         return transition.view
     except StaleAllocationError as error:
-        current = await service.view(job)
+        current = (await service.find_job(job)).view
         return error_response(409, ConflictBody(error=str(error), allocation=current))
 
 

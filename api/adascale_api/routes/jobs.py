@@ -1,4 +1,4 @@
-"""Jobs, which the controller declares and deletes."""
+"""Jobs, which the controller declares and deletes, and their changes, for clients that follow them."""
 
 import logging
 from collections.abc import Mapping

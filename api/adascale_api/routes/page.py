@@ -1,4 +1,4 @@
-"""The page that shows the jobs, and what only the page reads."""
+"""The page that shows the jobs, with headers that keep its files harmless, and what only the page reads."""
 
 import hashlib
 from dataclasses import dataclass

@@ -33,12 +33,7 @@ _JSON = (b"content-type", b"application/json")
 
 
 class WorkerEndpoints:
-    """Answers posted reports, registrations and waits for changes, and passes all other requests on.
-
-    Args:
-        app: the application for the other requests.
-        service: the service.
-    """
+    """Answers posted reports, registrations and waits for changes, and passes all other requests on."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -81,9 +76,9 @@ class WorkerEndpoints:
         started = time.perf_counter()
         status = 500
         try:
-            with limited_body(scope, self._service.connections) as body:
+            with limited_body(scope, receive, self._service.connections) as limited:
                 try:
-                    answer = await answer_to(body.limited(receive))
+                    answer = await answer_to(limited)
                 except (AdaScaleError, ClientDisconnect) as error:
                     response = response_to(error)
                     status = response.status_code

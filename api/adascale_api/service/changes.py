@@ -1,9 +1,4 @@
-"""Which jobs have changed since a client last asked.
-
-The log is in memory: it has the ids of the jobs that have changed since this service started, or began to
-learn of the changes of other services. A cursor is a position in one log. A client whose cursor is of
-another service or from before a restart, or is older than the log reaches back, reads all jobs again.
-"""
+"""Changes of jobs: requests that wait for one, and the log of the jobs that have changed."""
 
 import asyncio
 from collections import OrderedDict
@@ -16,6 +11,17 @@ from weakref import WeakValueDictionary
 
 from adascale_api.errors import RequestError, UnavailableError
 
+MAX_ANONYMOUS_WAITS = 256
+"""Requests without a token that may wait at the same time. Connections whose requests wait are not closed in
+favour of new ones, so anonymous requests must not take all of them."""
+MAX_ANONYMOUS_FOLLOWERS = 16
+"""Requests without a token that may wait for a change of any job: each reads the jobs after a change."""
+MAX_ENTRIES = 20_000
+"""The number of jobs in the log: the jobs that have changed last."""
+
+Closed = asyncio.Future[None] | None
+"""Is done once a client has left; None if that is not known."""
+
 
 class Versioned(Protocol):
     """What has a version."""
@@ -27,17 +33,6 @@ class Versioned(Protocol):
 
 
 V = TypeVar("V", bound=Versioned)
-
-
-MAX_ANONYMOUS_WAITS = 256
-"""Requests without a token that may wait at the same time. Connections whose requests wait are not closed in
-favour of new ones, so those of agents must not be taken by anyone."""
-MAX_ANONYMOUS_FOLLOWERS = 16
-"""Requests without a token that may wait for a change of any job: each reads the jobs after a change."""
-
-
-Closed = asyncio.Future[None] | None
-"""Is done once a client has left; None if that is not known."""
 
 
 def has_left(closed: Closed) -> bool:
@@ -60,7 +55,7 @@ class WaitLimit:
 
     @contextmanager
     def one(self, *, counts: bool) -> Iterator[None]:
-        """Count a request while it waits."""
+        """Count a request while it waits, if it `counts`."""
         if not counts:
             yield
             return
@@ -128,10 +123,6 @@ class ChangeNotifier:
         return change
 
 
-MAX_ENTRIES = 20_000
-"""The number of jobs in the log: the jobs that have changed last."""
-
-
 class CursorExpiredError(RequestError):
     """The log does not have all changes since a cursor."""
 
@@ -145,7 +136,11 @@ class CursorExpiredError(RequestError):
 
 
 class ChangeLog:
-    """The jobs that have changed, in the order of their last change."""
+    """The jobs that have changed since this service started, or began to learn of others' changes, in order.
+
+    A cursor is a position in this log, which is in memory. A client whose cursor is of another service, from
+    before a restart, or older than the log, reads all jobs again.
+    """
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self._max_entries = max_entries

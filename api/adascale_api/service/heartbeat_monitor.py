@@ -37,11 +37,10 @@ class _Heartbeat:
     """The last heartbeat of an agent."""
 
     instance: str
-    received_at: float
-    # what it registered, without the log; None before the first registration since the start
-    registration: Registration | None = None
+    received_at: float  # by the monitor's clock
+    registration: Registration | None = None  # without the log; None before the first since the start
     log: int = 0  # a digest of the log of this registration
-    version: int = -1  # the version of the job for which the registration is known to change nothing
+    version: int = -1  # the version of the job at which the registration changes nothing
 
 
 class HeartbeatMonitor:
@@ -107,7 +106,7 @@ class HeartbeatMonitor:
         return {rank: now - heartbeat.received_at for rank, heartbeat in self._jobs.get(job_id, {}).items()}
 
     def update(self, committed: Committed) -> None:
-        """Wait for the heartbeats of the replicas that changed jobs have now."""
+        """Expect heartbeats of the replicas that changed jobs have now."""
         for job_id in committed.deleted:
             self._forget(job_id)
         for job in committed.changed:

@@ -30,10 +30,9 @@ class Follower:
 
 
 class Followers:
-    """The clients that follow at the same time.
+    """A bounded number of clients that follow a stream, shared fairly by their addresses.
 
-    When all places are taken, a client of another address gets the place of the address that has most, its
-    oldest. So one address can't keep out the others.
+    When all places are taken, a client of another address gets the oldest place of the address that has most.
     """
 
     def __init__(self, limit: int) -> None:
@@ -107,7 +106,7 @@ class JobFeed:
         self._next = asyncio.Event()
 
     def connect(self, address: str, *, is_reader: bool) -> "Subscription":
-        """Return the subscription of a client, which it must end."""
+        """Return the subscription of a client, which it must end; a reader's token may read all jobs."""
         if self._closed:
             raise UnavailableError("the service is stopping; try again")
         followers = self._readers if is_reader else self._anonymous

@@ -1,7 +1,7 @@
-"""The runs on this machine, which live and ended runs of state folders have: what `adascale ui` shows.
+"""The running and ended runs on this machine, which `adascale ui` shows.
 
-Each state folder has the database of a metrics service. It is only read here, also while the run's own
-service writes it, so a run may begin and end at any time.
+The state folder of each run has the database of a metrics service. It is only read here, also while the run's
+own service writes it, so a run may begin and end at any time.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The parts of a running service, and its background tasks."""
+"""The parts of a running service, and its background tasks: checks, and the removal of old jobs and rows."""
 
 import asyncio
 import logging
@@ -28,7 +28,6 @@ from adascale_api.service.changes import (
 from adascale_api.service.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.service.job_feed import JobFeed, read_summaries
 from adascale_api.service.prometheus import Metrics
-from adascale_core.messages.allocation import AllocationView
 from adascale_core.messages.registration import Registration
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import HEARTBEAT_INTERVAL
@@ -42,7 +41,7 @@ RETRY_INTERVAL = 5.0
 """Seconds until rows are removed again after an error."""
 DAY = 86400.0
 MAX_REMOVED = 1000
-"""Jobs that one search removes."""
+"""Jobs that one search deletes."""
 CHECK_INTERVAL = 3.0
 """Seconds between two checks of the database."""
 SWEEP_INTERVAL = 1.0
@@ -52,7 +51,7 @@ THOROUGH_CHECK_INTERVAL = 3600.0
 EPOCH = 1_577_836_800.0
 """Seconds since 1970 of the beginning of 2020, before which no job ran."""
 LOST_GENERATIONS = 100_000
-"""Generations that a job may have had before the service lost its data, or went back to a backup."""
+"""Generations that a job may have had before the service lost its data, or was restored from a backup."""
 _FIELDS = ("generation", "assigned", "stepped")
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class JobRetention:
     """How long jobs are kept after the last change and the last report, in seconds."""
 
     finished: float = 14 * DAY
-    unfinished: float = 90 * DAY  # other jobs, whose agents and controller have gone without deleting them
+    unfinished: float = 90 * DAY  # jobs whose agents and controller have gone without deleting them
 
 
 DEFAULT_REPORTS = Retention()
@@ -75,10 +74,9 @@ class Settings:
     """What the service keeps, and for whom."""
 
     protect_reads: bool = False
-    reports: Retention = DEFAULT_REPORTS  # how many reports of a job are kept
+    reports: Retention = DEFAULT_REPORTS
     jobs: JobRetention = DEFAULT_JOBS
-    # the folder with the output of the replicas, as `replica-<index>.log`; None if it is elsewhere
-    logs: Path | None = None
+    logs: Path | None = None  # the folder with `replica-<index>.log`; None if the output is elsewhere
 
 
 class Service:
@@ -151,12 +149,8 @@ class Service:
             return cached
         return await self.database.read(partial(jobs.find_job, job_id=job_id))
 
-    async def view(self, job_id: str) -> AllocationView:
-        """Return a job's generations; errors as for `find_job`."""
-        return (await self.find_job(job_id)).view
-
     async def require_reachable(self, job_id: str, message: Registration | GainReport) -> None:
-        """Refuse a generation that a job can't have reached."""
+        """Refuse a message with a generation that the job can't have reached."""
         try:
             job = await self.find_job(job_id)
         except JobNotFoundError:
@@ -166,7 +160,7 @@ class Service:
     async def wait_for_change(
         self, job_id: str, version: int, seconds: float, *, is_reader: bool, closed: Closed
     ) -> StoredJob:
-        """Return a job once its version is not `version`, or after `seconds`; errors as for `find_job`."""
+        """Return a job once its version is not `version`, after `seconds`, or when the client has left."""
         with self.anonymous_waits.one(counts=not is_reader and seconds > 0):
             return await self.changes.wait_for_change(
                 job_id, version, seconds, partial(self.find_job, job_id), closed
@@ -174,7 +168,7 @@ class Service:
 
     async def register(self, job_id: str, registration: Registration) -> StoredJob:
         """Store the registration of a replica, which is also its heartbeat, and return the job."""
-        # At first, as the database may be unavailable.
+        # First, because the database may be unavailable.
         self.heartbeats.receive(job_id, registration)
         await self.require_reachable(job_id, registration)
         without_log = replace(registration, log=None) if registration.log is not None else registration
@@ -191,7 +185,7 @@ class Service:
         return transition.job
 
     def committed(self, committed: Committed) -> None:
-        """Wake what waits for these changes."""
+        """Wake the requests that wait for these changes."""
         self.heartbeats.update(committed)
         for job in committed.changed:
             self._wake(job.id)
@@ -201,12 +195,12 @@ class Service:
             self.remover.wake()
 
     def changed(self, job_id: str) -> None:
-        """Wake what waits for a change of a job, which another service may have made."""
+        """Wake the requests that wait for a change of a job, which another service may have made."""
         self.heartbeats.update_elsewhere(job_id)
         self._wake(job_id)
 
     def missed_changes(self) -> None:
-        """Wake all that waits, because changes of other services may have been missed."""
+        """Wake all waiting requests, because changes of other services may have been missed."""
         self.heartbeats.reload()
         self.changes.notify_all()
         self.log.restart()
@@ -234,7 +228,7 @@ async def repeat(task: Callable[[], Awaitable[None]], interval: float, *, at_onc
 
 
 class Remover:
-    """Removes jobs and rows in the background, in pieces."""
+    """Deletes jobs that have not changed for long, and removes the rows of deleted jobs in pieces."""
 
     def __init__(self, database: Database, retention: JobRetention, clock: Callable[[], float]) -> None:
         self._database = database
@@ -293,10 +287,10 @@ class Remover:
 
 
 def require_reachable(message: Registration | GainReport, job: StoredJob | None, now: float) -> None:
-    """Refuse a generation that the job can't have reached.
+    """Refuse a generation that the job can't have reached: the controller's next one has to be higher.
 
-    That is one above the desired generation by more than `LOST_GENERATIONS` and one per second since the job
-    was created, or above one per second since `EPOCH`.
+    A job reaches at most one per second since it was created, and `LOST_GENERATIONS`, beyond the desired
+    one; and one per second since `EPOCH`.
     """
     known, age = 0, 0.0
     if job is not None:

@@ -1,4 +1,4 @@
-"""Jobs: their declaration, and the state of their rendezvous."""
+"""Jobs: their declaration, the state of their rendezvous, their generations, and the last decision."""
 
 import json
 import logging
@@ -104,7 +104,7 @@ class PageRoom:
 class JobPage:
     """Some jobs, by id."""
 
-    jobs: list[StoredJob]  # the jobs. Those that can't be read are logged, and are not among them.
+    jobs: list[StoredJob]  # without those that can't be read, which are logged
     next: str | None  # the `after` of the next page; None on the last page
 
 
@@ -123,7 +123,7 @@ def find_job(transaction: Transaction, job_id: str) -> StoredJob:
 
 
 def list_jobs(transaction: Transaction, after: str, limit: int) -> JobPage:
-    """Return at most `limit` jobs with an id greater than `after`, of which the states have room together."""
+    """Return at most `limit` jobs with an id greater than `after`, whose states have room together."""
     return _page(transaction, transaction.all(_PAGE, after=after, limit=limit + 1), limit)
 
 
@@ -211,7 +211,10 @@ def lock(transaction: Transaction, job_id: str) -> int:
 def lock_or_create(
     transaction: Transaction, job_id: str, now: float, *, max_undeclared: int | None = None
 ) -> StoredJob:
-    """Return a job, locked until the end of the transaction. Creates the job if it does not exist."""
+    """Return a job, locked until the end of the transaction. Creates the job if it does not exist.
+
+    Then its namespace may have `max_undeclared` jobs that are not declared; None for any number.
+    """
     job = transaction.jobs.get(job_id)
     if job is not None:
         return job

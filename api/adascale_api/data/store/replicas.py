@@ -1,4 +1,8 @@
-"""Replicas: their registrations and logs."""
+"""Replicas: their registrations and logs, and the heartbeats that services which share a database exchange.
+
+Heartbeats are counted, without times: each service measures with its own clock how long ago a count has
+changed, so no clocks are compared.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -24,9 +24,9 @@ from adascale_core.rendezvous import rendezvous
 REPORTS_PER_STEP_TIME = 50
 """A step time is the median over this many of the latest reports with the same batch plan."""
 FEW_REPORTS = 10
-"""A step time of fewer reports, at more replicas than the present ones, becomes stale."""
+"""A step time of fewer reports, at more replicas than at present, may become stale; see `LATER_REPORTS`."""
 LATER_REPORTS = 30
-"""It does after this many reports of other plans for each of its own."""
+"""Reports of other plans, for each of its own, after which a step time becomes stale; see `FEW_REPORTS`."""
 MIN_STEP_TIME = 1e-9
 """Seconds; a shorter step time is not a measurement, and its inverse may overflow."""
 MAX_PLANS = 256
@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 class Retention:
     """How many reports of a job are kept."""
 
-    newest: int = 2000  # the newest reports that are kept, all of them
-    earlier: int = 2000  # the earlier reports that are kept at least, evenly spread over the steps
+    newest: int = 2000
+    earlier: int = 2000  # kept at least of the earlier ones, evenly spread over the steps
 
     @property
     def limit(self) -> int:
@@ -163,10 +163,7 @@ def history(transaction: Transaction, job: StoredJob, points: int) -> History:
 
 
 def step_times(transaction: Transaction, job: StoredJob) -> list[StepTime]:
-    """Return the step time of each batch plan, number of nodes and type of accelerator.
-
-    It is the median over the latest reports.
-    """
+    """Return the step time of each batch plan, number of nodes and accelerator: the median of the latest."""
     return parse_step_times(job.id, transaction.all(_STEP_TIMES, key=job.key))
 
 
@@ -336,7 +333,7 @@ def _thin(
 
 _REPORT = tuple(GainReport.__dataclass_fields__)
 _PLAN = ("replicas", "local_bsz", "accumulation", "nodes", "accelerator")
-"""What is equal for step times of the same."""
+"""The fields that reports of the same batch plan have in common."""
 _PLAN_COLUMNS = ", ".join(_PLAN)
 _COLUMNS = ", ".join(_REPORT)
 _OF_REPORT = ", ".join(f"reports.{name}" for name in _REPORT)
