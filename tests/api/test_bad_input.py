@@ -1,11 +1,15 @@
 """Invalid requests: each is refused with the field, the value and what is expected, and nothing is stored."""
 
+import asyncio
 import json
 import socket
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from starlette.types import Message
 
+from adascale_api.routes.common import add_error_handlers
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
 from api.client import TOKEN, Answer, Client, ServiceProcess, a_registration, a_report, wait_until
@@ -321,3 +325,26 @@ def test_writing_without_the_token_is_refused(service: ServiceProcess, job: str)
 def test_a_missing_resource_or_method_is_answered_in_the_form_of_all_errors(client: Client) -> None:
     assert_refused(client.call("GET", "/nothing/here"), 404, "no resource at /nothing/here")
     assert_refused(client.call("POST", "/jobs"), 405, "method POST is not allowed here: use GET")
+
+
+def test_an_unexpected_error_is_answered_in_json_and_raised_again_for_the_log() -> None:
+    app = FastAPI()
+    add_error_handlers(app)
+
+    @app.get("/")
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": []}
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 500
+    assert json.loads(sent[1]["body"])["error"] == "the service failed at this request: its log says why"

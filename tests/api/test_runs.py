@@ -268,11 +268,26 @@ def test_nothing_can_be_changed(shown: ServiceProcess, ended: RunEntry) -> None:
         assert client.get(f"/jobs/{ended.id}")["latest"]["step"] == 19
 
 
-@pytest.mark.parametrize("path", ["/jobs/other", "/jobs/", "/jobs/..%2F..", "/jobs/a~b/gain", "/nothing"])
+@pytest.mark.parametrize("path", ["/jobs/other", "/jobs/..%2F..", "/jobs/a~b/gain"])
 def test_an_unknown_run_is_not_found(client: Client, path: str) -> None:
     answer = client.call("GET", path)
     assert answer.status == 404
-    assert "`adascale list`" in answer.body["error"] or path == "/nothing"
+    assert "`adascale list`" in answer.body["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("/jobs", "runs are not listed here: `adascale list` lists those on this machine"),
+        ("/jobs/", "runs are not listed here: `adascale list` lists those on this machine"),
+        ("/jobs?limit=5", "runs are not listed here: `adascale list` lists those on this machine"),
+        ("/nothing", "no resource at /nothing"),
+    ],
+)
+def test_calls_that_a_list_of_runs_does_not_have_are_refused(client: Client, path: str, error: str) -> None:
+    answer = client.call("GET", path)
+    assert answer.status == 404
+    assert answer.body["error"].startswith(error)
 
 
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -90,14 +90,14 @@ class _Write:
 class DatabaseCondition:
     """What is wrong with the database. Probes and metrics show it, except for `error`."""
 
-    damage: str = ""  # why its data can't be trusted any more; empty if it can. It stays until a restart.
+    damage: str = ""  # why its data can't be trusted until a restart; empty if it can
     is_full: bool = False  # whether reports are refused because there is little room
-    error: str = ""  # why the last write failed, which is logged once; empty if it succeeded
+    error: str = ""  # why the last write failed, logged once; empty if it succeeded
     failures: dict[str, int] = field(default_factory=dict)  # reason -> number of failed transactions
 
 
 class DatabaseListener(Protocol):
-    """What learns of changes of the database."""
+    """Is notified of changes of the database."""
 
     def committed(self, committed: Committed) -> None:
         """This service has committed changes."""
@@ -139,7 +139,7 @@ class Database:
     # -- reading --------------------------------------------------------------------------------------------
 
     async def read(self, query: Operation[T], *, is_long: bool = False) -> T:
-        """Return the result of `query` on a snapshot of the database."""
+        """Return the result of `query` on a snapshot of the database. A long one never delays others."""
         readers = self._long if is_long else self._short
         if is_long and readers.waiting >= MAX_WAITING_READS:
             raise UnavailableError("too many large requests at the same time; try again")
@@ -223,26 +223,40 @@ class Database:
 
     async def _commit_all(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._queue:
-            batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_WRITES_PER_COMMIT))]
-            batch = [write for write in batch if not write.done.done()]
-            if not batch:
-                continue
-            started = loop.time()
-            committed = await loop.run_in_executor(self._writer, self._commit, batch)
-            seconds = loop.time() - started
+        try:
+            while self._queue:
+                batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_WRITES_PER_COMMIT))]
+                batch = [write for write in batch if not write.done.done()]
+                if not batch:
+                    continue
+                started = loop.time()
+                await self._commit_and_answer(batch)
+                if self._queue:
+                    await self._gather(len(batch), min((loop.time() - started) / 2, MAX_GATHERING))
+        finally:
+            # Otherwise no later write would start another task.
+            self._committing = None
+
+    async def _commit_and_answer(self, batch: list[_Write]) -> None:
+        """Commit writes together and answer them, whatever fails: they wait for this only."""
+        try:
+            committed = await asyncio.get_running_loop().run_in_executor(self._writer, self._commit, batch)
+        except Exception as error:
+            logger.exception("a commit failed")
+            hint = "whether it was stored is unknown, try again"
+            committed = self._fail(batch, DatabaseError(f"{type(error).__name__}: {error}", hint))
+        try:
             if self._listener is not None:
                 self._listener.committed(committed)
-            for write in batch:
-                if write.done.done():  # the request was cancelled
-                    continue
-                if write.error is None:
-                    write.done.set_result(write.result)
-                else:
-                    write.done.set_exception(write.error)
-            if self._queue:
-                await self._gather(len(batch), min(seconds / 2, MAX_GATHERING))
-        self._committing = None
+        except Exception:
+            logger.exception("a commit is stored, but what waits for it was not notified")
+        for write in batch:
+            if write.done.done():  # the request was cancelled
+                continue
+            if write.error is None:
+                write.done.set_result(write.result)
+            else:
+                write.done.set_exception(write.error)
 
     async def _gather(self, answered: int, seconds: float) -> None:
         """Wait until the clients that were just answered may have sent their next writes.
@@ -341,6 +355,7 @@ class Database:
         # If the connection is lost, the database has undone the transaction.
         with suppress(self.connector.error):
             connection.rollback()
+        with suppress(self.connector.error):
             connection.close()
 
     def _fail(self, batch: list[_Write], error: Exception) -> Committed:
@@ -408,13 +423,14 @@ class Database:
     async def close(self) -> None:
         """Finish the pending writes, and close the connections."""
         self._stopping = True
-        if self._committing is not None:
-            await self._committing
-        self._writer.shutdown()
-        self._short.close()
-        self._long.close()
-        self._roll_back()
-        self.connector.close()
+        with ExitStack() as stack:  # closes the others if one fails
+            stack.callback(self.connector.close)
+            stack.callback(self._roll_back)
+            stack.callback(self._long.close)
+            stack.callback(self._short.close)
+            stack.callback(self._writer.shutdown)
+            if self._committing is not None:
+                await self._committing
 
     async def _within_deadline(
         self, future: "asyncio.Future[T]", hint: str, seconds: float | None = DEADLINE
@@ -506,13 +522,15 @@ class _Readers:
 
     def interrupt(self) -> None:
         for connection in list(self._connections):
-            self._database.connector.interrupt(connection)
+            with suppress(self._database.connector.error):  # its thread has closed it meanwhile
+                self._database.connector.interrupt(connection)
 
     def close(self) -> None:
         self.interrupt()
         self._threads.shutdown()
         for connection in self._connections:
-            connection.close()
+            with suppress(self._database.connector.error):
+                connection.close()
         self._connections.clear()  # `interrupt` may be called once more
 
 

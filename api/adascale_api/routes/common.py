@@ -1,4 +1,8 @@
-"""What the routes share: the service, the job in the path, the required role, and error responses."""
+"""What the routes share: the service, the job in the path, the required role, redaction, and errors.
+
+Who can reach the service may read gains and progress without a token. Logs, addresses and what else could
+help an attacker need the token of the job, of the operator, or for reading. Every error is an `ErrorBody`.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Protocol, TypeVar
@@ -28,7 +32,15 @@ _LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 JOB_ID_PATTERN = rf"^({_LABEL}\.)?{_LABEL}$"
 """The job ids that `parse_job_id` accepts, for the OpenAPI document."""
 
-
+HIDDEN = frozenset(
+    {
+        *("address", "port", "master_addr", "master_port", "used_port"),
+        *("instance", "instances", "node", "log", "secret", "key"),
+    }
+)
+"""The members that show where replicas are and what their programs print. Their values become empty."""
+METRICS = "metrics"
+"""The member of a report with the program's own numbers, whose names are not hidden."""
 SERVICE = "service"
 """The attribute of a request's state with the service of the run that the request is for."""
 
@@ -100,7 +112,7 @@ async def _require_for(
     service: Service,
     credentials: HTTPAuthorizationCredentials | None,
 ) -> None:
-    """Refuse a request without a role for a job; None for all jobs."""
+    """Refuse a request without a role for a job, or for all jobs if it is None."""
     token = None if credentials is None else credentials.credentials
     await authorize(service, role, token, job_id, _address(request))
 
@@ -239,17 +251,6 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
-HIDDEN = frozenset(
-    {
-        *("address", "port", "master_addr", "master_port", "used_port"),
-        *("instance", "instances", "node", "log", "secret", "key"),
-    }
-)
-"""The names of these members. Their values become empty."""
-METRICS = "metrics"
-"""The member of a report whose members have the names that the program has chosen, for numbers only."""
-
-
 def redact(value: Any) -> Any:
     """Return a JSON value without the values of hidden members."""
     match value:
@@ -274,6 +275,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _handle_invalid_parameter)
     app.add_exception_handler(HTTPException, _handle_http_error)
     app.add_exception_handler(ClientDisconnect, _handle_refusal)
+    app.add_exception_handler(Exception, _handle_failure)
 
 
 def error_response(status: int, body: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
@@ -306,6 +308,11 @@ def _handle_refusal(_request: Request, error: Exception) -> Response:
     return response_to(error)
 
 
+def _handle_failure(_request: Request, _error: Exception) -> Response:
+    # The error is raised again after the answer, so that the server logs it.
+    return error_response(500, ErrorBody(error="the service failed at this request: its log says why"))
+
+
 def _handle_invalid_parameter(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     # The first part of each location is the kind of the parameter: path or query.
@@ -316,7 +323,8 @@ def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message, headers = error.detail, error.headers
     if error.status_code == 404:
-        message = f"no resource at {request.url.path[:200]}: see /openapi.json"
+        hint = ": see /openapi.json" if request.app.openapi_url else ""
+        message = f"no resource at {request.url.path[:200]}{hint}"
     elif error.status_code == 405:
         # Starlette names the methods of one route only, but a path may have several routes.
         path = getattr(request.scope.get("route"), "path", "")

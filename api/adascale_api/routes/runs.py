@@ -42,12 +42,7 @@ async def get_usage(
 
 
 class RunPaths:
-    """Sends a request for a run to the routes of a job, with the service that reads the run.
-
-    Args:
-        app: the application.
-        runs: the runs.
-    """
+    """Sends a request for a run to the routes of a job, with the service that reads the run."""
 
     def __init__(self, app: ASGIApp, runs: RunServices) -> None:
         self._app = app
@@ -61,6 +56,10 @@ class RunPaths:
             body = ErrorBody(error=f"method {scope['method']} is not allowed: runs are only shown here")
             return await error_response(405, body, {"Allow": "GET"})(scope, receive, send)
         path: str = scope["path"]
+        if path in ("/jobs", "/jobs/"):
+            hint = "`adascale list` lists those on this machine, and /jobs/<run> shows one of them"
+            body = ErrorBody(error=f"runs are not listed here: {hint}")
+            return await error_response(404, body)(scope, receive, send)
         if path.startswith("/jobs/"):
             run, slash, rest = path.removeprefix("/jobs/").partition("/")
             try:
