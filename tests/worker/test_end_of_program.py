@@ -77,18 +77,22 @@ def test_a_program_without_a_required_end_ends_when_it_wants_to(tmp_path: Path) 
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-SLOW_CODES = [
-    pytest.param(end, code, marks=pytest.mark.slow)
-    for end, code in (("quit 3", 3), ("raise 3", 3), ("raise 4 in main", 4))
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("end", "code"), [("error", 1), ("exit 3", 3), *SLOW_CODES])
+@pytest.mark.parametrize(("end", "code"), [("error", 1), ("exit 3", 3), ("quit 3", 3)])
 def test_a_program_that_fails_keeps_its_exit_code(tmp_path: Path, end: str, code: int) -> None:
     ended = run(tmp_path, END=end, STEPS=100)
     assert ended.returncode == code
     assert "the program ended at" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "code"), [({"STEPS": 100}, PERMANENT), ({}, 3)])
+def test_a_program_that_raises_its_exit_code_itself_fails(
+    tmp_path: Path, options: dict[str, Any], code: int
+) -> None:
+    ended = run(tmp_path, END="raise 3", **options)
+    assert ended.returncode == code
+    assert ("the program ended at progress 3 of 100" in ended.stderr) == ("STEPS" in options)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """A training program that ends as END says, in step AT.
 
-END: `exit` (sys.exit(0)), `os._exit`, `exit 3`, `raise 3` (raise SystemExit(3)), `raise 4 in main`,
+END: `exit` (sys.exit(0)), `os._exit`, `exit 3`, `raise 3` (raise SystemExit(3)),
 `raise main` (as raise SystemExit(main()), with 0), `quit`, `quit 3`, `break` (leaves its loops), `next epoch`
 (leaves its data loop, in each epoch), `error`, `finish` (and continues its loop), `finish and exit`,
 `finish and break`, or `` (does all epochs). ON_RANK: the rank that ends so; without it, all ranks. EPOCHS:
@@ -75,8 +75,6 @@ def train() -> None:
 
 
 train()
-if end == "raise 4 in main":
-    raise SystemExit(4)
 if end == "raise main":
     raise SystemExit(int(trainer.finished))
 trainer.report_result(accuracy=0.5)
