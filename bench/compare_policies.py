@@ -40,7 +40,13 @@ from sia import Sia
 from adascale_controller.cli.simulate import nodes_of, tightness_of
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode
 from adascale_controller.simulation.application import ProfileError
-from adascale_controller.simulation.engine import Policy, Settings, SimulatedJob, Submission, simulate
+from adascale_controller.simulation.engine import (
+    Policy,
+    SimulatedJob,
+    SimulationSettings,
+    Submission,
+    simulate,
+)
 from adascale_controller.simulation.profiles import Costs, read_costs, read_workload, with_deadlines
 from adascale_controller.simulation.recording import read_recording
 from adascale_controller.simulation.results import Contention, Results
@@ -68,7 +74,7 @@ def run(
     name: str,
     new_policy: Callable[[], Policy],
     jobs: Sequence[Submission],
-    settings: Settings,
+    settings: SimulationSettings,
     noise: float,
     seed: int,
     *,
@@ -144,7 +150,7 @@ def print_table(found: Mapping[str, Mapping[str, Sequence[dict[str, Any]]]]) -> 
             print(f"| {setting}: {measure} | {' | '.join(column[measure] for column in columns)} |")
 
 
-def draw(jobs: Sequence[SimulatedJob], settings: Settings, path: str) -> None:
+def draw(jobs: Sequence[SimulatedJob], settings: SimulationSettings, path: str) -> None:
     """Save a Gantt chart by node, and the distribution of completion times."""
     names = sorted({job.application.name for job in jobs})
     color = {name: colormaps["tab20"](i % 20) for i, name in enumerate(names)}
@@ -228,7 +234,7 @@ def compare(options: argparse.Namespace) -> None:
         if name == "adascale":
             new_policy = partial(AdaScalePolicy, options.placement, options.fairness)
             setting = name if options.fairness is None else f"{options.fairness:g}"
-        settings = Settings(
+        settings = SimulationSettings(
             sizes,
             options.restart,
             options.interval,

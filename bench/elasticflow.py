@@ -25,7 +25,7 @@ import numpy.typing as npt
 from policies import FixedBatch, most_replicas
 
 from adascale_controller.simulation.application import ProfileError, packed, step_seconds
-from adascale_controller.simulation.engine import Settings, SimulatedJob, SimulationError
+from adascale_controller.simulation.engine import SimulatedJob, SimulationError, SimulationSettings
 
 Slots = npt.NDArray[np.int64]
 MAX_SLOTS = 100_000
@@ -41,14 +41,14 @@ class ElasticFlow(FixedBatch):
         self._counts: dict[str, int] = {}
 
     def allocate(
-        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+        self, jobs: Sequence[SimulatedJob], settings: SimulationSettings, now: float
     ) -> Mapping[str, tuple[int, ...]]:
         """Return job name -> node of each replica."""
         if {job.name for job in jobs} != set(self._admitted):
             self._decide([_Job(job, settings, now) for job in jobs], settings, now)
         return _place(self._counts, settings)
 
-    def _decide(self, jobs: Sequence[_Job], settings: Settings, now: float) -> None:
+    def _decide(self, jobs: Sequence[_Job], settings: SimulationSettings, now: float) -> None:
         admitted = sorted((job for job in jobs if self._admitted.get(job.name)), key=_deadline)
         # A job that is late, because of restarts, has lost its share.
         planned = plans(admitted, settings, now)
@@ -72,7 +72,7 @@ class ElasticFlow(FixedBatch):
 class _Job:
     """What the policy knows of a job at one moment."""
 
-    def __init__(self, job: SimulatedJob, settings: Settings, now: float) -> None:
+    def __init__(self, job: SimulatedJob, settings: SimulationSettings, now: float) -> None:
         if job.submission.deadline is None:
             raise ProfileError(
                 "the policy elasticflow needs a deadline for each job: add --deadlines 0.5-1.5"
@@ -110,7 +110,7 @@ def remaining_steps(job: SimulatedJob) -> float:
     return application.iterations(size, len(ends) - 1) - before[0] - done * steps
 
 
-def _throughputs(job: SimulatedJob, settings: Settings) -> dict[int, float]:
+def _throughputs(job: SimulatedJob, settings: SimulationSettings) -> dict[int, float]:
     application, size = job.application, job.submission.batch_size
     most = most_replicas(job)
     found: dict[int, float] = {}
@@ -124,7 +124,7 @@ def _throughputs(job: SimulatedJob, settings: Settings) -> dict[int, float]:
     return found
 
 
-def plans(jobs: Sequence[_Job], settings: Settings, now: float) -> list[Slots | None]:
+def plans(jobs: Sequence[_Job], settings: SimulationSettings, now: float) -> list[Slots | None]:
     """Return the GPUs of each job in each slot from now on; None for a job that misses its deadline."""
     slots = max((ceil((job.deadline - now) / settings.interval) for job in jobs), default=0)
     if slots > MAX_SLOTS:
@@ -161,7 +161,9 @@ def satisfactory_plan(job: _Job, free: Slots, interval: float, now: float) -> Sl
     return None
 
 
-def share_out(jobs: Sequence[_Job], planned: Sequence[Slots | None], settings: Settings) -> dict[str, int]:
+def share_out(
+    jobs: Sequence[_Job], planned: Sequence[Slots | None], settings: SimulationSettings
+) -> dict[str, int]:
     """Return the GPUs of each admitted job in the present slot."""
     counts = {job.name: int(plan[0]) for job, plan in zip(jobs, planned, strict=True) if plan is not None}
     free = settings.total - sum(counts.values())
@@ -191,7 +193,7 @@ def _cost(job: _Job, count: int) -> float:
     return 1.0 if not count else _next(count) / following / (count / job.throughput[count])
 
 
-def _place(counts: Mapping[str, int], settings: Settings) -> dict[str, tuple[int, ...]]:
+def _place(counts: Mapping[str, int], settings: SimulationSettings) -> dict[str, tuple[int, ...]]:
     """Return the nodes of each job, the largest jobs first: powers of two fit without being split."""
     size = max(settings.nodes)
     if min(settings.nodes) != size or size & (size - 1):

@@ -22,13 +22,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil, floor, inf
 
-from adascale_controller.simulation.engine import Policy, Settings, Submission, simulate
+from adascale_controller.simulation.engine import Policy, SimulationSettings, Submission, simulate
 
 
 class IsolatedCluster:
     """Completion times of jobs that are alone on their fair shares."""
 
-    def __init__(self, settings: Settings, new_policy: Callable[[], Policy], *, fixed_size: bool) -> None:
+    def __init__(
+        self, settings: SimulationSettings, new_policy: Callable[[], Policy], *, fixed_size: bool
+    ) -> None:
         self._settings = settings
         self._new_policy = new_policy
         self._fixed_size = fixed_size

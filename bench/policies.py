@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil, inf
 
 from adascale_controller.simulation.application import ROUNDING, fixed_plan, packed
-from adascale_controller.simulation.engine import Settings, SimulatedJob
+from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings
 from adascale_core.batch.plans import BatchPlan
 
 
@@ -40,7 +40,7 @@ def place_emptiest_first(free: list[int], replicas: int) -> tuple[int, ...]:
 
 
 def _place(
-    jobs: Sequence[SimulatedJob], counts: Mapping[str, int], settings: Settings
+    jobs: Sequence[SimulatedJob], counts: Mapping[str, int], settings: SimulationSettings
 ) -> dict[str, tuple[int, ...]]:
     """Place jobs in their order; those whose count is unchanged keep their nodes."""
     placed = {job.name: job.nodes for job in jobs if job.nodes and len(job.nodes) == counts.get(job.name, 0)}
@@ -71,7 +71,7 @@ class Tiresias(FixedBatch):
         self._checked_at = 0.0
 
     def allocate(
-        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+        self, jobs: Sequence[SimulatedJob], settings: SimulationSettings, now: float
     ) -> Mapping[str, tuple[int, ...]]:
         """Return job name -> node of each replica."""
         by_name = {job.name: job for job in jobs}
@@ -105,7 +105,7 @@ class Optimus(FixedBatch):
     """
 
     def allocate(
-        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+        self, jobs: Sequence[SimulatedJob], settings: SimulationSettings, now: float
     ) -> Mapping[str, tuple[int, ...]]:
         """Return job name -> node of each replica."""
         del now
@@ -158,7 +158,7 @@ class FirstComeFirstServed(FixedBatch):
     """Jobs start in the order of arrival at a fixed number of replicas, and run to their end."""
 
     def allocate(
-        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+        self, jobs: Sequence[SimulatedJob], settings: SimulationSettings, now: float
     ) -> Mapping[str, tuple[int, ...]]:
         """Return job name -> node of each replica."""
         del now
@@ -181,7 +181,7 @@ class EarliestDeadlineFirst(FixedBatch):
     """
 
     def allocate(
-        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+        self, jobs: Sequence[SimulatedJob], settings: SimulationSettings, now: float
     ) -> Mapping[str, tuple[int, ...]]:
         """Return job name -> node of each replica."""
 
@@ -202,7 +202,7 @@ class EqualShares(FixedBatch):
     """Every job has the same number of replicas, as far as it can use them; the earliest have one more."""
 
     def allocate(
-        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+        self, jobs: Sequence[SimulatedJob], settings: SimulationSettings, now: float
     ) -> Mapping[str, tuple[int, ...]]:
         """Return job name -> node of each replica."""
         del now

@@ -25,7 +25,7 @@ import scipy.optimize  # type: ignore[import-untyped]
 import scipy.sparse  # type: ignore[import-untyped]
 
 from adascale_controller.simulation.application import ROUNDING, Application, fixed_plan
-from adascale_controller.simulation.engine import Settings, SimulatedJob, SimulationError
+from adascale_controller.simulation.engine import SimulatedJob, SimulationError, SimulationSettings
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.performance.throughput import StepTimeModel
@@ -63,7 +63,7 @@ class Configuration(NamedTuple):
     gpus: int
 
 
-def configurations(settings: Settings) -> list[Configuration]:
+def configurations(settings: SimulationSettings) -> list[Configuration]:
     """Return what a job may get on a cluster."""
     found = []
     for name, nodes in settings.nodes_by_type().items():
@@ -89,7 +89,7 @@ class Sia:
         self._speeds: dict[tuple[str, str], float] = {}
 
     def allocate(
-        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+        self, jobs: Sequence[SimulatedJob], settings: SimulationSettings, now: float
     ) -> Mapping[str, tuple[int, ...]]:
         """Return job name -> node of each replica."""
         if not self._configurations:
@@ -103,7 +103,7 @@ class Sia:
         self._chosen = {jobs[i].name: index for i, index in chosen.items()}
         return self._place(settings)
 
-    def _speedups(self, job: SimulatedJob, settings: Settings, now: float) -> Floats:
+    def _speedups(self, job: SimulatedJob, settings: SimulationSettings, now: float) -> Floats:
         """Return the goodput of each configuration in units of the smallest; 0 if it is not valid."""
         speedups = self._goodputs(job, settings)
         present = self._chosen.get(job.name)
@@ -116,7 +116,7 @@ class Sia:
             speedups[present] = kept
         return speedups
 
-    def _goodputs(self, job: SimulatedJob, settings: Settings) -> Floats:
+    def _goodputs(self, job: SimulatedJob, settings: SimulationSettings) -> Floats:
         types = list(settings.nodes_by_type())
         models = {name: self._model(job, name) for name in types}
         measured = next((name for name in types if models[name] is not None), None)
@@ -176,7 +176,7 @@ class Sia:
             self._models[key] = len(measured), model
         return self._models[key][1] if key in self._models else None
 
-    def _place(self, settings: Settings) -> dict[str, tuple[int, ...]]:
+    def _place(self, settings: SimulationSettings) -> dict[str, tuple[int, ...]]:
         """Return the nodes of each job, the largest jobs first: powers of two and whole nodes always fit."""
         free = list(settings.nodes)
         nodes_of = settings.nodes_by_type()
@@ -248,7 +248,10 @@ def _step_times(
 
 
 def _solve(
-    costs: Floats, configurations: Sequence[Configuration], settings: Settings, fixed: Mapping[int, int]
+    costs: Floats,
+    configurations: Sequence[Configuration],
+    settings: SimulationSettings,
+    fixed: Mapping[int, int],
 ) -> dict[int, int]:
     """Return the index of a job -> that of its configuration, of the jobs that get one."""
     for i, index in fixed.items():

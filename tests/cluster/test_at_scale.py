@@ -133,7 +133,7 @@ def test_no_end_of_the_operator_changes_a_job(
             wait_until(lambda: jobs.is_observed(number), "an operator at work", patience=PATIENCE)
             before = jobs.progress()
             wait_until(
-                lambda: all(map(gt, jobs.progress(), before)), "the telemetry of all jobs", patience=PATIENCE
+                lambda: all(map(gt, jobs.progress(), before)), "the progress of all jobs", patience=PATIENCE
             )
 
         try:

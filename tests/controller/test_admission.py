@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import CachedJob
 from adascale_controller.operator.runtime import admission_reader
 from adascale_controller.operator.runtime.admission_reader import AdmissionReader
@@ -103,12 +103,12 @@ def test_jobs_of_a_template_share_a_dry_run_and_it_is_repeated_later() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        ClusterError("bad request", 400, "admission webhook x does not support dry run"),
-        ClusterError("forbidden", 403, "exceeded quota: compute"),
-        ClusterError("the API server does not answer"),
+        ApiServerError("bad request", 400, "admission webhook x does not support dry run"),
+        ApiServerError("forbidden", 403, "exceeded quota: compute"),
+        ApiServerError("the API server does not answer"),
     ],
 )
-def test_without_an_answer_of_admission_the_template_is_used(error: ClusterError) -> None:
+def test_without_an_answer_of_admission_the_template_is_used(error: ApiServerError) -> None:
     def refuse(pod: Object) -> Object:
         if "generateName" in pod["metadata"]:
             raise error
@@ -123,7 +123,7 @@ def test_without_an_answer_of_admission_the_template_is_used(error: ClusterError
 def refuse_dry_runs(pod: Object) -> Object:
     """Add a toleration, by a webhook that does not support dry runs."""
     if "generateName" in pod["metadata"]:
-        raise ClusterError("bad request", 400, "admission webhook x does not support dry run")
+        raise ApiServerError("bad request", 400, "admission webhook x does not support dry run")
     return tolerate(pod)
 
 
@@ -148,7 +148,7 @@ def test_pods_have_no_group_where_the_namespace_forbids_it() -> None:
             reply = (
                 ".spec.securityContext.fsGroup: Invalid value: []int64{65532}: 65532 is not an allowed group"
             )
-            raise ClusterError("forbidden", 403, reply)
+            raise ApiServerError("forbidden", 403, reply)
         return pod
 
     world = World(types=["a100"], admit=forbid)
@@ -181,7 +181,7 @@ def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_rai
     class Quota(FakeCluster):
         async def admit_pod(self, manifest: ApiObject) -> ApiObject:
             if reply := replies.pop(0):
-                raise ClusterError("forbidden", 403, reply)
+                raise ApiServerError("forbidden", 403, reply)
             return manifest
 
     template: Object = {"spec": {"containers": [{"name": "worker"}]}}
@@ -210,7 +210,7 @@ def test_an_answer_stays_while_admission_can_not_be_asked_again() -> None:
     world.run_cycles()
 
     def refuse(pod: Object) -> Object:
-        raise ClusterError("the API server does not answer")
+        raise ApiServerError("the API server does not answer")
 
     world.admit = refuse
     world.now += admission_reader.INTERVAL

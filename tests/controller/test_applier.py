@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from adascale_controller.job import OpportunisticSettings
 from adascale_controller.operator.apply.applier import (
-    MAX_TELEMETRY_RATE,
-    TELEMETRY_BURST,
-    TELEMETRY_INTERVAL,
+    MAX_STATUS_RATE,
+    STATUS_BURST,
+    STATUS_INTERVAL,
     Applier,
 )
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
@@ -26,37 +26,39 @@ from support.observed_jobs import actions_for, indexed_job, job, observed, train
 from support.world import World
 
 
-def test_of_more_telemetry_than_the_rate_allows_the_oldest_is_written_first() -> None:
+def test_of_more_statuses_than_the_rate_allows_the_oldest_is_written_first() -> None:
     world = World()
     applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
-    actions = replace(actions_for(training_job(), 2), allocate=None, status_changed=False)
-    jobs = [telemetry_of(world, f"job-{number}") for number in range(5 * TELEMETRY_BURST // 2)]
-    seconds = TELEMETRY_BURST / MAX_TELEMETRY_RATE
+    actions = replace(actions_for(training_job(), 2), allocate=None, status_is_urgent=False)
+    jobs = [reported_status_of(world, f"job-{number}") for number in range(5 * STATUS_BURST // 2)]
+    seconds = STATUS_BURST / MAX_STATUS_RATE
     rounds: list[set[str]] = []
     for number in range(5):
         now = jobs[0].now + number * seconds
-        later = [replace(job, now=now + number * TELEMETRY_INTERVAL) for job in jobs]
-        due = [(job, actions) for job in later if applier.telemetry_due(job, actions)]
-        chosen = applier.take_telemetry(due, now)
-        assert applier.take_telemetry(due, now) == []
+        later = [replace(job, now=now + number * STATUS_INTERVAL) for job in jobs]
+        due = [(job, actions) for job in later if applier.status_due(job, actions)]
+        chosen = applier.take_statuses(due, now)
+        assert applier.take_statuses(due, now) == []
         rounds.append({job.resource.name for job, _ in chosen})
         asyncio.run(write(applier, chosen))
-    assert all(len(names) == TELEMETRY_BURST for names in rounds)
+    assert all(len(names) == STATUS_BURST for names in rounds)
     assert rounds[0] | rounds[1] | rounds[2] == {job.resource.name for job in jobs}
 
 
 @given(st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 60)), min_size=1, max_size=30))
-def test_telemetry_keeps_its_rate_and_is_never_held_up(moments: list[tuple[float, int]]) -> None:
+def test_such_statuses_keep_their_rate_and_are_never_held_up(
+    moments: list[tuple[float, int]],
+) -> None:
     world = World()
     applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
     actions = actions_for(training_job(), 2)
-    now, least, most = 0.0, float(TELEMETRY_BURST), float(TELEMETRY_BURST)
+    now, least, most = 0.0, float(STATUS_BURST), float(STATUS_BURST)
     for pause, count in moments:
         now += pause
         # A clock that is set back holds them up for as long as the burst lasts.
-        least = min(TELEMETRY_BURST, least + pause * MAX_TELEMETRY_RATE) if pause >= 0 else 0.0
-        most = min(TELEMETRY_BURST, most + max(pause, 0.0) * MAX_TELEMETRY_RATE)
-        taken = len(applier.take_telemetry([(training_job(), actions)] * count, now))
+        least = min(STATUS_BURST, least + pause * MAX_STATUS_RATE) if pause >= 0 else 0.0
+        most = min(STATUS_BURST, most + max(pause, 0.0) * MAX_STATUS_RATE)
+        taken = len(applier.take_statuses([(training_job(), actions)] * count, now))
         assert min(count, int(least) - 1) <= taken <= most + 1
         least, most = least - taken, most - taken
 
@@ -80,7 +82,7 @@ def test_extra_pods_are_not_made_and_may_be_deleted_while_the_job_of_the_others_
 
     async def refuse(_: FakeCluster, manifest: ApiObject) -> ApiObject:
         tried.append(manifest["metadata"]["name"])
-        raise ClusterError("rejects it: no", status, "no")
+        raise ApiServerError("rejects it: no", status, "no")
 
     world = World()
     made = world.create(Resource.JOBS, {"metadata": {"name": "digits-extra"}, "spec": {"parallelism": 1}})
@@ -88,7 +90,7 @@ def test_extra_pods_are_not_made_and_may_be_deleted_while_the_job_of_the_others_
     applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
     lacking = job_without_indexed_jobs()
     having = replace(lacking, extra_job=indexed_job(1, uid=made["metadata"]["uid"], first=1))
-    nothing = Actions({}, status_changed=False, telemetry_changed=False, create_indexed_job=1)
+    nothing = Actions({}, status_is_urgent=False, status_changed=False, create_indexed_job=1)
     for seen, actions in (
         (lacking, replace(nothing, create_extra_job=1)),
         (having, replace(nothing, delete_extra_job=True)),
@@ -110,7 +112,7 @@ def test_a_namespace_is_prepared_before_each_job_that_has_pods_is_created() -> N
 
     applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator", before_pods=prepare)
     actions = Actions(
-        {}, status_changed=False, telemetry_changed=False, create_indexed_job=1, create_extra_job=1
+        {}, status_is_urgent=False, status_changed=False, create_indexed_job=1, create_extra_job=1
     )
     asyncio.run(applier.apply(job_without_indexed_jobs(), actions))
     assert prepared == [("team", []), ("team", ["digits"])]
@@ -126,7 +128,7 @@ def job_without_indexed_jobs() -> ObservedJob:
     return observed(resource, view((1, 2)), workload=workload)
 
 
-def telemetry_of(world: World, name: str) -> ObservedJob:
+def reported_status_of(world: World, name: str) -> ObservedJob:
     """Return a job that trains, whose AdaScaleJob is in the cluster."""
     raw = world.create(Resource.ADASCALEJOBS, {"metadata": {"name": name}, "spec": {}})
     job = training_job()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.runtime.certificate_keeper import (
     PUBLISH_INTERVAL,
     REFRESH_INTERVAL,
@@ -162,7 +162,7 @@ def test_a_damaged_certificate_is_replaced(made: Fixture, key: str) -> None:
 def test_a_damaged_authority_is_an_error_that_says_what_to_do(made: Fixture) -> None:
     made.refresh()
     made.cluster.secrets[AUTHORITY]["data"]["tls.crt"] = "!"
-    with pytest.raises(ClusterError, match=r"Secret adascale-ca .* can't be used: .* delete it") as error:
+    with pytest.raises(ApiServerError, match=r"Secret adascale-ca .* can't be used: .* delete it") as error:
         made.refresh()
     assert error.value.status == 0
 
@@ -177,7 +177,7 @@ def test_a_certificate_for_other_hosts_is_replaced(made: Fixture) -> None:
 
 def test_a_secret_of_another_program_is_not_replaced(made: Fixture) -> None:
     made.put_external(tls_crt=b"theirs", tls_key=b"theirs")
-    with pytest.raises(ClusterError, match="is not of this operator: delete it, or add --tls-external"):
+    with pytest.raises(ApiServerError, match="is not of this operator: delete it, or add --tls-external"):
         made.refresh()
     assert made.secret(SERVER, "tls.crt") == b"theirs"
 
@@ -185,10 +185,10 @@ def test_a_secret_of_another_program_is_not_replaced(made: Fixture) -> None:
 def test_an_external_secret_is_read_only_and_followed(made: Fixture) -> None:
     made.keeper.close()
     made.keeper = made.start(is_external=True)
-    with pytest.raises(ClusterError, match="there is no Secret adascale-api-tls"):
+    with pytest.raises(ApiServerError, match="there is no Secret adascale-api-tls"):
         made.refresh()
     made.put_external(tls_crt=b"theirs", tls_key=b"theirs")
-    with pytest.raises(ClusterError, match=r"has no ca\.crt: choose an issuer"):
+    with pytest.raises(ApiServerError, match=r"has no ca\.crt: choose an issuer"):
         made.refresh()
     first, second = (create_authority(datetime.fromtimestamp(made.now, UTC)).certificate for _ in range(2))
     for authority in (first, second, first + second):
@@ -209,7 +209,7 @@ def test_an_external_authority_that_is_no_certificate_replaces_none(made: Fixtur
     damaged = {"DER": ssl.PEM_cert_to_DER_cert(authority.decode()), "text": b"nonsense"}
     made.put_external(ca_crt=damaged.get(form, b"\xff\n" + authority))
     with pytest.raises(
-        ClusterError, match=r"ca\.crt of Secret adascale-api-tls .* it has no certificate in PEM"
+        ApiServerError, match=r"ca\.crt of Secret adascale-api-tls .* it has no certificate in PEM"
     ):
         made.refresh()
     assert made.keeper.ca_file.read_bytes() == authority
@@ -237,7 +237,7 @@ def test_a_namespace_that_refuses_it_is_tried_again_and_stops_no_other(
 
     async def refuse(manifest: Any) -> None:
         if manifest["metadata"]["namespace"] in refusing:
-            raise ClusterError("namespace team is being terminated", 403)
+            raise ApiServerError("namespace team is being terminated", 403)
         await apply(manifest)
 
     monkeypatch.setattr(made.cluster, "apply_config_map", refuse)
@@ -260,7 +260,7 @@ def test_it_goes_on_after_failures_of_the_api_server(made: Fixture, monkeypatch:
         nonlocal failures
         failures += 1
         if failures == 1:
-            raise ClusterError("the API server does not answer")
+            raise ApiServerError("the API server does not answer")
         return await get(namespace, name)
 
     async def sleep(_seconds: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.runtime import admission_reader
 from adascale_controller.operator.schedule.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
@@ -106,7 +106,7 @@ def test_a_check_ends_with_the_job_that_is_stopped(monkeypatch: pytest.MonkeyPat
 
     async def refuse_once(fake: FakeCluster, namespace: str, name: str) -> None:
         if refusals:
-            raise ClusterError("internal error", refusals.pop())
+            raise ApiServerError("internal error", refusals.pop())
         await delete(fake, namespace, name)
 
     monkeypatch.setattr(FakeCluster, "delete_pod", refuse_once)
@@ -161,7 +161,7 @@ def test_a_check_that_finds_no_node_does_not_last(seconds: float) -> None:
 
 def test_where_pods_may_not_be_created_the_pods_are_replaced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(_: FakeCluster, manifest: ApiObject) -> None:
-        raise ClusterError("forbidden", 403)
+        raise ApiServerError("forbidden", 403)
 
     monkeypatch.setattr(FakeCluster, "create_pod", refuse)
     world = trained()

@@ -26,7 +26,13 @@ from policies import EarliestDeadlineFirst, EqualShares, FirstComeFirstServed, T
 
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy
 from adascale_controller.simulation.application import ProfiledApplication
-from adascale_controller.simulation.engine import Policy, Settings, SimulatedJob, Submission, simulate
+from adascale_controller.simulation.engine import (
+    Policy,
+    SimulatedJob,
+    SimulationSettings,
+    Submission,
+    simulate,
+)
 from adascale_controller.simulation.profiles import read_application, read_workload, requested_duration
 from adascale_controller.simulation.results import Results
 from support.examples import examples
@@ -34,7 +40,7 @@ from support.workload import write_profiles, write_workload
 
 TYPES = {"fast": 0.5, "slow": 2.0}
 """type -> the factor of its step times."""
-SETTINGS = Settings([4] * 2)
+SETTINGS = SimulationSettings([4] * 2)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +141,7 @@ def test_the_job_with_a_deadline_is_served_before_an_earlier_one(
         Submission("early", 0.0, application, 4, 64, deadline=1e5),
         Submission("late", 60.0, application, 4, 64, deadline=60.0 + 240.0),
     ]
-    found = simulate(jobs, policy, Settings([4], restart=10.0, interval=10.0, free_moves=True))
+    found = simulate(jobs, policy, SimulationSettings([4], restart=10.0, interval=10.0, free_moves=True))
     met = [job.submission.deadline >= (job.completed_at or 0) for job in found]  # type: ignore[operator]
     assert met == [True, True]
 
@@ -204,7 +210,7 @@ def test_a_plan_ends_the_job_before_its_deadline_within_what_is_free(
 
 def test_an_admitted_job_keeps_its_share_when_others_come(application: ProfiledApplication) -> None:
     """Of two jobs that both need 4 of 4 GPUs the first is admitted, although the second is due earlier."""
-    settings = Settings([4], interval=10.0, free_moves=True)
+    settings = SimulationSettings([4], interval=10.0, free_moves=True)
     duration = requested_duration(Submission("a", 0.0, application, 4, 64), settings)
     jobs = [
         Submission(f"{i}", 10.0 * i, application, 4, 64, deadline=(1.3 - i / 10) * duration) for i in range(2)
@@ -239,7 +245,7 @@ def test_jobs_that_share_a_gpu_one_after_the_other(small: Submission) -> None:
     The first has a contention of 2, so its share is half a GPU, on which it takes 300 s. The contention of
     the other is (150 + 330) / 330, so it takes 150 * 480 / 330 s.
     """
-    settings = Settings([1])
+    settings = SimulationSettings([1])
     jobs = simulate(
         [replace(small, name=name, by_type={}) for name in "ab"], FirstComeFirstServed(), settings
     )
@@ -263,7 +269,7 @@ def test_jobs_that_share_a_gpu_one_after_the_other(small: Submission) -> None:
 def test_the_time_on_a_share_of_two_types(
     small: Submission, submitted: float, contention: float, seconds: float
 ) -> None:
-    settings = Settings([1, 2], types=["fast", "slow"])
+    settings = SimulationSettings([1, 2], types=["fast", "slow"])
     isolated = IsolatedCluster(settings, EqualShares, fixed_size=False)
     found = isolated.completion_time(replace(small, time=submitted), contention)
     assert found == pytest.approx(seconds)
@@ -271,13 +277,15 @@ def test_the_time_on_a_share_of_two_types(
 
 def test_a_policy_of_fixed_size_takes_its_replicas_for_longer_than_its_share(small: Submission) -> None:
     """On 2 of 4 GPUs it takes 30 + 84 s, and with a share of one GPU twice as long."""
-    isolated = IsolatedCluster(Settings([4]), FirstComeFirstServed, fixed_size=True)
+    isolated = IsolatedCluster(SimulationSettings([4]), FirstComeFirstServed, fixed_size=True)
     pair = replace(small, replicas=2, by_type={})
     assert isolated.completion_time(pair, 1.0) == pytest.approx(114.0)
     assert isolated.completion_time(pair, 4.0) == pytest.approx(2 * 114.0)
 
 
-def twin(jobs: Sequence[SimulatedJob], settings: Settings, new_policy: Callable[[], Policy]) -> list[float]:
+def twin(
+    jobs: Sequence[SimulatedJob], settings: SimulationSettings, new_policy: Callable[[], Policy]
+) -> list[float]:
     """Return the finish-time fairness of each job, as its definition reads."""
     found = []
     for job in jobs:
@@ -306,7 +314,7 @@ def twin(jobs: Sequence[SimulatedJob], settings: Settings, new_policy: Callable[
 @pytest.mark.parametrize("types", [(), ("fast", "slow", "slow")], ids=["one type", "two types"])
 def test_the_results_agree_with_a_readable_twin(files: Path, types: Sequence[str]) -> None:
     submissions = read_workload(files / "workload.csv", files / "profiles", list(dict.fromkeys(types)))[:5]
-    settings = Settings([2] * 3, types=types)
+    settings = SimulationSettings([2] * 3, types=types)
     jobs = simulate(submissions, AdaScalePolicy(), settings)
     found = isolated_fairness(jobs, IsolatedCluster(settings, AdaScalePolicy, fixed_size=False))
     assert found == pytest.approx(twin(jobs, settings, AdaScalePolicy))

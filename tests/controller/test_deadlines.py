@@ -182,14 +182,14 @@ def test_the_condition_stays_while_nothing_is_predicted() -> None:
 
 
 @pytest.mark.parametrize("feasibility", [Feasibility(3, "its own step times"), NONE])
-def test_another_prediction_is_written_with_the_telemetry(feasibility: Feasibility) -> None:
+def test_another_prediction_is_not_urgent(feasibility: Feasibility) -> None:
     """It may differ in each decision."""
     before = training_job(completion_deadline_seconds=600)
     predicted = with_status(before, actions_for(before, 2, feasibility=FOUR))
     again = actions_for(predicted, 2, feasibility=feasibility)
-    assert (again.status_changed, again.telemetry_changed) == (False, True)
+    assert (again.status_is_urgent, again.status_changed) == (False, True)
     missed = actions_for(replace(predicted, now=NOW + 500), 2)
-    assert missed.status_changed
+    assert missed.status_is_urgent
 
 
 @pytest.mark.parametrize(

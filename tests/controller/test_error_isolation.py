@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adascale_client import ServiceError, ServiceRefusedError
-from adascale_controller.operator.apply.cluster import ClusterError, JobRefusedError
+from adascale_controller.operator.apply.cluster import ApiServerError, JobRefusedError
 from adascale_controller.operator.runtime.error_isolation import (
     MAX_RETRY_INTERVAL,
     RETRY_INTERVAL,
@@ -17,7 +17,7 @@ from adascale_controller.operator.types.kubernetes import ApiObject
 from support.fake_cluster import FakeCluster
 from support.world import World
 
-REFUSED = ClusterError('jobs.batch "digits" is forbidden: exceeded quota', 403)
+REFUSED = ApiServerError('jobs.batch "digits" is forbidden: exceeded quota', 403)
 
 
 class Clock:
@@ -48,8 +48,8 @@ def intervals(errors: list[Exception]) -> list[float]:
     "error",
     [
         REFUSED,
-        JobRefusedError(ClusterError("failed calling webhook", 500), extra=False),
-        ClusterError("already exists", 409),
+        JobRefusedError(ApiServerError("failed calling webhook", 500), extra=False),
+        ApiServerError("already exists", 409),
         ServiceRefusedError("unknown", 404),
         ValueError("a bug"),
     ],
@@ -63,9 +63,9 @@ def test_intervals_double_while_a_server_refuses(error: Exception) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        ClusterError("no answer"),
-        ClusterError("overloaded", 503),
-        ClusterError("too many requests", 429),
+        ApiServerError("no answer"),
+        ApiServerError("overloaded", 503),
+        ApiServerError("too many requests", 429),
         ServiceError("no answer"),
         ServiceRefusedError("the database does not answer", 503),
     ],

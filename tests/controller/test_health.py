@@ -84,12 +84,12 @@ def progress(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     monkeypatch.setattr(control_loop, "PAUSE", 0.01)
     monkeypatch.setattr(control_loop, "INTERVAL", 0.01)
     recorded: list[None] = []
-    original = control_loop.ControlLoop.__init__
+    original = control_loop.OperatorLoop.__init__
 
-    def init(self: control_loop.ControlLoop, *arguments: Any, **options: Any) -> None:
+    def init(self: control_loop.OperatorLoop, *arguments: Any, **options: Any) -> None:
         original(self, *arguments, **options, on_progress=lambda: recorded.append(None))
 
-    monkeypatch.setattr(control_loop.ControlLoop, "__init__", init)
+    monkeypatch.setattr(control_loop.OperatorLoop, "__init__", init)
     return recorded
 
 

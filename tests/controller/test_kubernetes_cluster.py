@@ -12,7 +12,7 @@ from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
 from adascale_controller.operator.apply import kubernetes_cluster
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.apply.kubernetes_cluster import MAX_TRIES, KubernetesCluster
 
 Answer = Callable[[int], web.Response]
@@ -74,7 +74,7 @@ def test_an_api_server_that_stays_busy_is_an_error(monkeypatch: pytest.MonkeyPat
 
     async def main() -> None:
         async with served(lambda number: busy([None, 3600, 1][number]), [], statuses) as cluster:
-            with pytest.raises(ClusterError, match=r"GET .*first: too many requests") as rejected:
+            with pytest.raises(ApiServerError, match=r"GET .*first: too many requests") as rejected:
                 await cluster.get_claim("team", "first")
             assert rejected.value.status == 429
 

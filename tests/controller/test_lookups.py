@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.job import CheckpointSettings, Job, OpportunisticSettings
-from adascale_controller.operator.apply.cluster import ClusterError, JobRefusedError
+from adascale_controller.job import CheckpointSettings, JobDefinition, OpportunisticSettings
+from adascale_controller.operator.apply.cluster import ApiServerError, JobRefusedError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.lookups import (
     CONTAINER_CREATING_TIMEOUT,
@@ -66,7 +66,7 @@ class ClaimCluster(FakeCluster):
 
 def cached(name: str) -> CachedJob:
     """Return a job that saves its checkpoints in a claim of the same name."""
-    parsed = Job(f"team.{name}", SPEC, checkpoint=CheckpointSettings(claim_name=name))
+    parsed = JobDefinition(f"team.{name}", SPEC, checkpoint=CheckpointSettings(claim_name=name))
     resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, parsed)
     template = {"spec": {"containers": [{"name": "worker"}]}}
     workload = Workload(name, "team", resource.uid, parsed, template, 0, PodSettings("http://api"))
@@ -128,7 +128,7 @@ def test_a_call_that_hangs_fails_at_its_deadline_and_is_repeated(monkeypatch: py
         fetcher = LookupFetcher(ClaimCluster(world, get_claim), lambda _: None)
         slow = cached("slow")
         await fetcher.fetch([slow], NOW)
-        with pytest.raises(ClusterError, match="does not answer within"):
+        with pytest.raises(ApiServerError, match="does not answer within"):
             fetcher.results(slow)
         await fetcher.fetch([slow], NOW + 1)
         assert calls == ["slow", "slow"]
@@ -210,7 +210,7 @@ def test_a_hanging_claim_of_one_job_does_not_keep_another_job_from_training(
 @pytest.mark.parametrize("extra", [False, True])
 def test_a_refusal_is_kept_until_the_job_has_the_indexed_job_or_needs_it_no_more(extra: bool) -> None:
     fetcher = LookupFetcher(FakeCluster(World()), lambda _: None)
-    fetcher.note_refusal("job-uid", JobRefusedError(ClusterError("rejects it: no", 403, "no"), extra=extra))
+    fetcher.note_refusal("job-uid", JobRefusedError(ApiServerError("rejects it: no", 403, "no"), extra=extra))
     lacking = observed(job(opportunistic=OpportunisticSettings("spare")))
     with_one = replace(lacking, indexed_job=indexed_job(1)), replace(lacking, extra_job=indexed_job(1))
     refusals = []
@@ -246,7 +246,7 @@ def short_of_pods(number: int) -> CachedJob:
     """Return a job whose Indexed Job has none of its pods."""
     name = f"digits-{number}"
     own = indexed_job(2, uid=f"uid-of-job-{number}", owner=f"uid-{name}")
-    resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, Job(f"team.{name}", SPEC))
+    resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, JobDefinition(f"team.{name}", SPEC))
     return CachedJob(resource, None, own, (), frozenset())
 
 
@@ -298,7 +298,7 @@ def test_reads_of_events_are_made_one_at_a_time_with_rests_between_them() -> Non
             await asyncio.sleep(0.01)
             reads.append((start, clock()))
             if namespace == "refused":
-                raise ClusterError("refused", 403)
+                raise ApiServerError("refused", 403)
             return []
 
         reader = EventReader(EventsCluster(world, list_events), deadline=60.0)

@@ -90,7 +90,7 @@ def test_the_heartbeat_of_a_node_is_no_news(changed: dict[str, Any], is_news: bo
 
 
 @pytest.mark.parametrize(("generation", "is_news"), [(1, False), (2, True)])
-def test_a_write_of_telemetry_is_no_news_unless_its_answer_has_an_edit(
+def test_a_write_of_reported_fields_is_no_news_unless_its_answer_has_an_edit(
     generation: int, is_news: bool
 ) -> None:
     cache = ObjectCache()

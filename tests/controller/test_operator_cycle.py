@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adascale_client import ServiceUnreachableError
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.runtime import control_loop
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core.messages.registration import ReplicaState
@@ -29,7 +29,7 @@ def answer_claims(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     """Set the answer of the API server to reads of a claim; an error is raised."""
 
     async def get_claim(*_: object) -> Any:
-        if isinstance(answer, ClusterError):
+        if isinstance(answer, ApiServerError):
             raise answer
         return answer
 
@@ -127,9 +127,9 @@ def test_a_job_that_has_only_reports_is_not_deregistered() -> None:
     assert world.service.list_jobs()
 
 
-@pytest.mark.parametrize("error", [ClusterError("no answer"), ClusterError("out of order", 500)])
+@pytest.mark.parametrize("error", [ApiServerError("no answer"), ApiServerError("out of order", 500)])
 def test_running_pods_stay_while_the_claim_can_not_be_read(
-    error: ClusterError, monkeypatch: pytest.MonkeyPatch
+    error: ApiServerError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World()
     answer_claims(monkeypatch, ON_ONE_NODE)
@@ -150,7 +150,7 @@ def test_running_pods_stay_while_the_claim_can_not_be_read(
 def test_pods_are_created_once_where_claims_may_not_be_read(
     checkpoint: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer_claims(monkeypatch, ClusterError("forbidden", 403))
+    answer_claims(monkeypatch, ApiServerError("forbidden", 403))
     world = World()
     world.submit(checkpoint=checkpoint)
     world.run_cycles(30)

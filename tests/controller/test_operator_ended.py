@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.observe.observed_job import CheckpointClaim
-from adascale_controller.operator.reconcile.status import TELEMETRY
+from adascale_controller.operator.reconcile.status import REPORTED_FIELDS
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.job_summary import JobStateName, summarize
@@ -108,8 +108,8 @@ def test_more_steps_of_a_complete_job_are_answered_by_an_event_and_its_progress_
     ended = with_status(ended, actions_for(ended))
     changed = replace(job(status=ended.resource.status, **edited), generation=2)
     actions = actions_for(replace(ended, resource=changed))
-    assert {each: actions.status[each] for each in TELEMETRY} == {
-        each: ended.resource.status[each] for each in TELEMETRY
+    assert {each: actions.status[each] for each in REPORTED_FIELDS} == {
+        each: ended.resource.status[each] for each in REPORTED_FIELDS
     }
     events = [event for event in actions.events if event.reason == "NotContinued"]
     assert [event.warning for event in events] == ([] if message is None else [True])
@@ -117,7 +117,7 @@ def test_more_steps_of_a_complete_job_are_answered_by_an_event_and_its_progress_
         assert events[0].message.startswith(message)
         assert ("are deleted with it" in events[0].message) == claim.own
     again = actions_for(with_status(replace(ended, resource=changed), actions))
-    assert not again.status_changed
+    assert not again.status_is_urgent
     assert not again.events
 
 

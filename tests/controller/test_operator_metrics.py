@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.runtime import control_loop
 from support.fake_cluster import FakeCluster
 from support.operator_metrics import serve
@@ -44,7 +44,7 @@ def test_the_metrics_show_jobs_cycles_and_allocations(world: World) -> None:
 
 def test_errors_of_jobs_are_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: object) -> None:
-        raise ClusterError("no answer")
+        raise ApiServerError("no answer")
 
     monkeypatch.setattr(FakeCluster, "apply_status", fail)
     world.run(0.3)

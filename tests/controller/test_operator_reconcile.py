@@ -16,7 +16,7 @@ from adascale_controller.operator.observe.observed_job import (
 from adascale_controller.operator.observe.pods import Pod, PodExit
 from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import TERMINATION_OVERDUE, next_deadline
-from adascale_controller.operator.reconcile.status import has_changed
+from adascale_controller.operator.reconcile.status import is_urgent
 from adascale_controller.operator.runtime.control_loop import is_waited_for
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
@@ -605,18 +605,18 @@ def test_a_failed_placement_is_in_the_rescaling_condition() -> None:
     assert (found.status, found.reason) == (False, Reason.QUOTA_EXCEEDED)
 
 
-def test_the_status_has_changed_only_if_more_than_telemetry_has() -> None:
+def test_the_status_is_urgent_only_if_more_than_reported_fields_has_changed() -> None:
     observed_job = training_job((3, 2))
     actions = actions_for(observed_job, 2)
     after = with_status(observed_job, actions)
-    assert has_changed(observed_job.resource.status, actions.status)
+    assert is_urgent(observed_job.resource.status, actions.status)
     later = replace(after, now=NOW + 500)
-    assert not has_changed(after.resource.status, actions_for(later, 2).status)
+    assert not is_urgent(after.resource.status, actions_for(later, 2).status)
     assert events(actions_for(later, 2)) == []
     grown = replace(later, service=replace(view((3, 2), (3, 2)), latest=report(3, 2, 600.0)))
-    assert not has_changed(after.resource.status, actions_for(grown, 2).status), "numbers wait for their time"
+    assert not is_urgent(after.resource.status, actions_for(grown, 2).status), "numbers wait for their time"
     assert actions_for(grown, 2).status != after.resource.status
-    assert has_changed(after.resource.status, actions_for(later, 4).status)
+    assert is_urgent(after.resource.status, actions_for(later, 4).status)
 
 
 def test_fields_and_conditions_of_others_do_not_change_the_status() -> None:
@@ -626,7 +626,7 @@ def test_fields_and_conditions_of_others_do_not_change_the_status() -> None:
     conditions = [foreign, *reversed(after.resource.status["conditions"])]
     status = {**after.resource.status, "conditions": conditions, "theirs": 1}
     other = replace(after, resource=replace(after.resource, status=status))
-    assert not has_changed(status, actions_for(other, 2).status)
+    assert not is_urgent(status, actions_for(other, 2).status)
 
 
 def test_disruptions_are_added_up_when_the_metrics_service_counts_from_zero() -> None:

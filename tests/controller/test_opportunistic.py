@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.job import Job, OpportunisticSettings
+from adascale_controller.job import JobDefinition, OpportunisticSettings
 from adascale_controller.local.local_command import resolve_command
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.apply.indexed_job import indexed_job_manifest
@@ -133,7 +133,7 @@ def test_extra_pods_have_their_own_job_priority_indices_and_queue() -> None:
         "digits",
         "team",
         "b7d1",
-        Job("team.digits", spec, opportunistic=settings, active_deadline_seconds=60),
+        JobDefinition("team.digits", spec, opportunistic=settings, active_deadline_seconds=60),
         template,
         5,
         PodSettings("http://api"),
@@ -172,9 +172,9 @@ def test_the_rank_of_an_extra_pod_is_counted_after_the_core() -> None:
     ],
 )
 def test_an_edit_of_the_core_or_of_its_class_replaces_all_pods(changes: Object, same: bool) -> None:
-    before = Job("team.digits", SPEC, opportunistic=SETTINGS)
+    before = JobDefinition("team.digits", SPEC, opportunistic=SETTINGS)
 
-    def digest(made: Job) -> str:
+    def digest(made: JobDefinition) -> str:
         workload = Workload("digits", "team", "b7d1", made, {"spec": {}}, 5, PodSettings("http://api"))
         return template_digest(workload, single_node=False)
 
@@ -753,6 +753,6 @@ def test_fields_are_checked(name: str, opportunistic: Object | None, message: st
 
 
 def test_one_machine_says_that_it_has_no_extra_pods(tmp_path: Any) -> None:
-    made = Job("default.digits", SPEC, command=("python", "-V"), opportunistic=SETTINGS)
+    made = JobDefinition("default.digits", SPEC, command=("python", "-V"), opportunistic=SETTINGS)
     command = resolve_command(made, tmp_path, {}, threads=1)
     assert command.ignored == ("spec.opportunistic, since there are extra pods on a cluster only",)

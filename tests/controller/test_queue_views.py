@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import QueueView
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import QueueReader, confirmed
@@ -156,7 +156,7 @@ def test_unused_quota(queues: list[dict[str, Any]], unused: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ClusterError("no answer"), ValueError("an object that no schema rules out")]
+    "error", [ApiServerError("no answer"), ValueError("an object that no schema rules out")]
 )
 def test_a_read_that_fails_is_not_repeated_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: object) -> None:

@@ -17,7 +17,7 @@ from adascale_controller.operator.reconcile.reconciler import MAX_GATE_PAUSE
 from adascale_controller.operator.schedule.quota import fixed_count, quota_limit
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.actions import Actions
-from adascale_controller.operator.types.conditions import Condition, ConditionType, Reason
+from adascale_controller.operator.types.conditions import ConditionType, JobCondition, Reason
 from adascale_controller.operator.types.workload import ELASTIC_JOB, QUEUE_NAME, Queueing
 from adascale_core.messages.allocation import Allocation
 from support.decisions import decided
@@ -190,7 +190,7 @@ def test_the_job_of_gated_pods_is_changed_without_another_effect() -> None:
     indexed = indexed_job(1, uid=before["metadata"]["uid"])
     job_ = replace(training_job((1, 1)), indexed_job=indexed)
     applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
-    actions = Actions({}, status_changed=False, telemetry_changed=False, check_gates=(indexed.uid,))
+    actions = Actions({}, status_is_urgent=False, status_changed=False, check_gates=(indexed.uid,))
     asyncio.run(applier.apply(job_, actions))
     assert world.indexed_job is not None
     assert IndexedJob.read(world.indexed_job) == replace(IndexedJob.read(before), gates_checked_at=NOW)
@@ -260,7 +260,7 @@ def test_who_suspends_a_job_that_is_not_queued_is_told_so() -> None:
     assert running.indexed_job is not None
     evicted = replace(running, indexed_job=replace(running.indexed_job, suspended=True))
     actions = actions_for(evicted)
-    assert condition(actions, ConditionType.SUSPENDED) == Condition(
+    assert condition(actions, ConditionType.SUSPENDED) == JobCondition(
         ConditionType.SUSPENDED, False, Reason.JOB_SUSPENDED, "Saving state"
     )
     left = with_status(replace(evicted, service=view((2, 0), (2, 0)), pods=()), actions)

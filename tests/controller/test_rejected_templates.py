@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob, SpecReader
 from adascale_controller.operator.runtime.admission_reader import QUOTA_INTERVAL
 from adascale_controller.operator.runtime.error_isolation import MAX_RETRY_INTERVAL
@@ -86,7 +86,7 @@ def test_a_job_whose_indexed_job_is_forbidden_says_so_until_it_is_allowed(
 
     async def refuse(fake: FakeCluster, manifest: ApiObject) -> ApiObject:
         if manifest["metadata"]["name"] in forbidden:
-            raise ClusterError(f"rejects it: {reply}", 403, reply)
+            raise ApiServerError(f"rejects it: {reply}", 403, reply)
         return await create(fake, manifest)
 
     monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
@@ -106,7 +106,7 @@ def test_a_refusal_whose_text_differs_each_time_is_no_news(monkeypatch: pytest.M
 
     async def refuse(_: FakeCluster, manifest: ApiObject) -> ApiObject:
         attempts.append(world.now)
-        raise ClusterError("rejects it", 403, f"denied by a policy, request {len(attempts)}")
+        raise ApiServerError("rejects it", 403, f"denied by a policy, request {len(attempts)}")
 
     monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
     world = World()
@@ -123,7 +123,7 @@ def test_extra_pods_whose_indexed_job_is_forbidden_keep_no_nodes_for_long(
 
     async def refuse(fake: FakeCluster, manifest: ApiObject) -> ApiObject:
         if manifest["metadata"]["name"] == "digits-extra":
-            raise ClusterError(f"rejects it: {QUOTA}", 403, QUOTA)
+            raise ApiServerError(f"rejects it: {QUOTA}", 403, QUOTA)
         return await create(fake, manifest)
 
     def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:

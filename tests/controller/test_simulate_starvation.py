@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode
 from adascale_controller.simulation.application import ProfiledApplication
-from adascale_controller.simulation.engine import Settings, Submission, simulate
+from adascale_controller.simulation.engine import SimulationSettings, Submission, simulate
 from adascale_controller.simulation.profiles import read_application
 from support.examples import examples
 from support.workload import write_profiles
@@ -48,7 +48,10 @@ def test_a_job_starts_as_soon_as_a_place_is_left_by_earlier_jobs_and_runs_to_its
         for i, (time, name) in enumerate(sorted(drawn))
     ]
     jobs = simulate(
-        submissions, AdaScalePolicy(placement), Settings(nodes, restart, interval, prepare), lambda: 1.0
+        submissions,
+        AdaScalePolicy(placement),
+        SimulationSettings(nodes, restart, interval, prepare),
+        lambda: 1.0,
     )
     ends: list[float] = []
     for job in jobs:

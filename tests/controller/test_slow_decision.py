@@ -10,7 +10,7 @@ import pytest
 
 from adascale_controller.operator.apply import applier
 from adascale_controller.operator.runtime import control_loop
-from adascale_controller.operator.runtime.control_loop import ControlLoop
+from adascale_controller.operator.runtime.control_loop import OperatorLoop
 from adascale_controller.operator.schedule import scheduler
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
 from adascale_core.decision.decide import Decision, DecisionProblem
@@ -125,18 +125,18 @@ def test_reports_are_not_looked_at_while_a_decision_is_made(
     decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = training_on_four(decisions)
-    loops: list[ControlLoop] = []
+    loops: list[OperatorLoop] = []
     looks: list[Collection[JobKey]] = []
-    look = ControlLoop._look
+    look = OperatorLoop._look
 
-    async def recorded_look(loop: ControlLoop, keys: Collection[JobKey]) -> set[JobKey]:
+    async def recorded_look(loop: OperatorLoop, keys: Collection[JobKey]) -> set[JobKey]:
         loops.append(loop)
         looks.append(keys)
         return await look(loop, keys)
 
     def steps() -> Iterator[Callable[[], bool]]:
         yield from shrink_during_a_decision(world, decisions)
-        monkeypatch.setattr(ControlLoop, "_look", recorded_look)
+        monkeypatch.setattr(OperatorLoop, "_look", recorded_look)
         wanted = world.service.state.desired
         yield lambda: bool(loops) and (loops[-1]._views or {})["team.digits"].desired == wanted
         world.service.post(report(replicas=2))
@@ -249,9 +249,9 @@ def test_what_is_planned_for_a_job_is_not_begun_while_the_job_is_looked_at(
     world = training_on_four(decisions)
     may_answer, is_asked = hold_back_allocations(world, monkeypatch)
     looks: list[bool] = []
-    look = ControlLoop._look
+    look = OperatorLoop._look
 
-    async def slow_look(loop: ControlLoop, keys: Collection[JobKey]) -> set[JobKey]:
+    async def slow_look(loop: OperatorLoop, keys: Collection[JobKey]) -> set[JobKey]:
         looked_at = await look(loop, keys)
         other = ("team", "other")
         if other in keys and other in loop._planned:
@@ -266,7 +266,7 @@ def test_what_is_planned_for_a_job_is_not_begun_while_the_job_is_looked_at(
         yield is_asked.is_set
         world.submit("other")
         yield lambda: "adascale_operator_pending_jobs 2.0" in world.metrics.text().decode()
-        monkeypatch.setattr(ControlLoop, "_look", slow_look)
+        monkeypatch.setattr(OperatorLoop, "_look", slow_look)
         other = world.objects[Resource.ADASCALEJOBS]["other"]
         world.write(Resource.ADASCALEJOBS, {**other, "spec": {**other["spec"], "backoffLimit": 5}})
         yield lambda: bool(looks)
@@ -308,12 +308,12 @@ def test_a_slow_metrics_service_delays_no_reaction(
         may_answer.set()
 
 
-def test_telemetry_is_written_beside_a_write_that_does_not_end(
+def test_a_status_is_written_beside_a_write_that_does_not_end(
     decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_loop, "MAX_TELEMETRY_DELAY", 0.3)
-    monkeypatch.setattr(control_loop, "TELEMETRY_RETRY_INTERVAL", 0.05)
-    monkeypatch.setattr(applier, "TELEMETRY_INTERVAL", 0.0)
+    monkeypatch.setattr(control_loop, "MAX_STATUS_DELAY", 0.3)
+    monkeypatch.setattr(control_loop, "STATUS_RETRY_INTERVAL", 0.05)
+    monkeypatch.setattr(applier, "STATUS_INTERVAL", 0.0)
     world = training_on_four(decisions)
     written: list[float] = []
     waiting = threading.Event()

@@ -42,7 +42,7 @@ def test_a_slow_replica_is_named_in_the_condition_and_in_one_event() -> None:
     # The factor changes with each report. That is no other status.
     later = actions_for(with_slow(with_status(job, actions), 1, 1.31), 2)
     assert condition(later, SLOW) == found
-    assert not later.status_changed
+    assert not later.status_is_urgent
     ended = actions_for(with_slow(with_status(job, actions), None), 2)
     assert (condition(ended, SLOW).status, condition(ended, SLOW).reason) == (False, "NoReplicaSlow")
     assert not [each for each in ended.events if "Slow" in each.reason]

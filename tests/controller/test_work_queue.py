@@ -33,7 +33,7 @@ def test_a_job_is_looked_at_when_its_time_has_come() -> None:
     assert queue.take(NOW + 11, 10) == [], "it is planned again by those who look at it"
 
 
-def test_telemetry_is_due_at_its_time() -> None:
+def test_background_work_is_due_at_its_time() -> None:
     queue = planned(background=NOW + 30)
     assert queue.take(NOW + 29, 10) == []
     assert queue.take(NOW + 30, 10) == ["a"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.pods import END_DEADLINE
 from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.kubernetes import ORPHAN_FINALIZER, ApiObject, Resource, timestamp
@@ -18,7 +18,7 @@ Object = dict[str, Any]
 
 
 class FakeCluster:
-    """The API server of a world. `ControlLoop` accepts it as a `Cluster`, which mypy checks."""
+    """The API server of a world. `OperatorLoop` accepts it as a `Cluster`, which mypy checks."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -91,13 +91,13 @@ class FakeCluster:
         """As `Cluster.create_indexed_job`."""
         self._world.before_write(f"create a Job with parallelism {manifest['spec']['parallelism']}")
         if manifest["metadata"]["name"] in self._world.objects[Resource.JOBS]:
-            raise ClusterError("already exists", 409)
+            raise ApiServerError("already exists", 409)
         return self._world.create(Resource.JOBS, deepcopy(dict(manifest)))
 
     async def try_indexed_job(self, manifest: ApiObject) -> None:
         """As `Cluster.try_indexed_job`."""
         if self._world.job_rejection:
-            raise ClusterError("invalid", 422, self._world.job_rejection)
+            raise ApiServerError("invalid", 422, self._world.job_rejection)
 
     async def patch_indexed_job(self, namespace: str, name: str, uid: str, patch: ApiObject) -> ApiObject:
         """As `Cluster.patch_indexed_job`."""
@@ -146,14 +146,14 @@ class FakeCluster:
     async def create_secret(self, manifest: ApiObject) -> None:
         """As `Cluster.create_secret`."""
         if _key(manifest) in self.secrets:
-            raise ClusterError("already exists", 409)
+            raise ApiServerError("already exists", 409)
         self._put_secret(manifest)
 
     async def replace_secret(self, manifest: ApiObject) -> None:
         """As `Cluster.replace_secret`."""
         version = self.secrets[_key(manifest)]["metadata"]["resourceVersion"]
         if manifest["metadata"]["resourceVersion"] != version:
-            raise ClusterError("the object has been modified", 409)
+            raise ApiServerError("the object has been modified", 409)
         self._put_secret(manifest)
 
     def _put_secret(self, manifest: ApiObject) -> None:
@@ -205,9 +205,9 @@ class FakeCluster:
     def _find(self, resource: Resource, name: str, uid: str | None = None) -> Object:
         raw = self._world.objects[resource].get(name)
         if raw is None:
-            raise ClusterError(f"{resource} {name} not found", 404)
+            raise ApiServerError(f"{resource} {name} not found", 404)
         if uid is not None and raw["metadata"]["uid"] != uid:
-            raise ClusterError("the uid in the precondition does not match", 409)
+            raise ApiServerError("the uid in the precondition does not match", 409)
         return raw
 
 

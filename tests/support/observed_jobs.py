@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from adascale_controller.failing_counts import FailingCount
-from adascale_controller.job import CheckpointSettings, Job
+from adascale_controller.job import CheckpointSettings, JobDefinition
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import CheckpointClaim, IndexedJob, ObservedJob
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
 from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.types.actions import Actions, FailedPlacement
-from adascale_controller.operator.types.conditions import Condition, ConditionType, Reason, condition_of
+from adascale_controller.operator.types.conditions import ConditionType, JobCondition, Reason, condition_of
 from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.decide import Decision
 from adascale_core.failures import TerminationMessage
@@ -37,7 +37,7 @@ def job(
     if recorded is not None:
         current["allocation"] = {"generation": recorded[0], "replicas": recorded[1]}
         current.setdefault("startTime", "2027-01-15T08:00:00Z")
-    parsed = Job(
+    parsed = JobDefinition(
         "team.digits", spec.pop("spec", SPEC), **{"checkpoint": CheckpointSettings(path="/data"), **spec}
     )
     return AdaScaleJob("team", "digits", "job-uid", 1, int(NOW) - 100, parsed, status=current)
@@ -180,7 +180,7 @@ def with_status(observed_job: ObservedJob, actions: Actions) -> ObservedJob:
     return replace(observed_job, resource=replace(observed_job.resource, status=actions.status))
 
 
-def condition(actions: Actions, kind: ConditionType) -> Condition:
+def condition(actions: Actions, kind: ConditionType) -> JobCondition:
     """Return a condition in the status of the actions."""
     found = condition_of(actions.status, kind)
     assert found is not None

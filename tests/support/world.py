@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from adascale_controller.operator.runtime.control_loop import ControlLoop
+from adascale_controller.operator.runtime.control_loop import OperatorLoop
 from adascale_controller.operator.runtime.health import OperatorMetrics
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.schedule.nodes import eligible_nodes
@@ -83,7 +83,7 @@ class World:
     full: bool = False
     """Whether the next cycle looks at everything, and not only at what has changed."""
     admit: Callable[[Object], Object] = lambda pod: pod
-    """What admission makes of a pod; it may raise a `ClusterError`."""
+    """What admission makes of a pod; it may raise an `ApiServerError`."""
     spec: Object = field(default_factory=dict)
     """Fields of the spec of each AdaScaleJob that is submitted."""
     checks: dict[str, Object] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class World:
     def start_operator(self) -> None:
         """Start a new operator, without any memory."""
         self._cache = ObjectCache()
-        self._operator = ControlLoop(
+        self._operator = OperatorLoop(
             self._cache,
             FakeCluster(self),
             self.service,

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
-from adascale_controller.job import Job
+from adascale_controller.job import JobDefinition
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
 from adascale_controller.simulation.application import Application, fixed_plan
-from adascale_controller.simulation.engine import Settings, SimulatedJob
+from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan, plan_batch
 from adascale_core.decision.decide import DecisionProblem
@@ -87,7 +87,7 @@ class AdaScalePolicy:
         self._fairness = fairness
         self._templates = TemplateMeasurements()
         self._measurements: dict[str, JobMeasurements] = {}
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, JobDefinition] = {}
         self._problems: Sequence[DecisionProblem] = ()
         self._capacity: NodeCapacity | None = None
         self._nodes: list[Node] = []
@@ -103,7 +103,7 @@ class AdaScalePolicy:
         self._grids: dict[tuple[BatchBounds, int], PlanGrid] = {}
 
     def allocate(
-        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+        self, jobs: Sequence[SimulatedJob], settings: SimulationSettings, now: float
     ) -> Mapping[str, tuple[int, ...]]:
         """Return job name -> node of each replica."""
         if not self._nodes:
@@ -124,7 +124,7 @@ class AdaScalePolicy:
         return place(present, counts, settings.nodes, self._placement)
 
     def _allocate_on_types(
-        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+        self, jobs: Sequence[SimulatedJob], settings: SimulationSettings, now: float
     ) -> Mapping[str, tuple[int, ...]]:
         """Return job name -> node of each replica, on a cluster with several types of accelerators."""
         options = sorted((self._options(job, settings, now) for job in jobs), key=_admission_order)
@@ -154,7 +154,7 @@ class AdaScalePolicy:
             )
         return placed
 
-    def _options(self, job: SimulatedJob, settings: Settings, now: float) -> TypeOptions:
+    def _options(self, job: SimulatedJob, settings: SimulationSettings, now: float) -> TypeOptions:
         """Return the types on which a job may run."""
         present = settings.type_of(job.nodes) if job.nodes else None
         states = {name: self._state(job, settings, now, name) for name in settings.nodes_by_type()}
@@ -227,7 +227,7 @@ class AdaScalePolicy:
                 self._trainer_models[job.name] = job.step_times, job.accelerator, model
 
     def _state(
-        self, job: SimulatedJob, settings: Settings, now: float, accelerator: str | None = None
+        self, job: SimulatedJob, settings: SimulationSettings, now: float, accelerator: str | None = None
     ) -> JobState:
         """Return the state of a job, on a type of accelerator if types are distinguished."""
         if job.name not in self._jobs:
@@ -261,7 +261,7 @@ def _admission_order(options: TypeOptions) -> tuple[bool, int, float, float, str
     return next(iter(options.states.values())).admission_order
 
 
-def _job(job: SimulatedJob, total: int) -> Job:
+def _job(job: SimulatedJob, total: int) -> JobDefinition:
     application = job.application
     bounds = application.bounds
     most = _most_replicas(application, total)
@@ -270,7 +270,7 @@ def _job(job: SimulatedJob, total: int) -> Job:
         # The memory of a type limits the local batch further, as `_view` says.
         uppers = [each.bounds.upper for each in job.submission.by_type.values()]
         pair = pair[0], max((upper for upper in uppers if upper is not None), default=pair[1])
-    return Job(
+    return JobDefinition(
         f"{job.name}",
         JobSpec(
             bounds.batch_size,
@@ -291,7 +291,7 @@ def _most_replicas(application: Application, total: int) -> int:
     return min(total, most if application.max_replicas is None else min(most, application.max_replicas))
 
 
-def _view(job: SimulatedJob, spec: Job) -> JobView:
+def _view(job: SimulatedJob, spec: JobDefinition) -> JobView:
     """Return what the metrics service would answer about a job."""
     desired = Allocation(job.generation, job.replicas) if job.generation else None
     return replace(

@@ -43,7 +43,7 @@ class Submission:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SimulationSettings:
     """The cluster and its costs."""
 
     nodes: Sequence[int]  # for each node, how many replicas it holds
@@ -179,7 +179,7 @@ class Policy(Protocol):
     """Decides for all jobs that are submitted and not complete."""
 
     def allocate(
-        self, jobs: Sequence[SimulatedJob], settings: Settings, now: float
+        self, jobs: Sequence[SimulatedJob], settings: SimulationSettings, now: float
     ) -> Mapping[str, tuple[int, ...]]:
         """Return job name -> node of each replica. A job that is not named does not run."""
 
@@ -190,7 +190,7 @@ class Policy(Protocol):
 def simulate(
     submissions: Sequence[Submission],
     policy: Policy,
-    settings: Settings,
+    settings: SimulationSettings,
     noise: Callable[[], float] = lambda: 1.0,
 ) -> list[SimulatedJob]:
     """Return the jobs after all of them are complete.
@@ -201,7 +201,7 @@ def simulate(
     jobs = [SimulatedJob(each) for each in sorted(submissions, key=lambda each: (each.time, each.name))]
     arrived = 0
     active: list[SimulatedJob] = []
-    room = _Room(settings)
+    room = _FreePlaces(settings)
     now = 0.0
     while arrived < len(jobs) or active:
         if not active:
@@ -232,10 +232,10 @@ def simulate(
     return jobs
 
 
-class _Room:
+class _FreePlaces:
     """The free places of the nodes."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SimulationSettings) -> None:
         self._size = settings.nodes
         self._free = list(settings.nodes)
 
@@ -256,7 +256,7 @@ class _Room:
             )
 
 
-def _reallocate(job: SimulatedJob, nodes: tuple[int, ...], now: float, settings: Settings) -> None:
+def _reallocate(job: SimulatedJob, nodes: tuple[int, ...], now: float, settings: SimulationSettings) -> None:
     if nodes == job.nodes:
         return
     is_free = (
@@ -291,7 +291,7 @@ def _reallocate(job: SimulatedJob, nodes: tuple[int, ...], now: float, settings:
 
 
 def _advance(
-    job: SimulatedJob, until: float, settings: Settings, policy: Policy, noise: Callable[[], float]
+    job: SimulatedJob, until: float, settings: SimulationSettings, policy: Policy, noise: Callable[[], float]
 ) -> None:
     start = until - settings.interval
     clock = start

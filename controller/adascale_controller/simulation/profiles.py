@@ -28,7 +28,7 @@ from adascale_controller.simulation.application import (
     packed,
     training_seconds,
 )
-from adascale_controller.simulation.engine import MAX_TIME, Settings, Submission
+from adascale_controller.simulation.engine import MAX_TIME, SimulationSettings, Submission
 from adascale_core.batch.plans import BatchBounds
 
 PUBLISHED_LIMITS: Mapping[str, Mapping[str, int]] = {
@@ -276,7 +276,7 @@ def read_text(path: Path) -> str:
 
 
 def with_deadlines(
-    submissions: Sequence[Submission], settings: Settings, tightness: tuple[float, float], seed: int
+    submissions: Sequence[Submission], settings: SimulationSettings, tightness: tuple[float, float], seed: int
 ) -> list[Submission]:
     """Return the jobs with drawn deadlines, in seconds from the begin of the workload."""
     random = Random(seed)
@@ -286,7 +286,7 @@ def with_deadlines(
     ]
 
 
-def requested_duration(job: Submission, settings: Settings) -> float:
+def requested_duration(job: Submission, settings: SimulationSettings) -> float:
     """Return the seconds of a job on its requested replicas and batch size, with its start.
 
     With several types of accelerators it is the mean over the types, weighted by their GPUs.

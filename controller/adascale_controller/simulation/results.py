@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from adascale_controller.simulation.application import Application, fixed_plan, shape
-from adascale_controller.simulation.engine import Settings, SimulatedJob, Submission
+from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings, Submission
 from adascale_core.batch.plans import candidate_plans
 
 
@@ -61,7 +61,7 @@ class Results:
     gpus: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
-    def of(cls, jobs: Sequence[SimulatedJob], settings: Settings) -> Results:
+    def of(cls, jobs: Sequence[SimulatedJob], settings: SimulationSettings) -> Results:
         """Return the results of the jobs of a simulation."""
         equal_share = _EqualShare(settings)
         contention = Contention(jobs)
@@ -131,7 +131,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _result(job: SimulatedJob, contention: float, equal_share: _EqualShare, settings: Settings) -> JobResult:
+def _result(
+    job: SimulatedJob, contention: float, equal_share: _EqualShare, settings: SimulationSettings
+) -> JobResult:
     assert job.completed_at is not None
     assert job.started_at is not None
     time = job.completed_at - job.submission.time
@@ -154,7 +156,7 @@ def _result(job: SimulatedJob, contention: float, equal_share: _EqualShare, sett
     )
 
 
-def _moves(job: SimulatedJob, settings: Settings) -> int:
+def _moves(job: SimulatedJob, settings: SimulationSettings) -> int:
     """Return how often a job moved to another type of accelerator."""
     types = [settings.type_of(nodes) for _, nodes in job.history if nodes]
     return sum(before != after for before, after in pairwise(types))
@@ -193,7 +195,7 @@ class Contention:
 class _EqualShare:
     """How long an application takes on an equal share of the cluster, with the best batch in each epoch."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SimulationSettings) -> None:
         self._settings = settings
         self._nodes = settings.nodes_by_type()
         self._gpus = {

@@ -11,8 +11,8 @@ from heapq import nsmallest
 from adascale_client import ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.cluster import (
     AllocationService,
+    ApiServerError,
     Cluster,
-    ClusterError,
     JobRefusedError,
 )
 from adascale_controller.operator.apply.indexed_job import (
@@ -36,11 +36,11 @@ from adascale_core.views.jobs import JobView
 
 logger = logging.getLogger(__name__)
 
-TELEMETRY_INTERVAL = 10.0
-"""Seconds between two writes of a status in which only telemetry has changed, at least."""
-MAX_TELEMETRY_RATE = 12.0
-"""Such writes per second, for all jobs together, beyond `TELEMETRY_BURST`."""
-TELEMETRY_BURST = 20
+STATUS_INTERVAL = 10.0
+"""Seconds between two writes of a status that is not urgent, at least."""
+MAX_STATUS_RATE = 12.0
+"""Such writes per second, for all jobs together, beyond `STATUS_BURST`."""
+STATUS_BURST = 20
 """Such writes that may begin at any time, one after the other."""
 
 
@@ -78,8 +78,8 @@ class Applier:
         self._on_stored = on_stored
         self._before_pods = before_pods
         self._status_written_at: dict[str, float] = {}
-        self._telemetry_until = float("-inf")
-        """Until when the writes of telemetry so far use up their rate, in seconds since 1970."""
+        self._statuses_until = float("-inf")
+        """Until when the writes of such statuses so far use up their rate, in seconds since 1970."""
         self.jobs = 0
         """The number of all jobs."""
 
@@ -89,31 +89,31 @@ class Applier:
             uid: moment for uid, moment in self._status_written_at.items() if uid in uids
         }
 
-    def take_telemetry(
+    def take_statuses(
         self, planned: Iterable[tuple[ObservedJob, Actions]], now: float
     ) -> list[tuple[ObservedJob, Actions]]:
-        """Return the jobs whose telemetry is written now, as the rate of such writes allows.
+        """Return the jobs whose status is written now, though it is not urgent, within the rate of such writes.
 
         Those whose status was not written for the longest time come first.
         """
         # A time that is too far away was set before the clock was set back.
-        until = min(max(self._telemetry_until, now - TELEMETRY_BURST / MAX_TELEMETRY_RATE), now)
+        until = min(max(self._statuses_until, now - STATUS_BURST / MAX_STATUS_RATE), now)
         taken = nsmallest(
-            int((now - until) * MAX_TELEMETRY_RATE + 0.5), planned, key=lambda each: self._written_at(each[0])
+            int((now - until) * MAX_STATUS_RATE + 0.5), planned, key=lambda each: self._written_at(each[0])
         )
-        self._telemetry_until = until + len(taken) / MAX_TELEMETRY_RATE
+        self._statuses_until = until + len(taken) / MAX_STATUS_RATE
         return taken
 
     def _written_at(self, observed: ObservedJob) -> float:
         return self._status_written_at.get(observed.resource.uid, float("-inf"))
 
-    def telemetry_due(self, observed: ObservedJob, actions: Actions) -> bool:
-        """Whether the telemetry in the status has changed, and its interval has passed."""
-        return actions.telemetry_changed and observed.now >= self.telemetry_due_at(observed)
+    def status_due(self, observed: ObservedJob, actions: Actions) -> bool:
+        """Whether the status has changed, and the interval of statuses that are not urgent has passed."""
+        return actions.status_changed and observed.now >= self.status_due_at(observed)
 
-    def telemetry_due_at(self, observed: ObservedJob) -> float:
-        """Return when telemetry in the status of a job may be written, in seconds since 1970."""
-        return self._written_at(observed) + max(TELEMETRY_INTERVAL, self.jobs / MAX_TELEMETRY_RATE)
+    def status_due_at(self, observed: ObservedJob) -> float:
+        """Return when a status that is not urgent may be written, in seconds since 1970."""
+        return self._written_at(observed) + max(STATUS_INTERVAL, self.jobs / MAX_STATUS_RATE)
 
     async def apply(self, observed: ObservedJob, actions: Actions) -> Applied:
         """Carry out the actions for a job, the status first."""
@@ -141,7 +141,7 @@ class Applier:
         await self._check_gates(observed, actions.check_gates)
         for name in actions.release_pods:
             await self._cluster.release_pod(job.namespace, name)
-        if actions.status_changed:
+        if actions.status_is_urgent:
             for event in actions.events:
                 await self._record_event(observed, event)
         if actions.delete_job:
@@ -186,9 +186,9 @@ class Applier:
 
     async def _write_status(self, observed: ObservedJob, actions: Actions) -> None:
         job, now = observed.resource, observed.now
-        if actions.status_changed or self.telemetry_due(observed, actions):
+        if actions.status_is_urgent or self.status_due(observed, actions):
             written = await self._cluster.apply_status(job.namespace, job.name, job.uid, actions.status)
-            self._on_written(Resource.ADASCALEJOBS, written, actions.status_changed)
+            self._on_written(Resource.ADASCALEJOBS, written, actions.status_is_urgent)
             self._status_written_at[job.uid] = now
 
     async def _write_indexed_job(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
@@ -235,7 +235,7 @@ class Applier:
         )
         try:
             await self._cluster.try_indexed_job(manifest)
-        except ClusterError as error:
+        except ApiServerError as error:
             # A webhook may not support dry runs, and a quota of Jobs does not count the one that is replaced.
             if error.status in {400, 422} and "dry run" not in error.reply:
                 applied.template_rejection = error.reply
@@ -303,7 +303,7 @@ class Applier:
             await self._before_pods(observed.resource.namespace)
         try:
             created = await self._cluster.create_indexed_job(manifest)
-        except ClusterError as error:
+        except ApiServerError as error:
             if error.reply and error.status not in {400, 409, 422, 429}:
                 # That keeps nothing else from being done.
                 applied.refused = JobRefusedError(error, extra=extra)

@@ -14,7 +14,7 @@ from adascale_core.views.decision import DecisionView
 from adascale_core.views.jobs import JobChanges, JobList
 
 
-class ClusterError(AdaScaleError):
+class ApiServerError(AdaScaleError):
     """The API server does not answer, or rejects a call.
 
     Args:
@@ -28,7 +28,7 @@ class ClusterError(AdaScaleError):
         self.reply = reply
 
 
-class JobRefusedError(ClusterError):
+class JobRefusedError(ApiServerError):
     """The API server does not create an Indexed Job now: for a quota, a policy, or a webhook that is down.
 
     Args:
@@ -36,13 +36,13 @@ class JobRefusedError(ClusterError):
         extra: whether it is the Indexed Job of extra pods.
     """
 
-    def __init__(self, error: ClusterError, *, extra: bool) -> None:
+    def __init__(self, error: ApiServerError, *, extra: bool) -> None:
         super().__init__(str(error), error.status, error.reply)
         self.extra = extra
 
 
 class Cluster(Protocol):
-    """The API server. Each call may raise `ClusterError`."""
+    """The API server. Each call may raise `ApiServerError`."""
 
     async def list(self, resource: Resource) -> tuple[list[ApiObject], int]:
         """Return all objects of a resource, with the parts that are cached, and the version of the list."""
@@ -59,7 +59,7 @@ class Cluster(Protocol):
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:
         """Return a pod as admission makes it, by a dry run: nothing is created.
 
-        `ClusterError.status` is 400 if a webhook does not support dry runs, 403 if a quota or a policy
+        `ApiServerError.status` is 400 if a webhook does not support dry runs, 403 if a quota or a policy
         rejects the pod.
         """
 
@@ -87,20 +87,20 @@ class Cluster(Protocol):
     async def apply_status(self, namespace: str, name: str, uid: str, status: ApiObject) -> ApiObject:
         """Write the status of an AdaScaleJob by server-side apply, and return the AdaScaleJob.
 
-        `ClusterError.status` is 404 or 409 if there is no AdaScaleJob with this uid.
+        `ApiServerError.status` is 404 or 409 if there is no AdaScaleJob with this uid.
         """
 
     async def create_indexed_job(self, manifest: ApiObject) -> ApiObject:
-        """Create an Indexed Job. `ClusterError.status` is 409 if a Job of this name exists."""
+        """Create an Indexed Job. `ApiServerError.status` is 409 if a Job of this name exists."""
 
     async def try_indexed_job(self, manifest: ApiObject) -> None:
         """Create an Indexed Job of another name by a dry run: nothing is created.
 
-        `ClusterError.status` is 400 or 422 if it is invalid.
+        `ApiServerError.status` is 400 or 422 if it is invalid.
         """
 
     async def patch_indexed_job(self, namespace: str, name: str, uid: str, patch: ApiObject) -> ApiObject:
-        """Change an Indexed Job by a merge patch. `ClusterError.status` is 409 if it has another uid."""
+        """Change an Indexed Job by a merge patch. `ApiServerError.status` is 409 if it has another uid."""
 
     async def delete_indexed_job(self, namespace: str, name: str, uid: str) -> None:
         """Delete an Indexed Job after its pods."""
@@ -109,16 +109,16 @@ class Cluster(Protocol):
         """Delete an Indexed Job without its pods."""
 
     async def own_pod(self, namespace: str, name: str, owner: ApiObject) -> None:
-        """Add an owner reference to a pod. `ClusterError.status` is 404 if the pod does not exist."""
+        """Add an owner reference to a pod. `ApiServerError.status` is 404 if the pod does not exist."""
 
     async def create_claim(self, manifest: ApiObject) -> None:
         """Create a PersistentVolumeClaim if none of this name exists."""
 
     async def create_secret(self, manifest: ApiObject) -> None:
-        """Create a Secret. `ClusterError.status` is 409 if one of this name exists."""
+        """Create a Secret. `ApiServerError.status` is 409 if one of this name exists."""
 
     async def replace_secret(self, manifest: ApiObject) -> None:
-        """Replace a Secret. `ClusterError.status` is 409 if it has another version than the manifest."""
+        """Replace a Secret. `ApiServerError.status` is 409 if it has another version than the manifest."""
 
     async def apply_config_map(self, manifest: ApiObject) -> None:
         """Create or change a ConfigMap by server-side apply."""

@@ -21,7 +21,7 @@ import aiohttp
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
-from adascale_controller.operator.apply.cluster import ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.cached_fields import cached_fields
 from adascale_controller.operator.observe.pods import END_DEADLINE
 from adascale_controller.operator.types.actions import Event
@@ -171,7 +171,7 @@ class KubernetesCluster:
             version = (await self._call("GET", group))["preferredVersion"]["version"]
             scope = f"/namespaces/{namespace}" if namespace is not None else ""
             pages = [page async for page in self._pages(f"{group}/{version}{scope}/{plural}")]
-        except ClusterError as error:
+        except ApiServerError as error:
             if error.status in {403, 404}:
                 return None
             raise
@@ -337,14 +337,14 @@ class KubernetesCluster:
     async def _create(self, path: str, manifest: ApiObject) -> None:
         try:
             await self._call("POST", path, _FIELD_MANAGER, manifest)
-        except ClusterError as error:
+        except ApiServerError as error:
             if error.status != 409:
                 raise
 
     async def _get(self, path: str) -> ApiObject | None:
         try:
             found: ApiObject = await self._call("GET", path)
-        except ClusterError as error:
+        except ApiServerError as error:
             if error.status == 404:
                 return None
             raise
@@ -386,7 +386,7 @@ class KubernetesCluster:
                 )
             except NoAnswerError as error:
                 self._on_request(method, None)
-                raise ClusterError(f"the API server does not answer: {error}") from error
+                raise ApiServerError(f"the API server does not answer: {error}") from error
             self._on_request(method, response.status)
             if response.status != TOO_MANY_REQUESTS:
                 break
@@ -395,7 +395,7 @@ class KubernetesCluster:
             self._paused_until = max(self._paused_until, time.monotonic() + pause)
         if response.status >= 300:
             reply = _message(response.content)
-            raise ClusterError(f"the API server rejects {method} {path}: {reply}", response.status, reply)
+            raise ApiServerError(f"the API server rejects {method} {path}: {reply}", response.status, reply)
         return json.loads(response.content) if response.content else None
 
 
@@ -415,7 +415,7 @@ def _ignore_missing() -> Iterator[None]:
     """Ignore that an object is deleted, changed or replaced: the next cycle observes it."""
     try:
         yield
-    except ClusterError as error:
+    except ApiServerError as error:
         if error.status not in {404, 409}:
             raise
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Self
 
-from adascale_controller.job import Job, to_job
+from adascale_controller.job import JobDefinition, to_job
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, seconds
 from adascale_controller.operator.types.workload import Queueing
 from adascale_controller.schema import find_worker
@@ -26,7 +26,7 @@ class AdaScaleJob:
     uid: str
     generation: int  # `metadata.generation`, which rises with each edit of the spec
     created_at: int  # seconds since 1970
-    job: Job | None  # the parsed spec. None if it is invalid.
+    job: JobDefinition | None  # the parsed spec. None if it is invalid.
     invalid: str | None = None
     # `spec.template` as the user wrote it
     template: ApiObject = field(default_factory=lambda: MappingProxyType({}))
@@ -78,7 +78,7 @@ class AdaScaleJob:
         return Allocation(recorded["generation"], recorded["replicas"], spares=recorded.get("spares", 0))
 
     @property
-    def valid_job(self) -> Job:
+    def valid_job(self) -> JobDefinition:
         """The parsed spec."""
         if self.job is None:
             raise ValueError(f"{self.id} has an invalid spec: {self.invalid}")
@@ -93,9 +93,9 @@ class SpecReader:
     """Parses specs, each generation of each AdaScaleJob once: parsing takes about a millisecond."""
 
     def __init__(self) -> None:
-        self._parsed: dict[str, tuple[_Version, Job | None, str | None]] = {}
+        self._parsed: dict[str, tuple[_Version, JobDefinition | None, str | None]] = {}
 
-    def read(self, raw: ApiObject) -> tuple[Job | None, str | None]:
+    def read(self, raw: ApiObject) -> tuple[JobDefinition | None, str | None]:
         """Return the parsed spec of an object of the API, or None and why it is invalid."""
         meta = raw["metadata"]
         parsed, version = self._parsed.get(meta["uid"]), (meta["generation"], Queueing.read(meta).queue)
@@ -114,7 +114,7 @@ class SpecReader:
             del self._parsed[uid]
 
 
-def _parse(raw: ApiObject) -> tuple[Job | None, str | None]:
+def _parse(raw: ApiObject) -> tuple[JobDefinition | None, str | None]:
     content = {
         "apiVersion": names.GROUP_VERSION,
         "kind": names.KIND,

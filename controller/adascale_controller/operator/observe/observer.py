@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from adascale_controller.job import Job
+from adascale_controller.job import JobDefinition
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob, SpecReader
 from adascale_controller.operator.observe.lookups import LookupResults, with_start_problems
 from adascale_controller.operator.observe.observed_job import (
@@ -30,7 +30,7 @@ class Observer:
         self._settings_without_tls = settings.without_tls()
         self._specs = SpecReader()
         self._pods: dict[str, dict[str, tuple[str, Pod]]] = {}
-        self._digests: dict[str, tuple[Job, dict[bool, str], dict[bool, str]]] = {}
+        self._digests: dict[str, tuple[JobDefinition, dict[bool, str], dict[bool, str]]] = {}
         """uid of an AdaScaleJob -> its parsed spec, and the digests of the template of that spec, with TLS
         and without."""
 

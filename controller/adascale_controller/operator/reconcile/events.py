@@ -12,8 +12,8 @@ from adascale_controller.operator.reconcile.job_phase import JobPhase, last_fail
 from adascale_controller.operator.reconcile.status import ScheduledJob, replica_limit_problem
 from adascale_controller.operator.types.actions import Event, Status
 from adascale_controller.operator.types.conditions import (
-    Condition,
     ConditionType,
+    JobCondition,
     Reason,
     condition_of,
     is_true,
@@ -209,7 +209,7 @@ def _changed_conditions(current: Mapping[str, Any], status: Status) -> Iterator[
         yield Event(new.reason, new.message[:MAX_MESSAGE], warning=new.reason not in _NORMAL)
 
 
-def _is_same(new: Condition, old: Condition | None) -> bool:
+def _is_same(new: JobCondition, old: JobCondition | None) -> bool:
     if old is None or (old.reason, old.status) != (new.reason, new.status):
         return False
     # The message on a slow replica stays while it is the same one.

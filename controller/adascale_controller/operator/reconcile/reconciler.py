@@ -14,7 +14,7 @@ from adascale_controller.operator.reconcile import template_rollout
 from adascale_controller.operator.reconcile.events import container_runs_on, events_of, has_new_bounds
 from adascale_controller.operator.reconcile.failures import LONG_LIFE, is_lost
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
-from adascale_controller.operator.reconcile.status import ScheduledJob, has_changed, own_fields, status_of
+from adascale_controller.operator.reconcile.status import ScheduledJob, is_urgent, own_fields, status_of
 from adascale_controller.operator.types.actions import (
     Actions,
     CapacityRequest,
@@ -87,8 +87,8 @@ def reconcile(
         required = next((pod.accelerator for pod in observed.pods if pod.exit is None), None)
     return Actions(
         status=status,
-        status_changed=has_changed(observed.resource.status, status),
-        telemetry_changed=own_fields(observed.resource.status) != status,
+        status_is_urgent=is_urgent(observed.resource.status, status),
+        status_changed=own_fields(observed.resource.status) != status,
         declare=_declaration(observed, assessment),
         allocate=allocation if _is_due(observed, assessment, allocation) else None,
         create_claim=creates and claim is not None and claim.own and not claim.exists,
@@ -123,7 +123,7 @@ def reconcile_undecided(observed: ObservedJob, assessment: Assessment) -> Action
     if declared is None:
         return None
     status = own_fields(observed.resource.status)
-    return Actions(status, status_changed=False, telemetry_changed=False, declare=declared)
+    return Actions(status, status_is_urgent=False, status_changed=False, declare=declared)
 
 
 def belongs_to_predecessor(observed: ObservedJob) -> bool:
@@ -148,8 +148,8 @@ def _deregister_predecessor(observed: ObservedJob, assessment: Assessment) -> Ac
     all_ended = all(pod.exit is not None for pod in observed.pods)
     return Actions(
         status,
-        status_changed=has_changed(observed.resource.status, status),
-        telemetry_changed=own_fields(observed.resource.status) != status,
+        status_is_urgent=is_urgent(observed.resource.status, status),
+        status_changed=own_fields(observed.resource.status) != status,
         deregister=all_ended,
     )
 

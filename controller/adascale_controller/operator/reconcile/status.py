@@ -8,14 +8,14 @@ from typing import Any
 
 from adascale_controller.failing_counts import FailingCount
 from adascale_controller.formatting import capitalized, duration, percent, plural, progress_text
-from adascale_controller.job import Job
+from adascale_controller.job import JobDefinition
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import PodProblem
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
 from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement, Status
 from adascale_controller.operator.types.conditions import (
-    Condition,
     ConditionType,
+    JobCondition,
     Reason,
     condition_of,
     has_ended,
@@ -29,7 +29,7 @@ from adascale_core.decision.type_choice import Accelerator
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.job_summary import JobStateName
 
-TELEMETRY = frozenset(
+REPORTED_FIELDS = frozenset(
     {
         "batchSize",
         "localBatchSize",
@@ -41,11 +41,11 @@ TELEMETRY = frozenset(
         "progressText",
     }
 )
-"""Fields that change with every step. They are written at intervals, all other fields at once."""
+"""Fields from the last report, which change in each step: written at intervals, all others at once."""
 PREDICTIONS = frozenset({Reason.COUNT_SUFFICES, Reason.NO_COUNT_SUFFICES})
-"""Reasons of conditions that may change with every decision. They are written with the telemetry."""
+"""Reasons of conditions that may change with every decision. They are written with `REPORTED_FIELDS`."""
 
-STATUS_FIELDS = TELEMETRY | {
+STATUS_FIELDS = REPORTED_FIELDS | {
     "observedGeneration",
     "state",
     "replicas",
@@ -117,7 +117,7 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         "desiredReplicas": allocation.replicas if allocation and not ended else 0,
         "selector": f"{names.LABEL_JOB}={observed.resource.name}",
         **counts,
-        **_telemetry(observed),
+        **_reported(observed),
         "conditions": merged(
             current.get("conditions") or (), conditions, observed.resource.generation, observed.now
         ),
@@ -164,9 +164,9 @@ def _ended_at(observed: ObservedJob, scheduled: ScheduledJob) -> float:
     return min(completed) if completed and is_complete else float(int(observed.now))
 
 
-def has_changed(current: Mapping[str, Any], new: Status) -> bool:
-    """Whether two statuses differ in more than telemetry and in what others have added."""
-    return _without_telemetry(current) != _without_telemetry(new)
+def is_urgent(current: Mapping[str, Any], new: Status) -> bool:
+    """Whether two statuses differ in more than reported fields, predictions and what others have added."""
+    return _without_reports(current) != _without_reports(new)
 
 
 def own_fields(status: Mapping[str, Any]) -> Status:
@@ -178,8 +178,8 @@ def own_fields(status: Mapping[str, Any]) -> Status:
     return own
 
 
-def _without_telemetry(status: Mapping[str, Any]) -> Status:
-    kept = {name: value for name, value in own_fields(status).items() if name not in TELEMETRY}
+def _without_reports(status: Mapping[str, Any]) -> Status:
+    kept = {name: value for name, value in own_fields(status).items() if name not in REPORTED_FIELDS}
     if "conditions" in kept:
         kept["conditions"] = [each for each in kept["conditions"] if each["reason"] not in PREDICTIONS]
     return kept
@@ -231,12 +231,12 @@ def _counts(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
     }
 
 
-def _telemetry(observed: ObservedJob) -> Status:
+def _reported(observed: ObservedJob) -> Status:
     current = observed.resource.status
     report = observed.service.latest if observed.service is not None else None
     # The progress of a job that has ended does not change with its spec, but its last report may be late.
     if report is None or (has_ended(current) and current.get("progress") == int(report.progress)):
-        return {name: value for name, value in current.items() if name in TELEMETRY}
+        return {name: value for name, value in current.items() if name in REPORTED_FIELDS}
     job = observed.resource.job
     steps = (job.spec.steps if job is not None else None) or report.target
     return {
@@ -260,7 +260,7 @@ def _rounded(value: float) -> float:
 
 def _conditions(
     observed: ObservedJob, scheduled: ScheduledJob, training: int, counts: Status
-) -> list[Condition]:
+) -> list[JobCondition]:
     assessment = scheduled.assessment
     conditions = [
         _running(observed, scheduled, training, counts),
@@ -268,9 +268,9 @@ def _conditions(
         _suspended(assessment, training, observed),
     ]
     if assessment.phase is JobPhase.COMPLETE:
-        conditions.append(Condition(ConditionType.COMPLETE, True, assessment.reason, assessment.message))
+        conditions.append(JobCondition(ConditionType.COMPLETE, True, assessment.reason, assessment.message))
     if assessment.phase is JobPhase.FAILED:
-        conditions.append(Condition(ConditionType.FAILED, True, assessment.reason, assessment.message))
+        conditions.append(JobCondition(ConditionType.FAILED, True, assessment.reason, assessment.message))
     deadline = _deadline_feasible(observed, scheduled)
     if deadline is not None:
         conditions.append(deadline)
@@ -280,11 +280,11 @@ def _conditions(
     return conditions
 
 
-def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, counts: Status) -> Condition:
+def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, counts: Status) -> JobCondition:
     assessment, allocation = scheduled.assessment, scheduled.allocation
 
-    def condition(status: bool, reason: Reason | str, message: str) -> Condition:
-        return Condition(ConditionType.RUNNING, status, reason, message)
+    def condition(status: bool, reason: Reason | str, message: str) -> JobCondition:
+        return JobCondition(ConditionType.RUNNING, status, reason, message)
 
     if assessment.ended:
         return condition(False, assessment.reason, assessment.message.split("\n")[0].rstrip(":"))
@@ -327,7 +327,7 @@ def _describe_spares(observed: ObservedJob, allocation: Allocation | None) -> st
     return found if waiting == allocation.spares or problem is None else f"{found}: {problem.message}"
 
 
-def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) -> Condition:
+def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) -> JobCondition:
     kind = ConditionType.RESCALING
     allocation, failed = scheduled.allocation, scheduled.failed_placement
     runnable = scheduled.phase is JobPhase.RUNNABLE
@@ -337,30 +337,30 @@ def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) ->
         problem = scheduled.start_problem(observed, ranks, allocation.spares)
         if problem is not None:
             continues = f"training continues on {plural(training, 'replica')}"
-            return Condition(kind, True, problem.reason, f"{change}: {problem.message}; {continues}")
+            return JobCondition(kind, True, problem.reason, f"{change}: {problem.message}; {continues}")
         current = condition_of(observed.resource.status, kind)
         if not scheduled.changed and current is not None and current.message.startswith(f"{change}:"):
-            return Condition(kind, True, Reason.PREPARING_REPLICAS, current.message)
+            return JobCondition(kind, True, Reason.PREPARING_REPLICAS, current.message)
         message = f"{change}: {scheduled.reason or 'preparing replicas'}"
-        return Condition(kind, True, Reason.PREPARING_REPLICAS, message)
+        return JobCondition(kind, True, Reason.PREPARING_REPLICAS, message)
     if runnable and observed.extra_pods_problem is not None:
         message = f"No extra pods are made: {observed.extra_pods_problem}"
-        return Condition(kind, False, Reason.EXTRA_PODS_REJECTED, message)
+        return JobCondition(kind, False, Reason.EXTRA_PODS_REJECTED, message)
     failing = scheduled.failing_count
     if failing is not None and not scheduled.assessment.ended:
         message = f"T{str(failing)[1:]}; it gets {plural(failing.limit, 'replica')} at most"
-        return Condition(kind, False, Reason.PROGRAM_FAILED, message)
+        return JobCondition(kind, False, Reason.PROGRAM_FAILED, message)
     if failed is not None and not scheduled.assessment.ended:
         message = (
             f"{plural(failed.count, 'replica')} could not be scheduled: {failed.message}; next attempt after "
             f"{duration(failed.pause)} or when more capacity is available"
         )
-        return Condition(kind, False, failed.reason, message)
+        return JobCondition(kind, False, failed.reason, message)
     message = (replica_limit_problem(observed.resource.valid_job) or "") if runnable else ""
-    return Condition(kind, False, Reason.STABLE, message)
+    return JobCondition(kind, False, Reason.STABLE, message)
 
 
-def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> Condition | None:
+def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> JobCondition | None:
     """Return whether the deadline can be met; None without one, or as long as nothing is predicted."""
     kind, due = ConditionType.DEADLINE_FEASIBLE, observed.resource.deadline
     if due is None:
@@ -368,10 +368,10 @@ def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> Condit
     target = f"completionDeadlineSeconds ({observed.resource.valid_job.completion_deadline_seconds})"
     if scheduled.assessment.ended:
         if scheduled.phase is JobPhase.COMPLETE and _ended_at(observed, scheduled) <= due:
-            return Condition(kind, True, Reason.DEADLINE_MET, f"Complete within {target}")
-        return Condition(kind, False, Reason.DEADLINE_MISSED, f"Not complete within {target}")
+            return JobCondition(kind, True, Reason.DEADLINE_MET, f"Complete within {target}")
+        return JobCondition(kind, False, Reason.DEADLINE_MISSED, f"Not complete within {target}")
     if observed.now >= due and not observed.program_finished:
-        return Condition(kind, False, Reason.DEADLINE_MISSED, f"Not complete within {target}; it goes on")
+        return JobCondition(kind, False, Reason.DEADLINE_MISSED, f"Not complete within {target}; it goes on")
     found = scheduled.feasibility
     if found is None:
         before = condition_of(observed.resource.status, kind)
@@ -380,13 +380,13 @@ def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> Condit
         return before if holds and scheduled.phase in {JobPhase.RUNNABLE, JobPhase.BLOCKED} else None
     if found.count is None:
         message = f"No replica count meets {target}, as predicted from {found.source}"
-        return Condition(kind, False, Reason.NO_COUNT_SUFFICES, message)
+        return JobCondition(kind, False, Reason.NO_COUNT_SUFFICES, message)
     counts = plural(found.count, "replica")
     message = f"{counts} or more, from now on, meet {target}, as predicted from {found.source}"
-    return Condition(kind, True, Reason.COUNT_SUFFICES, message)
+    return JobCondition(kind, True, Reason.COUNT_SUFFICES, message)
 
 
-def _slow_replica(observed: ObservedJob, scheduled: ScheduledJob) -> Condition | None:
+def _slow_replica(observed: ObservedJob, scheduled: ScheduledJob) -> JobCondition | None:
     """Return which replica the others wait for, or which one a spare has replaced; None if none was slow."""
     kind = ConditionType.SLOW_REPLICA
     before = condition_of(observed.resource.status, kind)
@@ -396,8 +396,8 @@ def _slow_replica(observed: ObservedJob, scheduled: ScheduledJob) -> Condition |
     if slow is None or scheduled.assessment.ended:
         replacement = observed.service.slow_replacement if observed.service is not None else None
         if replacement is not None and not scheduled.assessment.ended:
-            return Condition(kind, False, Reason.SLOW_REPLICA_REPLACED, capitalized(str(replacement)))
-        return Condition(kind, False, Reason.NO_REPLICA_SLOW) if before is not None else None
+            return JobCondition(kind, False, Reason.SLOW_REPLICA_REPLACED, capitalized(str(replacement)))
+        return JobCondition(kind, False, Reason.NO_REPLICA_SLOW) if before is not None else None
     pod = observed.live_pods.get(slow.replica)
     place = "" if pod is None else f" (pod {pod.name}, node {pod.node})"
     named = f"Replica {slow.replica}{place} is slow"
@@ -405,10 +405,10 @@ def _slow_replica(observed: ObservedJob, scheduled: ScheduledJob) -> Condition |
         # The factor changes a little with each report.
         return before
     message = f"{named}: in each step it computes {slow.factor:.2f} times as long as the others"
-    return Condition(kind, True, Reason.REPLICA_SLOW, f"{message}, which wait for it")
+    return JobCondition(kind, True, Reason.REPLICA_SLOW, f"{message}, which wait for it")
 
 
-def _suspended(assessment: Assessment, training: int, observed: ObservedJob) -> Condition:
+def _suspended(assessment: Assessment, training: int, observed: ObservedJob) -> JobCondition:
     kind = ConditionType.SUSPENDED
     requested = assessment.phase is JobPhase.STOPPING and assessment.reason in {
         Reason.SUSPENDED,
@@ -416,12 +416,12 @@ def _suspended(assessment: Assessment, training: int, observed: ObservedJob) -> 
         Reason.JOB_SUSPENDED,
     }
     if requested and not training:
-        return Condition(kind, True, assessment.reason, assessment.message)
+        return JobCondition(kind, True, assessment.reason, assessment.message)
     if requested:
-        return Condition(kind, False, assessment.reason, "Saving state")
+        return JobCondition(kind, False, assessment.reason, "Saving state")
     current = condition_of(observed.resource.status, kind)
     resumed = current is not None and (current.status or current.reason == Reason.RESUMED)
-    return Condition(kind, False, Reason.RESUMED if resumed else Reason.STABLE)
+    return JobCondition(kind, False, Reason.RESUMED if resumed else Reason.STABLE)
 
 
 _STATES = {
@@ -431,7 +431,7 @@ _STATES = {
 }
 
 
-def _state(conditions: list[Condition], scheduled: ScheduledJob) -> JobStateName:
+def _state(conditions: list[JobCondition], scheduled: ScheduledJob) -> JobStateName:
     """Return the state that `kubectl get` shows."""
     true = {condition.type for condition in conditions if condition.status}
     for kind, state in _STATES.items():
@@ -445,7 +445,7 @@ def _state(conditions: list[Condition], scheduled: ScheduledJob) -> JobStateName
     return JobStateName.PENDING
 
 
-def replica_limit_problem(job: Job) -> str | None:
+def replica_limit_problem(job: JobDefinition) -> str | None:
     """Return a message about a limit below the smallest valid count. None if there is no such limit."""
     spec, limit = job.spec, job.replica_limit
     if not limit or any(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from adascale_controller.operator.apply.cluster import Cluster, ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
 from adascale_controller.operator.apply.indexed_job import check_pod_manifest, pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import Admission, CachedJob, TemplateCheck
@@ -112,7 +112,7 @@ class AdmissionReader:
             async with limit, asyncio.timeout(DEADLINE):
                 found = await self._ask(cached, workload)
             answer.admission = replace(found, asked_at=answer.asked_at)
-        except ClusterError as error:
+        except ApiServerError as error:
             self._note_problem(job, answer, error.reply or str(error))
         except TimeoutError:
             self._note_problem(job, answer, f"the API server does not answer within {DEADLINE:.0f} s")
@@ -125,9 +125,9 @@ class AdmissionReader:
     async def _ask(self, cached: CachedJob, workload: Workload) -> Admission:
         try:
             if not self._may_create_pods:
-                raise ClusterError("the operator may not create pods, not even by a dry run", 403)
+                raise ApiServerError("the operator may not create pods, not even by a dry run", 403)
             return await self._dry_run(workload)
-        except ClusterError:
+        except ApiServerError:
             indexed_job, job = cached.own_indexed_job, cached.resource
             has_template = indexed_job is not None and not indexed_job.suspended
             made = next(iter(cached.live_pods.values()), None) if has_template else None
@@ -139,7 +139,7 @@ class AdmissionReader:
     async def _dry_run(self, workload: Workload) -> Admission:
         try:
             pod = await self._cluster.admit_pod(pod_manifest(workload))
-        except ClusterError as error:
+        except ApiServerError as error:
             # Policies differ in how they name it: `.spec.securityContext.fsGroup: Invalid value`.
             if "fsgroup" not in error.reply.lower():
                 raise
@@ -154,7 +154,7 @@ class AdmissionReader:
         manifest = pod_manifest(workload, fs_group=not admission.forbids_fs_group, extra=True)
         try:
             pod = await self._cluster.admit_pod(manifest)
-        except ClusterError as error:
+        except ApiServerError as error:
             # A quota may be used up for now, and an error of a webhook is no answer.
             is_final = error.status == 403 and "exceeded quota" not in error.reply
             return replace(admission, extra_problem=error.reply if is_final else "")
@@ -273,7 +273,7 @@ class TemplateChecker:
         check = self._checks[job.resource.uid]
         try:
             await self._cluster.delete_pod(job.resource.namespace, check.name)
-        except ClusterError as error:
+        except ApiServerError as error:
             logger.info("%s: pod %s stays: %s", job.resource.id, check.name, error)
             return
         self._checks.pop(job.resource.uid, None)
@@ -288,7 +288,7 @@ class TemplateChecker:
             if check.began_at == check.looked_at:
                 await self._cluster.create_pod(check_pod_manifest(workload, check.name))
             raw = await self._cluster.get_pod(namespace, check.name)
-        except ClusterError as error:
+        except ApiServerError as error:
             if 400 <= error.status < 500:
                 # Not allowed to, or a policy rejects it: the pods of the Job show what is wrong.
                 logger.info("%s: the changed template is not checked: %s", job.resource.id, error)

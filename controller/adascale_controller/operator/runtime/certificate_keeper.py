@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from adascale_controller.operator.apply.cluster import Cluster, ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
 from adascale_controller.operator.types.kubernetes import ApiObject, Manifest
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
@@ -240,7 +240,7 @@ class CertificateKeeper:
                 refresh_at = self._clock() + REFRESH_INTERVAL
                 try:
                     await self.refresh()
-                except ClusterError as error:
+                except ApiServerError as error:
                     logger.warning("The certificate of the metrics service is not renewed: %s", error)
             await self.publish()
             await asyncio.sleep(INTERVAL)
@@ -283,7 +283,7 @@ class CertificateKeeper:
         delay = PUBLISH_INTERVAL
         try:
             await self._cluster.apply_config_map(manifest)
-        except ClusterError as error:
+        except ApiServerError as error:
             delay = RETRY_INTERVAL
             logger.warning(
                 "Pods in namespace %s wait for ConfigMap %s: %s", namespace, names.AUTHORITY, error
@@ -293,20 +293,20 @@ class CertificateKeeper:
     async def _read_external(self) -> bytes:
         secret = await self._cluster.get_secret(self._namespace, self._name)
         if secret is None:
-            raise ClusterError(
+            raise ApiServerError(
                 f"there is no Secret {self._name} in namespace {self._namespace}, which --tls-external "
                 "expects"
             )
         authority = _value(secret, names.AUTHORITY_FILE)
         if not authority:
-            raise ClusterError(
+            raise ApiServerError(
                 f"Secret {self._name} in namespace {self._namespace} has no {names.AUTHORITY_FILE}: choose "
                 "an issuer that adds it, such as one of the type CA"
             )
         try:
             require_certificates(authority)
         except CertificateError as error:
-            raise ClusterError(
+            raise ApiServerError(
                 f"{names.AUTHORITY_FILE} of Secret {self._name} in namespace {self._namespace} can't be "
                 f"used: {error}"
             ) from error
@@ -328,7 +328,7 @@ class CertificateKeeper:
                 server = issue_server_certificate(authority, self._hosts, now)
                 await self._write(self._name, secret, server, authority)
         except CertificateError as error:
-            raise ClusterError(
+            raise ApiServerError(
                 f"Secret {names.AUTHORITY} in namespace {self._namespace} can't be used: {error}; delete it, "
                 "and another authority is made"
             ) from error
@@ -350,7 +350,7 @@ class CertificateKeeper:
         if secret is None:
             return None
         if (secret["metadata"].get("labels") or {}).get(_MANAGED_BY) != names.FIELD_MANAGER:
-            raise ClusterError(
+            raise ApiServerError(
                 f"Secret {name} in namespace {self._namespace} is not of this operator: delete it, or add "
                 "--tls-external if another program makes it"
             )

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from adascale_controller.operator.apply.applier import Applier, BeforePods
-from adascale_controller.operator.apply.cluster import AllocationService, Cluster, ClusterError
+from adascale_controller.operator.apply.cluster import AllocationService, ApiServerError, Cluster
 from adascale_controller.operator.observe.observed_job import CachedJob, IndexedJob, ObservedJob, QueueView
 from adascale_controller.operator.observe.observer import Observer, is_deleting, lost_nodes, observe
 from adascale_controller.operator.observe.pods import Pod
@@ -45,17 +45,17 @@ RESYNC_INTERVAL = 300.0
 STALE_RESYNC_INTERVAL = 5.0
 """Seconds between two lists of all objects while the caches are known to be stale."""
 MAX_BACKGROUND = 100
-"""Jobs of a cycle at most that are looked at only for new reports, telemetry, or because of the interval."""
+"""Jobs of a cycle at most that are looked at for nothing urgent: reports, such a status, or the interval."""
 MAX_BESIDE_CHANGES = 10
 """The same for a cycle in which someone waits for something else."""
 MAX_CONCURRENT = 8
 """Jobs whose actions are applied at the same time."""
-MAX_TELEMETRY_WRITES = 2
-"""Statuses in which only telemetry has changed that are written at the same time, beside the others."""
-TELEMETRY_RETRY_INTERVAL = 5.0
-"""Seconds until a job is looked at again whose telemetry was due, but not written before other statuses."""
-MAX_TELEMETRY_DELAY = 30.0
-"""Seconds after which telemetry is written beside other statuses that are written all the time."""
+MAX_STATUS_WRITES = 2
+"""Statuses that are not urgent that are written at the same time, beside the others."""
+STATUS_RETRY_INTERVAL = 5.0
+"""Seconds until a job is looked at again whose status was due, but not written before urgent ones."""
+MAX_STATUS_DELAY = 30.0
+"""Seconds after which a status is written beside urgent ones that are written all the time."""
 MAX_EXPLAIN_DELAY = 10.0
 """Seconds for which decisions are not explained at most while changes arrive all the time."""
 SLICE = 50
@@ -81,7 +81,7 @@ class _TrackedJob:
     assessment: Assessment
 
 
-class ControlLoop:
+class OperatorLoop:
     """Keeps all AdaScaleJobs in their desired state."""
 
     def __init__(
@@ -144,10 +144,10 @@ class ControlLoop:
         self._looking: set[JobKey] = set()
         """The jobs that this cycle looks at. Their planned actions are about to be replaced."""
         self._running = 0
-        """The jobs whose actions are carried out, without jobs of which only telemetry is written."""
-        self._telemetry_at = time.monotonic()
-        """When telemetry could be written last."""
-        self._telemetry_limit = asyncio.Semaphore(MAX_TELEMETRY_WRITES)
+        """The jobs whose actions are carried out, without those whose status is written and not urgent."""
+        self._statuses_at = time.monotonic()
+        """When statuses that are not urgent could be written last."""
+        self._status_limit = asyncio.Semaphore(MAX_STATUS_WRITES)
         self._explained_at = time.monotonic()
         self._reads = 0
         self._report_cost = 0.0
@@ -258,15 +258,15 @@ class ControlLoop:
         looked_at = await self._look(keys)
         self._update_resources()
         self._applier.jobs = len(self._jobs)
-        urgent, telemetry = await self._reconcile_all(looked_at)
+        urgent, statuses = await self._reconcile_all(looked_at)
         are_others_written = bool(self._applying or self._planned)
         self._plan(urgent, looked_at)
         self._begin_decision()
-        # What is always in progress must not keep telemetry from being written.
-        if not are_others_written or time.monotonic() - self._telemetry_at > MAX_TELEMETRY_DELAY:
-            self._telemetry_at = time.monotonic()
-            for job, actions in self._applier.take_telemetry(telemetry, self._clock()):
-                self._begin(job, self._write_telemetry(job, actions))
+        # What is always in progress must not keep other statuses from being written.
+        if not are_others_written or time.monotonic() - self._statuses_at > MAX_STATUS_DELAY:
+            self._statuses_at = time.monotonic()
+            for job, actions in self._applier.take_statuses(statuses, self._clock()):
+                self._begin(job, self._write_status(job, actions))
         self._metrics.pending.set(len(self._applying) + len(self._planned))
         await self._applied(apply_wait)
         await self._store_decisions()
@@ -380,7 +380,7 @@ class ControlLoop:
 
     @property
     def _has_changes(self) -> bool:
-        """Whether someone waits for a cycle, or for writes other than telemetry."""
+        """Whether someone waits for a cycle, or for writes other than of statuses that are not urgent."""
         has_writes = self._running > 0 or bool(self._planned)
         return has_writes or self._queue.has_changed or self._cache.has_changes
 
@@ -525,24 +525,24 @@ class ControlLoop:
     async def _reconcile_all(
         self, keys: Collection[JobKey]
     ) -> tuple[list[tuple[ObservedJob, Actions]], list[tuple[ObservedJob, Actions]]]:
-        """Return the jobs to change at once, and those whose telemetry is to be written, with the actions."""
-        urgent, telemetry = [], []
+        """Return the jobs to change at once, and those whose status is to be written, with the actions."""
+        urgent, statuses = [], []
         async for key in self._in_slices(sorted(keys)):
             tracked = self._jobs[key]
             job, now = tracked.observed, self._clock()
             with self._errors.isolate(job.resource.id):
                 actions = self._reconcile(tracked)
-                telemetry_due = float("inf")
-                if actions is not None and actions.telemetry_changed:
-                    telemetry_due = self._applier.telemetry_due_at(job)
-                    if telemetry_due <= now:
-                        telemetry_due = now + TELEMETRY_RETRY_INTERVAL
+                status_due = float("inf")
+                if actions is not None and actions.status_changed:
+                    status_due = self._applier.status_due_at(job)
+                    if status_due <= now:
+                        status_due = now + STATUS_RETRY_INTERVAL
                 due = (
                     self._fetcher.next_due(tracked.cached, now),
                     self._scheduler.next_due(job),
                     next_deadline(job, tracked.assessment),
                 )
-                self._queue.plan(key, now, min(due), telemetry_due)
+                self._queue.plan(key, now, min(due), status_due)
                 if actions is None:
                     continue
                 retry_at = self._errors.retry_at(job.resource.id)
@@ -551,11 +551,11 @@ class ControlLoop:
                     continue
                 if actions.are_urgent:
                     urgent.append((job, actions))
-                elif self._applier.telemetry_due(job, actions):
-                    telemetry.append((job, actions))
+                elif self._applier.status_due(job, actions):
+                    statuses.append((job, actions))
                 else:
                     self._errors.clear(job.resource.id)
-        return urgent, telemetry
+        return urgent, statuses
 
     def _reconcile(self, tracked: _TrackedJob) -> Actions | None:
         """Return the actions for a job. None if there are none before its first decision."""
@@ -634,8 +634,8 @@ class ControlLoop:
         self._applying[key] = asyncio.create_task(writes)
         self._applying[key].add_done_callback(partial(self._wake_if_postponed, key))
 
-    async def _write_telemetry(self, job: ObservedJob, actions: Actions) -> None:
-        async with self._telemetry_limit:
+    async def _write_status(self, job: ObservedJob, actions: Actions) -> None:
+        async with self._status_limit:
             await self._apply(job, actions)
 
     def _wake_if_postponed(self, key: JobKey, _: asyncio.Task[None]) -> None:
@@ -698,7 +698,7 @@ class ControlLoop:
         try:
             await self.list_all()
             self._scheduler.decide_again()
-        except ClusterError as error:
+        except ApiServerError as error:
             logger.warning("%s; the watches continue", error)
         self._listed_at = time.monotonic()
         self._list_duration = self._listed_at - begun

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from adascale_client import ServiceError, ServiceRefusedError
-from adascale_controller.operator.apply.cluster import ClusterError, JobRefusedError
+from adascale_controller.operator.apply.cluster import ApiServerError, JobRefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +52,15 @@ class ErrorIsolation:
         """Log and suppress the errors of one job."""
         try:
             yield
-        except (ClusterError, ServiceError) as error:
+        except (ApiServerError, ServiceError) as error:
             # A server that is away or has too much to do serves all jobs as soon as it can.
-            status = error.status if isinstance(error, ClusterError | ServiceRefusedError) else 0
+            status = error.status if isinstance(error, ApiServerError | ServiceRefusedError) else 0
             is_refused = 400 <= status < 500 and status != TOO_MANY_REQUESTS
             # For a webhook that is down, the API server answers 500.
             is_refused |= isinstance(error, JobRefusedError)
             if self._is_new(job_id, str(error), is_lasting=is_refused):
                 logger.warning("%s: %s; retrying", job_id, error)
-            self.cache_is_stale |= isinstance(error, ClusterError) and error.status in {404, 409}
+            self.cache_is_stale |= isinstance(error, ApiServerError) and error.status in {404, 409}
         except Exception as error:
             # Broad on purpose: an object that no schema rules out, or a bug of ours, must not stop the
             # operator for all other jobs.

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from adascale_controller.operator.apply.cluster import Cluster, ClusterError, JobRefusedError
+from adascale_controller.operator.apply.cluster import ApiServerError, Cluster, JobRefusedError
 from adascale_controller.operator.observe.lookups import (
     CREATION_EVENTS,
     START_EVENTS,
@@ -89,7 +89,7 @@ class EventReader:
                     *(namespace, self._deadline),
                 )
                 return None
-            except ClusterError as error:
+            except ApiServerError as error:
                 logger.warning("The Events of namespace %s can't be read: %s", namespace, error)
                 return None
             finally:
@@ -124,7 +124,7 @@ class _JobLookups:
     """The lookups for one job."""
 
     results: LookupResults = field(default_factory=LookupResults)
-    claim_error: ClusterError | None = None  # why the claim could not be read
+    claim_error: ApiServerError | None = None  # why the claim could not be read
     # claim_read_at, creation_events_read_at, pod_events_read_at: start of the last reads, in seconds
     # since 1970
     claim_read_at: float = _NEVER
@@ -337,7 +337,7 @@ class LookupFetcher:
             async with limit, _deadline():
                 raw = await self._cluster.get_claim(workload.namespace, name)
             claim = read_claim(workload, name, raw)
-        except ClusterError as error:
+        except ApiServerError as error:
             # No assumption where the claim may be known soon: it could lead to other pods.
             if error.status != 403:
                 lookups.claim_error = error
@@ -370,12 +370,12 @@ def _asks_admission(job: CachedJob) -> bool:
 
 @asynccontextmanager
 async def _deadline() -> AsyncIterator[None]:
-    """Raise a `ClusterError` if the calls inside take longer than `DEADLINE`."""
+    """Raise a `ApiServerError` if the calls inside take longer than `DEADLINE`."""
     try:
         async with asyncio.timeout(DEADLINE):
             yield
     except TimeoutError as error:
-        raise ClusterError(f"the API server does not answer within {DEADLINE:.0f} s") from error
+        raise ApiServerError(f"the API server does not answer within {DEADLINE:.0f} s") from error
 
 
 QUEUE_INTERVAL = 2.0
@@ -420,7 +420,7 @@ class QueueReader:
                 found = await self._cluster.list_kueue("workloads", namespace)
                 may_read |= found is not None
                 workloads += found or ()
-        except ClusterError as error:
+        except ApiServerError as error:
             logger.debug("The queues of Kueue are not known: %s", error)
             self._due_at = time.monotonic() + QUEUE_INTERVAL
             return

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from kubernetes.aio import client, config
 
 from adascale_client import MetricsServiceClient
-from adascale_controller.operator.apply.cluster import Cluster, ClusterError
+from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
 from adascale_controller.operator.apply.kubernetes_cluster import KubernetesCluster
 from adascale_controller.operator.runtime.certificate_keeper import CertificateKeeper, server_hosts
-from adascale_controller.operator.runtime.control_loop import ControlLoop
+from adascale_controller.operator.runtime.control_loop import OperatorLoop
 from adascale_controller.operator.runtime.health import Health, OperatorMetrics
 from adascale_controller.operator.runtime.lease import LeaseElection
 from adascale_controller.operator.runtime.object_cache import ObjectCache, run_informers, silence_event_logs
@@ -42,19 +42,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 T = TypeVar("T")
 
-
 MIN_VERSION = (1, 31)
 """The oldest version of Kubernetes that has all fields of an Indexed Job which the operator sets."""
 
 
-class NoClusterError(AdaScaleError):
-    """No configuration names a cluster."""
-
-    exit_code = 2
-
-
 class UnusableClusterError(AdaScaleError):
-    """The cluster lacks what the operator needs."""
+    """No configuration names a cluster, or it lacks what the operator needs."""
 
     exit_code = 2
 
@@ -114,7 +107,7 @@ async def _run_control_loop(
     may_create_pods = await _retry(cluster.may_create_pods, health)
     if not may_create_pods:
         logger.info("Not allowed to create pods: tolerations and requests that admission adds are not known")
-    loop = ControlLoop(
+    loop = OperatorLoop(
         *(cache, cluster, service, settings, resources),
         reader=reader,
         may_create_pods=may_create_pods,
@@ -125,7 +118,7 @@ async def _run_control_loop(
     )
     try:
         await _retry(loop.list_all, health)
-    except ClusterError as error:
+    except ApiServerError as error:
         if error.status == 404:
             raise UnusableClusterError(
                 f"the cluster has no resource {names.PLURAL}.{names.API_GROUP}: apply its "
@@ -184,7 +177,7 @@ async def _require_version(cluster: Cluster, health: Health) -> None:
     """Refuse a version of Kubernetes that drops fields of an Indexed Job without an error."""
     try:
         major, minor = await _retry(cluster.version, health)
-    except ClusterError as error:
+    except ApiServerError as error:
         # Some clusters let few read it.
         logger.info("The version of Kubernetes is not known: %s", error)
         return
@@ -210,7 +203,7 @@ async def _retry(call: Callable[[], Awaitable[T]], health: Health) -> T:
     while True:
         try:
             return await call()
-        except ClusterError as error:
+        except ApiServerError as error:
             if error.status in _FINAL_STATUSES:
                 raise
             logger.warning("%s; retrying", error)
@@ -241,6 +234,6 @@ async def _load_config() -> None:
         try:
             await config.load_kube_config()
         except config.ConfigException as error:
-            raise NoClusterError(
+            raise UnusableClusterError(
                 f"no cluster is configured: not in a pod, and no valid kubeconfig ({error}); set KUBECONFIG"
             ) from error

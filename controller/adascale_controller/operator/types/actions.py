@@ -56,8 +56,9 @@ class Actions:
     """The writes for one job. Each may be repeated without harm."""
 
     status: Status
-    status_changed: bool = True  # whether the status differs from the current status in more than telemetry
-    telemetry_changed: bool = True  # whether the status differs from the current status at all
+    status_changed: bool = True  # whether the status differs from the current status
+    # whether it differs in more than the fields of the last report and predictions, which change all the time
+    status_is_urgent: bool = True
     # whether to delete the job of an earlier AdaScaleJob of this name from the metrics service
     deregister: bool = False
     declare: JobSpec | None = None  # the spec to declare at the metrics service
@@ -91,7 +92,7 @@ class Actions:
 
     @property
     def are_urgent(self) -> bool:
-        """Whether they have more than telemetry."""
+        """Whether they have more than a status that is not urgent."""
         changes = (
             self.declare,
             self.allocate,
@@ -101,7 +102,7 @@ class Actions:
             self.resize_extra_job,
         )
         return (
-            self.status_changed
+            self.status_is_urgent
             or self.deregister
             or self.delete_indexed_job
             or self.delete_extra_job

@@ -79,7 +79,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True)
-class Condition:
+class JobCondition:
     """A condition. `reason` is a string because a status may hold reasons of other versions."""
 
     type: ConditionType
@@ -88,11 +88,11 @@ class Condition:
     message: str = ""
 
 
-def condition_of(status: Mapping[str, Any], kind: ConditionType) -> Condition | None:
+def condition_of(status: Mapping[str, Any], kind: ConditionType) -> JobCondition | None:
     """Return the condition of a type in a status. None if the status has none."""
     for raw in status.get("conditions") or ():
         if raw["type"] == kind:
-            return Condition(kind, raw["status"] == "True", raw["reason"], raw.get("message", ""))
+            return JobCondition(kind, raw["status"] == "True", raw["reason"], raw.get("message", ""))
     return None
 
 
@@ -108,7 +108,7 @@ def has_ended(status: Mapping[str, Any]) -> bool:
 
 
 def merged(
-    previous: Sequence[Mapping[str, Any]], current: Sequence[Condition], generation: int, now: float
+    previous: Sequence[Mapping[str, Any]], current: Sequence[JobCondition], generation: int, now: float
 ) -> list[dict[str, Any]]:
     """Return the conditions as JSON, with the transition times of those whose status is unchanged."""
     previous_by_type = {raw["type"]: raw for raw in previous}

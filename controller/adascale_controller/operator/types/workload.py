@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Self
 
-from adascale_controller.job import Job
+from adascale_controller.job import JobDefinition
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core import names
 
@@ -91,7 +91,7 @@ class Workload:
     name: str
     namespace: str  # namespace of the AdaScaleJob and of all its objects
     uid: str
-    job: Job
+    job: JobDefinition
     template: ApiObject  # `spec.template` as the user wrote it
     created_at: int  # creation time of the AdaScaleJob, in seconds since 1970
     settings: PodSettings
