@@ -201,10 +201,17 @@ e2e-parallel: $(READY) cluster-answers
 e2e-disturbing: $(READY) cluster-answers
 	$(call e2e,-m disturbs)
 
-# Takes more than an hour.
+# Those that CI leaves out, selected by words of their names, such as E2E_RELEASE=kueue.
+E2E_RELEASE ?=
+.PHONY: e2e-release
+e2e-release: $(READY) cluster-answers
+	$(BIN)/python -m pytest -m release -k "$(E2E_RELEASE)" $(or $(TESTS),tests/cluster)
+
+# All take hours. CHECKS="kueue helm" runs these, and leaves the rows of the others.
+CHECKS ?=
 .PHONY: release-check
 release-check: $(READY) ## run the long forms of what CI runs, and write docs/release-check.md
-	$(BIN)/python tests/release_check.py
+	$(BIN)/python tests/release_check.py $(CHECKS)
 
 .PHONY: clean
 clean: ## remove the virtual environment and the state of runs

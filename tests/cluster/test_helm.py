@@ -20,7 +20,7 @@ from adascale_core import names
 from cluster.conftest import DEPLOY, Kubectl, fresh_namespace
 from cluster.system import JobUnderTest, System, Workspace, job_manifest, succeeded, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.disturbs, pytest.mark.release]
+pytestmark = [pytest.mark.cluster, pytest.mark.disturbs]
 
 RELEASE = "adascale"
 
@@ -84,43 +84,57 @@ def continues_to_train(job: JobUnderTest, uid: str) -> None:
     assert job.uids()[0] == uid
 
 
-@pytest.mark.timeout(1800)
-def test_a_job_trains_while_a_release_is_installed_upgraded_rolled_back_and_uninstalled(
-    api_client: client.ApiClient, kubectl: Kubectl, namespace: str, helm: Helm
-) -> None:
+@pytest.fixture
+def workspace(api_client: client.ApiClient, kubectl: Kubectl, namespace: str) -> Iterator[Workspace]:
+    """The namespace of the release, in which only its own operator may act."""
     system = System(api_client, kubectl)
     if not system.storage.dynamic:
         system.storage.provide(namespace, f"data-{names.API_SERVICE}-0", ["ReadWriteOnce"])
-    workspace = Workspace(system, namespace)
     with system.operator_barred_from(namespace):
-        notes = helm.apply("install")
-        assert f"kubectl -n {namespace} rollout status deployment/{names.CONTROLLER}" in notes
-        job = workspace.submit(job_manifest(maxReplicas=2, replicaLimit=1))
-        try:
-            job.wait_until_training(1, timeout=300)
-            uid = job.uids()[0]
+        yield Workspace(system, namespace)
 
-            arguments = "controller.arguments={--request-nodes},api.arguments={--protect-reads}"
-            helm.apply("upgrade", arguments)
-            continues_to_train(job, uid)
-            job.edit(replicaLimit=2)
-            job.wait_until_training(2, timeout=300)
-            assert job.uids()[0] == uid
 
-            helm.run("rollback", "1", "--wait", "--timeout", "8m")
-            job.edit(replicaLimit=1)
-            job.wait_until_training(1, timeout=300)
-            continues_to_train(job, uid)
+@pytest.mark.timeout(900)
+def test_a_job_trains_with_an_installed_release(workspace: Workspace, namespace: str, helm: Helm) -> None:
+    notes = helm.apply("install")
+    assert f"kubectl -n {namespace} rollout status deployment/{names.CONTROLLER}" in notes
+    job = workspace.submit(job_manifest(maxReplicas=2))
+    try:
+        job.wait_until_training(2, timeout=300)
+    finally:
+        job.delete()
 
-            helm.run("uninstall", "--wait", "--timeout", "8m")
-            # Helm does not wait for the end of the pods.
-            wait_until(
-                lambda: (
-                    names.CONTROLLER not in succeeded(kubectl("-n", namespace, "get", "deployments,pods"))
-                ),
-                "the end of the operator",
-            )
-            continues_to_train(job, uid)
-            succeeded(kubectl("get", "crd", f"{names.PLURAL}.{names.API_GROUP}"))
-        finally:
-            job.delete()
+
+@pytest.mark.release
+@pytest.mark.timeout(1800)
+def test_a_job_trains_while_a_release_is_installed_upgraded_rolled_back_and_uninstalled(
+    kubectl: Kubectl, workspace: Workspace, namespace: str, helm: Helm
+) -> None:
+    helm.apply("install")
+    job = workspace.submit(job_manifest(maxReplicas=2, replicaLimit=1))
+    try:
+        job.wait_until_training(1, timeout=300)
+        uid = job.uids()[0]
+
+        arguments = "controller.arguments={--request-nodes},api.arguments={--protect-reads}"
+        helm.apply("upgrade", arguments)
+        continues_to_train(job, uid)
+        job.edit(replicaLimit=2)
+        job.wait_until_training(2, timeout=300)
+        assert job.uids()[0] == uid
+
+        helm.run("rollback", "1", "--wait", "--timeout", "8m")
+        job.edit(replicaLimit=1)
+        job.wait_until_training(1, timeout=300)
+        continues_to_train(job, uid)
+
+        helm.run("uninstall", "--wait", "--timeout", "8m")
+        # Helm does not wait for the end of the pods.
+        wait_until(
+            lambda: names.CONTROLLER not in succeeded(kubectl("-n", namespace, "get", "deployments,pods")),
+            "the end of the operator",
+        )
+        continues_to_train(job, uid)
+        succeeded(kubectl("get", "crd", f"{names.PLURAL}.{names.API_GROUP}"))
+    finally:
+        job.delete()

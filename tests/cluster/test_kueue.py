@@ -17,8 +17,8 @@ from kubernetes.client.exceptions import ApiException
 from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manifest, succeeded, wait_until
 from cluster.test_opportunistic import priority_classes
 
-# CI does not build Kueue, which takes 7 minutes of processor time: install it with `.ci/kueue`.
-pytestmark = [pytest.mark.cluster, pytest.mark.release, pytest.mark.timeout(600)]
+# CI runs one of them: `.ci/kueue` installs Kueue.
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 GROUP = "kueue.x-k8s.io"
 VERSION = "v1beta2"
@@ -165,6 +165,7 @@ def test_a_queued_job_waits_for_its_quota_and_grows_and_shrinks_with_it(
     wait_until(lambda: job.uids() == first, "the pod that leaves to be gone")
 
 
+@pytest.mark.release
 def test_replicas_that_wait_for_quota_let_the_others_train(workspace: Workspace, queue: Queue) -> None:
     queue.set_quota(1)
     job = workspace.submit(queued(queue, scaleInvariantSteps=100000))
@@ -184,6 +185,7 @@ def test_replicas_that_wait_for_quota_let_the_others_train(workspace: Workspace,
     assert (status["disruptions"], status["failures"]) == (0, 0)
 
 
+@pytest.mark.release
 def test_a_job_that_kueue_preempts_saves_its_state_and_continues_when_there_is_quota(
     system: System, workspace: Workspace, queue: Queue
 ) -> None:
@@ -201,6 +203,7 @@ def test_a_job_that_kueue_preempts_saves_its_state_and_continues_when_there_is_q
     assert (job.status()["failures"], job.status()["state"]) != (1, "Failed")
 
 
+@pytest.mark.release
 def test_kueue_admits_extra_pods_and_preempts_all_of_them_while_the_core_trains(
     system: System, workspace: Workspace, queue: Queue
 ) -> None:
@@ -268,6 +271,7 @@ def other_job(queue: Queue, priority: str) -> Manifest:
     }
 
 
+@pytest.mark.release
 def test_a_suspension_by_others_saves_the_state_and_is_not_undone(workspace: Workspace) -> None:
     job = workspace.submit(job_manifest(maxReplicas=1, scaleInvariantSteps=100000))
     job.wait_until_training(1)
