@@ -16,8 +16,8 @@ from kubernetes.aio.client import ApiClient
 
 from adascale_controller.operator.runtime.lease import (
     Election,
+    KubernetesLease,
     Lease,
-    LeaseElection,
     LeaseLostError,
     Spec,
     UnansweredError,
@@ -581,7 +581,7 @@ def test_a_missing_lease_is_created() -> None:
     async def main() -> None:
         made = body({"holderIdentity": "me", "acquireTime": "t"})
         async with answering((404, b"{}"), (201, made)) as (api, requests):
-            candidate = LeaseElection(api, "system", "controller", "me")
+            candidate = Election(KubernetesLease(api, "system", "controller"), "me")
             await candidate.acquire()
             assert candidate.held
         (_, read, _), (method, path, sent) = requests
@@ -602,7 +602,7 @@ def test_a_lease_is_replaced_with_its_resource_version() -> None:
             api,
             requests,
         ):
-            await LeaseElection(api, "system", "controller", "me").acquire()
+            await Election(KubernetesLease(api, "system", "controller"), "me").acquire()
         method, path, sent = requests[1]
         assert (method, path.rpartition("/")[2]) == ("PUT", "controller")
         assert sent["metadata"]["resourceVersion"] == "7"
@@ -628,7 +628,7 @@ def test_every_unexpected_answer_is_retried(failure: tuple[int, bytes] | Excepti
     async def main() -> None:
         mine = (200, body({"holderIdentity": "me", "acquireTime": "t"}))
         async with answering(failure, mine, (409, b"{}"), failure, mine, mine) as (api, requests):
-            candidate = LeaseElection(api, "system", "controller", "me")
+            candidate = Election(KubernetesLease(api, "system", "controller"), "me")
             await candidate.acquire()
             assert candidate.held
             assert len(requests) == 6

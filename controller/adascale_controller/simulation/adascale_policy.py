@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
-from adascale_controller.job import JobDefinition
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
 from adascale_controller.simulation.application import Application, fixed_plan
 from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings

@@ -82,7 +82,7 @@ class ValidationRun:
 
     progress: Sequence[float]  # steps at the smallest batch size, summed up to the end of the epoch
     iterations: Sequence[float]  # steps up to the end of the epoch
-    # grad_sqr, grad_var: statistics in the epoch, in the units of `GradientEstimate`
+    # in the epoch, in the units of `GradientEstimate`
     grad_sqr: Sequence[float]
     grad_var: Sequence[float]
 

@@ -28,10 +28,10 @@ class SimulationError(AdaScaleError):
 class Submission:
     """A job of a workload."""
 
-    name: str  # its name, unique in the workload
+    name: str  # unique in the workload
     time: float  # when it is submitted, in seconds
     application: Application
-    # replicas, batch_size: what policies of fixed size use
+    # what policies of fixed size use
     replicas: int
     batch_size: int
     # type of accelerator -> the application there. Empty if types are not distinguished. It differs

@@ -92,7 +92,7 @@ class Applier:
     def take_statuses(
         self, planned: Iterable[tuple[ObservedJob, Actions]], now: float
     ) -> list[tuple[ObservedJob, Actions]]:
-        """Return the jobs whose status is written now, though it is not urgent, within the rate of such writes.
+        """Return the jobs whose status, which is not urgent, is written now, within the rate of such writes.
 
         Those whose status was not written for the longest time come first.
         """

@@ -183,9 +183,7 @@ def resize_patch(
 
 
 def resize_extra_patch(replicas: int) -> Manifest:
-    """Return a merge patch for an Indexed Job of extra pods. It stays suspended if somebody has
-    suspended it.
-    """
+    """Return a merge patch for an Indexed Job of extra pods. One that others have suspended stays so."""
     return {"spec": _size(replicas) if replicas else {"suspend": True}}
 
 

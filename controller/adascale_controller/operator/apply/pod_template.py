@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from adascale_controller.job import OpportunisticSettings, trainer_environment
+from adascale_controller.job_definition import OpportunisticSettings, trainer_environment
 from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, Manifest
 from adascale_controller.operator.types.workload import CHECKPOINT_FOLDER, Workload
 from adascale_controller.schema import DEFAULT_CONTAINER, find_worker

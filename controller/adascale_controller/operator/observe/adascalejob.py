@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Self
 
-from adascale_controller.job import JobDefinition, to_job
+from adascale_controller.job_definition import JobDefinition, to_job
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, seconds
 from adascale_controller.operator.types.workload import Queueing
 from adascale_controller.schema import find_worker

@@ -59,19 +59,18 @@ class IndexedJob:
     digest: str | None  # digest of the template that its pods are made from
     parallelism: int  # how many pods it has when it is not suspended
     suspended: bool
-    deleting: bool  # whether it has a deletion timestamp
+    deleting: bool
     complete: bool  # whether one of its pods has succeeded, so that its success policy is met
     failed: tuple[str, str] | None  # reason and message, if the Job controller has failed it
-    # when that pod had succeeded, in seconds since 1970. None if it is not known.
+    # in seconds since 1970; None if it is not known
     completed_at: float | None = None
     active_deadline_seconds: int | None = None
-    # the type of accelerator that its pods require. None if they require none.
-    accelerator: str | None = None
+    accelerator: str | None = None  # the type that its pods require
     first: int = 0  # the index of the replica of its first pod: 0, or for extra pods the number of others
     of: str | None = None  # the name of the AdaScaleJob that it was made for, by its label
     created_at: float = 0.0  # seconds since 1970
     leaves_pods: bool = False  # whether it is being deleted without its pods
-    suspended_by_operator: bool = False  # whether the operator has suspended it
+    suspended_by_operator: bool = False
     queue: str | None = None  # the LocalQueue of Kueue that it is queued in. None if it is not queued.
     queue_request: str | None = None  # `Queueing.request` of its AdaScaleJob when it was created
     # whether Kueue lets its parallelism change while it is admitted, and gates new pods
@@ -170,7 +169,7 @@ class TemplateCheck:
 
     digest: str
     done: bool = False  # whether the pod has started, or can't be tried
-    # reason, message: why it does not start, as of a condition. None if no reason is known.
+    # why it does not start; None if no reason is known
     reason: Reason | None = None
     message: str = ""
 
@@ -195,8 +194,8 @@ class CachedJob:
 
     resource: AdaScaleJob
     workload: Workload | None  # what its objects are made from. None if the spec is invalid.
-    indexed_job: IndexedJob | None  # the Job of the same name
-    pods: Sequence[Pod]  # the pods of the same name
+    indexed_job: IndexedJob | None  # the Job of the same name, of whichever owner
+    pods: Sequence[Pod]
     lost_nodes: frozenset[str]  # names of nodes that are not ready
     extra_job: IndexedJob | None = field(default=None, kw_only=True)  # the Indexed Job of extra pods
     # the other pods of the same name that have not ended: those of a Job that was deleted
@@ -241,9 +240,7 @@ class CachedJob:
 
 @dataclass(frozen=True)
 class ObservedJob(CachedJob):
-    """The observed state of one AdaScaleJob at one moment: what the caches hold, and what had
-    to be fetched.
-    """
+    """An AdaScaleJob at one moment: what the caches hold, and what had to be fetched."""
 
     service: JobView | None  # its view in the metrics service. None if the metrics service does not answer.
     claim: CheckpointClaim | None  # the claim for checkpoints. None if checkpoints are saved at a path.
@@ -508,7 +505,7 @@ class ObservedJob(CachedJob):
         return {replica.replica for replica in replicas if replica.state not in gone}
 
     def placement_problem(self, ranks: range, spares: int = 0) -> PodProblem | None:
-        """Return why one of these ranks can't start, the lowest first. None if all can."""
+        """Return why one of these ranks can't start, the lowest first. None if all but the spares can."""
         problems = list(islice(self._placement_problems(ranks), spares + 1))
         return problems[-1] if len(problems) > spares else self._suspension_problem(ranks)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from adascale_controller.job import JobDefinition
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob, SpecReader
 from adascale_controller.operator.observe.lookups import LookupResults, with_start_problems
 from adascale_controller.operator.observe.observed_job import (

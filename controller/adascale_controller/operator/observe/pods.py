@@ -64,7 +64,7 @@ class PodProblem:
     """Why a pod does not start."""
 
     reason: Reason
-    message: str  # the message of a condition. It names the missing object.
+    message: str  # names the missing object
     blocks: bool = True  # whether the pod can't start unless something changes. False if it may only be slow.
 
 
@@ -98,21 +98,20 @@ class Pod:
     # the index of its replica: its completion index, after the core if it is an extra pod. -1 if it has
     # none, so it does not belong to an Indexed Job.
     rank: int
-    node: str | None  # the node that it is assigned to
+    node: str | None
     phase: str  # Pending, Running, Succeeded, Failed or Unknown
     created_at: float  # seconds since 1970
-    # deletion timestamp, which includes the grace period, in seconds since 1970. None if it is not being
-    # deleted.
+    # with the grace period, in seconds since 1970; None if it is not being deleted
     deletion_deadline: float | None = None
-    # when it was assigned to its node, in seconds since 1970. None if it is not.
+    # when it was assigned to its node, in seconds since 1970
     scheduled_at: float | None = None
     has_started: bool = True  # whether one of its containers has ever started
     problem: PodProblem | None = None
     exit: PodExit | None = None  # how its worker has ended, whatever else runs on in it. None if it has not.
     tracked: bool = False  # whether it has the Job controller's finalizer
-    priority: int | None = None  # its priority. None if it has none.
+    priority: int | None = None
     is_ending: bool = False  # whether it has a deadline of its own, `spec.activeDeadlineSeconds`
-    # the init container that runs now, which is no sidecar. None if none does.
+    # the init container that runs now and is no sidecar
     init_container: str | None = None
     controller: str | None = None  # uid of the Job that controls it. None if no object does.
     # whether it has another owner too, so it stays when its controller is deleted
@@ -121,7 +120,7 @@ class Pod:
     # an earlier version.
     job_uid: str | None = None
     template: str | None = None  # digest of the template that it was made from. None if it is not known.
-    accelerator: str | None = None  # the type of accelerator that it requires. None if it requires none.
+    accelerator: str | None = None  # the type that it requires
     is_extra: bool = False  # whether it is an extra pod, whose completion index is not its rank
 
     @property

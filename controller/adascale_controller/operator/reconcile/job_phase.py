@@ -44,7 +44,7 @@ class Assessment:
 
     phase: JobPhase
     failures: FailureCount
-    # reason, message: those of the condition that shows the phase
+    # of the condition that shows the phase
     reason: Reason = Reason.TRAINING
     message: str = ""
 

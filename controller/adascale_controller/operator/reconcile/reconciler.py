@@ -452,9 +452,8 @@ def _overdue_pods(observed: ObservedJob) -> Iterator[str]:
 def _deleted_ended_pods(observed: ObservedJob) -> Iterator[str]:
     """Yield pods that have ended and are being deleted, by a user or with their namespace.
 
-    The Job controller keeps a failed pod until it has created the next pod of that index. It never does
-    where the Job is suspended, or where the namespace is being deleted and accepts no pods: neither the pod
-    nor the namespace would ever be deleted.
+    The Job controller keeps a failed pod until it has created the next pod of that index. Where the Job is
+    suspended or the namespace accepts no pods, it never does, and neither would ever be deleted.
     """
     if observed.own_indexed_jobs:
         for pod in observed.own_pods:

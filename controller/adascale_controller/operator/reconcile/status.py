@@ -8,7 +8,7 @@ from typing import Any
 
 from adascale_controller.failing_counts import FailingCount
 from adascale_controller.formatting import capitalized, duration, percent, plural, progress_text
-from adascale_controller.job import JobDefinition
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import PodProblem
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase

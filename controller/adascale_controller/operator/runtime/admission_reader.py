@@ -210,7 +210,7 @@ class _Check:
     """A check that is in progress, or has ended."""
 
     name: str
-    # began_at, looked_at: seconds since 1970
+    # in seconds since 1970
     began_at: float
     looked_at: float
     result: TemplateCheck

@@ -45,13 +45,13 @@ RESYNC_INTERVAL = 300.0
 STALE_RESYNC_INTERVAL = 5.0
 """Seconds between two lists of all objects while the caches are known to be stale."""
 MAX_BACKGROUND = 100
-"""Jobs of a cycle at most that are looked at for nothing urgent: reports, such a status, or the interval."""
+"""Jobs of a cycle that are looked at only for new reports, a status that is not urgent, or by interval."""
 MAX_BESIDE_CHANGES = 10
 """The same for a cycle in which someone waits for something else."""
 MAX_CONCURRENT = 8
 """Jobs whose actions are applied at the same time."""
 MAX_STATUS_WRITES = 2
-"""Statuses that are not urgent that are written at the same time, beside the others."""
+"""Statuses that are not urgent and are written at the same time, beside the others."""
 STATUS_RETRY_INTERVAL = 5.0
 """Seconds until a job is looked at again whose status was due, but not written before urgent ones."""
 MAX_STATUS_DELAY = 30.0
@@ -76,7 +76,7 @@ STORE = "store explained decisions"
 class _TrackedJob:
     """A job as it was looked at last."""
 
-    cached: CachedJob  # the job as the caches held it
+    cached: CachedJob
     observed: ObservedJob
     assessment: Assessment
 
@@ -211,9 +211,7 @@ class OperatorLoop:
             self._cache.replace(resource, objects, version)
 
     async def cycle(self, *, full: bool = False) -> None:
-        """Read all jobs of the metrics service, and run one cycle, with the decision that it
-        starts, if any.
-        """
+        """Read all jobs of the metrics service, run one cycle, and wait for the decision that it starts."""
         await asyncio.to_thread(self._follower.refresh)
         if full:
             self._look_at_all()

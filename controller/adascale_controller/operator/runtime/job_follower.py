@@ -38,6 +38,7 @@ class JobFollower:
     """
 
     def __init__(self, service: AllocationService, on_news: Callable[[], None]) -> None:
+        # Nobody else may use the connections of `service`: a cursor is valid at one of several services only.
         self.views: Mapping[str, JobView] | None = None
         """All jobs by id. None while the metrics service does not answer."""
         self.refresh_interval = 1.0
@@ -213,7 +214,7 @@ class Deregistration:
     ) -> Sequence[str]:
         """Return the jobs of the metrics service that the cluster no longer has."""
         deleted = [view.id for view in views.values() if view.id not in present and self._is_ours(view)]
-        # Reading all pods is expensive, and most cycles find no deleted job.
+        # Pods would register again. Reading all of them is expensive, and most cycles find no deleted job.
         ending = with_pods() if deleted else ()
         return [job_id for job_id in deleted if job_id not in ending]
 
@@ -221,6 +222,7 @@ class Deregistration:
         """Delete these jobs from the metrics service. What fails is logged, and left to the next call."""
         for job_id in deleted:
             if exists(job_id):
+                # It was created again meanwhile.
                 continue
             try:
                 await asyncio.to_thread(self._service.delete_job, job_id)

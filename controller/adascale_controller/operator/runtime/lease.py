@@ -86,14 +86,17 @@ class LeaseApi(Protocol):
 
 
 class Election:
-    """Acquires, renews and releases the lease."""
+    """Acquires, renews and releases the lease.
+
+    A lease of the same identity is taken over at once: it belongs to an earlier process of the same pod.
+    """
 
     def __init__(
         self,
         api: LeaseApi,
         identity: str,
-        duration: float = DURATION,
-        renew_deadline: float = RENEW_DEADLINE,
+        duration: float = DURATION,  # seconds without a renewal after which another operator takes over
+        renew_deadline: float = RENEW_DEADLINE,  # seconds without a renewal after which this process stops
         retry_interval: float = RETRY_INTERVAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -255,23 +258,6 @@ class Election:
             "renewTime": now,
             "leaseTransitions": transitions,
         }
-
-
-class LeaseElection(Election):
-    """The election of the operator that runs in a cluster."""
-
-    def __init__(
-        self,
-        api: ApiClient,
-        namespace: str,
-        name: str,
-        identity: str,
-        duration: float = DURATION,
-        renew_deadline: float = RENEW_DEADLINE,
-        retry_interval: float = RETRY_INTERVAL,
-    ) -> None:
-        lease = KubernetesLease(api, namespace, name)
-        super().__init__(lease, identity, duration, renew_deadline, retry_interval)
 
 
 class KubernetesLease:

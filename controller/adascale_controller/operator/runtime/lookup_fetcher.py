@@ -125,8 +125,7 @@ class _JobLookups:
 
     results: LookupResults = field(default_factory=LookupResults)
     claim_error: ApiServerError | None = None  # why the claim could not be read
-    # claim_read_at, creation_events_read_at, pod_events_read_at: start of the last reads, in seconds
-    # since 1970
+    # start of the last reads, in seconds since 1970
     claim_read_at: float = _NEVER
     creation_events_read_at: float = _NEVER
     pod_events_read_at: float = _NEVER
@@ -174,9 +173,7 @@ class LookupFetcher:
             lookups.results = replace(lookups.results, refusal=refusal)
 
     async def fetch(self, jobs: Iterable[CachedJob], now: float) -> None:
-        """Start the calls that are due, and wait for claims and admission, but not longer than
-        `CYCLE_WAIT`.
-        """
+        """Start the calls that are due, and wait `CYCLE_WAIT` at most for claims and admission."""
         # Reads of earlier cycles that hang take from the bound, but never all of it.
         limit = asyncio.Semaphore(max(MAX_CONCURRENT - self._claim_reads, 1))
         ask_limit = asyncio.Semaphore(MAX_CONCURRENT)

@@ -38,9 +38,8 @@ class CacheChanges:
 class ObjectCache:
     """The newest version of each watched object, with what the operator reads of it (`cached_fields`).
 
-    Versions come from watches, from lists, and from answers to writes, and may come late. An object is only
-    replaced by a newer version. (The API server numbers the versions of one resource in order: KEP-5504.)
-    To be used from the event loop only.
+    Versions come from watches, lists and answers to writes, and may come late: only a newer one replaces an
+    object. (The API server numbers the versions of a resource in order: KEP-5504.) Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -90,7 +89,7 @@ class ObjectCache:
         return changes
 
     def put(self, resource: Resource, raw: ApiObject, *, is_news: bool = True) -> None:
-        """Store an object unless the cache has it in a newer version."""
+        """Store an object unless the cache has it in a newer version. A new generation always is news."""
         key = object_key(raw)
         cached = self._objects[resource].get(key)
         newest = self._deleted[resource].get(key, -1) if cached is None else _version(cached)

@@ -58,7 +58,10 @@ class WorkQueue(Generic[Key]):
         return bool(self._reported)
 
     def take(self, now: float, max_background: int) -> list[Key]:
-        """Return the jobs of this cycle. Of the background work, the oldest jobs come first."""
+        """Return the jobs of this cycle. Of the background work, the oldest jobs come first.
+
+        Half of `max_background` is left to the jobs without new reports, if so many are due.
+        """
         taken = dict.fromkeys((*self._changed, *self._planned(now)))
         reported = [key for key in self._reported if key not in taken]
         due = [key for key in self._planned_background(now) if key not in taken and key not in self._reported]

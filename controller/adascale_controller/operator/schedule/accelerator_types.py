@@ -35,9 +35,8 @@ class TypedDemands:
 class AcceleratorTypes:
     """The types of the accelerators of nodes.
 
-    A job is tied to one type if its replicas request a device, or if all nodes that they may use have the
-    label. It keeps its type for as long as it has replicas. Its pods require the type if there was another to
-    choose from when they were created.
+    A job has a type if its replicas request a device, or all nodes that they may use have the label. Its pods
+    require the type if there was another to choose from when they were created.
     """
 
     def __init__(self, label: str, nodes: Sequence[ApiObject] = ()) -> None:

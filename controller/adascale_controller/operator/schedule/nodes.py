@@ -95,7 +95,10 @@ def _amounts(parent: ApiObject, key: str) -> dict[str, int]:
 def free_nodes(
     nodes: Iterable[ApiObject], pods: Iterable[ApiObject], jobs: Collection[str] | None = None
 ) -> list[Node]:
-    """Return the ready nodes, each with the resources that are free for our jobs."""
+    """Return the ready nodes, each with the resources that are free for `jobs`, whose pods take nothing.
+
+    None for all AdaScaleJobs.
+    """
     taken: dict[str, Counter[str]] = {}
     for pod in pods:
         node = _object(pod.get("spec")).get("nodeName")
@@ -295,7 +298,7 @@ class NodeSelection:
         self._obstacles: dict[str, str] = {}
 
     def update(self, nodes: Sequence[ApiObject]) -> bool:
-        """Use these nodes from now on, which are all nodes of the cluster."""
+        """Use these nodes, all of the cluster. Returns whether others may be eligible than before."""
         known, self._attributes = self._attributes, {}
         for node in nodes:
             name, version = str(node["metadata"]["name"]), str(node["metadata"]["resourceVersion"])

@@ -102,7 +102,10 @@ _Flavor = tuple[str, str]
 def read_queues(
     workloads: Iterable[ApiObject], cluster_queues: Sequence[ApiObject] | None
 ) -> dict[str, QueueView]:
-    """Return what Kueue says about Jobs, by the uid of the Job."""
+    """Return what Kueue says about Jobs, by the uid of the Job.
+
+    While a Job grows it has two Workloads: the one that is admitted, and its replacement.
+    """
     by_job: dict[str, list[ApiObject]] = {}
     for raw in workloads:
         owner = next(

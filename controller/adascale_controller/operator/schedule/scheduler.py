@@ -87,9 +87,8 @@ class DecisionResult:
 class Scheduler:
     """Chooses the replica counts of all jobs that may run.
 
-    The control loop passes it what has changed. A decision is due if a job or the nodes have changed in what
-    the counts must respect: at once, unless such decisions take more than half of the time. For new
-    measurements decisions take at most `MAX_SHARE` of the time.
+    A decision is due at once if a job or the nodes have changed in what the counts must respect, unless such
+    decisions take more than half of the time. For new measurements they take at most `MAX_SHARE` of it.
     """
 
     def __init__(
@@ -311,7 +310,7 @@ class Scheduler:
         return DecisionResult(given, decisions, now, problems, next_change, cost, preempting, growth, choice)
 
     def adopt(self, result: DecisionResult, now: float) -> set[str]:
-        """Use a decision from now on, except what it says about jobs that have changed since."""
+        """Use a decision, except about jobs that have changed since, and return the jobs to look at again."""
         decisions, known = result.decisions, result.input.candidates
         decided_on = {job_id: known[job_id].decided_state(each) for job_id, each in decisions.items()}
         present = {

@@ -32,7 +32,7 @@ class StandingDecisions:
         *,
         may_grow: bool,
     ) -> tuple[set[str], set[str]]:
-        """Use these decisions from now on."""
+        """Use these decisions, and return the jobs with another one than before, and those to decide on."""
         changed, outdated = set(), set()
         for job_id, decision in decided.items():
             state = present.get(job_id)

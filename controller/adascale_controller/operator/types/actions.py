@@ -37,7 +37,7 @@ class CapacityRequest:
 
     count: int
     fitting: int  # the largest count that fits; 0 if none does
-    # reason, message: those of the condition while its pods are not placed
+    # of the condition while its pods are not placed
     reason: Reason
     message: str
 
@@ -63,15 +63,14 @@ class Actions:
     deregister: bool = False
     declare: JobSpec | None = None  # the spec to declare at the metrics service
     allocate: Allocation | None = None  # the allocation to request at the metrics service
-    create_claim: bool = False  # whether to create the job's own PersistentVolumeClaim
+    create_claim: bool = False  # the job's own PersistentVolumeClaim
     create_indexed_job: int | None = None  # the parallelism of the Indexed Job to create
-    # the type of accelerator that its pods require. None if they require none.
-    accelerator: str | None = None
+    accelerator: str | None = None  # the type that its pods require
     resize: int | None = None  # the new parallelism of the Indexed Job; 0 suspends it
-    # `activeDeadlineSeconds` of a resized Indexed Job. None for no deadline.
+    # of a resized Indexed Job; None for no deadline
     active_deadline_seconds: int | None = None
-    delete_indexed_job: bool = False  # whether to delete the Indexed Job
-    # create_extra_job, resize_extra_job, delete_extra_job: the same for the Indexed Job of extra pods
+    delete_indexed_job: bool = False
+    # the same for the Indexed Job of extra pods
     create_extra_job: int | None = None
     resize_extra_job: int | None = None
     delete_extra_job: bool = False

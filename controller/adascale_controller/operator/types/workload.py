@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Self
 
-from adascale_controller.job import JobDefinition
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core import names
 
@@ -139,15 +139,7 @@ def extra_name(name: str) -> str:
 
 
 def template_digest(workload: Workload, *, single_node: bool) -> str:
-    """Return a digest of everything that takes new pods to change.
-
-    That is: the user's template, where and how often checkpoints are saved, the timeout of a step, the URL of
-    the metrics service, whether all replicas share a node, and which replicas are extra pods. The bounds are
-    not part of it: replicas read new bounds from the metrics service. What the operator adds to the template
-    is not part of it either, so that an upgrade of the operator does not restart every job. For the same
-    reason a part that was added later is left out where the spec does not set it. Each cycle needs it several
-    times, so the workload keeps it.
-    """
+    """Return a digest of everything that takes new pods to change; the workload keeps it for each cycle."""
     if single_node not in workload.digests:
         workload.digests[single_node] = _digest(workload, single_node=single_node)
     return workload.digests[single_node]
@@ -156,6 +148,9 @@ def template_digest(workload: Workload, *, single_node: bool) -> str:
 def _digest(workload: Workload, *, single_node: bool) -> str:
     checkpoint, step_timeout = workload.job.checkpoint, workload.job.step_timeout_seconds
     opportunistic = workload.job.opportunistic
+    # Replicas read new bounds from the metrics service. What the operator adds to the template is left out
+    # too, so that an upgrade does not restart every job; and for the same reason, where the spec does not set
+    # it, a part that was added later.
     parts = {
         "template": workload.template,
         "checkpoint": [workload.claim_name, checkpoint.path, checkpoint.interval_seconds]
