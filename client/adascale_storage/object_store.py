@@ -31,28 +31,12 @@ CONDITION_PROBE = "conditional-writes"
 
 _CREDENTIALS = re.compile("[^/@]*:[^/@]*@")
 
-_OPTIONS: dict[str, dict[str, Any]] = {
-    # Without limits, a server that does not answer would delay the end of a job for many minutes.
-    "s3": {
-        "config_kwargs": {
-            "connect_timeout": 5,
-            "read_timeout": 30,
-            "retries": {"max_attempts": 1},
-            **S3_CHECKSUMS,
-        }
-    },
-}
+# Without limits, a server that does not answer would delay the end of a job for many minutes.
+_LIMITS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 1}, **S3_CHECKSUMS}
+_LIMITS_OF_PERSON = {**_LIMITS, "read_timeout": 15, "retries": {"max_attempts": 0}}
+_OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": _LIMITS}}
 """Arguments for the clients of URL schemes."""
-_OPTIONS_OF_PERSON: dict[str, dict[str, Any]] = {
-    "s3": {
-        "config_kwargs": {
-            "connect_timeout": 5,
-            "read_timeout": 15,
-            "retries": {"max_attempts": 0},
-            **S3_CHECKSUMS,
-        }
-    },
-}
+_OPTIONS_OF_PERSON: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": _LIMITS_OF_PERSON}}
 """The same while a person waits for the answer."""
 
 

@@ -6,8 +6,12 @@ message.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, Self
+from enum import Enum
+from functools import cache
+from types import NoneType
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 
 class Message:
@@ -19,6 +23,35 @@ class Message:
 
     @classmethod
     def from_json(cls, members: dict[str, Any]) -> Self:
-        """Return the message of a JSON object's members. Unknown members are ignored."""
-        own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: value for name, value in members.items() if name in own})
+        """Return the message of a JSON object's members. Unknown members are ignored.
+
+        Raises:
+            ValueError: an enumeration has no such value.
+        """
+        readers = _readers(cls)
+        return cls(**{name: readers[name](value) for name, value in members.items() if name in readers})
+
+
+@cache
+def _readers(message: type) -> Mapping[str, Callable[[Any], Any]]:
+    """Return how the JSON value of each field is read, by the types of the fields."""
+    hints = get_type_hints(message)
+    return {field.name: _reader(hints[field.name]) or _unchanged for field in fields(message)}
+
+
+def _reader(hint: Any) -> Callable[[Any], Any] | None:
+    """Return what makes a value of a type from its JSON value; None if both are the same."""
+    kinds = get_args(hint)
+    if NoneType in kinds:
+        reader = _reader(kinds[0])
+        return reader and (lambda value: None if value is None else reader(value))
+    if get_origin(hint) in (tuple, Sequence):
+        reader = _reader(kinds[0])
+        return tuple if reader is None else (lambda values: tuple(map(reader, values)))
+    if isinstance(hint, type) and issubclass(hint, Message):
+        return hint.from_json
+    return hint if isinstance(hint, type) and issubclass(hint, Enum) else None
+
+
+def _unchanged(value: Any) -> Any:
+    return value

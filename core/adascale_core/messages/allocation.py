@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 from adascale_core.batch.plans import is_valid_replicas
 from adascale_core.messages import Message
@@ -108,19 +108,6 @@ class ActiveAllocation(Message):
     spec: JobSpec | None = None
     slow_replacement: SlowReplacement | None = None
 
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """Return the allocation of a JSON object's members."""
-        spec, replacement = members.get("spec"), members.get("slow_replacement")
-        return super().from_json(
-            {
-                **members,
-                "members": tuple(map(Member.from_json, members.get("members", ()))),
-                "spec": JobSpec.from_json(spec) if spec else None,
-                "slow_replacement": SlowReplacement.from_json(replacement) if replacement else None,
-            }
-        )
-
     def with_spec(self, declared: JobSpec | None, before: JobSpec | None) -> ActiveAllocation:
         """Return this allocation with the spec for its trainers, chosen once, when it becomes active.
 
@@ -172,18 +159,6 @@ class AllocationView(Message):
     active: ActiveAllocation | None
     broken: bool
     complete: bool
-
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """Return the view of a JSON object's members."""
-        desired, active = members.get("desired"), members.get("active")
-        return super().from_json(
-            {
-                **members,
-                "desired": Allocation.from_json(desired) if desired else None,
-                "active": ActiveAllocation.from_json(active) if active else None,
-            }
-        )
 
     def has_ended(self, generation: int) -> bool:
         """Whether `generation` has ended: it is broken, or a newer generation is active."""

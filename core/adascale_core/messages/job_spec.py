@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from adascale_core import names
 from adascale_core.batch.plans import BatchBounds, LocalBszBounds
@@ -57,12 +57,6 @@ class JobSpec(Message):
             if members[name] is None:
                 del members[name]
         return members
-
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """Return the spec of a JSON object's members."""
-        pair = members.get("local_bsz_bounds")
-        return super().from_json({**members, "local_bsz_bounds": None if pair is None else tuple(pair)})
 
     @property
     def steps(self) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any
 
 from adascale_core.messages import Message
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, REPORT_INTERVAL
@@ -101,17 +101,6 @@ class Registration(Message):
         if not self.snapshot_port:
             del members["snapshot_port"]
         return members
-
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """Return the registration of a JSON object's members.
-
-        Raises:
-            ValueError: the state is not a `ReplicaState`.
-        """
-        return super().from_json(
-            {**members, "state": ReplicaState(members["state"]), "lost": tuple(members.get("lost", ()))}
-        )
 
     @property
     def agent(self) -> str:

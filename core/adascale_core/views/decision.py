@@ -69,17 +69,6 @@ class CountView(Message):
     gain_low: float | None = None
     gain_high: float | None = None
 
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """The view from a JSON object's members."""
-        return super().from_json(
-            {
-                **members,
-                "given": tuple(GivenReplicas.from_json(each) for each in members["given"]),
-                "verdict": Verdict(members["verdict"]),
-            }
-        )
-
 
 class LimitKind(StrEnum):
     """What limits a replica count."""
@@ -144,17 +133,6 @@ class DecisionView(Message):
     time: float
     counts: Sequence[CountView]
     limits: Sequence[LimitView]
-
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """The view from a JSON object's members."""
-        return super().from_json(
-            {
-                **members,
-                "counts": tuple(CountView.from_json(each) for each in members["counts"]),
-                "limits": tuple(LimitView.from_json(each) for each in members["limits"]),
-            }
-        )
 
     def without_other_jobs(self) -> Self:
         """Return the decision without the ids of other jobs, for readers who may not know them."""

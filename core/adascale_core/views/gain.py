@@ -28,11 +28,6 @@ class StoredReports(Message):
     allocation: AllocationView
     post_interval: float
 
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """The answer from a JSON object's members."""
-        return super().from_json({**members, "allocation": AllocationView.from_json(members["allocation"])})
-
 
 @dataclass(frozen=True)
 class PredictionView(Message):
@@ -137,9 +132,3 @@ class HistoryView(Message):
     job: str
     total: int
     points: Sequence[GainReport]
-
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """The history from a JSON object's members."""
-        points = tuple(GainReport.from_json(each) for each in members["points"])
-        return cls(members["job"], members["total"], points)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
 
 from adascale_core.messages import Message
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
@@ -159,18 +158,6 @@ class RunEntry(Message):
     state: JobStateName | None
     began_at: float
     run: RunView
-
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """Return the entry of a JSON object's members."""
-        state = members["state"]
-        return super().from_json(
-            {
-                **members,
-                "state": None if state is None else JobStateName(state),
-                "run": RunView.from_json(members["run"]),
-            }
-        )
 
 
 MAX_SECONDS_LEFT = 1e9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, Self
+from typing import Self
 
 from adascale_core.messages import Message
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, SlowReplacement
@@ -115,26 +115,6 @@ class JobView(Message):
             created_at=created_at,
         )
 
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """The view from a JSON object's members."""
-        spec, latest = members["spec"], members["latest"]
-        desired, active = members["desired"], members["active"]
-        return super().from_json(
-            {
-                **members,
-                "spec": JobSpec.from_json(spec) if spec else None,
-                "desired": Allocation.from_json(desired) if desired else None,
-                "active": ActiveAllocation.from_json(active) if active else None,
-                "replicas": tuple(ReplicaView.from_json(each) for each in members["replicas"]),
-                "latest": GainReport.from_json(latest) if latest else None,
-                "step_times": tuple(StepTime.from_json(each) for each in members["step_times"]),
-                "local_bsz_limits": tuple(
-                    LocalBszLimit.from_json(each) for each in members["local_bsz_limits"]
-                ),
-            }
-        )
-
     @property
     def generation(self) -> int:
         """The number of the desired allocation; 0 if there is none."""
@@ -200,12 +180,6 @@ class JobList(Message):
     next: str | None
     cursor: str
 
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """The page from a JSON object's members."""
-        jobs = tuple(JobView.from_json(each) for each in members["jobs"])
-        return cls(jobs, members["next"], members["cursor"])
-
 
 @dataclass(frozen=True)
 class JobChanges(Message):
@@ -220,12 +194,6 @@ class JobChanges(Message):
     jobs: Sequence[JobView]
     deleted: Sequence[str]
     cursor: str
-
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """The changes from a JSON object's members."""
-        jobs = tuple(JobView.from_json(each) for each in members["jobs"])
-        return cls(jobs, tuple(members["deleted"]), members["cursor"])
 
 
 @dataclass(frozen=True)
@@ -279,11 +247,6 @@ class GenerationView(Message):
     ended_at: float | None
     downtime: float | None = None
 
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """Return the generation of a JSON object's members."""
-        return super().from_json({**members, "cause": GenerationCause(members["cause"])})
-
 
 def downtime(last_step: float, first_step: float) -> float:
     """Return the downtime between two generations.
@@ -309,10 +272,3 @@ class GenerationsView(Message):
     job: str
     generations: Sequence[GenerationView]
     decided_at: float | None
-
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """Return the generations of a JSON object's members."""
-        return super().from_json(
-            {**members, "generations": tuple(map(GenerationView.from_json, members["generations"]))}
-        )
