@@ -39,7 +39,14 @@ PUBLIC = (
     "worker/adascale_worker/adascale.py",
 )
 """Beginnings of the paths of files that users see all of."""
-PUBLIC_NAMES = {"Evaluation", "SecondMomentOptimizer", "adam_hyperparameters"}
+PUBLIC_NAMES = {
+    "ElasticAccelerator",
+    "ElasticStrategy",
+    "Evaluation",
+    "SecondMomentOptimizer",
+    "adam_hyperparameters",
+    "elastic",
+}
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _SECTION = re.compile(r"^ *(Args|Returns|Yields|Raises|Attributes):$", re.MULTILINE)

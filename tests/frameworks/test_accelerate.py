@@ -161,7 +161,7 @@ def test_the_main_process_prints_logs_and_counts_by_progress(
 ) -> None:
     class Recorder(GeneralTracker):  # type: ignore[misc]
         name, requires_logging_directory, tracker = "recorder", False, None
-        logged: list[Any] = []
+        logged: list[Any] = []  # noqa: RUF012
 
         def __init__(self) -> None:
             super().__init__()

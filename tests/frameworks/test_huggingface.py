@@ -27,7 +27,7 @@ from adascale.huggingface import elastic
 from adascale_core.batch.plans import InvalidBoundsError
 from adascale_core.errors import InvalidJobError
 from adascale_core.names import LAUNCHER_VARIABLES
-from adascale_frameworks.huggingface import transformers_private
+from adascale_frameworks.huggingface import private
 from adascale_worker.errors import DatasetError, UnsupportedOptimizerError, WorkerError
 from adascale_worker.process import exit as shutdown
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
@@ -667,18 +667,18 @@ def test_an_optimizer_without_a_rule_is_refused(make_elastic: MakeElastic, tmp_p
 
 
 def test_the_private_parts_of_transformers_are_there() -> None:
-    assert transformers_private.missing() == []
+    assert private.missing() == []
 
 
 def test_a_part_that_is_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Trainer, "_maybe_log_save_evaluate")
-    assert transformers_private.missing() == ["Trainer._maybe_log_save_evaluate"]
+    assert private.missing() == ["Trainer._maybe_log_save_evaluate"]
 
 
 def test_the_loop_sets_the_attributes_that_are_restored(tmp_path: Path) -> None:
     trainer = Trainer(language_model(), arguments(tmp_path, max_steps=1), train_dataset=Texts(48))
     trainer.train()
-    assert all(hasattr(trainer, name) for name in transformers_private.TRAINER_ATTRIBUTES)
+    assert all(hasattr(trainer, name) for name in private.TRAINER_ATTRIBUTES)
 
 
 def test_a_loss_without_items_is_zero(make_elastic: MakeElastic, tmp_path: Path) -> None:

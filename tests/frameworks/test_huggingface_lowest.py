@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from transformers import Trainer
 from adascale.huggingface import elastic
-from adascale_frameworks.huggingface import transformers_private
+from adascale_frameworks.huggingface import private
 from frameworks.huggingface_problem import Texts, arguments, language_model, require_equal, weights_of
 
-assert transformers_private.missing() == []
+assert private.missing() == []
 data, trained = Texts(8), []
 for makes in (lambda trainer: trainer, elastic):
     # One batch has all samples, so that their order does not matter up to rounding.

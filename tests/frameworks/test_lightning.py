@@ -24,7 +24,7 @@ from adascale.errors import AdaScaleError, DatasetError, WorkerError
 from adascale.lightning import ElasticStrategy
 from adascale_frameworks.lightning import private
 from adascale_frameworks.lightning.callback_states import CallbackStates
-from adascale_frameworks.lightning.package import PACKAGES
+from adascale_frameworks.lightning.private import PACKAGES
 from adascale_worker.process import exit as shutdown
 
 # Lightning warns of few worker processes, short epochs and folders that exist.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_frameworks.lightning.counts import Counts, StepCount
+from adascale_frameworks.lightning.loops import Counts, StepCount
 
 PROGRESS = st.lists(st.floats(1.0, 40.0), min_size=1, max_size=30)
 

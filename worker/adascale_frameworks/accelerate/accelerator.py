@@ -15,20 +15,73 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import concatenate, recursively_apply, send_to_device
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    concatenate,
+    recursively_apply,
+    send_to_device,
+)
 from torch.utils.data import DataLoader
 
 from adascale_core.names import ENV_JOB_ID
 from adascale_frameworks.accelerate import private
 from adascale_frameworks.accelerate.loaders import ElasticDataLoader
-from adascale_frameworks.accelerate.refusals import refuse_unsupported
-from adascale_frameworks.accelerate.replicas import ReplicaState, require_first
-from adascale_frameworks.launchers import hide_launcher
+from adascale_frameworks.accelerate.private import ReplicaState, require_first
+from adascale_frameworks.common import hide_launcher
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.evaluation import Evaluation
 from adascale_worker.trainer import ElasticTrainer
 
 _EPOCHS = "for epoch in accelerator.epochs(num_epochs)"
+
+_SHARDED = "each replica of an elastic job has the whole model"
+_ARGUMENTS = {
+    "deepspeed_plugin": _SHARDED,
+    "deepspeed_plugins": _SHARDED,
+    "fsdp_plugin": _SHARDED,
+    "megatron_lm_plugin": _SHARDED,
+    "torch_tp_plugin": _SHARDED,
+    "parallelism_config": _SHARDED,
+}
+_VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": _SHARDED,
+    "ACCELERATE_USE_FSDP": _SHARDED,
+    "ACCELERATE_USE_MEGATRON_LM": _SHARDED,
+    "ACCELERATE_USE_PARALLELISM_CONFIG": _SHARDED,
+}
+
+
+def refuse_unsupported(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Check the arguments of `Accelerator`, and what `accelerate config` sets in the environment."""
+    for name, reason in _ARGUMENTS.items():
+        if arguments.get(name) is not None:
+            raise WorkerError(f"ElasticAccelerator got {name}, but {reason}: leave it out")
+    for name, reason in _VARIABLES.items():
+        if environ.get(name, "").lower() in ("true", "1"):
+            raise WorkerError(
+                f"{name} is {environ[name]}, but {reason}: start the program without a configuration of "
+                "`accelerate config` that uses it"
+            )
+    precision = arguments.get("mixed_precision") or environ.get("ACCELERATE_MIXED_PRECISION")
+    if str(precision) == "fp8":
+        raise WorkerError(
+            "ElasticAccelerator got mixed_precision='fp8', which is not supported: use 'bf16' or 'fp16'"
+        )
+    if arguments.get("rng_types") is not None:
+        raise WorkerError(
+            "ElasticAccelerator got rng_types, but the trainer seeds each step itself, from seed=: "
+            "leave it out"
+        )
+    for handler in arguments.get("kwargs_handlers") or ():
+        if not isinstance(handler, DistributedDataParallelKwargs):
+            continue
+        hook = DDPCommunicationHookType(handler.comm_hook)
+        if hook is not DDPCommunicationHookType.NO:
+            raise WorkerError(
+                f"DistributedDataParallelKwargs has comm_hook={hook.value!r}, but the trainer exchanges the "
+                "gradients: leave it out"
+            )
 
 
 class ElasticAccelerator(Accelerator):  # type: ignore[misc]
@@ -48,6 +101,20 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     the trainer. Before `epochs`, `num_processes` is 1, because the schedule and the learning rate are those
     of `batch_size` at any number of replicas. The batch size of the training loader, times
     `gradient_accumulation_steps`, has to be `batch_size`.
+
+    Args:
+        args, options: of `Accelerator`.
+        batch_size, max_batch_size, local_bsz_bounds, scale_invariant_steps, train_samples,
+            efficiency_target, checkpoint_dir, checkpoint_interval, max_nonfinite_steps,
+            single_replica_gain, max_gain, seed: of `ElasticTrainer`. A job file overrides them.
+
+    Attributes:
+        trainer: the `ElasticTrainer`, for what Accelerate has no name for, such as `trainer.weighted` and
+            `trainer.log`.
+
+    Raises:
+        InvalidJobError, EnvironmentVariableError: see `ElasticTrainer`.
+        WorkerError: an option of Accelerate is not supported, or an Accelerator was made before.
     """
 
     def __init__(
@@ -606,7 +673,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Log values on rank 0."""
+        """Log values by name on rank 0. The default of `step` is the progress, in steps at `batch_size`."""
         if not self.is_main_process:
             return
         self._start_trackers()

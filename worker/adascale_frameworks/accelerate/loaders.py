@@ -19,7 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from adascale_frameworks.samplers import shuffles_all
+from adascale_frameworks.common import shuffles_all
 from adascale_worker.errors import DatasetError
 
 _OPTIONS = {
@@ -39,15 +39,15 @@ _OPTIONS = {
 class ElasticDataLoader:
     """Iterates over the batches that the trainer delivers to this replica.
 
-    Inside `for epoch in accelerator.epochs(n)`, with the model in training mode, these are the rest of the
-    present epoch. With the model in evaluation mode, they are this replica's share of the data set.
+    With the model in training mode, these are the rest of the present epoch of `accelerator.epochs(n)`. In
+    evaluation mode, they are this replica's share of the data set.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
         begin: Callable[[ElasticDataLoader], Iterator[Any]],
-        device: torch.device | None,
+        device: torch.device | None,  # of the batches; None: where the loader has made them
     ) -> None:
         if isinstance(loader.dataset, IterableDataset):
             raise DatasetError(

@@ -1,4 +1,4 @@
-"""The function with which a `Trainer` becomes elastic."""
+"""`elastic`, which makes a `Trainer` of Hugging Face elastic."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from accelerate import PartialState
 from transformers import Trainer
 
 from adascale_core.names import ENV_AGENT_SOCKET
-from adascale_frameworks.huggingface.callbacks import ElasticCallbackHandler
-from adascale_frameworks.huggingface.elastic_trainer import ElasticMixin
-from adascale_frameworks.huggingface.refusals import require_supported, require_train_dataset
-from adascale_frameworks.huggingface.run import TrainingRun
-from adascale_frameworks.huggingface.training_data import Order
-from adascale_frameworks.huggingface.transformers_private import forget_launcher_state, use_one_gpu
-from adascale_frameworks.launchers import hide_launcher
+from adascale_frameworks.common import hide_launcher
+from adascale_frameworks.huggingface.data import Order
+from adascale_frameworks.huggingface.elastic_trainer import (
+    ElasticMixin,
+    require_supported,
+    require_train_dataset,
+)
+from adascale_frameworks.huggingface.private import forget_launcher_state, use_one_gpu
+from adascale_frameworks.huggingface.run import ElasticCallbackHandler, TrainingRun
 from adascale_worker.errors import WorkerError
 from adascale_worker.process import environment
 from adascale_worker.program.hyperparameters import Choice
@@ -52,6 +54,25 @@ def elastic(
     `trainer.elastic` is its `ElasticTrainer`. The steps of its arguments (`max_steps`, `warmup_steps`,
     `logging_steps`, `eval_steps`, `save_steps`) and those of its schedule are steps at the initial batch
     size. `docs/frameworks.md` has what differs from a plain `Trainer`.
+
+    Args:
+        trainer: before its `train` is called.
+        batch_size: the initial batch size (B0), in samples. Default: that of a plain `Trainer` on one device,
+            `per_device_train_batch_size * gradient_accumulation_steps`.
+        max_batch_size, local_bsz_bounds, efficiency_target, checkpoint_dir, checkpoint_interval,
+            max_nonfinite_steps, single_replica_gain, max_gain: of `ElasticTrainer`.
+        train_samples: of `ElasticTrainer`, in place of `max_steps` and `num_train_epochs`.
+        order: of `ElasticTrainer.dataloader`, in place of a sampler of the program's own.
+        hyperparameters: of `ElasticTrainer.program_reentry`.
+
+    Returns:
+        `trainer` itself.
+
+    Raises:
+        WorkerError: `trainer` is no `Trainer`, is elastic already, or has an argument that is not supported.
+        DatasetError: its training data is missing, or has no length.
+        InvalidJobError: an argument is out of range.
+        EnvironmentVariableError: an environment variable has an invalid value.
     """
     if not isinstance(trainer, Trainer):
         raise WorkerError(

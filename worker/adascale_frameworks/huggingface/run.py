@@ -1,4 +1,4 @@
-"""One training of a framework's trainer: where it is, and what its loop has to know of the replicas."""
+"""One training of a framework's trainer: its progress, and the callbacks that are called once per step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.trainer_callback import ProgressCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler, ProgressCallback, TrainerControl, TrainerState
 
-from adascale_frameworks.huggingface.losses import LossSums
-from adascale_frameworks.huggingface.state import FrameworkState
-from adascale_frameworks.huggingface.training_data import TrainingData
-from adascale_frameworks.milestones import crossed
+from adascale_frameworks.common import crossed
+from adascale_frameworks.huggingface.data import TrainingData
+from adascale_frameworks.huggingface.state import FrameworkState, LossSums
 from adascale_worker.errors import WorkerError
 from adascale_worker.program.hyperparameters import Choice
 from adascale_worker.trainer import ElasticTrainer
@@ -28,10 +27,12 @@ class TrainingRun:
         self.elastic = elastic
         self._hyperparameters = hyperparameters
         self.losses = LossSums()
-        self.data: TrainingData | None = None
+        self.data: TrainingData | None = None  # None before `train`
         self.is_entered = False
+        """Whether the replicas have exchanged the state of training."""
         self._only_finite = True
         self.is_inside_step = False
+        """Whether the last micro-batch has not completed its step."""
         self._progress = 0.0
         self._was_main: bool | None = None
         self._tokens = 0
@@ -139,3 +140,100 @@ def _begin_bars(
         if isinstance(callback, ProgressCallback):
             begin: Callable[..., Any] = callback.on_train_begin
             begin(args, state, control)
+
+
+class ElasticCallbackHandler(CallbackHandler):  # type: ignore[misc]
+    """Calls the callbacks of a trainer once per step, although its loop runs once per micro-batch.
+
+    A step that is worth three at the initial batch size calls `on_step_end` three times, with a `global_step`
+    that rises by one. `control` has what any of these calls has requested.
+    """
+
+    def __init__(self, original: CallbackHandler, trainer: Any, run: TrainingRun) -> None:
+        self.__dict__.update(vars(original))
+        self._trainer = trainer
+        self._run = run
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Restore the state of training before the callbacks are called."""
+        self._run.enter(self._trainer)
+        return super().on_train_begin(args, state, control, **kwargs)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Begin an epoch, unless training was finished before."""
+        self._run.follow_rank(self._trainer)
+        if self._run.elastic.finished:
+            control.should_epoch_stop = False
+            return control
+        return super().on_epoch_begin(args, state, control, **kwargs)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Begin a step, with its first micro-batch."""
+        if self._run.is_inside_step:
+            return control
+        self._run.is_inside_step = True
+        return super().on_step_begin(args, state, control, **kwargs)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Call the callbacks if the gradients are those of a whole step."""
+        if not self._run.elastic.completes_step:
+            return control
+        return super().on_pre_optimizer_step(args, state, control, **kwargs)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Call the callbacks if the optimizer has changed the weights."""
+        if not self._run.elastic.made_step:
+            return control
+        return super().on_optimizer_step(args, state, control, **kwargs)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Count a micro-batch, and after the last one of a step its steps at the initial batch size."""
+        run = self._run
+        if not run.elastic.made_step:
+            # The loop has counted the micro-batch as a step.
+            state.global_step, state.epoch = run.global_step(state), run.epoch()
+            return self.on_substep_end(args, state, control, **kwargs)
+        run.is_inside_step = False
+        completed = run.advance(state)
+        state.global_step, state.epoch = run.global_step(state), run.epoch()
+        for step in completed:
+            state.global_step = step
+            control = super().on_step_end(args, state, control, **kwargs)
+        return control
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Leave the epoch, and stop after the last one."""
+        data, finished = self._run.data, self._run.elastic.finished
+        assert data is not None
+        data.leave()
+        self._run.follow_rank(self._trainer)
+        if not data.has_delivered:
+            # This replica has joined at the end of an epoch. The loop takes that for the end of all data.
+            control.should_training_stop = False
+        if finished:
+            control.should_training_stop = True
+            if not data.has_delivered:
+                return control
+        return super().on_epoch_end(args, state, control, **kwargs)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Save the end of training before the callbacks are called."""
+        self._run.end()
+        self._run.follow_rank(self._trainer)
+        return super().on_train_end(args, state, control, **kwargs)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from adascale_frameworks.samplers import shuffles_all
+from adascale_frameworks.common import shuffles_all
 from adascale_worker.errors import DatasetError
 
 _KEPT_OPTIONS = (
@@ -97,8 +97,8 @@ class EvaluationLoader(_Replaced):
         self, loader: DataLoader[Any], share: Callable[[DataLoader[Any], int], Iterator[Any] | None]
     ) -> None:
         super().__init__(loader)
-        self._share = share
-        self.limit = math.inf
+        self._share = share  # returns None if each replica gets all batches
+        self.limit = math.inf  # batches that are evaluated, at most
 
     def __len__(self) -> int:
         return len(self.loader)

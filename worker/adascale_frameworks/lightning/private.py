@@ -1,11 +1,16 @@
-"""What Lightning does not document, and this adapter uses. Nothing else of this kind is used."""
+"""Which package of Lightning the program uses, and all that is used of it and not documented by it."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from functools import reduce
 from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Literal
 
+from adascale_core.errors import requires_extra
 from adascale_worker.errors import WorkerError
 
 PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
@@ -90,3 +95,33 @@ def _find(package: str, path: str) -> object | None:
     except ImportError:
         return None
     return reduce(lambda each, part: getattr(each, part, None), [name], owner)
+
+
+Package = Literal["lightning.pytorch", "pytorch_lightning"]
+
+PACKAGES: tuple[Package, ...] = ("lightning.pytorch", "pytorch_lightning")
+
+
+def import_package(name: Package | None) -> ModuleType:
+    """Import the package whose `Trainer` the program uses."""
+    if name is not None and name not in PACKAGES:
+        raise WorkerError(
+            f'ElasticStrategy got package={name!r}: it must be "lightning.pytorch" or "pytorch_lightning"'
+        )
+    if name is None:
+        name = _imported()
+    with requires_extra("adascale.lightning", "lightning"):
+        return import_module(name)
+
+
+def _imported() -> Package:
+    imported = [each for each in PACKAGES if each in sys.modules]
+    if len(imported) > 1:
+        raise WorkerError(
+            "the program has imported both lightning.pytorch and pytorch_lightning, whose classes are "
+            'distinct: pass ElasticStrategy(package="lightning.pytorch"), or package="pytorch_lightning", '
+            "the one that its Trainer is imported from"
+        )
+    if imported:
+        return imported[0]
+    return next((each for each in PACKAGES if find_spec(each.partition(".")[0]) is not None), PACKAGES[0])

@@ -89,7 +89,7 @@ def require_optimizers(optimizers: Sequence[Any], trainer: Any) -> None:
 
 
 def split_schedulers(configs: Sequence[Any], module: Any) -> tuple[dict[int, Any], dict[str, Any]]:
-    """Return the schedulers that follow progress, and those that only have to be saved."""
+    """Return the schedulers that follow progress, by the id of their optimizers, and others, by a name."""
     following: dict[int, Any] = {}
     others: dict[str, Any] = {}
     for number, config in enumerate(configs):

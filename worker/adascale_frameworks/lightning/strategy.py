@@ -12,17 +12,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from adascale_frameworks.lightning.callback_states import CallbackStates
-from adascale_frameworks.lightning.counts import Counts, StepCount
 from adascale_frameworks.lightning.loaders import EvaluationLoader, TrainingLoader, is_divisible, options_of
 from adascale_frameworks.lightning.loops import (
+    Counts,
     ElasticEvaluationLoop,
     ElasticTrainingLoop,
+    StepCount,
     logged_sums,
     make_elastic,
 )
-from adascale_frameworks.lightning.module import TrainingStep
-from adascale_frameworks.lightning.package import Package, import_package
-from adascale_frameworks.lightning.private import require_private_parts
+from adascale_frameworks.lightning.private import Package, import_package, require_private_parts
 from adascale_frameworks.lightning.refusals import (
     require_one_loader,
     require_optimizers,
@@ -38,7 +37,59 @@ if TYPE_CHECKING:
 else:
     Strategy = object
 
+
 _FITTING = "fit"
+
+
+class TrainingStep(torch.nn.Module):
+    """The module that is made data-parallel: its forward pass is `training_step` of the program's module.
+
+    It has the parameters, buffers and state of that module, which itself stays as it is: `self(x)` in
+    `training_step` is not made data-parallel again.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = (module,)  # not a submodule, whose names would have a prefix
+        super().__init__()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what `training_step` returns."""
+        return self._module[0].training_step(*args, **kwargs)  # type: ignore[operator]
+
+    @property
+    def training(self) -> bool:
+        """Whether the program's module is in training mode."""
+        return self._module[0].training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        del mode
+
+    def train(self, mode: bool = True) -> TrainingStep:
+        """Set the mode of the program's module."""
+        self._module[0].train(mode)
+        return self
+
+    def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yield the submodules of the program's module."""
+        return self._module[0].named_children()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yield the program's module and its submodules."""
+        modules: Iterator[tuple[str, torch.nn.Module]] = self._module[0].named_modules(*args, **kwargs)
+        return modules
+
+    def get_submodule(self, target: str) -> torch.nn.Module:
+        """Return a submodule of the program's module, or that module if `target` is empty."""
+        return self._module[0].get_submodule(target)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the program's module."""
+        return self._module[0].state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Restore the state of the program's module."""
+        return self._module[0].load_state_dict(*args, **kwargs)
 
 
 class ElasticStrategy(Strategy):
@@ -49,6 +100,24 @@ class ElasticStrategy(Strategy):
 
     The initial batch size (B0) is that of the train dataloader, and `max_steps`, `max_epochs`, `global_step`,
     schedules and intervals count steps at it. A job file overrides the batch sizes and `max_steps`.
+
+    Args:
+        max_batch_size: upper bound of the global batch size, in samples. None: not bounded.
+        local_bsz_bounds: (lower, upper) bounds of the batch on one replica, in samples; the upper one may be
+            "auto". None: not bounded.
+        batch_size: the initial batch size. None: that of the train dataloader.
+        checkpoint_dir: folder or URL of the checkpoints from which the job resumes. None: nothing is saved
+            besides what Lightning's callbacks save.
+        order: a function of the number of a pass and a seed that returns the order of samples, in place of a
+            sampler.
+        lengths: the length of each sample, for batches of samples of similar length.
+        find_unused_parameters: whether a step may use only some of the parameters.
+        package: the package of the Trainer, if the program imports both.
+        options: other arguments of `ElasticTrainer`, such as `seed` or `checkpoint_interval`; `train_samples`
+            is used in place of `max_steps` and `max_epochs`.
+
+    Raises:
+        WorkerError: Lightning is not installed, or both of its packages are imported and none is named.
     """
 
     cluster_environment: Any = None
@@ -158,7 +227,7 @@ class ElasticStrategy(Strategy):
     # -- the beginning of fit -----------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Set the device up, if it is known: for `fit`, it is known in `setup`."""
+        """Set the device up, which is known only in `setup` for `fit`."""
         assert self.lightning_module is not None
         self._trainer = trainer = self.lightning_module.trainer
         # The trainer's own loader shares out the samples.
@@ -580,9 +649,7 @@ class ElasticStrategy(Strategy):
 
 
 class _FileExists:
-    """`ModelCheckpoint.file_exists`: only rank 0 writes, so another replica may see the file
-    that it wrote.
-    """
+    """`ModelCheckpoint.file_exists` on rank 0 only: another replica may see the file that rank 0 wrote."""
 
     def __init__(self, original: Callable[..., bool]) -> None:
         self._original = original
