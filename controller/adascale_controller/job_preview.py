@@ -6,13 +6,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from adascale_controller.formatting import Column, FittingTable, count, plural, significant, trimmed
-from adascale_controller.job import Job
+from adascale_controller.job_definition import JobDefinition
 from adascale_core.batch.plans import BatchChoice, batch_choice, require_valid_replicas
 
 MAX_ROWS = 64
 
 
-def render_valid_replicas(job: Job) -> RenderableType:
+def render_valid_replicas(job: JobDefinition) -> RenderableType:
     """Return a table of the valid replica counts of a job, with the batches that each may use."""
     spec = job.spec
     counts = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)
@@ -60,7 +60,7 @@ def _format_ranges(numbers: list[int]) -> str:
     return ", ".join(_format_range(numbers[0], numbers[-1]) for numbers in ranges)
 
 
-def describe_deadline(job: Job) -> str | None:
+def describe_deadline(job: JobDefinition) -> str | None:
     """Return what the deadline of a job needs, and where to see whether it can be met; None without one."""
     seconds, steps = job.completion_deadline_seconds, job.spec.steps
     if seconds is None:

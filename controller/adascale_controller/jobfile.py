@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from adascale_controller.job import Job, to_job, worker_container
+from adascale_controller.job_definition import JobDefinition, to_job, worker_container
 from adascale_controller.schema import AdaScaleJobDocument
 from adascale_controller.validation import FieldError, FieldPath, validate_document
 from adascale_core.errors import InvalidJobError
@@ -118,7 +118,7 @@ class JobFileError(InvalidJobError):
         return f"{self.source}:{error.line}: {error}" if error.line else f"{self.source}: {error}"
 
 
-def load_job(path: Path) -> Job:
+def load_job(path: Path) -> JobDefinition:
     """Read the job in the YAML file at `path`."""
     source = str(path)
     try:
@@ -132,7 +132,7 @@ def load_job(path: Path) -> Job:
     return parse_job(text, source)
 
 
-def parse_job(text: str, source: str = "<text>") -> Job:
+def parse_job(text: str, source: str = "<text>") -> JobDefinition:
     """Read the job in a YAML text; `source` names the text in messages."""
     try:
         yaml = parse_document(text)

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from weakref import WeakKeyDictionary
 
 from adascale_controller.formatting import plural
-from adascale_controller.job import Job
+from adascale_controller.job_definition import JobDefinition
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import EfficiencyBound
 from adascale_core.decision.job_utility import JobState
@@ -324,7 +324,7 @@ class JobMeasurements:
             self._idle_since = None
 
     def job_state(
-        self, job: Job, view: JobView, total: float | None, accelerator: str | None = None
+        self, job: JobDefinition, view: JobView, total: float | None, accelerator: str | None = None
     ) -> JobState:
         """Return the decision's input, from what `update` or `add_reported` has measured."""
         spec, report = job.spec, view.latest
@@ -428,7 +428,7 @@ def _is_same(before: StepTime, after: StepTime) -> bool:
     return max(abs(before.step_time - after.step_time), sync) < SAME_TIME * before.step_time
 
 
-def training_target(job: Job, view: JobView) -> float | None:
+def training_target(job: JobDefinition, view: JobView) -> float | None:
     """Return the progress at which a job ends: that of its spec, or what its trainers report.
 
     None if the program decides, or before the first report.

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kubernetes import client
 
-from adascale_controller.job import to_job
+from adascale_controller.job_definition import to_job
 from adascale_controller.validation import validate_document
 from adascale_core import names
 from cluster.conftest import Kubectl, fresh_namespace

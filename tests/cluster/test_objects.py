@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from kubernetes import client
 
-from adascale_controller.job import CheckpointSettings, Job
+from adascale_controller.job_definition import CheckpointSettings, JobDefinition
 from adascale_controller.operator.apply.indexed_job import claim_manifest, indexed_job_manifest, resize_patch
 from adascale_controller.operator.observe.pods import Pod, read_pod
 from adascale_controller.operator.types.kubernetes import Manifest
@@ -45,7 +45,7 @@ def workload(namespace: str, checkpoint: CheckpointSettings | None = None, **wor
         name="digits",
         namespace=namespace,
         uid="0b0e1b0c-8e5b-4a52-a4b8-3f1f9e8d7c6b",
-        job=Job(
+        job=JobDefinition(
             f"{namespace}.digits",
             JobSpec(4, 256, (4, 64), 1, 4, 1000),
             checkpoint=checkpoint or CheckpointSettings(path="/data"),

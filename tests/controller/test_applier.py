@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_controller.job import OpportunisticSettings
+from adascale_controller.job_definition import OpportunisticSettings
 from adascale_controller.operator.apply.applier import (
     MAX_STATUS_RATE,
     STATUS_BURST,

@@ -15,7 +15,7 @@ import yaml
 from adascale_client import MetricsServiceClient
 from adascale_controller.cli import kubectl_main
 from adascale_controller.cluster.kubernetes_api import METRICS_READER, advice
-from adascale_controller.job_summary import JobSummary
+from adascale_controller.job_overview import JobOverview
 from adascale_core import names
 from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.decision.explanation import explain
@@ -185,7 +185,7 @@ def test_the_json_of_a_job_has_the_members_of_a_job_on_one_machine(
 ) -> None:
     server.add_job("digits", status=RUNNING)
     shown = json.loads(adascale("status", "digits", "--cluster", "-o", "json").stdout)
-    local = JobSummary("digits", "default", "digits", JobStateName.RUNNING, 0, 0, 0.0).to_json()
+    local = JobOverview("digits", "default", "digits", JobStateName.RUNNING, 0, 0, 0.0).to_json()
     assert list(shown) == list(local)
     assert shown["efficiency"] == 0.781
     assert shown["startTime"] == 1795752000.0

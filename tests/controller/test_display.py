@@ -13,9 +13,9 @@ from rich.console import Console, RenderableType
 
 from adascale_controller.formatting import age, clock, count, duration, plural, significant, trimmed
 from adascale_controller.gain_summary import render_gain
-from adascale_controller.job import Job
+from adascale_controller.job_definition import JobDefinition
+from adascale_controller.job_overview import format_result
 from adascale_controller.job_preview import render_valid_replicas
-from adascale_controller.job_summary import format_result
 from adascale_controller.local import display as displays
 from adascale_controller.local.display import LiveDisplay, PlainDisplay, RunStatus, open_display
 from adascale_controller.local.run_report import GenerationSummary, Range, generations_table, repeated_steps
@@ -152,7 +152,7 @@ def test_columns_that_do_not_fit_are_left_out(width: int, left_out: set[str]) ->
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_the_tables_of_gain_and_validate_fit_too(width: int) -> None:
     predictions = [PredictionView(2, 128, 2, 128.0, 101.5, 0.79, 0.01, 12345.6, 101.5, 101.5)]
-    job = Job("default.test", JobSpec(1000, 100_000, (1, 50_000), 1, 2))
+    job = JobDefinition("default.test", JobSpec(1000, 100_000, (1, 50_000), 1, 2))
     for table in (
         render_gain(GainView("default.test", REPORT, predictions), 100.0),
         render_valid_replicas(job),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_controller.job import CheckpointSettings, Job
+from adascale_controller.job_definition import CheckpointSettings, JobDefinition
 from adascale_controller.operator.apply.indexed_job import (
     claim_manifest,
     indexed_job_manifest,
@@ -21,10 +21,12 @@ from adascale_controller.operator.apply.indexed_job import (
 )
 from adascale_controller.operator.apply.pod_template import TOKEN_FOLDER
 from adascale_controller.operator.schedule.nodes import eligible_nodes, pod_request
-from adascale_controller.operator.types.queueing import ELASTIC_JOB, QUEUE_NAME, Queueing
 from adascale_controller.operator.types.workload import (
     CHECKPOINT_FOLDER,
+    ELASTIC_JOB,
+    QUEUE_NAME,
     PodSettings,
+    Queueing,
     Workload,
     template_digest,
 )
@@ -33,7 +35,7 @@ from adascale_core.failures import IGNORED_EXIT_CODES
 from adascale_core.messages.job_spec import JobSpec
 
 SPEC = JobSpec(4, 256, (4, 64), 1, 4, 1000)
-JOB = Job("team.digits", SPEC)
+JOB = JobDefinition("team.digits", SPEC)
 OWNER = {
     "apiVersion": "adascale.dev/v1alpha1",
     "kind": "AdaScaleJob",

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_controller.job import CheckpointSettings, trainer_environment
+from adascale_controller.job_definition import CheckpointSettings, trainer_environment
 from adascale_controller.jobfile import JobFileError, load_job, parse_job
 from adascale_core.messages.job_spec import JobSpec
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from adascale_controller.job import CheckpointSettings, Job
+from adascale_controller.job_definition import CheckpointSettings, JobDefinition
 from adascale_controller.local.local_command import LocalCommandError, resolve_command
 from adascale_core.messages.job_spec import JobSpec
 
-JOB = Job("default.digits", JobSpec(4, 64, (4, 16), 1, 4, 1000), command=("python", "-c", "pass"))
+JOB = JobDefinition("default.digits", JobSpec(4, 64, (4, 16), 1, 4, 1000), command=("python", "-c", "pass"))
 
 
 def test_python_is_the_interpreter_of_this_process(tmp_path: Path) -> None:

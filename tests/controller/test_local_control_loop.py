@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from adascale_client import MetricsServiceClient, ServiceRefusedError
-from adascale_controller.job import Job
-from adascale_controller.local.control_loop import ControlLoop
+from adascale_controller.job_definition import JobDefinition
+from adascale_controller.local.control_loop import LocalControlLoop
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.processes import StopSignals
@@ -27,7 +27,7 @@ from adascale_core.messages.job_spec import JobSpec
 from support.observed_jobs import report
 from support.service import TOKEN, Service
 
-JOB = Job("default.test", JobSpec(4, 64, (4, 16), 1, 4, 1000), command=("python", "-c", "pass"))
+JOB = JobDefinition("default.test", JobSpec(4, 64, (4, 16), 1, 4, 1000), command=("python", "-c", "pass"))
 
 
 class ContestedClient(MetricsServiceClient):
@@ -61,15 +61,15 @@ def started_loop(
     client: MetricsServiceClient,
     path: Path,
     saved_generation: int = 0,
-    job: Job = JOB,
+    job: JobDefinition = JOB,
     display: PlainDisplay | None = None,
-) -> ControlLoop:
+) -> LocalControlLoop:
     """Return the loop of a run that has requested its first generation."""
     folder = StateDir(path / "state")
     folder.create()
     display = display or PlainDisplay(Console(file=io.StringIO()))
     agents = Agents(LocalCommand((), {}, path), {}, [], folder, 0)
-    loop = ControlLoop(
+    loop = LocalControlLoop(
         job,
         cast(Any, None),  # It supervises the service later.
         client,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.job import CheckpointSettings, JobDefinition, OpportunisticSettings
+from adascale_controller.job_definition import CheckpointSettings, JobDefinition, OpportunisticSettings
 from adascale_controller.operator.apply.cluster import ApiServerError, JobRefusedError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.lookups import (
@@ -399,6 +399,36 @@ def test_an_event_about_a_failed_start_is_reported_after_ten_seconds() -> None:
     assert problem_after(CONTAINER_START_TIMEOUT, failed) is None
     problem = problem_after(CONTAINER_START_TIMEOUT + 1, failed)
     assert problem == PodProblem(Reason.CONTAINER_START_FAILED, 'FailedMount: configmap "settings" not found')
+
+
+@pytest.mark.parametrize(
+    ("events", "is_over"),
+    [
+        ([event("Pulling", "Pulling image", "Normal", NOW)], True),
+        ([event("Pulling", "Pulling image", "Normal", NOW - 9)], True),
+        ([event("Pulling", "Pulling image", "Normal", NOW - 10)], False),
+        ([event("Odd", "unknown warning", moment=NOW)], False),
+    ],
+    ids=["pulls", "pulls since the same second", "pulled before", "another warning"],
+)
+def test_a_failed_start_is_over_once_the_image_is_pulled(events: list[ApiObject], is_over: bool) -> None:
+    failed = event("FailedMount", "not yet", moment=NOW - 9)
+    problem = problem_after(CONTAINER_CREATING_TIMEOUT + 1, failed, *events)
+    assert problem is not None
+    if is_over:
+        assert problem.reason is Reason.CONTAINER_CREATING
+        assert problem.message.endswith("on node node1: Pulling: Pulling image")
+    else:
+        assert problem == PodProblem(Reason.CONTAINER_START_FAILED, "FailedMount: not yet")
+
+
+def test_a_failed_start_is_over_once_an_init_container_runs() -> None:
+    failed = event("FailedMount", "not yet")
+    running: dict[str, Any] = {"has_started": True, "init_container": "fetch"}
+    assert problem_after(CONTAINER_START_TIMEOUT + 1, failed, **running) is None
+    problem = problem_after(CONTAINER_CREATING_TIMEOUT + 1, failed, **running)
+    assert problem is not None
+    assert problem.message.endswith("waited for init container fetch for more than 60 s on node node1")
 
 
 def test_a_pod_is_reported_after_a_minute_in_container_creating_without_any_event() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from adascale_controller.job import Job
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.measurements import (
     DEFAULT_DOWNTIME,
     DEFAULT_PREPARATION,
@@ -29,7 +29,7 @@ REPORT = GainReport(
     generation=1, step=10, progress=10.0, epoch=0, replicas=1, local_bsz=4, accumulation=1, scale=1.0,
     gain=1.0, grad_sqr=0.1, grad_var=0.9, step_time=0.01, time=100.0, loss=0.5,
 )  # fmt: skip
-JOB = Job("default.digits", JobSpec(4, 64, (4, 16), 1, 4, 1000))
+JOB = JobDefinition("default.digits", JobSpec(4, 64, (4, 16), 1, 4, 1000))
 
 
 def view(generation: int, latest: GainReport | None, desired: int | None = None) -> JobView:
@@ -55,7 +55,7 @@ def test_a_job_is_stable_from_the_first_report_of_its_generation() -> None:
 
 @pytest.mark.parametrize("spec", [{"train_samples": 4000}, {}], ids=["job", "program"])
 def test_the_rest_of_a_job_of_samples_is_in_samples(spec: dict[str, int]) -> None:
-    job = Job("default.digits", JobSpec(4, 64, (4, 16), 1, 4, **spec))  # type: ignore[arg-type]
+    job = JobDefinition("default.digits", JobSpec(4, 64, (4, 16), 1, 4, **spec))  # type: ignore[arg-type]
     report = replace(REPORT, scale=4.0, gain=3.0, target=1000.0, counts_samples=True)
     measurements = JobMeasurements()
     for progress in (100.0, 2000.0):
@@ -67,7 +67,7 @@ def test_the_rest_of_a_job_of_samples_is_in_samples(spec: dict[str, int]) -> Non
 
 
 def test_the_decision_knows_which_counts_need_batches_that_do_not_fit() -> None:
-    job = Job("default.digits", JobSpec(8, 64, (5, 16), 1, 4, 1000))
+    job = JobDefinition("default.digits", JobSpec(8, 64, (5, 16), 1, 4, 1000))
     for limit, counts in ((None, (1, 2, 3, 4)), (7, (2, 3, 4))):
         limited = replace(view(1, REPORT), local_bsz_limit=limit)
         state = JobMeasurements().job_state(job, limited, 1000)

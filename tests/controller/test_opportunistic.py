@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.job import JobDefinition, OpportunisticSettings
+from adascale_controller.job_definition import JobDefinition, OpportunisticSettings
 from adascale_controller.local.local_command import resolve_command
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.apply.indexed_job import indexed_job_manifest

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from adascale_controller.job import Job
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local import machine
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.replica_limit import ReplicaLimit, ReplicaLimitError, replica_limit
 from adascale_controller.local.runner import RunOptions, run_job
 from adascale_core.messages.job_spec import JobSpec
 
-JOB = Job("default.digits", JobSpec(4, 64, (4, 16), 2, 8, 1000), command=("python", "-c", "pass"))
+JOB = JobDefinition("default.digits", JobSpec(4, 64, (4, 16), 2, 8, 1000), command=("python", "-c", "pass"))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_limit_that_the_job_or_the_machine_does_not_allow_is_an_error(
         (replace(JOB, suspend=True), "digits is not run: spec.suspend is true"),
     ],
 )
-def test_a_job_that_must_not_run_does_not_run(job: Job, message: str) -> None:
+def test_a_job_that_must_not_run_does_not_run(job: JobDefinition, message: str) -> None:
     console = Console(record=True, width=100)
     assert run_job(job, RunOptions(), PlainDisplay(console)) == 0
     assert message in console.export_text()

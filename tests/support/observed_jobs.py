@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from adascale_controller.failing_counts import FailingCount
-from adascale_controller.job import CheckpointSettings, JobDefinition
+from adascale_controller.job_definition import CheckpointSettings, JobDefinition
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import CheckpointClaim, IndexedJob, ObservedJob
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem

@@ -147,7 +147,7 @@ class PlaceError(AdaScaleError):
 
 
 @dataclass(frozen=True)
-class Connection:
+class ClusterConnection:
     """An open connection to a cluster.
 
     Args:
@@ -206,15 +206,15 @@ def select_cluster(
 
 
 @contextmanager
-def open_cluster(target: ClusterTarget) -> Iterator[Connection]:
+def open_cluster(target: ClusterTarget) -> Iterator[ClusterConnection]:
     """Yield the connection to a cluster.
 
     Raises:
         MissingExtraError: the Python client of Kubernetes is not installed.
-        NoClusterError: no cluster is configured.
+        KubeconfigError: no cluster is configured.
     """
     # Imported here because importing the Kubernetes client takes a second.
     with requires_extra("a command for a cluster", "kubernetes"):
         from adascale_controller.cluster.kubernetes_api import connect
     with connect(target) as api:
-        yield Connection(api, ClusterJobs(api, target.namespace))
+        yield ClusterConnection(api, ClusterJobs(api, target.namespace))

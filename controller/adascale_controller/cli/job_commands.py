@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 
 from adascale_client import MetricsServiceClient, ServiceError
-from adascale_controller import job_summary
 from adascale_controller.cli.arguments import JobName, Output, OutputFormat, ServiceUrl, StateRoot
 from adascale_controller.cli.connections import (
     Cluster,
@@ -28,11 +27,12 @@ from adascale_controller.cli.connections import (
     open_cluster,
     select_cluster,
 )
-from adascale_controller.cluster.api import ClusterError, ClusterTarget
+from adascale_controller.cluster.api import ApiServerError, ClusterTarget
 from adascale_controller.explanations import render_decision
 from adascale_controller.gain_summary import GainLines, LiveGain, render_gain, watch_gain
+from adascale_controller.job_overview import render_status
 from adascale_controller.local.checkpoints import location
-from adascale_controller.local.job_status import read_status, render_status
+from adascale_controller.local.job_status import read_status
 from adascale_controller.local.local_jobs import NotRunningError, find_folders_of, find_job
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
@@ -59,7 +59,7 @@ def status(
     if output is Output.JSON:
         typer.echo(json.dumps(read.summary.to_json(), indent=2))
     else:
-        typer.echo(render_status(read, time.time()))
+        typer.echo(render_status(read.summary, read.details, time.time()))
 
 
 def _show_cluster(target: ClusterTarget, job: str, output: Output, system_namespace: str) -> None:
@@ -71,11 +71,11 @@ def _show_cluster(target: ClusterTarget, job: str, output: Output, system_namesp
         view: JobView | None = None
         try:
             view = connection.metrics(system_namespace).get_job(found.id)
-        except (ServiceError, ClusterError) as error:
+        except (ServiceError, ApiServerError) as error:
             # The status of the AdaScaleJob has all but the states of single replicas.
             typer.echo(f"adascale: the replicas are not shown: {error}", err=True)
         details = found.details(view, connection.api.context)
-        typer.echo(job_summary.render_status(found.summary(), details, time.time()))
+        typer.echo(render_status(found.summary(), details, time.time()))
 
 
 def gain(

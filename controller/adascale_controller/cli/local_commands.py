@@ -14,8 +14,8 @@ from rich.console import Console
 
 from adascale_controller.cli.arguments import JobFile, JobName, OfKubectl, Output, OutputFormat, StateRoot
 from adascale_controller.formatting import count, plural
+from adascale_controller.job_overview import render_list
 from adascale_controller.job_preview import describe_deadline, render_valid_replicas
-from adascale_controller.job_summary import render_list
 from adascale_controller.jobfile import load_job
 from adascale_controller.local.display import open_display
 from adascale_controller.local.job_status import read_status

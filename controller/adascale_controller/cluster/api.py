@@ -16,35 +16,35 @@ from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_SERVICE_UNAVAILABLE
 
 
-class ClusterError(AdaScaleError):
+class ApiServerError(AdaScaleError):
     """A call to the API server failed."""
 
 
-class NoClusterError(ClusterError):
+class KubeconfigError(ApiServerError):
     """No configuration names a cluster that can be used."""
 
     exit_code = 2
 
 
-class ApiServerUnreachableError(ClusterError):
+class ApiServerUnreachableError(ApiServerError):
     """The API server does not answer."""
 
     exit_code = EXIT_SERVICE_UNAVAILABLE
 
 
-class CredentialsError(ClusterError):
+class CredentialsError(ApiServerError):
     """The API server does not know the user."""
 
 
-class NotPermittedError(ClusterError):
+class NotPermittedError(ApiServerError):
     """The user lacks a right."""
 
 
-class NotInstalledError(ClusterError):
+class NotInstalledError(ApiServerError):
     """The cluster does not know AdaScaleJobs."""
 
 
-class RejectedError(ClusterError):
+class RejectedError(ApiServerError):
     """The API server answers with another error status.
 
     Args:
@@ -75,7 +75,7 @@ class ClusterTarget:
 
 
 class Api(Protocol):
-    """The API server, with the rights of the user. Reads raise a `ClusterError`."""
+    """The API server, with the rights of the user. Reads raise a `ApiServerError`."""
 
     @property
     def context(self) -> str:

@@ -13,10 +13,10 @@ from adascale_controller.cluster.api import (
     job_path,
     jobs_path,
 )
-from adascale_controller.job_summary import JobDetails, JobSummary
+from adascale_controller.job_overview import JobDetails, JobOverview, NoSuchJobError
 from adascale_controller.operator.types.conditions import (
-    JobCondition,
     ConditionType,
+    JobCondition,
     Reason,
     condition_of,
 )
@@ -123,10 +123,10 @@ class ClusterJob:
             return ""
         return f"{condition.reason}: {condition.message}" if condition.message else condition.reason
 
-    def summary(self) -> JobSummary:
+    def summary(self) -> JobOverview:
         """Return what `adascale status` shows of it, as of a job on this machine."""
         status = self.status
-        return JobSummary(
+        return JobOverview(
             name=self.name,
             namespace=self.namespace,
             shown_name=self.name,
@@ -171,10 +171,6 @@ INTERVAL = 0.5
 """Seconds between two reads of a job that is waited for."""
 MAX_NAMED = 10
 """Jobs that a message names."""
-
-
-class NoSuchJobError(AdaScaleError):
-    """A job that the cluster does not have."""
 
 
 class AmbiguousNamespaceError(AdaScaleError):

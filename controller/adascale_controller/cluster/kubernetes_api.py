@@ -25,11 +25,11 @@ from yaml import YAMLError
 
 from adascale_controller.cluster.api import (
     CALL_TIMEOUT,
+    ApiServerError,
     ApiServerUnreachableError,
-    ClusterError,
     ClusterTarget,
     CredentialsError,
-    NoClusterError,
+    KubeconfigError,
     NotInstalledError,
     NotPermittedError,
     Query,
@@ -142,7 +142,7 @@ class KubernetesApi:
     def _place(self) -> str:
         return f"context {self._context}" if self._context else "this pod's service account"
 
-    def _unreachable(self, error: Exception) -> ClusterError:
+    def _unreachable(self, error: Exception) -> ApiServerError:
         cause: BaseException = error
         while (inner := cause.__cause__ or cause.__context__) is not None:
             cause = inner
@@ -151,7 +151,7 @@ class KubernetesApi:
             f"the API server {self._api.configuration.host} of {self._place} does not answer: {reason}"
         )
 
-    def _error(self, path: str, status: int, data: bytes) -> ClusterError:
+    def _error(self, path: str, status: int, data: bytes) -> ApiServerError:
         answer = _parsed(data)
         if answer.get("kind") != "Status":
             # Of a service behind the API server, or of the API server about a path that it does not know.
@@ -180,7 +180,7 @@ def connect(target: ClusterTarget) -> Iterator[KubernetesApi]:
     try:
         context, namespace = _load(target, settings)
     except (ConfigException, YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise NoClusterError(_without_cluster(target, error)) from error
+        raise KubeconfigError(_without_cluster(target, error)) from error
     api = KubernetesApi(client.ApiClient(settings), context, target.namespace or namespace)
     try:
         yield api
@@ -203,9 +203,9 @@ def _load(target: ClusterTarget, settings: client.Configuration) -> tuple[str, s
     name = target.context or found.value.get("current-context")
     known = ", ".join(sorted(contexts)) or "none"
     if not name:
-        raise NoClusterError(f"the kubeconfig has no current context: choose one of {known} with --context")
+        raise KubeconfigError(f"the kubeconfig has no current context: choose one of {known} with --context")
     if name not in contexts:
-        raise NoClusterError(f"the kubeconfig has no context {name!r}; it has {known}")
+        raise KubeconfigError(f"the kubeconfig has no context {name!r}; it has {known}")
     config.load_kube_config(config_file=files, context=name, client_configuration=settings)
     return name, str(contexts[name].get("namespace") or names.DEFAULT_NAMESPACE)
 

@@ -15,8 +15,8 @@ from adascale_client import MetricsServiceClient, ServiceRefusedError, ServiceUn
 from adascale_controller.cluster.api import (
     CALL_TIMEOUT,
     Api,
+    ApiServerError,
     ApiServerUnreachableError,
-    ClusterError,
     NotPermittedError,
     RejectedError,
 )
@@ -80,7 +80,7 @@ class ProxyTransport:
 
     def _service_error(
         self, error: RejectedError
-    ) -> ClusterError | ServiceUnreachableError | ServiceRefusedError:
+    ) -> ApiServerError | ServiceUnreachableError | ServiceRefusedError:
         reason = _reason(error.message)
         if reason is not None and error.status == 401:
             # The API server passes no token on.

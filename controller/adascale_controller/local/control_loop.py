@@ -19,7 +19,7 @@ from adascale_controller.formatting import (
     plural,
     trimmed,
 )
-from adascale_controller.job import Job
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display, RunStatus
 from adascale_controller.local.processes import StopSignals
 from adascale_controller.local.replica_limit import ReplicaLimit, ScaleRequests
@@ -156,12 +156,12 @@ DEADLINE_SETTLED = 30.0
 """Seconds for which a deadline cannot be met, or can be again, before that is shown. Predictions vary."""
 
 
-class ControlLoop:
+class LocalControlLoop:
     """Runs a job until it ends or the user stops it."""
 
     def __init__(
         self,
-        job: Job,
+        job: JobDefinition,
         service: ServiceSupervisor,
         client: MetricsServiceClient,
         replicas: Replicas,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from adascale_client import MetricsServiceClient, ServiceError
-from adascale_controller import job_summary
 from adascale_controller.formatting import count, progress_text
-from adascale_controller.job_summary import JobDetails, JobSummary
+from adascale_controller.job_overview import JobDetails, JobOverview
 from adascale_controller.local.checkpoints import CheckpointStorageError
 from adascale_controller.local.local_jobs import LocalJob
 from adascale_core.checkpoint_manifest import Manifest
@@ -65,11 +64,11 @@ class JobStatus:
         return "" if self.progress is None else progress_text(self.progress, total)
 
     @property
-    def summary(self) -> JobSummary:
+    def summary(self) -> JobOverview:
         """What a list shows of it."""
         report = self.view.latest if self.view else None
         namespace, _, name = self.job.id.partition(".")
-        return JobSummary(
+        return JobOverview(
             name=name,
             namespace=namespace,
             shown_name=self.job.short_id,
@@ -94,6 +93,26 @@ class JobStatus:
             checkpoint_step=self.checkpoint.step if self.checkpoint else None,
             checkpoint_error=self.checkpoint_error,
             result=dict(self.checkpoint.result) if self.checkpoint else {},
+        )
+
+    @property
+    def details(self) -> JobDetails:
+        """What `adascale status` shows in addition."""
+        folder, view = self.job.folder, self.view
+        state = self.state if self.process is None else f"{self.state} (process {self.process})"
+        if self.process is None and self.job.runs[-1].exit_code:
+            state += f", exit code {self.job.runs[-1].exit_code}"
+        checkpoint = f"step {count(self.checkpoint.step)}" if self.checkpoint else "none"
+        if self.checkpoint_error is not None:
+            checkpoint = f"unknown: {self.checkpoint_error}"
+        return JobDetails(
+            state=state,
+            runs=self.process is not None,
+            stall=(view.stall if view else None) or "",
+            slow=view.slowness if view else "",
+            checkpoint=checkpoint,
+            places=[("metrics", self.url or ""), ("state dir", str(folder.path)), ("logs", str(folder.logs))],
+            replicas=view.replicas if view else (),
         )
 
 
@@ -122,30 +141,6 @@ def read_status(job: LocalJob) -> JobStatus:
     else:
         state = _state_in_run(view)
     return JobStatus(job, process, service.url if service else None, state, view, checkpoint, error)
-
-
-def render_status(status: JobStatus, now: float) -> str:
-    """Return the status with its replicas and files; `now` is in seconds since 1970."""
-    summary, folder, view = status.summary, status.job.folder, status.view
-    state = status.state if status.process is None else f"{status.state} (process {status.process})"
-    if summary.exit_code:
-        state += f", exit code {summary.exit_code}"
-    details = JobDetails(
-        state=state,
-        runs=status.process is not None,
-        stall=(view.stall if view else None) or "",
-        slow=view.slowness if view else "",
-        checkpoint=_checkpoint(status),
-        places=[("metrics", status.url or ""), ("state dir", str(folder.path)), ("logs", str(folder.logs))],
-        replicas=view.replicas if view else (),
-    )
-    return job_summary.render_status(summary, details, now)
-
-
-def _checkpoint(status: JobStatus) -> str:
-    if status.checkpoint_error is not None:
-        return f"unknown: {status.checkpoint_error}"
-    return f"step {count(status.checkpoint.step)}" if status.checkpoint else "none"
 
 
 def state_after_run(job: LocalJob, checkpoint: Manifest | None, error: str | None) -> JobStateName:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from adascale_controller.job import Job, trainer_environment
+from adascale_controller.job_definition import JobDefinition, trainer_environment
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 
@@ -35,7 +35,7 @@ class LocalCommand:
 
 
 def resolve_command(
-    job: Job, checkpoints: Path | str, environ: Mapping[str, str], threads: int
+    job: JobDefinition, checkpoints: Path | str, environ: Mapping[str, str], threads: int
 ) -> LocalCommand:
     """Return the program of `job` on this machine.
 
@@ -68,7 +68,7 @@ def resolve_command(
     )
 
 
-def _working_dir(job: Job) -> tuple[Path, list[str]]:
+def _working_dir(job: JobDefinition) -> tuple[Path, list[str]]:
     """Return the working directory, and the ignored fields: a workingDir of the image may not exist here."""
     current = Path.cwd()
     if job.working_dir is None:

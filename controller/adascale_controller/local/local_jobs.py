@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from adascale_controller.job_overview import NoSuchJobError
 from adascale_controller.local.checkpoints import location, newest_manifest
 from adascale_controller.local.run_history import RunRecord, deregister_folder, read_runs, registered_folders
 from adascale_controller.local.service_process import RunningService, read_service
@@ -30,10 +31,6 @@ from adascale_core.job_id import parse_job_id
 
 MAX_NAMED = 5
 """State folders that a message names."""
-
-
-class NoSuchJobError(AdaScaleError):
-    """A job without a state folder."""
 
 
 class SeveralFoldersError(AdaScaleError):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from adascale_controller.formatting import plural
-from adascale_controller.job import Job
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display
 from adascale_controller.local.machine import default_replica_limit
 from adascale_controller.local.state_dir import StateDir
@@ -39,7 +39,7 @@ class ReplicaLimit:
         return f"{plural(self.replicas, 'replica')}{spares}"
 
 
-def replica_limit(job: Job, requested: int | None, devices: Sequence[str]) -> ReplicaLimit:
+def replica_limit(job: JobDefinition, requested: int | None, devices: Sequence[str]) -> ReplicaLimit:
     """Return the most replicas at once. Spares take the places of others, but not of the fewest."""
     processes = job.spec.processes_per_replica or 1
     limit = requested or max(default_replica_limit(devices) // processes, 1)
@@ -74,7 +74,9 @@ class ScaleError(AdaScaleError):
 class ScaleRequests:
     """Reads and answers the requests. A request for an earlier run is deleted."""
 
-    def __init__(self, folder: StateDir, job: Job, devices: Sequence[str], display: Display) -> None:
+    def __init__(
+        self, folder: StateDir, job: JobDefinition, devices: Sequence[str], display: Display
+    ) -> None:
         self._folder = folder
         # As with `kubectl scale`, the request replaces spec.replicaLimit.
         self._job = replace(job, replica_limit=None)

@@ -19,8 +19,8 @@ from adascale_controller.formatting import (
     significant,
     trimmed,
 )
-from adascale_controller.job import Job
-from adascale_controller.job_summary import describe_size, format_result
+from adascale_controller.job_definition import JobDefinition
+from adascale_controller.job_overview import describe_size, format_result
 from adascale_controller.local.control_loop import RunResult
 from adascale_controller.local.display import Display
 from adascale_controller.local.local_command import LocalCommand
@@ -146,7 +146,7 @@ def _format_range(values: Range) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def completed_message(job: Job, until: int | None, checkpoint: Manifest | None) -> str | None:
+def completed_message(job: JobDefinition, until: int | None, checkpoint: Manifest | None) -> str | None:
     """Return a message if the job needs no more training; None if it does."""
     if checkpoint is None:
         return None
@@ -167,7 +167,7 @@ def completed_message(job: Job, until: int | None, checkpoint: Manifest | None) 
 
 def print_start(
     display: Display,
-    job: Job,
+    job: JobDefinition,
     url: str,
     page: str,
     folder: StateDir,

@@ -12,9 +12,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from adascale_client import MetricsServiceClient, ServiceError
-from adascale_controller.job import Job
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.checkpoints import CheckpointStorageError, location, newest_manifest
-from adascale_controller.local.control_loop import ControlLoop, RunResult
+from adascale_controller.local.control_loop import LocalControlLoop, RunResult
 from adascale_controller.local.display import Display
 from adascale_controller.local.local_command import LocalCommand, resolve_command
 from adascale_controller.local.machine import cpu_cores, package_versions, visible_gpus
@@ -65,7 +65,7 @@ class RunOptions:
     fresh: bool = False  # whether to delete the saved state first
 
 
-def run_job(job: Job, options: RunOptions, display: Display) -> int:
+def run_job(job: JobDefinition, options: RunOptions, display: Display) -> int:
     """Run a job until it ends or the user stops it."""
     if job.suspend:
         display.message(f"{job.short_id} is not run: spec.suspend is true")
@@ -113,7 +113,7 @@ def run_job(job: Job, options: RunOptions, display: Display) -> int:
 
 
 @contextmanager
-def _locked(folder: StateDir, job: Job, display: Display, signals: StopSignals) -> Iterator[int]:
+def _locked(folder: StateDir, job: JobDefinition, display: Display, signals: StopSignals) -> Iterator[int]:
     """Create and lock the state folder of a job, and yield the descriptor of its lock."""
     folder.create()
     if folder.local_folder is not None:
@@ -151,7 +151,7 @@ class _Run:
 
     def __init__(
         self,
-        job: Job,
+        job: JobDefinition,
         options: RunOptions,
         display: Display,
         signals: StopSignals,
@@ -213,7 +213,7 @@ class _Run:
             # A job on a cluster may have saved it, and this run continues that job.
             environ[names.ENV_INCARNATION] = str(checkpoint.incarnation)
         agents = Agents(command, environ, devices, self._folder, self._lock)
-        loop = ControlLoop(
+        loop = LocalControlLoop(
             job,
             ServiceSupervisor(service, client, job.id, display, signals),
             client,
@@ -238,7 +238,7 @@ class _Run:
                 agents.stop_all(lambda: signals.kill_requested, lambda: None)
             client.close()
 
-    def _stop(self, result: RunResult, loop: ControlLoop, agents: Agents) -> None:
+    def _stop(self, result: RunResult, loop: LocalControlLoop, agents: Agents) -> None:
         """Stop the agents that still run, after they have saved."""
         if result.message:
             self._display.message(result.message, "red" if result.log else "")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adascale_controller.formatting import age, columns, count, memory, percent, plural
+from adascale_core.errors import AdaScaleError
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.views.job_summary import JobStateName
 from adascale_core.views.jobs import ReplicaView
@@ -19,8 +20,12 @@ MAX_REASON = 80
 """Characters of a reason in a list; `adascale status` has all of it."""
 
 
+class NoSuchJobError(AdaScaleError):
+    """A job that this machine, or the namespace of the cluster, does not have."""
+
+
 @dataclass(frozen=True)
-class JobSummary:
+class JobOverview:
     """The status of a job."""
 
     name: str
@@ -91,7 +96,7 @@ class JobDetails:
     replicas: Sequence[ReplicaView] = ()  # the last registrations of its replicas; empty if they are unknown
 
 
-def render_list(summaries: Sequence[JobSummary], now: float) -> str:
+def render_list(summaries: Sequence[JobOverview], now: float) -> str:
     """Return a line for each job, below a header; `now` is in seconds since 1970.
 
     The reasons are in a last column, if there are any.
@@ -103,7 +108,7 @@ def render_list(summaries: Sequence[JobSummary], now: float) -> str:
     return columns(rows)
 
 
-def render_status(summary: JobSummary, details: JobDetails, now: float) -> str:
+def render_status(summary: JobOverview, details: JobDetails, now: float) -> str:
     """Return the status with its replicas and files; `now` is in seconds since 1970."""
     limit, spares = summary.local_batch_limit, summary.spares
     waiting = f", {plural(spares, 'spare')} waiting" if spares else ""
@@ -151,7 +156,7 @@ def _format_value(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
 
 
-def _row(summary: JobSummary, now: float) -> tuple[str, ...]:
+def _row(summary: JobOverview, now: float) -> tuple[str, ...]:
     return (
         summary.shown_name,
         summary.state,
@@ -166,7 +171,7 @@ def _row(summary: JobSummary, now: float) -> tuple[str, ...]:
     )
 
 
-def _progress(summary: JobSummary) -> str:
+def _progress(summary: JobOverview) -> str:
     if summary.progress is None:
         return ""
     if summary.total is None:

@@ -48,7 +48,7 @@ class OpportunisticSettings:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobDefinition:
     """A job."""
 
     id: str
@@ -98,12 +98,12 @@ class Job:
         return self.id.removeprefix(f"{names.DEFAULT_NAMESPACE}.")
 
 
-def to_job(document: AdaScaleJobDocument) -> Job:
+def to_job(document: AdaScaleJobDocument) -> JobDefinition:
     """Return the job that a valid document specifies."""
     spec, checkpoint = document.spec, document.spec.checkpoint
     container = worker_container(spec.template)
     bounds = spec.local_bsz_bounds
-    return Job(
+    return JobDefinition(
         id=job_id(document.metadata.name, document.metadata.namespace),
         spec=JobSpec(
             batch_size=spec.batch_size,
@@ -159,7 +159,7 @@ def worker_container(template: PodTemplateSpec) -> Container:
     return next(container for container in containers if container.name == name)
 
 
-def trainer_environment(job: Job) -> dict[str, str]:
+def trainer_environment(job: JobDefinition) -> dict[str, str]:
     """Return the environment variables that configure a trainer of `job`, without its checkpoint folder."""
     variables = {name: value for name, value in job.spec.environment().items() if value is not None}
     if job.spec.processes_per_replica is not None:
