@@ -270,6 +270,7 @@ def test_free_and_requested_resources_add_up_to_allocatable(made: list[dict[str,
 # -- which nodes a pod may go to ---------------------------------------------------------------------------
 
 GPU = {"key": "gpu", "value": "a100", "effect": "NoSchedule"}
+MEMORY = {"key": "memory", "value": "80", "effect": "NoSchedule"}
 
 
 @pytest.mark.parametrize(
@@ -292,6 +293,13 @@ GPU = {"key": "gpu", "value": "a100", "effect": "NoSchedule"}
         ([{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}],
          GPU | {"effect": "NoExecute"}, True),
         ([{"key": "gpu", "operator": "Gt", "value": "1"}], GPU, False),
+        ([{"key": "memory", "operator": "Gt", "value": "40"}], MEMORY, True),
+        ([{"key": "memory", "operator": "Gt", "value": "80"}], MEMORY, False),
+        ([{"key": "memory", "operator": "Lt", "value": "100"}], MEMORY, True),
+        ([{"key": "memory", "operator": "Lt", "value": "80"}], MEMORY, False),
+        ([{"key": "memory", "operator": "Gt", "value": "forty"}], MEMORY, False),
+        ([{"key": "memory", "operator": "Gt"}], MEMORY, False),
+        ([{"key": "memory", "operator": "Gt", "value": "40", "effect": "NoExecute"}], MEMORY, False),
     ],
 )  # fmt: skip
 def test_taints(tolerations: list[dict[str, Any]], taint: dict[str, str] | None, tolerated: bool) -> None:

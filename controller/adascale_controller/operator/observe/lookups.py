@@ -153,7 +153,7 @@ def _with_start_problem(pod: Pod, results: LookupResults, now: float) -> Pod:
     elapsed = _seconds_creating(pod, now)
     if elapsed <= CONTAINER_START_TIMEOUT:
         return pod
-    events = results.slow_pod_events if results.slow_pod == pod.uid else ()
+    events = _lasting(pod, results.slow_pod_events) if results.slow_pod == pod.uid else []
     failure = _newest(event for event in events if event["reason"] in _START_FAILURES)
     if failure is not None:
         return replace(pod, problem=PodProblem(Reason.CONTAINER_START_FAILED, failure))
@@ -168,6 +168,17 @@ def _with_start_problem(pod: Pod, results: LookupResults, now: float) -> Pod:
     detail = _newest(warnings) or _newest(events)
     message = f"{message}: {detail}" if detail else message
     return replace(pod, problem=PodProblem(Reason.CONTAINER_CREATING, message, blocks=False))
+
+
+def _lasting(pod: Pod, events: Iterable[ApiObject]) -> list[ApiObject]:
+    """Return the Events about a pod without failures that are over: Events stay for an hour.
+
+    A node pulls images once the volumes and the network of a pod are there.
+    """
+    events = list(events)
+    pulls = max((_last_seen(event) for event in events if event["reason"] == "Pulling"), default=-inf)
+    over = inf if pod.has_started else pulls
+    return [each for each in events if each["reason"] not in _START_FAILURES or _last_seen(each) > over]
 
 
 def _waits(pod: Pod) -> str:

@@ -215,6 +215,8 @@ def _tolerates(toleration: ApiObject, taint: ApiObject) -> bool:
             return bool(toleration.get("key")) and (toleration.get("value") or "") == (
                 taint.get("value") or ""
             )
+        case "Gt" | "Lt" as operator:
+            return _is_beyond(operator, taint.get("value"), [toleration.get("value")])
     return False
 
 
@@ -253,9 +255,14 @@ def _meets(requirement: ApiObject, attributes: Mapping[str, str]) -> bool:
         case "DoesNotExist":
             return actual is None
         case "Gt" | "Lt" as operator:
-            numbers = _integers([actual, *accepted])
-            return numbers is not None and (numbers[0] - numbers[1]) * (1 if operator == "Gt" else -1) > 0
+            return _is_beyond(operator, actual, accepted)
     return False
+
+
+def _is_beyond(operator: str, actual: str | None, bounds: Sequence[str | None]) -> bool:
+    """Whether an integer is greater (`Gt`) or less (`Lt`) than the only bound."""
+    numbers = _integers([actual, *bounds])
+    return numbers is not None and (numbers[0] - numbers[1]) * (1 if operator == "Gt" else -1) > 0
 
 
 def _integers(texts: Sequence[str | None]) -> list[int] | None:
