@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.performance.slow_replica import RecentTimes, TypicalTime
 from adascale_worker.errors import WorkerError
-from adascale_worker.gradients.step_failure import StepFailure, forward_without_activations
+from adascale_worker.gradients.step_failure import StepFailure, forward_without_activations, tensors_in
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import DeviceClock, PendingTimes, clock_of
@@ -28,15 +28,16 @@ from adascale_worker.program.parts import OtherParallelism
 from adascale_worker.program.patching import MethodOverride, is_traced
 from adascale_worker.program.trained_parameters import Flags, TrainedParameters
 from adascale_worker.torch_private.autograd import accumulates_gradient, call_at_end_of_backward
-from adascale_worker.torch_private.ddp import (
+from adascale_worker.torch_private.distributed import local_process_group
+from adascale_worker.torch_private.modules import (
     abandon,
+    call_of,
+    override_call,
     rebuild_buckets,
     replace_process_group,
     set_timing_interval,
     timed_backward_pass,
 )
-from adascale_worker.torch_private.distributed import local_process_group
-from adascale_worker.torch_private.modules import call_of, override_call
 
 Place = tuple[int, BatchPlan]
 """The generation and the batch plan of a step: times are compared within these."""
@@ -164,7 +165,7 @@ class DataParallelModel:
         self._flags: Flags | None = None
         """The trained parameters that DDP is made for, or the last forward pass on one replica."""
         self._passes: list[tuple[Flags, bool]] = []
-        """What was trained in the forward passes of this step, and whether their gradients are exchanged."""
+        """For each forward pass of this step: which parameters it trains, whether gradients are exchanged."""
         self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
         """The graphs of the forward passes of this step that exist, and whose backward pass has not run."""
         self._unknown_graphs: list[_Graph] = []
@@ -291,7 +292,7 @@ class DataParallelModel:
 
     def _observe_graph(self, output: Any) -> None:
         """Find out later whether the backward pass of a forward pass has run."""
-        tensors = list(_tensors_in(output))
+        tensors = list(tensors_in(output))
         exchanges = self.ddp is not None and bool(self.ddp.require_backward_grad_sync)
         graph = _Graph(
             self._graphs,
@@ -431,21 +432,6 @@ class _Graph:
                 # DDP queues its own when the last gradient is there, which is later.
                 call_at_end_of_backward(self._at_end)
                 self._at_end = None
-
-
-def _tensors_in(output: Any) -> Iterator[Tensor]:
-    """Return the tensors in the output of a model."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors_in(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors_in(value)
-    elif is_dataclass(output):
-        for field in fields(output):
-            yield from _tensors_in(getattr(output, field.name))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Code that the trainer does not know can hook into the backward pass and divide or average the gradients once
 more: another data parallelism, for example. The weights then stay equal on all replicas, and nothing else
-shows it. Whatever the program does between `backward()` and `optimizer.step()`, such as clipping, comes later
+shows it. What the program does between `backward()` and `optimizer.step()`, such as clipping, comes later
 and is not compared, nor is what its hooks on the parameters do before the exchange.
 """
 
@@ -220,10 +220,7 @@ class _ArrivalHook:
 
 
 def _probe(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    """Return a few elements of a gradient, evenly spaced, as a copy: shape (PROBES,), float32.
-
-    Zeros for what a small gradient does not have, or if there is no gradient.
-    """
+    """Return a few elements of a gradient, evenly spaced, padded by zeros: shape (PROBES,), float32."""
     probes = torch.zeros(PROBES, device=parameter.device)
     if gradient is not None:
         flat = gradient.detach().reshape(-1)

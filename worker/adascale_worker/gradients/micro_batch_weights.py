@@ -94,7 +94,7 @@ class MicroBatchWeights:
         self.of_step: StepWeights | None = None
         """The weights of the step, once they are exchanged, which is in its last micro-batch."""
         self.factor = 1.0
-        """By what the loss of the present micro-batch is multiplied."""
+        """The factor by which the loss of the present micro-batch is multiplied."""
         self.total: float | None = None
         """The sum of the weights of the last step that has exchanged them, over all replicas."""
 
@@ -196,9 +196,7 @@ class MicroBatchWeights:
             raise self._mixed_here(sums)
 
     def exchange_later(self) -> None:
-        """Agree that the steps have no weights, if that is not known. A collective call after
-        the last pass.
-        """
+        """Agree that the steps have no weights, if that is not known. A collective call."""
         unagreed, self._unagreed = self._unagreed, None
         if unagreed is not None and self._are_used is not False:
             self.agree(self._group.sum(unagreed.numbers()))

@@ -24,9 +24,9 @@ from adascale_worker.torch_private.modules import call_of, override_call
 
 
 class ModelSet:
-    """The calls of several models while they train, and what fails in them.
+    """The calls of several models while they train, and the errors of these.
 
-    Has the attributes of `DataParallelModel`, which is this for one model.
+    It has the attributes and methods of `DataParallelModel`, which does the same for one model.
     """
 
     ddp = None
@@ -57,23 +57,23 @@ class ModelSet:
             override_call(model, _TrainedForward(model, call_of(model), self))
 
     def prepare(self) -> None:
-        """There are no buckets to make."""
+        """Do nothing: there are no buckets to make."""
 
     def connect(self) -> None:
         """Use the process group of the generation that was formed."""
         self._failure.clear()
 
     def use_trained(self) -> None:
-        """Nothing depends on which parameters are trained."""
+        """Do nothing: nothing depends on which parameters are trained."""
 
     def follow_trained(self) -> None:
-        """Each optimizer follows what is trained at its own step."""
+        """Do nothing: each optimizer follows what is trained at its own step."""
 
     def end_backward(self) -> None:
-        """Nothing depends on the number of backward passes."""
+        """Do nothing: nothing depends on the number of backward passes."""
 
     def disconnect(self) -> None:
-        """Nothing is bound to the process group."""
+        """Do nothing: nothing is bound to the process group."""
 
     def begin_timing(self) -> None:
         """Time the exchange of gradients of the next steps only."""

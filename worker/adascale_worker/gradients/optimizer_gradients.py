@@ -114,8 +114,8 @@ class OptimizerGradients:
     def awaits_average(self, number: int) -> bool:
         """Whether this replica has gradients to average after a pass of the last micro-batch.
 
-        Those of earlier micro-batches wait for the first pass that reaches the optimizer, but not longer than
-        in the micro-batch before: perhaps no pass of this one reaches it.
+        Gradients of earlier micro-batches are averaged with the first pass that reaches the optimizer, or
+        with the pass that was the first in the micro-batch before: perhaps none reaches it in this one.
         """
         return bool(self._found) or (number >= self._first_pass and self.lacks_earlier)
 
@@ -193,8 +193,7 @@ class OptimizerGradients:
     def check_gradients(self, *, is_restored: bool) -> None:
         """Check that the first steps of the optimizer have gradients.
 
-        Later it may be without, as one for a task of which a batch has no samples. Such a step is not
-        measured.
+        A later step may have none, as that of a task of which the batch has no samples. It is not measured.
         """
         self._has_had_gradients = self._has_had_gradients or self.is_averaged or is_restored
         if not self.is_averaged:

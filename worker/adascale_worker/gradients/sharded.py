@@ -348,7 +348,7 @@ class AllProcesses:
     def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the elementwise least and greatest of the `values` of the leaders, on the host.
 
-        The processes of a replica have the same.
+        The processes of a replica have the same values.
         """
         rows = self._group.gather(values.tolist())
         table = torch.tensor(rows)

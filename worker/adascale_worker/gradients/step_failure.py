@@ -12,7 +12,8 @@ gradients are zero. Any other error, such as of the program's own loss function,
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def forward_without_activations(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     batch: int,
-    parameters: Iterable[Tensor] = (),
+    parameters: Iterable[Tensor],
 ) -> Any:
     """Return an output of the shapes that `forward(*args, **kwargs)` has, from as little memory as possible.
 
@@ -133,7 +134,7 @@ def forward_without_activations(
                 raise
             size = max(size // 2, 2)
         del inputs
-    sources = [each for each in [*_tensors((args, kwargs)), *parameters] if each.requires_grad]
+    sources = [each for each in [*tensors_in((args, kwargs)), *parameters] if each.requires_grad]
     if not sources:
         return output
     # A loop may register hooks on the output, or compute gradients of it by `torch.autograd.grad`.
@@ -160,16 +161,19 @@ class _ZeroGradients(torch.autograd.Function):
         return None, *context.sources
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in `value`."""
-    found: list[Tensor] = []
-
-    def add(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _mapped(value, add)
-    return found
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in the inputs or outputs of a model."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
 
 
 def _part_of(value: Any, size: int, batch: int) -> Any:

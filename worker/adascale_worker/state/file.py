@@ -10,7 +10,7 @@ the state (see `tree`). The library `safetensors` reads the file too, and return
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -99,11 +99,14 @@ def lay_out(spec: bytes) -> StateFileLayout:
             "shape": list(layout.shape) if is_known else [layout.bytes],
             "data_offsets": [offset, offset + layout.bytes],
         }
+    return StateFileLayout(encode_header(entries), spec, layouts, offsets, data_bytes(layouts))
+
+
+def encode_header(entries: Mapping[str, Any]) -> bytes:
+    """Return the first bytes of a file, up to the tensors."""
     text = json.dumps(entries, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % _ALIGNMENT)
-    return StateFileLayout(
-        len(text).to_bytes(8, "little") + text, spec, layouts, offsets, data_bytes(layouts)
-    )
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_layout(header: bytes) -> StateFileLayout:

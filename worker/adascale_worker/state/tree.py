@@ -54,6 +54,13 @@ def layout_of(tensor: Tensor) -> TensorLayout:
     return TensorLayout(tensor.dtype, tuple(tensor.shape))
 
 
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor; that of a copy, if it is on a GPU."""
+    flat = tensor.detach().cpu().reshape(-1)
+    # A tensor without elements has no memory.
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
 def flatten(tree: Any) -> tuple[bytes, list[Tensor]]:
     """Separate a tree into its structure, a JSON document, and its tensors.
 
@@ -104,10 +111,11 @@ class TensorIndex:
         """
         try:
             self._visit(self._document["tree"], ())
-            self._uses = Counter(_numbers_in(self._document["tree"]))
+            self.uses = Counter(_numbers_in(self._document["tree"]))
+            """At how many places each tensor is, by its number."""
         except (TypeError, ValueError, KeyError) as error:
             raise InvalidSpecError(f"the description of the state is invalid: {error!r}") from error
-        if not all(type(each) is int and 0 <= each < len(self.layouts) for each in self._uses):
+        if not all(type(each) is int and 0 <= each < len(self.layouts) for each in self.uses):
             raise InvalidSpecError("the description of the state has a tensor without a type")
 
     def _visit(self, encoded: Any, path: tuple[str | int, ...]) -> None:
@@ -116,10 +124,6 @@ class TensorIndex:
         elif isinstance(encoded, dict) and next(iter(encoded), None) in _MAPPING_TYPES:
             for key, value in _items_of(encoded).items():
                 self._visit(value, (*path, key))
-
-    def uses(self, number: int) -> int:
-        """Return at how many places a tensor is."""
-        return self._uses[number]
 
     def value(self, key: str) -> Any:
         """Return the value of a key of the tree, which has no tensors; None if there is no such key."""

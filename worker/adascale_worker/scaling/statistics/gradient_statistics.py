@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from adascale_worker.process.user_warnings import OneTimeWarnings
+from adascale_worker.process.user_code import OneTimeWarnings
 from adascale_worker.scaling.rules import ScalingRule
 from adascale_worker.scaling.statistics.all_reduce import (
     LocalStatistics,
@@ -54,11 +54,11 @@ class GradientStatistics:
         optimizer: torch.optim.Optimizer,
         rule: ScalingRule,
         settings: StepSettings,
-        model: torch.nn.Module | None = None,
-        grad_scaler: GradScaler | None = None,
+        model: torch.nn.Module | None,
+        grad_scaler: GradScaler | None,
         *,
-        observes_backward: bool = True,
-        shards: Shards | None = None,
+        observes_backward: bool,
+        shards: Shards | None,
     ) -> None:
         self._settings = settings
         self._shards = shards
@@ -137,7 +137,7 @@ class GradientStatistics:
 
     @property
     def divisor(self) -> float:
-        """What the sum over the backward passes of a step is divided by, if the loss is not scaled."""
+        """The divisor of the sum over the backward passes of a step, if the loss is not scaled."""
         return float(self._settings.accumulation) if self._weights is None else self._weights.divisor
 
     def read_micro_gradient(self, gradients: LocalGradients, weight: float) -> None:

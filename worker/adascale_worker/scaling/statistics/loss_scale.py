@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from adascale_worker.process.user_warnings import warn_user
+from adascale_worker.process.user_code import warn_user
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.torch_private.tensors import l2_norms
 
@@ -26,7 +26,7 @@ IMPLAUSIBLE_CLIPPING = 1e-3
 class LossScale:
     """The current loss scale."""
 
-    def __init__(self, scaler: GradScaler | None = None) -> None:
+    def __init__(self, scaler: GradScaler | None) -> None:
         self._scaler = scaler
         self.inferred = torch.ones((), dtype=torch.float64)
         self._unexplained_change: Tensor | None = None

@@ -11,7 +11,7 @@ Gradients = Sequence[Sequence[Tensor]]
 """Gradients by parameter group."""
 
 MIN_ELEMENTS_FOR_DOT = 1 << 15
-"""From this size on, `torch.dot` is used on the CPU: as fast as a norm, and more exact in float32."""
+"""Size from which `torch.dot` is used on the CPU: as fast as a norm, and more exact in float32."""
 
 MAX_ELEMENTS_TO_FLATTEN = 1 << 11
 """Gradients on the CPU below this size are copied together, which costs less than a call for each."""

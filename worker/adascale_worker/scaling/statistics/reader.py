@@ -14,8 +14,8 @@ from adascale_worker.scaling.statistics.metric import EuclideanMetric
 from adascale_worker.scaling.statistics.parameters import OptimizerParameters
 from adascale_worker.scaling.statistics.sharded import ShardedGradients
 from adascale_worker.scaling.statistics.steps import StepSettings
-from adascale_worker.torch_private.ddp import communication_hooks
 from adascale_worker.torch_private.fsdp import is_fully_sharded
+from adascale_worker.torch_private.modules import communication_hooks
 
 LocalGradients = Mapping[Tensor, Tensor]
 """The gradient of each parameter that has one."""
@@ -99,7 +99,7 @@ class GradientReader:
         on_pass_end: Callable[[], None],
         metric: EuclideanMetric,
         *,
-        observes_backward: bool = True,
+        observes_backward: bool,
     ) -> None:
         self._metric = metric
         self._parameters = parameters

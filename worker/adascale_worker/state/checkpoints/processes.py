@@ -23,7 +23,7 @@ from adascale_worker.errors import (
     UnusableCheckpointError,
     WorkerError,
 )
-from adascale_worker.membership.replica_messages import ReplicaMessages
+from adascale_worker.membership.replica_processes import ReplicaMessages
 
 T = TypeVar("T")
 

@@ -72,7 +72,7 @@ def read_manifest(storage: Storage, number: int) -> Manifest:
         raise DamagedError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
-def read_state(storage: Storage, manifest: Manifest, own: Shards | None = None) -> State:
+def read_state(storage: Storage, manifest: Manifest, own: Shards | None) -> State:
     """Return the state of a checkpoint, or the part that this process needs.
 
     Tensors that this process's model divides in another way are returned whole.
@@ -122,7 +122,7 @@ class _Regrouping:
             found[number] = path, division, extent
             uses[number] = uses.get(number, 0) + 1
         for number, (path, division, _) in found.items():
-            if uses[number] != self._index.uses(number):
+            if uses[number] != self._index.uses[number]:
                 # Another object of the program has it, too.
                 found[number] = path, division, division.whole
         return found
@@ -159,7 +159,7 @@ class _Regrouping:
                 raise DamagedError(
                     f"{file.path} is damaged: it has no shard of {'.'.join(map(str, path))}, or another one"
                 )
-            offset, memory = file.layout.offsets[place], _memory(tensors[number])
+            offset, memory = file.layout.offsets[place], tree.memory_of(tensors[number])
             for position, target, length in ranges:
                 yield _Target(offset + position, memory[target : target + length])
 
@@ -229,7 +229,7 @@ class _File:
     def whole(self, number: int, tensor: Tensor) -> Iterator[_Target]:
         """Yield what is read into a tensor that has the type and the shape of tensor `number`."""
         if tensor.numel():
-            yield _Target(self.layout.offsets[number], _memory(tensor))
+            yield _Target(self.layout.offsets[number], tree.memory_of(tensor))
 
     def read_into(self, targets: Iterable[_Target]) -> None:
         """Read bytes, in parts that are verified one by one."""
@@ -312,7 +312,3 @@ class _File:
 
 def _without_description(state: State) -> State:
     return {name: value for name, value in state.items() if name != KEY}
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data

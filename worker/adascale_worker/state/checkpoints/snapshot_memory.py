@@ -19,8 +19,8 @@ from torch import Tensor
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.names import SNAPSHOT_FILE
 from adascale_worker.errors import CheckpointError
-from adascale_worker.process.available_memory import unused_memory
-from adascale_worker.process.package_version import package_version
+from adascale_worker.process.environment import package_version
+from adascale_worker.process.resource_limits import unused_memory
 from adascale_worker.process.snapshot_place import (
     Condition,
     SnapshotPlace,
@@ -34,7 +34,7 @@ from adascale_worker.state.checkpoints.store import CheckpointInfo
 
 State = dict[str, Any]
 _LINK: Final = f"/memfd:{SNAPSHOT_FILE}"
-"""What the path of a file of the agent links to."""
+"""Beginning of the target of the link at the path of a file of the agent."""
 
 
 class NoSnapshotMemoryError(CheckpointError):
@@ -46,7 +46,7 @@ class KeptSnapshot:
     """A copy of the state."""
 
     info: CheckpointInfo
-    result: dict[str, float | str]  # of training, as the program has reported it until then
+    result: dict[str, float | str]  # the result of training that the program had reported then
     spec: bytes
     place: SnapshotPlace
 
@@ -101,7 +101,7 @@ class SnapshotMemory:
         for place in sorted(self._places, key=lambda place: place.number):
             with place.locked(exclusively=True) as is_free:
                 if is_free:
-                    content = chain(map(_bytes_of, tensors), [memoryview(document)])
+                    content = chain(map(tree.memory_of, tensors), [memoryview(document)])
                     place.write(number, content, len(document))
                     return
 
@@ -139,7 +139,7 @@ def _read_tensors(place: SnapshotPlace, layouts: Sequence[tree.TensorLayout]) ->
     tensors, position = [], 0
     for layout in layouts:
         tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
-        memory = _bytes_of(tensor)
+        memory = tree.memory_of(tensor)
         while memory:
             count = place.read_into(memory, position)
             if not count:
@@ -147,9 +147,3 @@ def _read_tensors(place: SnapshotPlace, layouts: Sequence[tree.TensorLayout]) ->
             position, memory = position + count, memory[count:]
         tensors.append(tensor)
     return tensors
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().reshape(-1)
-    # A tensor without elements has no memory.
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -27,7 +27,8 @@ from adascale_core.errors import AdaScaleError
 from adascale_storage import Storage, StorageError, open_storage
 from adascale_worker.errors import CheckpointError
 from adascale_worker.state.checkpoints.store import CheckpointStore
-from adascale_worker.state.file import TYPE_NAMES
+from adascale_worker.state.file import TYPE_NAMES, encode_header
+from adascale_worker.state.tree import memory_of
 
 _COMPILED = "_orig_mod."
 """The part of a name that `torch.compile` adds."""
@@ -54,7 +55,7 @@ def encode(
     # Largest elements first: then each tensor is aligned without gaps, which the format does not allow.
     names = sorted(weights, key=lambda name: -weights[name].dtype.itemsize)
     # Programs expect the framework under this name.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     position = 0
     for name in names:
         tensor = weights[name]
@@ -64,18 +65,17 @@ def encode(
                 "or leave it out of the model's state, by persistent=False for a buffer"
             )
         end = position + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {
+        entries[name] = {
             "dtype": TYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [position, end],
         }
         position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    tensors = [weights[name].reshape(-1) for name in names if weights[name].numel()]
-    parts: list[bytes | memoryview] = [len(text).to_bytes(8, "little") + text]
-    parts += [tensor.view(torch.uint8).numpy().data for tensor in tensors]
-    return len(text) + 8 + position, parts
+    header = encode_header(entries)
+    return len(header) + position, [
+        header,
+        *(memory_of(weights[name]) for name in names if weights[name].numel()),
+    ]
 
 
 def read_metadata(read: Callable[[int, int], bytes]) -> dict[str, str]:
