@@ -28,7 +28,7 @@ class Message:
         Raises:
             ValueError: an enumeration has no such value.
         """
-        readers = _readers(cls)
+        readers = _readers(cls)  # type: ignore[arg-type]  # classes are hashable
         return cls(**{name: readers[name](value) for name, value in members.items() if name in readers})
 
 
@@ -36,21 +36,21 @@ class Message:
 def _readers(message: type) -> Mapping[str, Callable[[Any], Any]]:
     """Return how the JSON value of each field is read, by the types of the fields."""
     hints = get_type_hints(message)
-    return {field.name: _reader(hints[field.name]) or _unchanged for field in fields(message)}
+    return {field.name: _reader(hints[field.name]) for field in fields(message)}
 
 
-def _reader(hint: Any) -> Callable[[Any], Any] | None:
-    """Return what makes a value of a type from its JSON value; None if both are the same."""
+def _reader(hint: Any) -> Callable[[Any], Any]:
+    """Return what makes a value of a type from its JSON value."""
     kinds = get_args(hint)
     if NoneType in kinds:
-        reader = _reader(kinds[0])
-        return reader and (lambda value: None if value is None else reader(value))
+        some = _reader(kinds[0])
+        return lambda value: None if value is None else some(value)
     if get_origin(hint) in (tuple, Sequence):
-        reader = _reader(kinds[0])
-        return tuple if reader is None else (lambda values: tuple(map(reader, values)))
+        each = _reader(kinds[0])
+        return lambda values: tuple(map(each, values))
     if isinstance(hint, type) and issubclass(hint, Message):
         return hint.from_json
-    return hint if isinstance(hint, type) and issubclass(hint, Enum) else None
+    return hint if isinstance(hint, type) and issubclass(hint, Enum) else _unchanged
 
 
 def _unchanged(value: Any) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, Self
+from dataclasses import dataclass, replace
+from typing import Final
 
+from adascale_core.messages import Message
 from adascale_core.messages.registration import Registration
 
 MEMORY: Final = 600.0
@@ -17,7 +18,7 @@ MAX_PAUSE: Final = 86_400.0
 
 
 @dataclass(frozen=True)
-class SlowPlace:
+class SlowPlace(Message):
     """A replica that was slow on a node. On another node it need not be slow."""
 
     replica: int
@@ -26,7 +27,7 @@ class SlowPlace:
 
 
 @dataclass(frozen=True)
-class SlowPlaces:
+class SlowPlaces(Message):
     """The replicas that were slow, and when a spare has last taken the place of one.
 
     A difference of the clocks of several services, or a clock that is set back, has no lasting effect: a
@@ -68,16 +69,6 @@ class SlowPlaces:
         is_first = abs(now - self.replaced_at) > 2 * max(self.pause, MEMORY)
         pause = MIN_PAUSE if is_first else min(max(2 * self.pause, MIN_PAUSE), MAX_PAUSE)
         return SlowPlaces((*others, SlowPlace(*_place(registration), now)), now, pause)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the members of the JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, members: dict[str, Any]) -> Self:
-        """Return the places of the JSON object that `to_json` has made."""
-        places = tuple(SlowPlace(**each) for each in members["places"])
-        return cls(**{**members, "places": places})
 
 
 def _place(registration: Registration) -> tuple[int, str]:
