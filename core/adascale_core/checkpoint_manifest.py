@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Self
+from typing import Any, Final, Self, get_origin, get_type_hints
 
 FORMAT: Final = 4
 """The format of the manifest and of the state. Another order of samples is another format, because the state
@@ -162,28 +162,15 @@ class Manifest:
         return cls(**values)
 
 
-_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "number": (int,),
-    "state": (str,),
-    "bytes": (int,),
-    "header_bytes": (int,),
-    "chunk_bytes": (int,),
-    "sha256": (list,),
-    "step": (int,),
-    "progress": (int, float),
-    "epoch": (int,),
-    "replicas": (int,),
-    "generation": (int,),
-    "saved_at": (int, float),
-    "finished": (bool,),
-    "result": (dict,),
-    "format": (int,),
-    "incarnation": (int,),
-    "finish_reason": (str,),
-}
+def _json_types(record: type) -> Mapping[str, tuple[type, ...]]:
+    """Return the types that the JSON values of a record's fields may have."""
+    types: Mapping[Any, tuple[type, ...]] = {float: (int, float), Sequence: (list,)}
+    hints = {name: get_origin(hint) or hint for name, hint in get_type_hints(record).items()}
+    return {name: types.get(hint, (hint,)) for name, hint in hints.items()}
 
 
-_FILE_TYPES: Final = {name: _TYPES[name] for name in ("state", "bytes", "header_bytes", "sha256")}
+_TYPES: Final = {name: types for name, types in _json_types(Manifest).items() if name != "shards"}
+_FILE_TYPES: Final = _json_types(StateFile)
 
 
 def _shards(members: Mapping[str, Any]) -> Sequence[StateFile]:

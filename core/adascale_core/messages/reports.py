@@ -38,17 +38,19 @@ class GainReport(Message):
         lr_factor: the factor by which the learning rate is multiplied for this gain; None if not reported.
         lr: the learning rate of the step: that of the first parameter group, times `lr_factor`; None if not
             reported.
-        sync_time: of a step, seconds of gradient exchange that computation does not hide; None if not
-            measured since the last report.
+        sync_time: seconds of gradient exchange in a step that computation does not hide; None if not measured
+            since the last report.
         grad_sqr_error: standard error of `grad_sqr`; 0 if it is not known.
         metrics: other values that the program has logged, by name: the mean of each since the last report, or
             its last mean before.
-        gpu_use: of the GPU of rank 0, the share of the time in which it computed, from 0 to 1; None without a
-            GPU that measures it.
-        gpu_memory: of the memory of that GPU, the share that all its processes use, from 0 to 1; None too.
+        gpu_use: the share of the time in which the GPU of rank 0 computed, from 0 to 1; None without a GPU
+            that measures it.
+        gpu_memory: the share of the memory of that GPU that all its processes use, from 0 to 1; None as
+            `gpu_use`.
         slow_replica: the index of the replica for which the others wait in each step; None if no replica is
             slow.
-        slow_factor: the time in which that replica computes a step, over that of the others; None too.
+        slow_factor: the time in which that replica computes a step, over that of the others; None if no
+            replica is slow.
         accelerator: the type of accelerator of the replicas, as in the `Registration` of rank 0.
         counts_samples: whether a step adds its scale to the progress, and not its gain.
     """
@@ -126,11 +128,11 @@ class StepTime(Message):
         step_time: seconds per optimizer step, the median over the reports.
         reports: the number of reports.
         nodes: the number of nodes on which the replicas ran.
-        sync_time: of `step_time`, seconds of gradient exchange that computation does not hide; None if not
+        sync_time: seconds of gradient exchange in `step_time` that computation does not hide; None if not
             measured.
         accelerator: the type of accelerator of the replicas, as in `GainReport`.
-        stale: whether it is of few reports, of more replicas than the present ones, and so many reports came
-            after them that the plan is worth another try.
+        stale: whether it has few reports and more replicas than the job has now, and so many reports came
+            later that the plan is worth another try.
     """
 
     replicas: int

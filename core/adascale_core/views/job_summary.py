@@ -170,7 +170,7 @@ class JobSummary(Message):
 
     Args:
         id: the full job id.
-        state: what it does.
+        state: its state.
         replicas: the number of replicas that train.
         desired: the desired number of replicas; None before the first allocation.
         spares: the number of spare replicas that wait.
