@@ -183,7 +183,7 @@ def test_of_the_writes_of_a_commit_each_sees_the_changes_of_the_last(url: str) -
                 for allocation in allocations
             )
         )
-        versions = [transition.version for transition in done]
+        versions = [transition.job.version for transition in done]
         assert versions == [versions[0], versions[0] + 1, versions[0] + 2]
         assert database.cached("a.b") == done[-1].job
         database.cache.clear()

@@ -412,14 +412,14 @@ def test_a_rendezvous_is_stored_and_its_version_counts_the_changes(
 ) -> None:
     state = rendezvous.allocate(Rendezvous(), Allocation(1, 2))
     job_id = new_job_id()
-    versions = [store.write(jobs.allocate, job_id=job_id, allocation=Allocation(1, 2), now=0.0).version]
+    versions = [store.write(jobs.allocate, job_id=job_id, allocation=Allocation(1, 2), now=0.0).job.version]
     for rank, replica_state, generation in registered:
         registration = a_registration(rank, replica_state, generation=generation)
         after = rendezvous.register(state, registration)
         transition = store.write(replicas.register, job_id=job_id, registration=registration, now=0.0)
-        assert transition.rendezvous == after
+        assert transition.job.rendezvous == after
         assert transition.changed is (after != state)
-        versions.append(transition.version)
+        versions.append(transition.job.version)
         assert versions[-1] - versions[-2] == int(transition.changed)
         state = after
         text = StoredJob(1, job_id, 0.0, 1, None, state).rendezvous_text
@@ -433,7 +433,9 @@ def test_a_version_is_never_reused_even_after_the_job_is_deleted(store: Store) -
     for generation in (1, 1, 1):
         for size in (1, 2):
             allocation = Allocation(generation + size, size)
-            versions.append(store.write(jobs.allocate, job_id=job_id, allocation=allocation, now=0.0).version)
+            versions.append(
+                store.write(jobs.allocate, job_id=job_id, allocation=allocation, now=0.0).job.version
+            )
         store.write(jobs.delete_job, job_id=job_id, now=0.0)
         with pytest.raises(JobNotFoundError):
             store.job(job_id)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_api import cli
-from adascale_api.auth import service_accounts as cache_module
+from adascale_api.auth import service_accounts
 from adascale_api.auth.authorization import Role
 from adascale_api.auth.service_accounts import (
     ACCEPTED_TTL,
@@ -379,7 +379,7 @@ def test_a_rejected_token_is_not_valid_during_an_outage() -> None:
 def test_the_cache_is_bounded_and_rejected_tokens_evict_no_accepted_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache_module, "MAX_ENTRIES", 5)
+    monkeypatch.setattr(service_accounts, "MAX_ENTRIES", 5)
 
     async def test() -> None:
         cluster, good = Cluster(), a_token(job_audience(JOB))

@@ -78,8 +78,8 @@ class Committed:
 @dataclass
 class _Write:
     operation: Operation[Any]
-    job_id: str
-    is_report: bool
+    job_id: str  # the job that it locks; empty if it locks none
+    is_report: bool  # refused first when there is little room
     deadline: float
     done: asyncio.Future[Any]
     result: Any = None

@@ -6,9 +6,12 @@ They use the SQL that both databases have.
 
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from adascale_api.data.job import JobCache, StoredJob
+
+if TYPE_CHECKING:
+    from adascale_api.data.backend import Connector  # whose methods take statements
 
 Row = tuple[Any, ...]
 
@@ -26,34 +29,14 @@ class Sql:
         self.postgresql = named + (" FOR UPDATE" if lock else "")
 
 
-class DriverConnection(Protocol):
-    """What a transaction needs of a connection of a driver."""
-
-    def execute(self, statement: Any, parameters: Any = ..., /) -> Any:
-        """Return a cursor."""
-        ...
-
-    def cursor(self) -> Any:
-        """Return a cursor."""
-        ...
-
-
-class Executor(Protocol):
-    """The part of a database's connector that a transaction uses."""
-
-    def text(self, statement: Sql) -> str:
-        """Return the statement as the driver reads it."""
-        ...
-
-
 class Transaction:
     """Executes statements in a transaction.
 
     Several operations may share a transaction, so a job that they change is written once, before the commit.
     """
 
-    def __init__(self, executor: Executor, connection: DriverConnection, cache: JobCache) -> None:
-        self._executor = executor
+    def __init__(self, connector: "Connector", connection: Any, cache: JobCache) -> None:
+        self._connector = connector
         self._connection = connection
         self.cache = cache
         self.jobs: dict[str, StoredJob] = {}  # those that this transaction has locked, as it leaves them
@@ -63,22 +46,22 @@ class Transaction:
 
     def all(self, statement: Sql, **parameters: Any) -> list[Row]:
         """Return all rows of a query."""
-        cursor = self._connection.execute(self._executor.text(statement), parameters)
+        cursor = self._connection.execute(self._connector.text(statement), parameters)
         rows: list[Row] = cursor.fetchall()
         return rows
 
     def first(self, statement: Sql, **parameters: Any) -> Row | None:
         """Return the first row of a query; None if there is none."""
-        cursor = self._connection.execute(self._executor.text(statement), parameters)
+        cursor = self._connection.execute(self._connector.text(statement), parameters)
         row: Row | None = cursor.fetchone()
         return row
 
     def execute(self, statement: Sql, **parameters: Any) -> int:
         """Execute a statement, and return the number of rows that it has changed."""
-        cursor = self._connection.execute(self._executor.text(statement), parameters)
+        cursor = self._connection.execute(self._connector.text(statement), parameters)
         count: int = cursor.rowcount
         return count
 
     def execute_for_each(self, statement: Sql, rows: Sequence[Row]) -> None:
         """Execute a statement once for each row of its parameters, by position."""
-        self._connection.cursor().executemany(self._executor.text(statement), rows)
+        self._connection.cursor().executemany(self._connector.text(statement), rows)

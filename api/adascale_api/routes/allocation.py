@@ -67,7 +67,7 @@ async def put_allocation(
         transition = await service.database.write(
             partial(jobs.allocate, job_id=job, allocation=desired, now=service.clock()), job_id=job
         )
-        return transition.view
+        return transition.job.view
     except StaleAllocationError as error:
         current = (await service.find_job(job)).view
         return error_response(409, ConflictBody(error=str(error), allocation=current))

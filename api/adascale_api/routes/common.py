@@ -79,66 +79,60 @@ async def _job_id(
 JobId = Annotated[str, Depends(_job_id)]
 
 _bearer = HTTPBearer(auto_error=False, description="The shared token, or the token of a service account.")
-Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
 
-async def require_reader(request: Request, service: ServiceOf, credentials: Credentials) -> None:
-    """Refuse a request without the role reader, if the service protects reads."""
-    if service.settings.protect_reads:
-        await _require(Role.READER, request, service, credentials)
+async def _token(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> str | None:
+    return None if credentials is None else credentials.credentials
 
 
-async def require_worker(request: Request, service: ServiceOf, credentials: Credentials) -> None:
-    """Refuse a request without the role worker for the job in the path."""
-    await _require(Role.WORKER, request, service, credentials)
-
-
-async def require_controller(request: Request, service: ServiceOf, credentials: Credentials) -> None:
-    """Refuse a request without the role controller for the job in the path."""
-    await _require(Role.CONTROLLER, request, service, credentials)
-
-
-async def _require(
-    role: Role, request: Request, service: Service, credentials: HTTPAuthorizationCredentials | None
-) -> None:
-    job = request.path_params.get("job")
-    await _require_for(parse_job_id(job) if job else None, role, request, service, credentials)
-
-
-async def _require_for(
-    job_id: str | None,
-    role: Role,
-    request: Request,
-    service: Service,
-    credentials: HTTPAuthorizationCredentials | None,
-) -> None:
-    """Refuse a request without a role for a job, or for all jobs if it is None."""
-    token = None if credentials is None else credentials.credentials
-    await authorize(service, role, token, job_id, _address(request))
-
-
-def _address(request: Request) -> str:
-    return request.client.host if request.client is not None else ""
+Token = Annotated[str | None, Depends(_token)]
+"""The bearer token of the request; None without one."""
 
 
 async def _client_address(request: Request) -> str:
-    return _address(request)
+    return request.client.host if request.client is not None else ""
 
 
 Address = Annotated[str, Depends(_client_address)]
 """The address that sent the request."""
 
 
-async def may_read_all(request: Request, service: ServiceOf, credentials: Credentials) -> bool:
+async def _job_or_none(request: Request) -> str | None:
+    job = request.path_params.get("job")
+    return parse_job_id(job) if job else None
+
+
+JobOrNone = Annotated[str | None, Depends(_job_or_none)]
+"""The job in the path; None if the request is for all jobs."""
+
+
+def _requires(role: Role, *, always: bool = True) -> list[Any]:
+    """Return the dependency that refuses a request without a role for the job in the path, or for all jobs.
+
+    Unless `always`, only if the service protects reads.
+    """
+
+    async def require(service: ServiceOf, token: Token, job: JobOrNone, address: Address) -> None:
+        if always or service.settings.protect_reads:
+            await authorize(service, role, token, job, address)
+
+    return [Depends(require)]
+
+
+READER = _requires(Role.READER, always=False)
+LOG_READER = _requires(Role.READER)
+WORKER = _requires(Role.WORKER)
+CONTROLLER = _requires(Role.CONTROLLER)
+
+
+async def may_read_all(service: ServiceOf, token: Token, job: JobOrNone, address: Address) -> bool:
     """Whether the answer may have logs and addresses: the request has the role reader for what it reads.
 
     Raises:
         RequestError: the token is not valid or can't be checked now; or the service protects reads, and the
             token is missing or for another job.
     """
-    job = request.path_params.get("job")
-    token = None if credentials is None else credentials.credentials
-    return await may_read(service, token, parse_job_id(job) if job else None, _address(request))
+    return await may_read(service, token, job, address)
 
 
 class ReadRules(Protocol):
@@ -173,7 +167,7 @@ async def may_read(service: ReadRules, token: str | None, job_id: str | None, cl
 MayReadAll = Annotated[bool, Depends(may_read_all)]
 
 
-async def may_know_jobs(request: Request, service: ServiceOf, credentials: Credentials) -> bool:
+async def may_know_jobs(service: ServiceOf, token: Token, address: Address) -> bool:
     """Whether the answer may name other jobs: reads are open, or the token is for all jobs.
 
     Raises:
@@ -182,7 +176,7 @@ async def may_know_jobs(request: Request, service: ServiceOf, credentials: Crede
     if not service.settings.protect_reads:
         return True
     try:
-        await _require_for(None, Role.READER, request, service, credentials)
+        await authorize(service, Role.READER, token, None, address)
     except ForbiddenError:
         return False
     return True
@@ -218,16 +212,6 @@ async def authorize(
         raise UnauthorizedError("missing token: send the header `Authorization: Bearer TOKEN`")
     await service.authorizer.authorize(token, role, job_id, client)
 
-
-async def require_log_reader(request: Request, service: ServiceOf, credentials: Credentials) -> None:
-    """Refuse a request without the role reader for the job in the path."""
-    await _require(Role.READER, request, service, credentials)
-
-
-LOG_READER = [Depends(require_log_reader)]
-READER = [Depends(require_reader)]
-WORKER = [Depends(require_worker)]
-CONTROLLER = [Depends(require_controller)]
 
 _DESCRIPTIONS = {
     401: "The token is missing or not valid.",

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adascale_api.errors import ErrorBody, UnavailableError
-from adascale_api.routes.common import SERVICE, Address, Credentials, error_response, may_read, response_to
+from adascale_api.routes.common import SERVICE, Address, Token, error_response, may_read, response_to
 from adascale_api.routes.page import LISTED, MAX_POINTS, MAX_USAGE_SECONDS, EventStream
 from adascale_api.service.run_services import RunNotFoundError, RunServices
 from adascale_core.views.usage import UsageGroup, UsageView
@@ -23,9 +23,8 @@ Runs = Annotated[RunServices, Depends(_runs)]
 
 
 @router.get("/events", include_in_schema=False)
-async def get_events(runs: Runs, address: Address, credentials: Credentials) -> Response:
+async def get_events(runs: Runs, address: Address, token: Token) -> Response:
     """The summaries of all runs and their changes, as server-sent events."""
-    token = None if credentials is None else credentials.credentials
     is_reader = await may_read(runs, token, None, address)
     return EventStream(runs.feed.connect(address, is_reader=is_reader))
 

@@ -1,22 +1,17 @@
 """Metrics for Prometheus: the jobs in the database, and the requests of this process."""
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adascale_api.data.backend import Failure
+from adascale_api.data.database import DatabaseCondition
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store.reports import latest_gauges
 from adascale_api.http.connection_limits import ConnectionLimits
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from adascale_api.data.database import DatabaseCondition
 
 _GAUGES = (
     ("gain", "Worth of one step, in steps at the initial batch size."),
@@ -30,7 +25,7 @@ _GAUGES = (
 class Metrics:
     """The counters of this process."""
 
-    def __init__(self, condition: "DatabaseCondition", connections: ConnectionLimits) -> None:
+    def __init__(self, condition: DatabaseCondition, connections: ConnectionLimits) -> None:
         self.registry = CollectorRegistry()
         self.reports = Counter(
             "adascale_reports",
@@ -106,11 +101,11 @@ class RequestMetrics:
 class _Health:
     """The state of the database and of the connections."""
 
-    def __init__(self, condition: "DatabaseCondition", connections: ConnectionLimits) -> None:
+    def __init__(self, condition: DatabaseCondition, connections: ConnectionLimits) -> None:
         self._condition = condition
         self._connections = connections
 
-    def collect(self) -> "Iterator[GaugeMetricFamily | CounterMetricFamily]":
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         condition = self._condition
         yield GaugeMetricFamily(
             "adascale_database_full",

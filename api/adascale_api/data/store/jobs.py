@@ -12,7 +12,7 @@ from adascale_api.data.tables import OF_A_JOB
 from adascale_api.errors import UnavailableError
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import namespace_of
-from adascale_core.messages.allocation import Allocation, AllocationView
+from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.rendezvous import rendezvous
 from adascale_core.rendezvous.rendezvous import Rendezvous
@@ -70,21 +70,6 @@ class Transition:
 
     job: StoredJob
     changed: bool
-
-    @property
-    def rendezvous(self) -> Rendezvous:
-        """The state of the rendezvous."""
-        return self.job.rendezvous
-
-    @property
-    def version(self) -> int:
-        """The version of the job."""
-        return self.job.version
-
-    @property
-    def view(self) -> AllocationView:
-        """The job's generations."""
-        return self.job.view
 
 
 class PageRoom:

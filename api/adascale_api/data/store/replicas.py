@@ -27,7 +27,7 @@ def register(transaction: Transaction, job_id: str, registration: Registration, 
     job = lock_or_create(transaction, job_id, now, max_undeclared=MAX_UNDECLARED)
     without_log = replace(registration, log=None)
     transition = apply(transaction, job, partial(rendezvous.register, registration=without_log))
-    stored = transition.rendezvous.replicas.get(registration.replica)
+    stored = transition.job.rendezvous.replicas.get(registration.replica)
     if registration.log and stored == replace(without_log, key=""):
         transaction.execute(
             _UPSERT_LOG,
