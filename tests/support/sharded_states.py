@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_storage import Storage
-from adascale_worker.membership.replica_messages import ReplicaMessages
+from adascale_worker.membership.replica_processes import ReplicaMessages
 from adascale_worker.state.checkpoints.processes import CheckpointProcesses
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.file import Snapshot
@@ -63,7 +63,7 @@ class Replica:
         def act(process: int) -> None:
             try:
                 results[process] = action(process)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (the other processes wait for it)
                 errors[process] = error
 
         threads = [threading.Thread(target=act, args=[process]) for process in range(self.count)]
