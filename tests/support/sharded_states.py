@@ -63,7 +63,7 @@ class Replica:
         def act(process: int) -> None:
             try:
                 results[process] = action(process)
-            except Exception as error:  # noqa: BLE001 (the other processes wait for it)
+            except Exception as error:  # noqa: BLE001 (raised below)
                 errors[process] = error
 
         threads = [threading.Thread(target=act, args=[process]) for process in range(self.count)]
