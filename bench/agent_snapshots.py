@@ -31,10 +31,9 @@ from torch.utils.data import TensorDataset
 from adascale import ElasticTrainer
 from adascale_core.messages.allocation import Member
 from adascale_storage.folder import Folder
-from adascale_worker.agent import snapshot_receiver
-from adascale_worker.agent.snapshot_files import make_snapshot_files
-from adascale_worker.agent.snapshot_receiver import SnapshotReceiver
-from adascale_worker.agent.snapshot_server import SnapshotServer
+from adascale_worker.agent import snapshot_exchange
+from adascale_worker.agent.snapshot_exchange import SnapshotReceiver, SnapshotServer
+from adascale_worker.agent.snapshots import make_snapshot_files
 from adascale_worker.state import saving
 from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
@@ -121,7 +120,7 @@ def measure_copies(gigabytes: float) -> None:
 
 def measure_transfers(memory: SnapshotMemory, paths: list[str], state: dict[str, Any]) -> list[float]:
     """Return how long five copies take to another agent."""
-    snapshot_receiver.SHARE, snapshot_receiver.POLL = 1.0, 0.0  # type: ignore[misc]
+    snapshot_exchange.SHARE, snapshot_exchange.POLL = 1.0, 0.0  # type: ignore[misc]
     server = SnapshotServer(paths, "127.0.0.1", lambda: "secret")
     others = make_snapshot_files().split(":")
     received = SnapshotMemory(others)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from adascale_worker.membership import gloo_threads
+from adascale_worker.membership import gloo
 from support.fast_python import PYTHON
 
 TIMEOUT = timedelta(seconds=20)
@@ -81,7 +81,7 @@ def run_rank(rank_text: str, module: str, name: str, world_size_text: str, folde
             generation += 1
             _join(store, generation, rank, world_size)
     dist.destroy_process_group()
-    gloo_threads.wait_until_idle()
+    gloo.wait_until_idle()
 
 
 def _join(store: Store, generation: int, rank: int, world_size: int) -> None:

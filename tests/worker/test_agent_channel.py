@@ -11,7 +11,7 @@ import pytest
 
 from adascale_core.messages.channel import Assignment, Hold, Limited, Release, Terminate, encode
 from adascale_worker.membership.agent_channel import AgentChannel
-from adascale_worker.membership.following import FollowerChannel
+from adascale_worker.membership.generations import FollowerChannel
 
 LONG = 60.0
 """Seconds that no wait of these tests may take."""

@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from adascale_worker.agent.cpu_limit import cpu_limit, thread_variables
-from adascale_worker.agent.network_interface import interface_of, interface_variables
+from adascale_worker.agent.trainer_environment import (
+    cpu_limit,
+    interface_of,
+    interface_variables,
+    thread_variables,
+)
 
 # -- the network interface ---------------------------------------------------------------------------------
 
@@ -44,7 +48,7 @@ ip addr add 10.9.0.1/24 dev first; ip addr add 10.9.1.1/24 dev second; ip addr a
 ip -6 addr add fd00::5/64 dev second nodad
 ip link set first up; ip link set second up
 exec "$PYTHON" -c '
-from adascale_worker.agent.network_interface import interface_of
+from adascale_worker.agent.trainer_environment import interface_of
 print(*map(interface_of, ["10.9.0.1", "10.9.1.2", "fd00::5"]))
 '
 """

@@ -21,7 +21,7 @@ from adascale_core.failures import (
     TerminationMessage,
     classify_exit,
 )
-from adascale_worker.agent.restart_backoff import RestartBackoff
+from adascale_worker.agent.trainer_timing import RestartBackoff
 from support.launch import PROGRAM, TIMEOUT, wait_until
 from support.service import Service
 

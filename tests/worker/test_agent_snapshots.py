@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from adascale import ElasticTrainer
 from adascale_storage.folder import Folder
-from adascale_worker.agent.snapshot_files import make_snapshot_files
+from adascale_worker.agent.snapshots import make_snapshot_files
 from adascale_worker.errors import UnusableCheckpointError
 from adascale_worker.state import saving
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adascale_worker.process.device_check import REPETITIONS, find_fault
+from adascale_worker.process.device import REPETITIONS, find_fault
 
 CPU = torch.device("cpu")
 matmul, empty = torch.matmul, torch.empty

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.process.device_clock import CudaClock, HostClock, PendingTimes, clock_of
-from adascale_worker.reporting.step_timer import StepTimer
+from adascale_worker.reporting.progress import StepTimer
 from support.training import WAITS
 
 GPU = torch.device("cuda", 0)

@@ -10,16 +10,16 @@ from chaos import network
 
 WAITS = """
 import socket, subprocess, time
-from adascale_worker.membership import gloo_sockets
+from adascale_worker.membership import gloo
 
 subprocess.run(["ip", "link", "set", "dev", "lo", "up"], check=True)
 listener = socket.create_server(("127.0.0.1", 0))
 waits = socket.create_connection(listener.getsockname())
 other, _ = listener.accept()
-sockets = gloo_sockets.open_sockets()
-connections = gloo_sockets.connected_to(sockets, gloo_sockets.listening_ports(sockets))
+sockets = gloo.open_sockets()
+connections = gloo.connected_to(sockets, gloo.listening_ports(sockets))
 assert len(connections) == 2
-gloo_sockets.keep_alive(connections, 3.0)
+gloo.keep_alive(connections, 3.0)
 time.sleep(4.0)
 other.send(b".")
 assert waits.recv(1) == b".", "a connection fails because nothing is sent"
@@ -36,19 +36,19 @@ import os, subprocess, sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from adascale_worker.membership import gloo_sockets
+from adascale_worker.membership import gloo
 from adascale_worker.torch_private.distributed import is_lost_peer
 
 subprocess.run(["ip", "link", "set", "dev", "lo", "up"], check=True)
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 child = os.fork()
 rank = 0 if child else 1
-before = gloo_sockets.open_sockets()
+before = gloo.open_sockets()
 options = {"rank": rank, "world_size": 2, "timeout": timedelta(hours=1)}
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", **options)
 tensor = torch.ones(4)
 dist.all_reduce(tensor)
-gloo_sockets.keep_alive(gloo_sockets.open_sockets() - before, 3.0)
+gloo.keep_alive(gloo.open_sockets() - before, 3.0)
 if rank == 1:
     time.sleep(60)
     os._exit(0)

@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from adascale_worker.membership.gloo_threads import wait_until_idle
+from adascale_worker.membership.gloo import wait_until_idle
 
 PR_SET_NAME = 15
 

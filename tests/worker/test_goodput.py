@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adascale_worker.reporting.goodput import WINDOW, Goodput
+from adascale_worker.reporting.progress import WINDOW, Goodput
 
 
 def test_steady_progress_has_its_goodput_from_the_first_measurement() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from adascale_core.names import LEAVE_GRACE
-from adascale_worker.agent.kill_deadline import REPLACED_GRACE, RESCALE_GRACE, KillDeadline, release_grace
+from adascale_worker.agent.trainer_timing import REPLACED_GRACE, RESCALE_GRACE, KillDeadline, release_grace
 
 
 def test_without_a_deadline_no_trainer_is_killed() -> None:

@@ -28,7 +28,7 @@ from adascale_worker.errors import (
     error_of_kind,
     kind_of_error,
 )
-from adascale_worker.membership import gloo_sockets, process_group, stuck_collective
+from adascale_worker.membership import gloo, process_group
 from adascale_worker.membership.links import Formation, PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup, backend_of, exchange_values
 from adascale_worker.process.device import describe_shared_gpu, gpu_names
@@ -42,7 +42,7 @@ PROGRAM = """
 import datetime, socket, sys
 import torch
 from adascale_core.failures import EXIT_PEER_LOST
-from adascale_worker.membership import process_group, stuck_collective
+from adascale_worker.membership import gloo, process_group
 from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment
 from adascale_worker.process.environment import RankAssignment
@@ -163,7 +163,7 @@ def test_a_group_fails_also_if_its_communicator_cannot_be_aborted(
     group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), torch.device("cuda"), is_elastic=True)
     group._formed, group._share_a_gpu = True, False
     monkeypatch.setattr(process_group, "abort_process_group", lambda: torch.ones(2) + torch.ones(3))
-    monkeypatch.setattr(stuck_collective, "watch", lambda *_: None)
+    monkeypatch.setattr(gloo, "end_stuck_collectives", lambda *_: None)
     group.fail()
     assert group.has_failed
     assert "NCCL was not aborted: The size of tensor a (2)" in capsys.readouterr().err
@@ -183,7 +183,7 @@ def test_a_communicator_is_not_destroyed_while_it_is_aborted_nor_aborted_after_t
 
     destroys = threading.Thread(target=group.destroy)
     monkeypatch.setattr(process_group, "abort_process_group", abort)
-    monkeypatch.setattr(stuck_collective, "watch", lambda *_: None)
+    monkeypatch.setattr(gloo, "end_stuck_collectives", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: events.append("destroyed"))
     group.fail()
@@ -275,14 +275,14 @@ def test_a_single_replica_is_the_default_process_group_and_other_hosts_cannot_re
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "an interface")
-    hook, before = sys.excepthook, gloo_sockets.open_sockets()
+    hook, before = sys.excepthook, gloo.open_sockets()
     group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
     group.form_from_environment()
     try:
         assert (dist.get_rank(), dist.get_world_size(), sum_of_ones()) == (0, 1, 1)
         assert group.process_group is dist.group.WORLD
         addresses = []
-        for descriptor, _ in gloo_sockets.open_sockets() - before:
+        for descriptor, _ in gloo.open_sockets() - before:
             with socket.socket(fileno=os.dup(descriptor)) as opened:
                 if opened.family in (socket.AF_INET, socket.AF_INET6):
                     addresses.append(opened.getsockname()[0])
@@ -292,7 +292,7 @@ def test_a_single_replica_is_the_default_process_group_and_other_hosts_cannot_re
         group.destroy()
     assert not dist.is_initialized()
     with pytest.raises(WorkerError, match=r"trainer\.replica_group is known after program_reentry"):
-        group.process_group
+        group.process_group  # noqa: B018
 
 
 @pytest.mark.parametrize(

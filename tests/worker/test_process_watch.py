@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adascale_worker.membership.process_watch import LOOKS, ProcessWatch
+from adascale_worker.membership.replica_processes import LOOKS, ProcessWatch
 from support.launch import wait_until
 
 TIMEOUT = 0.2

@@ -20,11 +20,10 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.device_clock import HostClock
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.reporting import reporter as reporter_module
+from adascale_worker.reporting import reports as reporter_module
 from adascale_worker.reporting.logged_metrics import require_metrics
 from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.reporting.reporter import Reporter
-from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.reporting.reports import Reporter, Telemetry
 from support.launch import wait_until
 from support.service import TOKEN, Service
 from support.training import FIXED, MakeTrainer, network, samples, sgd, train
@@ -206,7 +205,7 @@ def test_a_trainer_without_an_agent_reports_every_step(
     monkeypatch.setenv("ADASCALE_API_URL", service_job.service.url)
     monkeypatch.setenv("ADASCALE_JOB_ID", service_job.job)
     monkeypatch.setenv("ADASCALE_TOKEN", TOKEN)
-    monkeypatch.setattr("adascale_worker.reporting.telemetry.REPORT_INTERVAL", 0.0)
+    monkeypatch.setattr("adascale_worker.reporting.reports.REPORT_INTERVAL", 0.0)
     trainer = make_trainer(**FIXED)
     model = network()
     optimizer = sgd(model)
@@ -242,7 +241,7 @@ class FixedEstimates:
 def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     reporter = RecordingReporter()
     group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
-    make_reporter = lambda: reporter
+    make_reporter = lambda: reporter  # noqa: E731
     telemetry = Telemetry(BatchBounds(8), group, make_reporter, HostClock(), "NVIDIA-H200")  # type: ignore[arg-type]
     telemetry.begin_generation(BatchBounds(8))
 

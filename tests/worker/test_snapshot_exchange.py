@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView, Member
-from adascale_worker.agent import snapshot_channel, snapshot_receiver
-from adascale_worker.agent.snapshot_channel import SnapshotChannel, SnapshotChannelError
-from adascale_worker.agent.snapshot_files import make_snapshot_files
-from adascale_worker.agent.snapshot_receiver import SnapshotReceiver
-from adascale_worker.agent.snapshot_server import SnapshotServer
-from adascale_worker.agent.snapshots import Snapshots
+from adascale_worker.agent import snapshot_exchange
+from adascale_worker.agent.snapshot_exchange import (
+    SnapshotChannel,
+    SnapshotChannelError,
+    SnapshotReceiver,
+    SnapshotServer,
+)
+from adascale_worker.agent.snapshots import Snapshots, make_snapshot_files
 from adascale_worker.process.snapshot_place import SnapshotPlace
 from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
 from adascale_worker.state.checkpoints.store import CheckpointInfo
@@ -120,7 +122,7 @@ def test_only_a_copy_of_a_later_state_is_received(
 @pytest.fixture
 def in_a_pause(agents: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch) -> tuple[Agent, Agent]:
     """The agents between two transfers: the spare has the copy of step 1, and the source that of step 2."""
-    monkeypatch.setattr(snapshot_receiver, "POLL", 1000.0)
+    monkeypatch.setattr(snapshot_exchange, "POLL", 1000.0)
     source, spare = agents
     source.save((100, 3, 1))
     spare.follow(source.server.port)
@@ -179,7 +181,7 @@ def test_an_agent_of_another_job_or_version_gets_nothing(
     else:
         # Each end has another one, each time.
         versions = map(str, count())
-        monkeypatch.setattr(snapshot_channel, "package_version", lambda: next(versions))
+        monkeypatch.setattr(snapshot_exchange, "package_version", lambda: next(versions))
     spare.follow(source.server.port)
     spare.finish()
     assert spare.number is None

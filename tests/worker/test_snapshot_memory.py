@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from adascale_storage.folder import Folder
-from adascale_worker.agent.snapshot_files import make_snapshot_files
+from adascale_worker.agent.snapshots import make_snapshot_files
 from adascale_worker.errors import CheckpointError
-from adascale_worker.process.available_memory import unused_memory
+from adascale_worker.process.resource_limits import unused_memory
 from adascale_worker.state.checkpoints.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.file import Snapshot

@@ -15,7 +15,7 @@ import torch
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.loop.step_watchdog import Stall, StepWatchdog
-from adascale_worker.reporting.step_timer import StepTimer
+from adascale_worker.reporting.progress import StepTimer
 from support.fast_python import PYTHON, torchrun
 
 TESTS = Path(__file__).parents[1]

@@ -12,14 +12,14 @@ PROGRAM = """
 import os, sys, tempfile, threading, time
 import torch
 import torch.distributed as dist
-from adascale_worker.membership import stuck_collective
+from adascale_worker.membership import gloo
 
-stuck_collective.POLL_INTERVAL = 0.05
+gloo.POLL_INTERVAL = 0.05
 store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 2)
 
 
 def end_otherwise():
-    time.sleep(3 * stuck_collective.POLL_INTERVAL * stuck_collective.LOOKS)
+    time.sleep(3 * gloo.POLL_INTERVAL * gloo.LOOKS)
     os._exit(5)
 
 threading.Thread(target=end_otherwise, daemon=True).start()
@@ -33,11 +33,11 @@ if os.fork() == 0:
         time.sleep(0.05)
     os._exit(0)
 dist.init_process_group("gloo", store=store, rank=0, world_size=2)
-stuck_collective.watch(lambda: {over}, lambda: {saved})
+gloo.end_stuck_collectives(lambda: {over}, lambda: {saved})
 dist.all_reduce(torch.zeros(1))
 """
 COMPUTES = """
-stuck_collective.watch(lambda: False, lambda: True)
+gloo.end_stuck_collectives(lambda: False, lambda: True)
 x = torch.ones(300, 300, requires_grad=True)
 while True:
     y = x
@@ -50,14 +50,14 @@ WAITS_FOR_A_GPU = """
 method = "import hashlib\\ndef synchronize(): hashlib.pbkdf2_hmac('sha256', b'', b'', {iterations})"
 module = {{"__name__": {module!r}}}
 exec(method, module)
-stuck_collective.watch(lambda: False, lambda: True)
+gloo.end_stuck_collectives(lambda: False, lambda: True)
 while True:
     module["synchronize"]()
 """
 LONG = 2**31 - 1
 STREAM, EVENT = torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize
 SLEEPS = """
-stuck_collective.watch(lambda: False, lambda: True)
+gloo.end_stuck_collectives(lambda: False, lambda: True)
 time.sleep(100)
 """
 

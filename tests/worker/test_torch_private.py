@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale.errors import UnsupportedTorchError
-from adascale_worker.torch_private import autograd, ddp, distributed
+from adascale_worker.torch_private import autograd, distributed, modules
 from adascale_worker.torch_private.tensors import divide_in_place, flatten_together, l2_norms
 from worker.adascale_problem import backward, network
 
@@ -28,10 +28,10 @@ OF_THE_STANDARD_LIBRARY = {"_exit", "_getframe", "_current_frames"}
 @pytest.mark.parametrize(
     ("function", "missing"),
     [
-        (ddp.communication_hooks, "_comm_hooks"),
+        (modules.communication_hooks, "_comm_hooks"),
         (distributed.is_in_join, "_join_config"),
-        (ddp.rebuild_buckets, "_push_all_rebuilt_params"),
-        (ddp.timed_backward_pass, "_get_ddp_logging_data"),
+        (modules.rebuild_buckets, "_push_all_rebuilt_params"),
+        (modules.timed_backward_pass, "_get_ddp_logging_data"),
     ],
 )
 def test_a_missing_part_of_torch_raises_with_its_name_and_the_version(function: Any, missing: str) -> None:
@@ -43,10 +43,10 @@ def test_a_missing_part_of_torch_raises_with_its_name_and_the_version(function: 
 def test_the_exchange_of_gradients_is_timed() -> None:
     model = torch.nn.Linear(3, 3)
     parallel = DistributedDataParallel(model, process_group=distributed.local_process_group())
-    ddp.set_timing_interval(parallel, 2)
+    modules.set_timing_interval(parallel, 2)
     passes = []
     for _ in range(14):
-        timed = ddp.timed_backward_pass(parallel)
+        timed = modules.timed_backward_pass(parallel)
         passes.append(timed and timed[0])
         assert timed is None or 0 <= timed[1] < 60
         parallel(torch.ones(1, 3)).sum().backward()

@@ -12,8 +12,15 @@ import pytest
 
 from adascale_core.messages.reports import GainReport
 from adascale_worker.errors import WorkerError
-from adascale_worker.reporting.tracked_run import RunIdentity, TrackedRun, tracked_values
-from adascale_worker.reporting.trackers import MLflow, TensorBoard, WeightsAndBiases, make_tracker
+from adascale_worker.reporting.trackers import (
+    MLflow,
+    RunIdentity,
+    TensorBoard,
+    TrackedRun,
+    WeightsAndBiases,
+    make_tracker,
+    tracked_values,
+)
 from support.members import Members
 
 TRACKS = Path(__file__).parents[1] / "support" / "programs" / "tracks.py"

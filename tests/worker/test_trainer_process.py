@@ -16,8 +16,8 @@ from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment, Hold, Terminate
 from adascale_core.messages.registration import ReplicaState
 from adascale_worker.agent import trainer_process
+from adascale_worker.agent.trainer_connection import TrainerStatus
 from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess
-from adascale_worker.agent.trainer_status import TrainerStatus
 from support.fast_python import PYTHON
 from support.launch import wait_until
 

@@ -7,16 +7,14 @@
             ...  # zero_grad, forward, backward, optimizer.step(), as in any training loop
 
 An agent that starts the program passes its rank and the job's settings in the environment. The trainer
-reports the gain to the metrics service. When another generation of replicas is active, or replicas are lost,
-the others continue in the same process and loop, with the state that they have in memory. Started by torchrun
-or by hand it works the same without a service. All replicas decide to save or to change after the same step,
-by flags that AdaScale's own all-reduce carries.
+reports the gain to the metrics service. When another generation of replicas begins, or replicas are lost, the
+others continue in the same process and loop, with the state that they have in memory. Started by torchrun or
+by hand, it works the same without a service.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import socket
 import sys
@@ -28,49 +26,32 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from adascale_client import MetricsServiceClient
 from adascale_core.batch.plans import BatchPlan, LocalBszBounds
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.channel import Exiting, Finished
-from adascale_core.names import ENV_ADDRESS
-from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import require_evaluable, shards_of, stream_options
 from adascale_worker.batches.micro_batches import LoadedBatches
 from adascale_worker.batches.order import Lengths, OrderFunction
-from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.gradients.loss_scaling import scaler_of
-from adascale_worker.gradients.step_failure import kind_of
 from adascale_worker.loop.checks import check_optimizer_parameters, check_synchronized_norms
 from adascale_worker.loop.evaluation import Evaluation
-from adascale_worker.loop.job import Job
-from adascale_worker.loop.training import ProgramOptions, Replica, Training
+from adascale_worker.loop.replica import make_replica
+from adascale_worker.loop.training import ProgramOptions, Training
 from adascale_worker.loop.training_loop import DataLoop
 from adascale_worker.membership.agent_channel import AgentChannel
-from adascale_worker.membership.following import FollowerChannel
-from adascale_worker.membership.generations import AgentConnection
 from adascale_worker.membership.lane_group import LaneGroup
-from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.membership.replica_processes import ReplicaProcesses
 from adascale_worker.process import environment
-from adascale_worker.process.device import select_device
 from adascale_worker.process.download_lock import download_lock
 from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
-from adascale_worker.process.listener import listen
-from adascale_worker.process.settings import check_arguments, describe_differences, resolve_settings
-from adascale_worker.process.shutdown_request import ShutdownRequest
+from adascale_worker.process.settings import check_arguments, describe_differences
 from adascale_worker.program.hyperparameters import Choice, describe
 from adascale_worker.program.optimizers import OptimizerSet
 from adascale_worker.program.parts import Models, OptimizersByName, SchedulersByName, program_parts
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.reporting.logged_metrics import plain_result, require_metrics
-from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.reporting.reporter import Reporter
-from adascale_worker.reporting.tracked_run import RunIdentity
 from adascale_worker.reporting.trackers import Tracker, make_tracker
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
-from adascale_worker.state.checkpoints.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
 from adascale_worker.state.checkpoints.weights import BestWeights
 from adascale_worker.state.program import Stateful, require_choice, require_stateful
 
@@ -84,7 +65,7 @@ class ReentryState:
 
     Args:
         epoch: the epoch to continue with, from 0.
-        step: number of optimizer steps so far.
+        step: optimizer steps so far.
         progress: steps at `batch_size` so far, see `ElasticTrainer.progress`.
         restored: whether training continues from a checkpoint, or from the state of other replicas.
     """
@@ -99,17 +80,16 @@ class ElasticTrainer:
     """Trains one model elastically.
 
     The settings of an AdaScaleJob, from the environment, override the arguments. With a job file,
-    `ElasticTrainer()` is enough; the arguments are for a program without one. Another `batch_size` is
-    printed, and another end of training, unless the program has read it from `scale_invariant_steps` or
-    `train_samples`.
+    `ElasticTrainer()` is enough; the arguments are for a program without one. If a job file has another
+    `batch_size` or another end of training, the difference is printed; that of the end is not if the program
+    has read the end from `scale_invariant_steps` or `train_samples`.
 
     Under an agent, `program_reentry` waits until the replica's generation begins, and gets the state of
     training from the other replicas. Until then, `rank` and `replicas` are those that the agent expects. Load
     data and make the model before, so that the other replicas do not wait for it.
 
-    The constructor does not change signal handlers or `sys.excepthook`; `program_reentry` does. If the
-    constructor itself raises an `AdaScaleError`, it sets `sys.excepthook`, so that an uncaught error is
-    printed as its message.
+    The constructor changes no signal handlers; `program_reentry` does. An `AdaScaleError` that the program
+    does not catch is printed as its message, by `sys.excepthook`.
 
     Args:
         batch_size: the global batch size that the learning rate was tuned for (B0), in samples.
@@ -118,12 +98,12 @@ class ElasticTrainer:
             upper bound of "auto" is found in training: what fits into memory, up to `max_batch_size`.
         scale_invariant_steps: steps at `batch_size` after which training is finished.
         train_samples: samples after which training is finished, within a batch, in place of
-            `scale_invariant_steps`; for a language model, tokens over the length of a sequence. A step then
-            adds its samples over `batch_size` to the progress, and not its gain: schedules follow the
-            samples (docs/adascale.md, "The length of training").
-        epochs: epochs after which training is finished, if neither of these is set; also the
-            argument of the method `epochs`. If neither is set, training ends with the program.
-        efficiency_target: gain per scale that a batch must reach while the throughput is unknown, in (0, 1];
+            `scale_invariant_steps`; for a language model, tokens divided by the length of a sequence. A step
+            then adds its samples divided by `batch_size` to the progress, and not its gain: schedules follow
+            the samples (docs/adascale.md, "The length of training").
+        epochs: epochs after which training is finished, if neither of these is set; also the argument of the
+            method `epochs`. If no end is set, training ends with the program.
+        efficiency_target: gain / scale that a batch must reach while the throughput is unknown, in (0, 1];
             with `train_samples`, always. Default: 0.5; with `train_samples`, 0.8.
         checkpoint_dir: folder of the checkpoints, or URL of an object store such as s3://bucket/prefix.
             None: nothing is saved.
@@ -131,12 +111,12 @@ class ElasticTrainer:
         max_nonfinite_steps: consecutive steps after which training fails if each leaves weights that are NaN
             or infinite. Default: 10. No checkpoint is saved with such weights.
         single_replica_gain: how the gain is measured on one replica without accumulation. "divided": some
-            steps are divided into two micro-batches of half the size, one of 128 later on.
-            "consecutive": all steps have one batch, and the gradients of some of them are compared with those
-            of the steps before, which needs memory for a copy and is biased (docs/adascale.md, "One
-            replica").
-        max_gain: a limit of the gain of a step, above 1, for a lower loss in more steps: the batch size is
-            chosen by limited gains too (docs/adascale.md, "A limit of the gain"). None: not limited.
+            steps are divided into two micro-batches of half the size, later one step of 128. "consecutive":
+            each step has one batch, and some gradients are compared with those of the step before, which
+            needs memory for a copy and is biased (docs/adascale.md, "One replica").
+        max_gain: upper bound of the gain of a step, above 1: training makes more steps, and reaches a lower
+            loss. Batch sizes are chosen by the bounded gains too (docs/adascale.md, "A limit of the gain").
+            None: not bounded.
         seed: determines the order of samples, and together with the position in the data and the rank the
             random numbers that Python, NumPy and torch draw in each step. A job that resumes continues with
             the seed of its checkpoint.
@@ -201,7 +181,7 @@ class ElasticTrainer:
             store = environment.take_replica_store(os.environ)
             snapshot_files = environment.take_snapshot_files(os.environ)
             made = make_tracker(tracker)
-            self._replica = _make_replica(
+            self._replica = make_replica(
                 arguments, channel, store, snapshot_files, device, seed, fast_exit, exit_status, made
             )
         except AdaScaleError as error:
@@ -228,9 +208,7 @@ class ElasticTrainer:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and evaluates.
-
-        If a replica has several processes, only the first of rank 0 is main.
+        """Whether this is rank 0, which prints and evaluates; of several processes of it, the first.
 
         Another replica may become rank 0 between two steps. Read this when it is needed, and keep what rank 0
         has collected in an object that `program_reentry` registers.
@@ -275,7 +253,7 @@ class ElasticTrainer:
 
     @property
     def progress(self) -> float:
-        """Steps at `batch_size` so far: the sum of gains, or with `train_samples` the samples over it."""
+        """Steps at `batch_size` so far: the sum of gains; with `train_samples`, samples / `batch_size`."""
         if self._training is not None:
             self._training.program.rates.program_reads_progress()
         return self._replica.progress.progress
@@ -294,16 +272,15 @@ class ElasticTrainer:
     def scale_invariant_steps(self) -> int | None:
         """The progress at which training is finished, in steps at `batch_size`. None if not set.
 
-        The requested scale-invariant steps; or the steps in which `train_samples` are trained, rounded up.
-        A program that makes its schedule with this number may pass another one to the constructor than its
-        job file has: it is used without a job file.
+        With `train_samples`, the steps in which these are trained, rounded up. A program should make its
+        schedule with this number: a job file may have another one than the constructor got.
         """
         self._follows_steps = True
         return self._replica.job.settings.scale_invariant_steps
 
     @property
     def train_samples(self) -> int | None:
-        """The requested samples. None if training does not end by them."""
+        """The samples after which training is finished. None if not set."""
         self._follows_steps = True
         return self._replica.job.settings.train_samples
 
@@ -366,9 +343,8 @@ class ElasticTrainer:
     def get_local_bsz(self) -> int:
         """Return the local batch size of the current epoch (b): samples per micro-batch on each replica.
 
-        If a replica has several processes, this is the share of one of them.
-        On one replica, some steps are divided into smaller micro-batches, to measure the gain
-        (`single_replica_gain`).
+        If a replica has several processes, this is the share of one of them. On one replica, some steps are
+        divided into smaller micro-batches, to measure the gain (`single_replica_gain`).
         """
         self._replica.planner.acknowledge()
         return self._replica.planner.plan.local_bsz // self._replica.group.processes
@@ -377,7 +353,7 @@ class ElasticTrainer:
         """Return the loss of a micro-batch for `backward()`, if batches of the same size weigh differently.
 
         For a loss that is a mean over a number that differs between batches, such as valid tokens. The
-        gradient of a step is then sum(w g) / sum(w) over all its micro-batches on all replicas, with their
+        gradient of a step is then sum(w g) / sum(w) over its micro-batches on all replicas, with their
         weights w and the gradients g of their losses: that of the whole batch, however it is divided.
 
             loss = cross_entropy(model(x), y, ignore_index=-1)  # a mean over the valid tokens
@@ -424,8 +400,8 @@ class ElasticTrainer:
             mean = sums["loss"] / sums["samples"]
 
         For logging, and for decisions that all replicas have to make alike. Call it on all replicas at the
-        same place, with the same names. A replica that is lost meanwhile is left out, and costs no other
-        replica its process, as it would in a collective call of `torch.distributed`.
+        same place, with the same names. It is no collective call: a replica that is lost meanwhile is left
+        out, and the others continue.
 
         Args:
             values: numbers of this replica, by name.
@@ -439,8 +415,8 @@ class ElasticTrainer:
     def step_weight(self) -> float:
         """The sum of the weights of all micro-batches of the last step, on all replicas.
 
-        Read it after `optimizer.step()`, if `made_step`. It is the sum of what the replicas have passed to
-        `weighted`, or the number of samples of the step if they have not called it.
+        Read it after `optimizer.step()`, if `made_step`. The weights are those that the replicas have passed
+        to `weighted`, or the numbers of samples if they have not called it.
         """
         weight = self._require_training().accumulation.weights.total
         plan = self._replica.planner.plan
@@ -450,7 +426,7 @@ class ElasticTrainer:
         """Log values of a micro-batch, for the next report to the metrics service.
 
         A report has the mean of each metric since the last report on rank 0, or its last mean if it was not
-        logged since. `loss` is also shown on the progress bar. Does not synchronize with the device.
+        logged since. `loss` is also on the progress bar. Does not synchronize with the device.
 
         Args:
             metrics: numbers, or tensors of any shape, whose mean is taken, by name: at most 16, the loss
@@ -471,18 +447,17 @@ class ElasticTrainer:
             best.offer(value, self.steps, training.parts.model.state_dict)
 
     def keep_best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> None:
-        """Keep the weights for which a metric had its best value, beside the newest checkpoints.
+        """Keep the weights for which a metric had its best value, besides the newest checkpoints.
 
             trainer.keep_best("accuracy", mode="max")
             ...
                 trainer.log(accuracy=evaluation.means["accuracy"])
 
         Whenever rank 0 logs a better value of the metric than ever before in this job, it copies the model's
-        weights as they are then, and writes the copy in the background to a file in the folder of the
-        checkpoints, `best-<step>-<id>.safetensors`. So log the metric right after it is computed, such as
-        once per epoch; a loss of a single batch is noise. `adascale export JOB FILE --best` copies the file.
-        The value of a tensor is read at once, which waits for its device. Without a checkpoint folder nothing
-        is saved.
+        weights, and writes the copy in the background to `best-<step>-<id>.safetensors` in the folder of the
+        checkpoints. So log the metric right after it is computed, such as once per epoch; the loss of one
+        batch is noise. `adascale export JOB FILE --best` copies the file. Reading the value of a tensor waits
+        for its device. Without a checkpoint folder nothing is saved.
 
         Args:
             metric: the name under which the program logs it.
@@ -528,9 +503,9 @@ class ElasticTrainer:
                 dataset = CIFAR10("data", download=True)
 
         The first replica that enters downloads the files. Each of the others waits, enters after it, and
-        finds them. The lock is a file in the folder, so it is for all processes that share the folder: the
-        replicas of one machine, and those of others on a network file system with file locks. If a process
-        ends inside, also if it is killed, the next one enters.
+        finds them. The lock is a file in the folder, for all processes that share the folder: the replicas of
+        one machine, and on a network file system with file locks those of others. If a process ends inside,
+        also if it is killed, the next one enters.
 
         Args:
             folder: is created if it does not exist.
@@ -563,11 +538,10 @@ class ElasticTrainer:
         learning rate by the gain and counts progress, and a scheduler that is stepped inside the data loop
         follows progress.
 
-        This call also installs the process's handlers: `sys.excepthook` prints an uncaught `AdaScaleError`
-        as its message. SIGTERM (and, without an agent, Ctrl-C and SIGHUP) ends the process after the
-        current step, with a checkpoint if no other replica keeps the state. A handler of the program for the
-        same signal is called then, whether it was installed before or after this call. Without an agent and
-        without a checkpoint folder, signal handlers are not changed.
+        This call installs signal handlers: SIGTERM (and, without an agent, Ctrl-C and SIGHUP) ends the
+        process after the current step, with a checkpoint if no other replica keeps the state. A handler of
+        the program for the same signal is called then, whether it was installed before or after this call.
+        Without an agent and without a checkpoint folder, signal handlers are not changed.
 
         A program with several models or optimizers, such as a GAN, passes each of `model`, `optimizer` and
         `lr_scheduler` as a dict by name. The first optimizer has to make a step for each batch, the others
@@ -581,7 +555,7 @@ class ElasticTrainer:
                 `step_update(n)`, as those of timm; or several by the names of their optimizers.
             register: other objects to save and restore, by name.
             find_unused_parameters: as DDP's argument of this name, for a model that does not use all of its
-                parameters in every step. Without effect for several optimizers, which need it not.
+                parameters in every step. Several optimizers do not need it.
             hyperparameters: which values are used if the program has changed the optimizer's or the
                 scheduler's (lr, momentum, weight_decay, step_size, ...) since the checkpoint was saved: those
                 of the "checkpoint", or those of the "program". Differences are printed. The position in a
@@ -681,9 +655,8 @@ class ElasticTrainer:
 
         It begins with the current epoch, and ends when training is finished: after `epochs` epochs, or at
         `scale_invariant_steps` if these are set, or after `finish`. An epoch ends after the body of the loop,
-        also after `continue`, or if the body has called `step`. If the loop is left by `break`, `return`, or
-        an error that the program handles, its epoch ends when another method of the trainer is called, or
-        with the program.
+        or when the body calls `step`. If the loop is left by `break`, `return`, or an error that the program
+        handles, its epoch ends when another method of the trainer is called, or with the program.
 
         Args:
             epochs: after which training is finished, as the constructor's argument of this name, which it has
@@ -744,19 +717,18 @@ class ElasticTrainer:
     ) -> Iterator[Any]:
         """Return an iterable over the rest of the current epoch, for a loop in each epoch.
 
-        An epoch is len(dataset) / batch_size scale-invariant steps, so at a large scale it can take more
-        than one pass over the data. Each pass contains every sample exactly once, across all changes of
-        replicas.
+        An epoch is len(dataset) / batch_size scale-invariant steps, so at a large scale it can take more than
+        one pass over the data. Each pass contains every sample exactly once, across all changes of replicas.
 
         A data set without a length or without items by index is a stream, such as an `IterableDataset`: its
         records come in its own order, and its length is that of the first pass, which may have no end. Each
         replica reads the whole stream, which has to be the same on all of them and again after a restart,
-        and trains its share. If the data set has `set_epoch`, it gets the number of each pass. With
-        `state_dict` and `load_state_dict`, of the data set or of its iterator, a replica that begins in the
-        middle loads the last state of each 1,024 records; otherwise it reads the pass up to its place.
+        and trains its share. If the data set has `set_epoch`, it gets the number of each pass. If the data
+        set or its iterator has `state_dict` and `load_state_dict`, a replica that begins inside a pass loads
+        the last state, which is saved every 1,024 records; otherwise it reads the pass up to its place.
 
-        The shards of a stream are dealt to the replicas, so that each reads 1/K: those of `shards`, and of a
-        data set with `num_shards` and `shard(num_shards, index)`. The replicas exchange every few steps
+        The shards of a stream are divided among the replicas, so that each reads 1/K: those of `shards`, and
+        of a data set with `num_shards` and `shard(num_shards, index)`. The replicas exchange every few steps
         what follows in their shards. When fewer shards than replicas are left in a pass, all read these.
 
         Args:
@@ -764,30 +736,30 @@ class ElasticTrainer:
                 with `shards`, a function.
             shards: the number of shards, if `dataset` is a function that gets the index of a shard, from 0,
                 and returns its records, in the same order each time.
-            shuffle: whether each pass has its own order; of a stream with shards, the shards.
+            shuffle: whether each pass has its own order: of the samples, or of the shards of a stream.
             order: a function of the number of the pass, from 0, and a seed, which returns the indices of the
                 samples of this pass, in their order, as a list, a NumPy array or a tensor on the CPU. Indices
                 may be repeated or left out, as by a `WeightedRandomSampler`; each pass has the same number of
-                them, and an epoch counts these. The seed is another one in each pass, follows from the
-                trainer's seed, and has 63 bits. The function returns the same on all replicas, and
-                again after a restart. Not of a stream.
+                them, and an epoch counts these. The seed has 63 bits, follows from the trainer's seed, and
+                differs between passes. The function has to return the same on all replicas, and again after
+                a restart. Not for a stream.
             lengths: the length of each sample, for batches of samples of similar length: the shuffled samples
                 of each 50 * `batch_size` are sorted by length, and divided into groups of `batch_size`, which
-                are shuffled. Not of a stream.
+                are shuffled. Not for a stream.
             allow_other_length: whether training that continues from a checkpoint may have a data set of
                 another length than before, or a stream in place of one with a length, or the reverse. Then
                 the present pass and epoch begin from the start, with the present data set, and a message says
                 how many samples of the pass had been seen.
-            map: of a stream, a function that makes a sample of a record. It is called for this replica's own
+            map: for a stream, a function that makes a sample of a record. It is called for this replica's own
                 records only, in the worker processes if there are any.
-            shuffle_buffer: of a stream, the number of records that are shuffled together, in another order in
-                each pass; so many are kept in memory. 0: the order is that of the data set.
-            exactly_once: of a stream, whether it is the same on all replicas and again after a restart. If
+            shuffle_buffer: for a stream, the number of records that are shuffled together, in another order
+                in each pass; so many are kept in memory. 0: the order is that of the data set.
+            exactly_once: for a stream, whether it is the same on all replicas and again after a restart. If
                 it is not, each replica trains all that its own iterator yields, from the beginning after a
                 restart, so samples may be repeated or left out.
             options: arguments for `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
                 With persistent_workers=True, pass the same objects in each epoch. The worker processes of a
-                stream always go on while the objects are the same.
+                stream are always persistent while the objects are the same.
 
         Yields:
             Micro-batches of `get_local_bsz()` samples.
@@ -854,7 +826,7 @@ class ElasticTrainer:
         gathers: bool = False,
         **options: Any,
     ) -> Evaluation:
-        """Return an iterator over batches for evaluation, which shares them out over the replicas.
+        """Return an iterator over batches for evaluation, which are divided among the replicas.
 
         Call it on all replicas, with `model.eval()` and without gradients, between two epochs, after
         training, or inside the data loop:
@@ -874,7 +846,7 @@ class ElasticTrainer:
             model: the model that is evaluated, such as an averaged copy. Its buffers become those of rank 0.
                 Default: the one passed to `program_reentry`; required if there are several.
             gathers: whether the program calls `evaluation.gather` for each batch, and not `evaluation.add`.
-                The last batches, if they are fewer than the replicas, are then delivered on each of them.
+                The last batches, if they are fewer than the replicas, are then delivered on all of them.
             options: arguments for `torch.utils.data.DataLoader`.
 
         Raises:
@@ -934,10 +906,10 @@ class ElasticTrainer:
         """End training before all requested steps or epochs are done, for example because of early stopping.
 
         Saves the end of training. With one replica, `trainer.finished` is true at once, and the data loop
-        ends. With several, any of them may call this: the others learn of it in the next step, after which
-        `trainer.finished` is true and the data loop ends on all replicas. A program that leaves its loop
-        without waiting for that has to call `finish` on all replicas after the same step; if it ends after
-        only some of them have called it, it fails. If a replica has several processes, all of them call it.
+        ends. With several, any of them may call this: after the next step `trainer.finished` is true, and the
+        data loop ends, on all replicas. A program that leaves its loop without waiting for that has to call
+        `finish` on all replicas after the same step; if only some of them have called it when the program
+        ends, it fails. If a replica has several processes, all of them call it.
 
         Args:
             reason: shown in the result of the job.
@@ -992,111 +964,6 @@ class ElasticTrainer:
             if self._made.membership is not None:
                 self._made.membership.close()
         replica.group.destroy_before_finalization()
-
-
-def _make_replica(
-    arguments: environment.JobSettings,
-    channel: socket.socket | None,
-    replica_store: str | None,
-    snapshot_files: Sequence[str],
-    device: torch.device | str | None,
-    seed: int,
-    fast_exit: FastExit,
-    exit_status: ExitStatus,
-    tracker: Tracker | None,
-) -> Replica:
-    """Make the parts of a trainer that need no model, and form its process group unless an agent does."""
-    environ = os.environ
-    processes = environment.read_processes(environ)
-    has_agent = channel is not None or replica_store is not None
-    assignment, process = (
-        environment.read_agent_assignment(environ) if has_agent else environment.read_assignment(environ),
-        0,
-    )
-    if processes is not None and has_agent:
-        process = environment.read_process(environ, processes)
-    elif processes is not None:
-        assignment, process = environment.divide_into_replicas(assignment, processes)
-    selected = select_device(device, process if has_agent else assignment.local_rank)
-    if channel is not None and selected.type == "cuda" and processes is None:
-        unused = describe_unused_gpus(torch.cuda.device_count())
-        if unused is not None:
-            print(f"adascale: {unused}", file=sys.stderr, flush=True)
-    accelerator = environment.read_accelerator(environ) or kind_of(selected)
-    timeout = environment.read_peer_timeout(environ) if has_agent else None
-    group: ReplicaGroup
-    if processes is None:
-        group = ReplicaGroup(assignment, selected, is_elastic=has_agent, peer_timeout=timeout)
-    else:
-        own = ReplicaProcesses(process, processes, selected)
-        group = LaneGroup(assignment, selected, own, is_elastic=has_agent, peer_timeout=timeout)
-    if type(seed) is not int or not -(2**63) <= seed < 2**64:
-        raise WorkerError(f"ElasticTrainer got seed={seed!r}: it must be an integer of 64 bits")
-    settings = resolve_settings(arguments, environment.read_job_settings(environ))
-    planner = BatchPlanner(settings.bounds, group, settings.efficiency)
-    if selected.type == "cuda":
-        torch.cuda.set_device(selected)
-    if not group.is_elastic:
-        group.form_from_environment()
-    elif isinstance(group, LaneGroup):
-        group.form_replica_at(replica_store)
-    progress = TrainingProgress(counts_samples=settings.train_samples is not None)
-    shutdown_request = ShutdownRequest()
-    incarnation = environment.read_incarnation(environ)
-    checkpointing = Checkpointing(
-        settings.checkpoint_dir, settings.checkpoint_interval, group, lambda: shutdown_request.is_made
-    )
-    agent = None
-    if timeout is not None:
-        listener = listen(environ.get(ENV_ADDRESS, "127.0.0.1"))
-        secret = environment.read_secret(environ)
-        connected = AgentChannel(channel) if channel is not None else FollowerChannel(str(replica_store))
-        agent = AgentConnection(connected, listener, secret, timeout, accelerator)
-    return Replica(
-        device=selected,
-        seed=seed,
-        group=group,
-        job=Job(arguments, settings, progress, group, incarnation),
-        progress=progress,
-        planner=planner,
-        checkpointing=checkpointing,
-        snapshot_memory=_open_snapshots(snapshot_files) if processes is None and has_agent else None,
-        agent=agent,
-        accelerator=accelerator,
-        make_reporter=_make_reporter,
-        tracker=tracker,
-        run=RunIdentity(_run_of_job(incarnation)),
-        shutdown_request=shutdown_request,
-        fast_exit=fast_exit,
-        exit_status=exit_status,
-    )
-
-
-def _open_snapshots(files: Sequence[str]) -> SnapshotMemory | None:
-    """Return the agent's memory for copies of the state; None if there is none, or it cannot be used."""
-    try:
-        return SnapshotMemory(files) if files else None
-    except NoSnapshotMemoryError as error:
-        print(f"adascale: the agent keeps no copy of the state: {error}", flush=True)
-        return None
-
-
-def _run_of_job(incarnation: int) -> str | None:
-    """Return the id of the job's run in a tracker, which all replicas of a new job compute; None for any."""
-    service = environment.read_service(os.environ)
-    if service is None:
-        return None
-    # Without a time of creation the job is new on this machine, where all replicas have one token.
-    distinct = str(incarnation) if incarnation else environment.read_secret(os.environ)
-    return f"{service.job_id}-{hashlib.sha256(f'{service.job_id} {distinct}'.encode()).hexdigest()[:8]}"
-
-
-def _make_reporter() -> Reporter | None:
-    service = environment.read_service(os.environ)
-    if service is None:
-        return None
-    client = MetricsServiceClient(service.url, service.token, service.token_file, ca_file=service.ca_file)
-    return Reporter(client, service.job_id)
 
 
 def _pair(bounds: Sequence[int | Literal["auto"]] | None) -> LocalBszBounds | None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adascale_worker.gradients.data_parallel import DataParallelModel
-from adascale_worker.membership import gloo_threads
+from adascale_worker.membership import gloo
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 
@@ -75,4 +75,4 @@ for middle in (1, 5):
 if dist.get_rank() == 0:
     print(*digests)
 dist.destroy_process_group()
-gloo_threads.wait_until_idle()
+gloo.wait_until_idle()

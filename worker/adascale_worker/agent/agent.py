@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 from adascale_client import MetricsServiceClient, ServiceUnreachableError
@@ -36,17 +40,81 @@ from adascale_core.names import (
     LEAVE_GRACE,
 )
 from adascale_core.rendezvous.instruction import Instruction, instruction, is_taken_for_lost
-from adascale_worker.agent.events import Events
 from adascale_worker.agent.heartbeat import Heartbeat
-from adascale_worker.agent.kill_deadline import KILL_INTERVAL, RESCALE_GRACE, KillDeadline, release_grace
 from adascale_worker.agent.link_check import LinkCheck
-from adascale_worker.agent.restart_backoff import RestartBackoff
 from adascale_worker.agent.snapshots import Snapshots
-from adascale_worker.agent.termination_log import TerminationLog
-from adascale_worker.agent.trainer_process import TrainerProcess
+from adascale_worker.agent.trainer_process import TrainerProcess, reap_orphans
+from adascale_worker.agent.trainer_timing import (
+    KILL_INTERVAL,
+    RESCALE_GRACE,
+    KillDeadline,
+    RestartBackoff,
+    release_grace,
+)
 from adascale_worker.errors import ReplicaCheckError, ReplicaRefusedError, WorkerError
-from adascale_worker.process.environment import read_processes
-from adascale_worker.process.package_version import package_version
+from adascale_worker.process.environment import package_version, read_processes
+
+
+class TerminationLog:
+    """The termination log of a container."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._written = False
+
+    def write(self, message: TerminationMessage) -> None:
+        """Write why the agent exits. Only the first message is kept: later errors are its consequences."""
+        if self._path is None or self._written:
+            return
+        self._written = True
+        try:
+            # In place: the file is a mount point, onto which no file can be renamed.
+            self._path.write_bytes(message.to_text().encode())
+        except OSError as error:
+            print(
+                f"adascale-agent: cannot write the termination message to {self._path}: {error.strerror}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+POLL_INTERVAL = 0.5
+"""Seconds after which `Events.wait` returns without an event."""
+
+
+class Events:
+    """Events from the agent's threads and signal handlers."""
+
+    def __init__(self) -> None:
+        # A SimpleQueue, unlike other locks, can be used in a signal handler.
+        self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._parent = os.getppid()
+        self._terminating = False
+
+    @property
+    def terminating(self) -> bool:
+        """Whether the agent must exit, by SIGTERM, SIGINT, SIGHUP or the death of its parent."""
+        return self._terminating
+
+    def notify(self) -> None:
+        """Wake up `wait`. Safe in any thread."""
+        self._queue.put(None)
+
+    def terminate(self) -> None:
+        """Make the agent exit. Safe in a signal handler."""
+        self._terminating = True
+        self._queue.put(None)
+
+    def wait(self) -> None:
+        """Wait for the next event, for `POLL_INTERVAL` at most."""
+        if os.getppid() == 1 and self._parent != 1:
+            self._terminating = True
+        reap_orphans()
+        try:
+            self._queue.get(timeout=POLL_INTERVAL)
+        except queue.Empty:
+            return
+
 
 EXIT_REPORT_TIMEOUT = 3.0
 """Seconds that an agent which exits waits until the metrics service has its last registration."""

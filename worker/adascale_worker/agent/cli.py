@@ -64,10 +64,8 @@ def _exit(_number: int, _frame: FrameType | None) -> NoReturn:
 def _run(command: list[str]) -> int:
     # Imported here, since signals must be handled before imports that take time.
     from adascale_client import MetricsServiceClient
-    from adascale_worker.agent.agent import Agent
-    from adascale_worker.agent.cpu_limit import thread_variables
-    from adascale_worker.agent.network_interface import interface_variables
-    from adascale_worker.agent.termination_log import TerminationLog
+    from adascale_worker.agent.agent import Agent, TerminationLog
+    from adascale_worker.agent.trainer_environment import interface_variables, thread_variables
     from adascale_worker.errors import EnvironmentVariableError
     from adascale_worker.process import environment
 

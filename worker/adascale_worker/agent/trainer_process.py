@@ -36,8 +36,7 @@ from adascale_core.names import (
     ENV_REPLICA_STORE,
     LIMIT_FILE_SUFFIX,
 )
-from adascale_worker.agent.trainer_socket import TrainerSocket
-from adascale_worker.agent.trainer_status import TrainerStatus
+from adascale_worker.agent.trainer_connection import TrainerSocket, TrainerStatus
 
 LOG_LINES = 40
 """Last lines of output that are kept for the report of a failure."""

@@ -21,7 +21,7 @@ from adascale_core.performance.throughput import StepTimeModel
 from adascale_worker.errors import StaleBatchSizeError, UnusableCheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.optimizers import Optimizers
-from adascale_worker.reporting.step_timer import StepTimer
+from adascale_worker.reporting.progress import StepTimer
 
 REPLAN_INTERVAL = 1.0
 """Seconds of training after which the batch plan is chosen again, at the next end of an epoch."""

@@ -17,7 +17,7 @@ from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.gradients.data_parallel import ForwardRecord
 from adascale_worker.gradients.optimizer_gradients import MAX_STEPS_WITHOUT_GRADIENTS
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.user_warnings import OneTimeWarnings
+from adascale_worker.process.user_code import OneTimeWarnings
 from adascale_worker.program.hyperparameters import HasGroups
 from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.torch_private.autograd import accumulates_gradient

@@ -24,7 +24,7 @@ from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process.user_code import calling_line
 from adascale_worker.program.weight_checks import WeightComparison
 from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.reporting.reports import Telemetry
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.saving import StateSaving
 

@@ -22,8 +22,7 @@ from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.loop.program_loop import ProgramLoop
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.reporting.step_timer import StepTimer
+from adascale_worker.reporting.progress import StepTimer, TrainingProgress
 
 FIRST_POLL, POLL_INTERVAL = 0.001, 0.02
 """Seconds between the first two readings of the store, and the most between later ones: the time doubles."""

@@ -31,7 +31,7 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.exit import FastExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.reporting.reports import Telemetry
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing, State
 from adascale_worker.state.checkpoints.snapshot_memory import KeptSnapshot
 from adascale_worker.state.exchange import StateExchange

@@ -22,7 +22,7 @@ from types import FrameType
 from adascale_core.failures import EXIT_SINGLE_REPLICA
 from adascale_core.names import WAITS_FOR_OTHERS
 from adascale_worker.process.user_code import is_own, location
-from adascale_worker.reporting.step_timer import StepTimer
+from adascale_worker.reporting.progress import StepTimer
 
 WARN_AFTER = 30.0
 """Seconds without a step after which it is reported, at least..."""

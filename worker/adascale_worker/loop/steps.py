@@ -29,7 +29,7 @@ from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
 from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.reporting.reports import Telemetry
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 
 SLOW_STEP = 0.05

@@ -1,7 +1,6 @@
 """The one place where the parts of a trainer are made, each with the parts that it uses.
 
-They exist in two stages. `Replica` has what there is before the program passes its model: the group,
-progress, the batch plan, checkpoints. `Training` has the rest.
+`replica.py` makes those that need no model, before the program passes it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import nn
 
 from adascale_core.names import ENV_JOINS_OTHERS
 from adascale_worker.batches.feed import DataFeed
-from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import ReplicaCheckError, WorkerError
 from adascale_worker.gradients.accumulation import Accumulation, BackwardGuard, GradientAccumulation
 from adascale_worker.gradients.data_parallel import DataParallelModel, ForwardRecord, warm_up
@@ -33,21 +31,25 @@ from adascale_worker.loop.exchange import EvaluationSequence, ProgramCollectives
 from adascale_worker.loop.failures import Failures, MemoryShortage
 from adascale_worker.loop.generations import Generations
 from adascale_worker.loop.held_state import HeldState, ModelBuffers, StepUndo
-from adascale_worker.loop.job import Job
 from adascale_worker.loop.one_optimizer import OneOptimizer
 from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop
+from adascale_worker.loop.replica import Replica, make_reporter
 from adascale_worker.loop.several_optimizers import SeveralAccumulations, SeveralOptimizers
 from adascale_worker.loop.step_watchdog import StepWatchdog
 from adascale_worker.loop.steps import StepCounter, StepParts, StepStrategy
 from adascale_worker.loop.training_loop import EpochLoops, TrainingLoop
-from adascale_worker.membership.following import FollowingMembership, LeadingMembership
-from adascale_worker.membership.generations import AgentConnection, Membership
+from adascale_worker.membership.generations import (
+    AgentConnection,
+    FollowingMembership,
+    LeadingMembership,
+    Membership,
+)
 from adascale_worker.membership.lane_group import LaneGroup
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
-from adascale_worker.process.device_check import find_fault
+from adascale_worker.process.device import find_fault
 from adascale_worker.process.device_clock import clock_of
-from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
+from adascale_worker.process.exit import UncaughtErrorHandler
 from adascale_worker.process.gpu_monitor import monitor_of
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
@@ -57,41 +59,13 @@ from adascale_worker.program.parts import OtherOptimizers, ProgramParts
 from adascale_worker.program.patching import patch_scheduler
 from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
-from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.reporting.reporter import Reporter
-from adascale_worker.reporting.telemetry import Telemetry
-from adascale_worker.reporting.tracked_run import RunIdentity
-from adascale_worker.reporting.trackers import Tracker
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
-from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
+from adascale_worker.reporting.reports import Telemetry
 from adascale_worker.state.exchange import StateExchange
 from adascale_worker.state.program import ProgramState, Stateful
 from adascale_worker.state.saving import AgentSnapshots, StateSaving
 from adascale_worker.state.training import ShardedTrainingState, TrainerPart, TrainingState
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-
-
-@dataclass(frozen=True)
-class Replica:
-    """What a trainer has before the program passes its model."""
-
-    device: torch.device
-    seed: int
-    group: ReplicaGroup
-    job: Job
-    progress: TrainingProgress
-    planner: BatchPlanner
-    checkpointing: Checkpointing
-    snapshot_memory: SnapshotMemory | None  # memory of the agent for copies of the state. None without it.
-    agent: AgentConnection | None  # None without an agent
-    accelerator: str  # the type of accelerator, under which measurements are stored
-    make_reporter: Callable[[], Reporter | None]  # returns None without a metrics service
-    tracker: Tracker | None  # gets the reports too
-    run: RunIdentity  # in the tracker
-    shutdown_request: ShutdownRequest
-    fast_exit: FastExit
-    exit_status: ExitStatus
 
 
 @dataclass(frozen=True)
@@ -152,7 +126,7 @@ class Training:
         self.telemetry = telemetry = Telemetry(
             bounds,
             group,
-            replica.make_reporter,
+            make_reporter,
             clock_of(replica.device),
             replica.accelerator,
             models.sync_time,

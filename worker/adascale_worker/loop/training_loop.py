@@ -30,7 +30,7 @@ from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.reporting.telemetry import Telemetry
+from adascale_worker.reporting.reports import Telemetry
 from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.program import ProgramState
 from adascale_worker.state.saving import AgentSnapshots, StateSaving

@@ -28,8 +28,7 @@ from adascale_worker.membership.process_group import (
     backend_of,
     ended_group,
 )
-from adascale_worker.membership.replica_messages import ReplicaMessages
-from adascale_worker.membership.replica_processes import ReplicaProcesses
+from adascale_worker.membership.replica_processes import ReplicaMessages, ReplicaProcesses
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.torch_private.distributed import (
     abort_process_group,

@@ -33,7 +33,7 @@ from typing import Any, Final
 
 from adascale_core.messages.channel import Assignment
 from adascale_worker.errors import WorkerError
-from adascale_worker.process.package_version import package_version
+from adascale_worker.process.environment import package_version
 
 MIN_ARRIVAL_TIMEOUT: Final = 10.0
 """Seconds within which a member must connect while a generation is formed; more with a long peer timeout."""

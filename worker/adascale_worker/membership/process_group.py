@@ -21,12 +21,12 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from adascale_core.messages.channel import Assignment
 from adascale_worker.errors import GroupFormationError, WorkerError
-from adascale_worker.membership import gloo_sockets, gloo_threads, stuck_collective
+from adascale_worker.membership import gloo
 from adascale_worker.membership.links import Formation, PeersLostError
-from adascale_worker.membership.replica_messages import ReplicaMessages
+from adascale_worker.membership.replica_processes import ReplicaMessages
 from adascale_worker.process.device import describe_shared_gpu, gpu_names
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.process.listener import listen
+from adascale_worker.process.sockets import listen
 from adascale_worker.torch_private.distributed import (
     abort_process_group,
     default_store,
@@ -175,7 +175,7 @@ class ReplicaGroup:
             self._initialize_alone()
             return
         with self._lock:
-            before = self._sockets_before = gloo_sockets.open_sockets()
+            before = self._sockets_before = gloo.open_sockets()
         try:
             with self._guarded():
                 if store is None:
@@ -196,12 +196,12 @@ class ReplicaGroup:
                     self._share_a_gpu = any(len(set(each)) < self.replicas for each in used)
                     self._warn_of_shared_gpu(used[0])
                 self._initialize(store, FORMATION_TIMEOUT)
-                created = gloo_sockets.open_sockets() - before
-                own_port = [*gloo_sockets.listening_ports(created), 0][0]
+                created = gloo.open_sockets() - before
+                own_port = [*gloo.listening_ports(created), 0][0]
                 greetings = self._authenticate([own_port, *_random_numbers()], secret)
-                self._sockets = gloo_sockets.connected_to(created, [port for port, *_ in greetings if port])
+                self._sockets = gloo.connected_to(created, [port for port, *_ in greetings if port])
                 if self._peer_timeout is not None:
-                    gloo_sockets.keep_alive(self._sockets, self._peer_timeout)
+                    gloo.keep_alive(self._sockets, self._peer_timeout)
                 self._wait_longer()
         finally:
             with self._lock:
@@ -337,7 +337,7 @@ class ReplicaGroup:
     def destroy_before_finalization(self) -> None:
         """Destroy the process groups, in a process whose interpreter is finalized next."""
         self.close()
-        gloo_threads.wait_until_idle()
+        gloo.wait_until_idle()
 
     # -- failures -----------------------------------------------------------------------------------------
 
@@ -354,9 +354,9 @@ class ReplicaGroup:
             self._failed = True
             before, sockets = self._sockets_before, self._sockets
             if before is not None:
-                sockets = gloo_sockets.open_sockets() - before
+                sockets = gloo.open_sockets() - before
             generation = self.generation
-        gloo_sockets.shut_down(sockets)
+        gloo.shut_down(sockets)
         if before is None:
             # What waits while a group is formed has a timeout.
             self._watch(lambda: not self._failed or self.generation != generation)
@@ -372,7 +372,7 @@ class ReplicaGroup:
                     print(f"adascale: NCCL was not aborted: {error}", file=sys.stderr, flush=True)
 
     def _watch(self, has_ended: Callable[[], bool]) -> None:
-        stuck_collective.watch(has_ended, self._save_beside)
+        gloo.end_stuck_collectives(has_ended, self._save_beside)
 
     def _abort(self) -> None:
         abort_process_group()

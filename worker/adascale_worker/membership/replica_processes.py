@@ -2,6 +2,10 @@
 
 They are torch's default process group. What the replicas exchange is decided in process 0 of each, the
 leader, which shares the result here, so that all processes of a replica do the same.
+
+What is killed ends the replica at once, because the agent waits for its processes. One that is frozen keeps
+its connections open, and the others wait for it in the collective calls of FSDP, so each looks whether the
+others run.
 """
 
 from __future__ import annotations
@@ -15,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adascale_worker.membership.process_watch import ProcessWatch
-from adascale_worker.membership.replica_messages import ReplicaMessages
 from adascale_worker.torch_private.distributed import (
     nccl_options,
     process_group_beside,
@@ -25,6 +27,152 @@ from adascale_worker.torch_private.distributed import (
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from adascale_core.failures import EXIT_PEER_LOST
+
+SMALL = 1024
+"""Bytes of a message that is exchanged in one collective call."""
+_HEADER = 8
+
+
+class ReplicaMessages:
+    """Exchanges values over a process group of the processes of a replica.
+
+    All of them call the methods in the same order. Values consist of what JSON has.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @property
+    def process(self) -> int:
+        """Index of this process in its replica, from 0."""
+        return self._group.rank()
+
+    @property
+    def count(self) -> int:
+        """Number of processes of the replica."""
+        return self._group.size()
+
+    def share(self, value: Any) -> Any:
+        """Return the `value` of process 0, the leader, on all processes."""
+        message, document = _encoded(value) if self.process == 0 else (_empty(SMALL), _empty(0))
+        self._group.broadcast(message, 0).wait()
+        length = _length(message)
+        if length > SMALL - _HEADER:
+            document = document if self.process == 0 else _empty(length)
+            self._group.broadcast(document, 0).wait()
+        return value if self.process == 0 else _decoded(message, document)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, in their order, on all processes."""
+        message, document = _encoded(value)
+        messages = self._gather(message)
+        longest = max(map(_length, messages))
+        documents = [document] * self.count
+        if longest > SMALL - _HEADER:
+            padded = _empty(longest)
+            padded[: len(document)] = document
+            documents = self._gather(padded)
+        return [_decoded(*each) for each in zip(messages, documents, strict=True)]
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        tensors = [torch.empty_like(tensor) for _ in range(self.count)]
+        self._group.allgather([tensors], [tensor]).wait()
+        return tensors
+
+
+def _encoded(value: Any) -> tuple[Tensor, Tensor]:
+    """Return the length of a document and its beginning, and the whole document."""
+    document = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    message = torch.zeros(SMALL, dtype=torch.uint8)
+    message[:_HEADER] = torch.tensor([len(document)]).view(torch.uint8)
+    if len(document) <= SMALL - _HEADER:
+        message[_HEADER : _HEADER + len(document)] = document
+    return message, document
+
+
+def _decoded(message: Tensor, document: Tensor) -> Any:
+    length = _length(message)
+    found = message[_HEADER : _HEADER + length] if length <= SMALL - _HEADER else document[:length]
+    return json.loads(found.numpy().tobytes())
+
+
+def _length(message: Tensor) -> int:
+    return int(message[:_HEADER].clone().view(torch.int64))
+
+
+def _empty(length: int) -> Tensor:
+    return torch.empty(length, dtype=torch.uint8)
+
+
+LOOKS: Final = 10
+"""How often in succession a process must show no sign of life. Looks are counted, because time passes also
+while the one that looks is frozen."""
+
+
+class ProcessWatch:
+    """Shows the other processes of a replica that this one runs, and looks whether they do.
+
+    Each has a file, whose time of modification it changes. The file exists from `start` to `stop`.
+    """
+
+    def __init__(
+        self, path: str, process: int, count: int, timeout: float, end: Callable[[int], None] | None = None
+    ) -> None:
+        self._files = [Path(f"{path}-{index}") for index in range(count)]
+        self._own = self._files[process]
+        self._others = [index for index in range(count) if index != process]
+        self._timeout = timeout
+        self._end = self._end_process if end is None else end
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="adascale-process-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._own.touch()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Do not look any more: this process ends, or does not need the others. May be called again."""
+        self._is_stopped.set()
+        self._own.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        seen: dict[int, tuple[int, int]] = {}
+        while not self._is_stopped.wait(self._timeout / LOOKS):
+            # Without the file, the agent has ended, or this process is about to.
+            with contextlib.suppress(OSError):
+                os.utime(self._own)
+            for other in self._others:
+                try:
+                    changed = self._files[other].stat().st_mtime_ns
+                except OSError:
+                    seen.pop(other, None)  # It has not begun, or has stopped.
+                    continue
+                before, looks = seen.get(other, (changed, 0))
+                seen[other] = changed, looks + 1 if changed == before else 0
+                if seen[other][1] > LOOKS:
+                    self._end(other)
+                    return
+
+    def _end_process(self, other: int) -> None:
+        sys.stderr.write(
+            f"adascale: process {other} of this replica has shown no sign of life for {self._timeout:g} s: "
+            "ending the replica, so that another one joins the others\n"
+        )
+        sys.stderr.flush()
+        sys.stdout.flush()
+        # The main thread waits for the other process.
+        os._exit(EXIT_PEER_LOST)
+
 
 MESSAGE_TIMEOUT = timedelta(hours=24)
 """How long a thread waits for those of the other processes, which may write to a slow storage."""

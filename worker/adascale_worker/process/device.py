@@ -1,13 +1,167 @@
-"""The choice of a replica's device."""
+"""The choice of a replica's device, and its check: does it compute and remember correctly?
+
+Products of matrices of small integers are exact in each precision, in any order of additions, so every
+correct device has the same ones. They are compared with products of integers, which the CPU computes. The
+check does not change the state of random generators, nor the program's settings.
+"""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+
+REPETITIONS: Final = 3
+"""How often each product is computed: a device that fails may be right most of the time."""
+_SIZE: Final = 256
+"""Rows and columns of the blocks that the matrices repeat."""
+_LIMITS: Final = {torch.float32: 100, torch.float16: 2, torch.bfloat16: 1}
+"""The largest element of the matrices, by precision. Sums of 256 products are exact: below 2**24 in float32,
+whose factors have the 8 bits that TensorFloat-32 and bfloat16 keep, and at most 2**11 and 2**8 in the others.
+"""
+_GPU_MEMORY: Final = 256 << 20
+"""Bytes of a GPU's memory that are written and read, at most. More than its caches."""
+_FREE_SHARE: Final = 10
+"""Of free memory, a tenth at most is used."""
+_OTHER_MEMORY: Final = 8 << 20
+"""Bytes of memory on other devices. A container with little memory has room for it."""
+_CHUNK: Final = 1 << 20
+"""Words of memory that are written and compared at once."""
+_FACTOR: Final = 0x9E3779B97F4A7C15
+"""Odd, so that all words of the pattern are different: a wrong address is noticed too."""
+_WORD: Final = 1 << 64
+
+
+def find_fault(device: torch.device) -> str | None:
+    """Return what is wrong with the arithmetic or the memory of a device; None if nothing was found.
+
+    A device without the little memory that this takes is not checked, nor one on which PyTorch refuses an
+    operation of the check.
+    """
+    if device.type == "cuda":
+        # An error of what the program has started before is the program's.
+        torch.cuda.synchronize(device)
+    fault = _fault(device)
+    return None if fault is None else f"{_describe(device)} has failed its check: {fault}"
+
+
+def _fault(device: torch.device) -> str | None:
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), _any_algorithms():
+            products = (_wrong_product(device, dtype) for dtype in _precisions(device))
+            fault = next(filter(None, products), None) or _wrong_memory(device, _memory_size(device))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return fault
+    except torch.OutOfMemoryError:
+        return None
+    except torch.AcceleratorError as error:
+        if "out of memory" in str(error):
+            return None
+        return f"it reports an error: {str(error).splitlines()[0]}"
+    except RuntimeError as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if "CUBLAS_STATUS_EXECUTION_FAILED" in reason:
+            return f"it reports an error: {reason}"
+        print(f"adascale: device {device} was not checked: {reason}", file=sys.stderr, flush=True)
+        return None
+
+
+@contextmanager
+def _any_algorithms() -> Iterator[None]:
+    """Allow all algorithms: cuBLAS has deterministic ones only with a variable in the environment."""
+    mode = torch.get_deterministic_debug_mode()
+    if not mode:
+        yield
+        return
+    # Not `use_deterministic_algorithms`, which imports the compiler.
+    torch.set_deterministic_debug_mode(0)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+
+
+def _precisions(device: torch.device) -> list[torch.dtype]:
+    if device.type != "cuda":
+        return [torch.float32]
+    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return [dtype for dtype in _LIMITS if dtype is not torch.bfloat16 or has_bfloat16]
+
+
+def _wrong_product(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return which element of a product of matrices is wrong; None if all are right."""
+    limit, generator = _LIMITS[dtype], torch.Generator().manual_seed(0)
+    a, b = (
+        torch.randint(-limit, limit + 1, (_SIZE, _SIZE), generator=generator, dtype=torch.int32, device="cpu")
+        for _ in range(2)
+    )
+    # With these counts all multiprocessors of a large GPU, and several cores of a CPU, have a part.
+    count = 8 if device.type == "cuda" else 2
+    left, right, expected = (
+        block.to(dtype).to(device).repeat(repeats)
+        for block, repeats in ((a, (count, 1)), (b, (1, count)), (a @ b, (count, count)))
+    )
+    for repetition in range(1, REPETITIONS + 1):
+        product = torch.matmul(left, right)
+        # Also true where the product is NaN.
+        wrong = (product != expected).nonzero()
+        if len(wrong):
+            row, column = wrong[0].tolist()
+            got, should = product[row, column].item(), expected[row, column].item()
+            name = str(dtype).removeprefix("torch.")
+            return (
+                f"in a product of {name} matrices, number {repetition} of {REPETITIONS}, {len(wrong)} of "
+                f"{product.numel()} elements are wrong. Expected {should:.0f} at [{row}, {column}], got {got}"
+            )
+    return None
+
+
+def _memory_size(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _OTHER_MEMORY
+    return min(_GPU_MEMORY, torch.cuda.mem_get_info(device)[0] // _FREE_SHARE)
+
+
+def _wrong_memory(device: torch.device, size: int) -> str | None:
+    """Return which word of memory has not kept what was written; None if all have.
+
+    Each bit is written as 0 and as 1.
+    """
+    words = size // 8
+    memory = torch.empty(words, dtype=torch.int64, device=device)
+    chunks = [slice(begin, min(begin + _CHUNK, words)) for begin in range(0, words, _CHUNK)]
+    for mask in (0, -1):
+        for chunk in chunks:
+            memory[chunk] = _pattern(chunk, mask, device)
+        for chunk in chunks:
+            wrong = (memory[chunk] != _pattern(chunk, mask, device)).nonzero()
+            if len(wrong):
+                index = chunk.start + int(wrong[0])
+                written = (index * _FACTOR ^ mask) % _WORD
+                return (
+                    f"its memory has changed: word {index} of {words} was written as {written:#018x} and "
+                    f"read as {int(memory[index]) % _WORD:#018x}"
+                )
+    return None
+
+
+def _pattern(chunk: slice, mask: int, device: torch.device) -> torch.Tensor:
+    numbers = torch.arange(chunk.start, chunk.stop, dtype=torch.int64, device=device)
+    return numbers.mul_(_FACTOR - _WORD).bitwise_xor_(mask)
+
+
+def _describe(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"device {device}"
+    properties: Any = torch.cuda.get_device_properties(device)
+    return f"device {device} ({properties.name}, {properties.uuid})"
+
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 """Has the same content in all containers of a host."""

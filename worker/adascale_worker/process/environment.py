@@ -5,14 +5,16 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from adascale_core import names
 from adascale_core.batch.plans import AUTO, LocalBszBounds
 from adascale_core.job_id import parse_job_id
+from adascale_core.names import DISTRIBUTION
 from adascale_worker.errors import EnvironmentVariableError
-from adascale_worker.process.unix_peer import require_same_user
+from adascale_worker.process.sockets import require_same_user
 
 T = TypeVar("T")
 
@@ -334,3 +336,11 @@ def _fraction(text: str) -> float:
     if not 0 < value <= 1:
         raise ValueError("it must be a number above 0 and at most 1")
     return value
+
+
+def package_version() -> str:
+    """Return the version that all members of a job must have; empty if the package is not installed."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return ""

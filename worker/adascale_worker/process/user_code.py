@@ -1,8 +1,10 @@
-"""Which line of the program calls this package, for messages."""
+"""Which line of the program calls this package, for messages and warnings."""
 
 from __future__ import annotations
 
+import inspect
 import sys
+import warnings
 from types import FrameType, TracebackType
 
 OWN_MODULES = (
@@ -45,3 +47,26 @@ def is_own(frame: FrameType) -> bool:
     """Whether a frame executes code of this package, or of torch."""
     name: str = frame.f_globals.get("__name__", "")
     return name.split(".")[0] in OWN_MODULES
+
+
+def warn_user(message: str) -> None:
+    """Issue a RuntimeWarning at the innermost frame that is neither of this package nor of torch."""
+    level = 2  # of the caller of this function
+    here = inspect.currentframe()
+    frame = None if here is None else here.f_back
+    while frame is not None and is_own(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
+
+
+class OneTimeWarnings:
+    """Warnings that are issued once for each subject."""
+
+    def __init__(self) -> None:
+        self._issued: set[str] = set()
+
+    def warn(self, subject: str, message: str) -> None:
+        """Issue `message` unless there was a warning of the same subject."""
+        if subject not in self._issued:
+            self._issued.add(subject)
+            warn_user(message)

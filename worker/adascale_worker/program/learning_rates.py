@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from adascale_worker.process.user_warnings import warn_user
+from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.scaling.statistics.parameters import lr_versions
 from adascale_worker.torch_private.optim import has_scheduler

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.process.user_warnings import OneTimeWarnings
+from adascale_worker.process.user_code import OneTimeWarnings
 from adascale_worker.program.optimizers import SchedulerSet
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.torch_private.fsdp import is_fully_sharded

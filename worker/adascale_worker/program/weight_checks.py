@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adascale_worker.errors import DifferentWeightsError, NonFiniteWeightsError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.user_warnings import OneTimeWarnings
+from adascale_worker.process.user_code import OneTimeWarnings
 from adascale_worker.program.hyperparameters import HasGroups
 from adascale_worker.program.parts import ALL_OPTIMIZERS
 from adascale_worker.scaling.statistics.norms import local_shard

@@ -11,3 +11,25 @@ The tests of the worker pass with these versions:
   2.8, gradients of `fully_shard` (FSDP2) cannot be read (`FSDPModule.set_custom_reduce_scatter`);
 - torch 2.15.0, the version in `requirements.lock`.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adascale_worker.errors import UnsupportedTorchError
+
+TESTED_VERSIONS = ("2.9.0", "2.15.0")
+
+
+def private_part(owner: Any, name: str, purpose: str) -> Any:
+    """Return `owner.name`."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        owner_name = getattr(owner, "__name__", type(owner).__name__)
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has no `{owner_name}.{name}`, which AdaScale needs {purpose}; "
+            f"install a version that AdaScale is tested with: {', '.join(TESTED_VERSIONS)}"
+        ) from None

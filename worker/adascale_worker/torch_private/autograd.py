@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from adascale_worker.torch_private.lookup import private_part
+from adascale_worker.torch_private import private_part
 
 backward_pass_id: Callable[[], int] = private_part(
     torch._C, "_current_graph_task_id", "to count the backward passes of a step"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adascale_worker.torch_private.lookup import private_part
+from adascale_worker.torch_private import private_part
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 
-from adascale_worker.torch_private.lookup import private_part
+from adascale_worker.torch_private import private_part
 
 
 def let_clipping_find_no_gradients() -> Callable[[], None]:

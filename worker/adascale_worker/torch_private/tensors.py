@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from adascale_worker.torch_private.lookup import private_part
+from adascale_worker.torch_private import private_part
 
 
 def l2_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:

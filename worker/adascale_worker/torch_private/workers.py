@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch.utils.data import _utils, get_worker_info
 
-from adascale_worker.torch_private.lookup import private_part
+from adascale_worker.torch_private import private_part
 
 
 @contextmanager

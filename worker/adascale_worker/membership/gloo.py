@@ -1,0 +1,218 @@
+"""What a process group on the CPU (Gloo) needs beside torch.
+
+- Gloo has no function that ends a collective which waits. When its sockets are shut down, the collective
+  fails. They are found among the descriptors of the process: those that appear while the group is made, and
+  of which one end is a port that a member's Gloo listens on.
+- There is one wait that this does not end: the peer's permission to send arrives just before the sockets are
+  shut down, the send fails, and nothing reports that to the thread which waits for it. Then the state is
+  saved, and the process ends.
+- A thread of Gloo can still hold tensors of the last collective when the caller has its result, and needs the
+  GIL to release them. A thread that asks for the GIL while the interpreter is finalized aborts the process
+  ("terminate called without an active exception", github.com/pytorch/pytorch/pull/179291).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+from adascale_core.failures import EXIT_PEER_LOST, EXIT_REENTRY
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+def open_sockets() -> frozenset[tuple[int, str]]:
+    """Return the descriptor and the inode of each socket of this process. Empty without /proc."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for path in _DESCRIPTORS.iterdir():
+            with contextlib.suppress(OSError):
+                target = str(path.readlink())
+                if target.startswith("socket:"):
+                    found.add((int(path.name), target))
+    return frozenset(found)
+
+
+def listening_ports(sockets: Iterable[tuple[int, str]]) -> list[int]:
+    """Return the ports on which TCP sockets among `sockets` listen."""
+    ports = []
+    for descriptor, _ in sockets:
+        with contextlib.suppress(OSError), _borrowed(descriptor) as borrowed:
+            if _is_tcp(borrowed) and _listens(borrowed):
+                ports.append(int(borrowed.getsockname()[1]))
+    return ports
+
+
+def connected_to(sockets: Iterable[tuple[int, str]], ports: Iterable[int]) -> frozenset[tuple[int, str]]:
+    """Return the TCP connections among `sockets` that have one of `ports` at one end."""
+    wanted = set(ports)
+    found = set()
+    for descriptor, inode in sockets:
+        with contextlib.suppress(OSError), _borrowed(descriptor) as borrowed:
+            if _is_tcp(borrowed) and {borrowed.getsockname()[1], borrowed.getpeername()[1]} & wanted:
+                found.add((descriptor, inode))
+    return frozenset(found)
+
+
+def keep_alive(sockets: Iterable[tuple[int, str]], seconds: float) -> None:
+    """Make collective calls on the connections `sockets` fail if the other host is silent.
+
+    The heartbeats of members go to rank 0 only, so they do not notice that two others have lost the
+    connection between them. The kernel asks the other host, whose kernel answers also while its process is
+    busy. It waits longer than heartbeats do, so that where both notice a loss, heartbeats have named the
+    replica before.
+    """
+    for descriptor, _ in sockets:
+        with contextlib.suppress(OSError), _borrowed(descriptor) as borrowed:
+            borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (
+                (socket.TCP_KEEPIDLE, seconds),
+                (socket.TCP_KEEPINTVL, seconds / 6),
+                (socket.TCP_KEEPCNT, 3),
+            ):
+                borrowed.setsockopt(socket.IPPROTO_TCP, option, max(round(value), 1))
+            # Of data that was sent and not acknowledged; the kernel asks nothing while there is some.
+            borrowed.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1500 * seconds))
+
+
+def shut_down(sockets: Iterable[tuple[int, str]]) -> None:
+    """Shut the connections `sockets` down, so that nothing waits for them. Their owner closes them.
+
+    A descriptor that belongs to another socket by now is left alone.
+    """
+    for descriptor, inode in sockets:
+        with contextlib.suppress(OSError):
+            if str((_DESCRIPTORS / str(descriptor)).readlink()) == inode:
+                with _borrowed(descriptor) as borrowed:
+                    # Gloo ends the process if it cannot accept a connection.
+                    if _is_tcp(borrowed) and not _listens(borrowed):
+                        borrowed.shutdown(socket.SHUT_RDWR)
+
+
+def _borrowed(descriptor: int) -> socket.socket:
+    """Return a socket of its own on a duplicate of `descriptor`."""
+    return socket.socket(fileno=os.dup(descriptor))
+
+
+def _listens(borrowed: socket.socket) -> bool:
+    return bool(borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _is_tcp(borrowed: socket.socket) -> bool:
+    is_internet = borrowed.family in (socket.AF_INET, socket.AF_INET6)
+    return is_internet and borrowed.type == socket.SOCK_STREAM
+
+
+NAME = "pt_gloo_runloop"
+"""What torch names the threads that execute collectives of Gloo."""
+IDLE_TIME = 0.02
+"""Seconds without the GIL in which a thread that does not run has nothing left to do: one that waits for the
+GIL tries to take it every 5 ms (`sys.getswitchinterval`)."""
+TIMEOUT = 10.0
+"""Seconds to wait at most for threads that always run."""
+
+_TASKS = Path("/proc/self/task")
+
+
+def wait_until_idle(name: str = NAME) -> None:
+    """Wait until each thread with this name has nothing to do or is blocked, `TIMEOUT` at most.
+
+    Without /proc, wait for `IDLE_TIME`.
+    """
+    deadline = time.monotonic() + TIMEOUT
+    before = _activity(name)
+    while before or not _TASKS.exists():
+        time.sleep(IDLE_TIME)
+        after = _activity(name)
+        is_idle = after == before and all(state != "R" for state, _ in after.values())
+        if is_idle or time.monotonic() > deadline:
+            return
+        before = after
+
+
+def _activity(name: str) -> dict[str, tuple[str, str]]:
+    """Return the state, and the number of times that it has waited, of each thread with this name."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for task in _TASKS.iterdir():
+            with contextlib.suppress(OSError):
+                if (task / "comm").read_text().strip() != name:
+                    continue
+                status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+                found[task.name] = (status["State"].split()[0], status["voluntary_ctxt_switches"].strip())
+    return found
+
+
+POLL_INTERVAL: Final = 0.5
+"""Seconds between two looks at the main thread."""
+LOOKS: Final = 10
+"""How often in succession the main thread must be found waiting at the same place. Looks are counted, because
+time passes also while the process is frozen."""
+_MAX_CPU_TIME: Final = 0.01
+"""Seconds of processor time between two looks, below which a thread waits."""
+_MODULES: Final = (
+    "torch.autograd",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "adascale_worker.membership.process_group",
+    "adascale_worker.scaling.statistics",
+)
+"""Modules whose functions call collectives. The checkpoint, which waits for a disk, is not among them."""
+_DEVICE_MODULES: Final = ("torch.cuda.streams",)
+"""Modules whose functions wait for the kernels of a GPU, of which one may wait for a lost peer. CUDA may use
+the processor while it waits."""
+
+
+def end_stuck_collectives(has_ended: Callable[[], bool], save: Callable[[], bool]) -> None:
+    """Start a thread that ends the process if the main thread waits in a collective call and stays there."""
+    name = "adascale-stuck-collective"
+    threading.Thread(target=_watch, args=(has_ended, save), name=name, daemon=True).start()
+
+
+def _watch(has_ended: Callable[[], bool], save: Callable[[], bool]) -> None:
+    main = threading.main_thread()
+    if main.ident is None:
+        return
+    clock = time.pthread_getcpuclockid(main.ident)
+    pid, before, looks = os.getpid(), None, 0
+    while main.is_alive() and not has_ended() and os.getpid() == pid:
+        used = time.clock_gettime(clock)
+        frame = sys._current_frames().get(main.ident)
+        module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+        place: object = None
+        if module in _DEVICE_MODULES:
+            # While it is kept, no later call has the same frame. It has no tensors.
+            place = frame
+        elif frame is not None and module.startswith(_MODULES):
+            place = id(frame), frame.f_lasti
+        is_idle = before is not None and used - before[1] < _MAX_CPU_TIME
+        waits = before is not None and before[0] == place and (is_idle or module in _DEVICE_MODULES)
+        looks = looks + 1 if place is not None and waits else 0
+        if looks >= LOOKS:
+            _end_process(save)
+        before = place, used
+        del frame
+        time.sleep(POLL_INTERVAL)
+
+
+def _end_process(save: Callable[[], bool]) -> None:
+    sys.stderr.write(
+        f"adascale: a peer was lost, and the collective call that waited for it has not ended within "
+        f"{LOOKS * POLL_INTERVAL:g} s: ending this process, so that another one joins the others\n"
+    )
+    code = EXIT_PEER_LOST
+    try:
+        if save():
+            code = EXIT_REENTRY
+    finally:
+        sys.stderr.flush()
+        sys.stdout.flush()
+        # The main thread does not return to Python.
+        os._exit(code)
