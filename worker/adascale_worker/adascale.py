@@ -73,15 +73,15 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             then up to every 16th step, depending on the smoothing.
         grad_scaler: the `torch.amp.GradScaler` of the training loop. Required only if gradients are clipped
             between `unscale_()` and `step()`; otherwise the loss scale is inferred from the gradients.
-        disjoint_pairs: with n = 1, whether no gradient is compared with both the one before and the one after
-            it. Half of the gradients are not kept for the next step then, nor saved with its state.
+        disjoint_pairs: with n = 1, whether each gradient is compared with at most one other. Then half of the
+            gradients are not kept for the next step, nor saved with the state.
         observes_backward: whether backward passes are observed. If not, the training loop passes its
             gradients to `read_micro_gradient` and `measure`.
-        shards: exchange the statistics, if each process of a replica has shards of the gradients, which the
+        shards: exchanges the statistics, if each process of a replica has shards of the gradients, which the
             training loop passes.
         max_gain: L, a finite number above 1. Every gain r becomes 1 / (1 / L + (1 - 1 / L) / r), which is
-            below L at every scale, and the estimates become those with such gains. Default: None, without a
-            limit (docs/adascale.md, "A limit of the gain").
+            below L at every scale, and the estimates become those with such gains. Default: None, no limit
+            (docs/adascale.md, "A limit of the gain").
 
     Raises:
         UnsupportedOptimizerError: (a TypeError) `optimizer` is not one of these; it is an Adam and
@@ -157,9 +157,9 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
     @property
     def estimate(self) -> GradientEstimate | None:
-        """The estimate for the gradients of all groups that are trained; None before the first measured step.
+        """The estimate for the gradients of all trained groups; None before the first measured step.
 
-        A group that is frozen, or whose lr is 0 while that of another is not, does not count.
+        A group is not trained if it is frozen, or if its lr is 0 and that of another group is not.
         """
         return self._estimator.total_estimate()
 
@@ -217,8 +217,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
         Args:
             scale: S.
-            update_estimate: without effect. The estimates do not depend on S, so they need no update.
-                (FairScale divides its variance by the change, and the gain has to converge again.)
+            update_estimate: has no effect, because the estimates do not depend on S. (FairScale divides its
+                variance by the change, and the gain has to converge again.)
 
         Raises:
             ValueError: `scale` is not a positive finite number.
@@ -235,7 +235,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
 
         Args:
             num_gradients_to_accumulate: at least 1.
-            update_smoothing: let the smoothing follow the scale again, if it was chosen.
+            update_smoothing: whether the smoothing follows the scale again, if it was chosen.
 
         Raises:
             ValueError: a number is out of range.
