@@ -120,7 +120,7 @@ def rows_of(results: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return measure -> its mean over the results, as text."""
 
     def average(name: str) -> float:
-        return mean(each[name] for each in results)
+        return float(mean(each[name] for each in results))
 
     rows = {
         "mean completion time, seconds": f"{average('mean_completion_time'):,.0f}",

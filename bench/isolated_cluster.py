@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil, floor, inf
+from typing import Any
 
 from adascale_controller.simulation.engine import Policy, SimulationSettings, Submission, simulate
 
@@ -73,12 +74,17 @@ class IsolatedCluster:
             sizes = self._sizes[name]
             settings = replace(self._settings, nodes=_first_nodes(sizes, replicas), types=(), max_time=inf)
             alone = replace(
-                job, time=0.0, application=application.limited_to(replicas), by_type={}, deadline=deadline
+                job, time=0.0, application=limited_to(application, replicas), by_type={}, deadline=deadline
             )
             (result,) = simulate([alone], self._new_policy(), settings)
             assert result.completed_at is not None
             self._memory[key] = result.completed_at
         return self._memory[key]
+
+
+def limited_to(application: Any, replicas: int) -> Any:
+    """Return the same program, which can use at most some replicas."""
+    return replace(application, max_replicas=min(replicas, application.max_replicas or replicas))
 
 
 def _first_nodes(sizes: Sequence[int], replicas: int) -> list[int]:

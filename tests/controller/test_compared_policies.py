@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import compare_policies
 from compare_policies import POLICIES, isolated_fairness
 from elasticflow import ElasticFlow, remaining_steps, satisfactory_plan
-from isolated_cluster import IsolatedCluster
+from isolated_cluster import IsolatedCluster, limited_to
 from policies import EarliestDeadlineFirst, EqualShares, FirstComeFirstServed, Tiresias
 
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy
@@ -298,7 +298,7 @@ def twin(
             own = min(share, gpus)
 
             def alone(replicas: int, name: str = name, nodes: Sequence[int] = nodes) -> float:
-                limited = job.application_on(name).limited_to(max(replicas, 1))  # noqa: B023
+                limited = limited_to(job.application_on(name), max(replicas, 1))  # noqa: B023
                 sizes = [settings.nodes[node] for node in nodes]
                 submission = replace(job.submission, application=limited, by_type={})  # noqa: B023
                 (result,) = simulate([submission], new_policy(), replace(settings, nodes=sizes, types=()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import ceil
 from typing import Protocol, TypeVar
@@ -71,9 +71,6 @@ class Application(Protocol):
 
     def iterations(self, global_bsz: int, epoch: int) -> float:
         """Return the number of steps until the end of an epoch (from 0) at a constant batch size."""
-
-    def limited_to(self, replicas: int) -> Application:
-        """Return the same program, which can use at most some replicas."""
 
 
 @dataclass(frozen=True)
@@ -197,10 +194,6 @@ class ProfiledApplication:
         low, high, share = self._runs_around(global_bsz)
         return low.iterations[epoch] + share * (high.iterations[epoch] - low.iterations[epoch])
 
-    def limited_to(self, replicas: int) -> ProfiledApplication:
-        """Return the same program, which can use at most some replicas."""
-        return replace(self, max_replicas=min(replicas, self.max_replicas or replicas))
-
     def _runs_around(self, global_bsz: int) -> tuple[ValidationRun, ValidationRun, float]:
         if global_bsz not in self._runs:
             sizes = sorted(self.runs)
@@ -257,10 +250,6 @@ class RecordedApplication:
             gain = self.estimate(global_bsz, i).gain(global_bsz / self.bounds.batch_size)
             steps, before = steps + (end - before) / gain, end
         return steps
-
-    def limited_to(self, replicas: int) -> RecordedApplication:
-        """Return the same program, which can use at most some replicas."""
-        return replace(self, max_replicas=min(replicas, self.max_replicas or replicas))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -156,7 +156,7 @@ class LookupFetcher:
             self._checker.retain(uids)
 
     def expire_claim(self, uid: str) -> None:
-        """Forget the claim of a job, so that the next cycle reads it."""
+        """Drop the claim of a job, so that the next cycle reads it."""
         lookups = self._jobs.get(uid)
         if lookups is not None:
             lookups.results = replace(lookups.results, claim=None)

@@ -47,7 +47,7 @@ class PlacementBackoff:
         return self._failed if self._failed is not None and now < self._failed.until else None
 
     def allow(self, reason: str, since: float) -> None:
-        """Forget a placement that failed for a reason that no longer holds."""
+        """Drop a placement that failed for a reason that no longer holds."""
         failed = self._failed
         if failed is not None and failed.reason == reason and failed.until - failed.pause < since:
             self._failed = None

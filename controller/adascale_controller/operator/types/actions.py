@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +11,6 @@ from adascale_core.messages.job_spec import JobSpec
 
 Status = dict[str, Any]
 """`status` of an AdaScaleJob, as JSON."""
-
-Isolation = Callable[[str], AbstractContextManager[None]]
-"""Takes a job id; its context logs the errors of that job and suppresses them."""
 
 
 @dataclass(frozen=True)
