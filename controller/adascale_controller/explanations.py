@@ -1,4 +1,4 @@
-"""When decisions are explained and stored: at once if they have changed, and at intervals."""
+"""Explained decisions: which are stored next, and how `adascale explain` shows them."""
 
 from __future__ import annotations
 

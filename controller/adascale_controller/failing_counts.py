@@ -22,7 +22,7 @@ class FailingCount:
     """A replica count that is given up."""
 
     count: int
-    limit: int  # the largest smaller count on which the program has trained
+    limit: int  # the largest count below it on which the program has trained
     failure: str  # how the program has failed, for messages
 
     def __str__(self) -> str:
@@ -66,7 +66,10 @@ class FailingCounts:
     def fail(
         self, generation: int, view: JobView, failure: str, *, at_once: bool = False
     ) -> FailingCount | None:
-        """Record that the program has failed in a generation."""
+        """Record that the program has failed in a generation, and return the count that is given up for it.
+
+        `at_once`: it would fail again, regardless of how many steps it has made.
+        """
         count = self._counts.get(generation)
         if generation in self._failed or count is None:
             return None

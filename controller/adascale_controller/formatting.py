@@ -1,4 +1,4 @@
-"""Formats numbers and durations for people."""
+"""Formats numbers, durations and tables for people."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
+
+Padding = tuple[int, int] | tuple[int, int, int, int]
+_UNLIMITED = 10_000
 
 
 def count(number: float) -> str:
@@ -105,11 +108,6 @@ def describe_limit(local_bsz: int) -> str:
         "A local batch did not fit into memory. Its samples are repeated in smaller batches, and local "
         f"batches have at most {local_bsz} samples from now on"
     )
-
-
-Padding = tuple[int, int] | tuple[int, int, int, int]
-
-_UNLIMITED = 10_000
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Renders the gain of a job for people."""
+"""Renders the gain of a job for people, once or until the job ends."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ from adascale_core.views.gain import GainView, PredictionView
 
 MAX_FRESH_SECONDS = 10.0
 """The age of a report is shown if it is older than this."""
+
+
+INTERVAL = 1.0
+"""Seconds between two reads of the gain."""
 
 
 def render_gain(gain: GainView, now: float) -> RenderableType:
@@ -97,10 +101,6 @@ def _gain(prediction: PredictionView) -> str:
     return gain if low == high else f"{gain} ({low} to {high})"
 
 
-INTERVAL = 1.0
-"""Seconds between two reads of the gain."""
-
-
 class GainDisplay(Protocol):
     """Shows a gain and the gains that follow."""
 
@@ -152,8 +152,11 @@ def watch_gain(
     has_ended: Callable[[], bool],
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Show the gain of a job whenever it changes, and return why no more gains follow."""
-    client.get_allocation(job_id)
+    """Show the gain of a job whenever it changes, and return why no more gains follow.
+
+    `has_ended` returns whether a service that does not answer has ended, so that it will not answer again.
+    """
+    client.get_allocation(job_id)  # Errors of this first call are raised, such as for an unknown job.
     with display.running():
         while True:
             try:

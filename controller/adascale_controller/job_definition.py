@@ -26,17 +26,15 @@ from adascale_core.placement.replica_gpus import requested_gpus
 class CheckpointSettings:
     """Where a job's state is saved, and how often."""
 
-    # a PersistentVolumeClaim of the job's namespace; a local run uses its state folder instead
-    claim_name: str | None = None
-    path: str | None = None  # a folder that every replica sees at this path
-    url: str | None = None  # URL of an object store, to which the job's id is added
-    # a Secret with credentials for it, in environment variables; on a cluster only
-    credentials_secret: str | None = None
-    # the size of the claim that the operator creates if neither is given, a Kubernetes quantity
+    claim_name: str | None = None  # on a cluster only; a local run uses its state folder instead
+    path: str | None = None
+    url: str | None = None  # without the job's id
+    credentials_secret: str | None = None  # on a cluster only
+    # of the claim that the operator creates if no claim, path or URL is given; None for the cluster's default
     storage: str = DEFAULT_STORAGE
-    storage_class_name: str | None = None  # of that claim; None for the cluster's default
+    storage_class_name: str | None = None
     access_mode: str = DEFAULT_ACCESS_MODE
-    interval_seconds: float = names.DEFAULT_CHECKPOINT_INTERVAL  # seconds between two periodic checkpoints
+    interval_seconds: float = names.DEFAULT_CHECKPOINT_INTERVAL
 
 
 @dataclass(frozen=True)
@@ -44,42 +42,34 @@ class OpportunisticSettings:
     """How replicas beyond the smallest count run."""
 
     priority_class_name: str
-    queue_name: str | None = None  # the LocalQueue of Kueue that admits them. None for none.
+    queue_name: str | None = None  # the LocalQueue of Kueue that admits them
 
 
 @dataclass(frozen=True)
 class JobDefinition:
-    """A job."""
+    """A job as its AdaScaleJob defines it."""
 
     id: str
-    spec: JobSpec  # the part of it that the metrics service and the decision use
+    spec: JobSpec  # what the metrics service and the decision use
     # the program and its arguments; empty for the image's entry point, on a cluster only
     command: tuple[str, ...] = ()
-    # the environment variables with a literal value
+    # variables with a literal value
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    working_dir: str | None = None  # the program's working directory; None if not set
-    spare_replicas: int = 0  # the number of replicas that wait to take the places of lost and of slow ones
-    # the most replicas at once, as `kubectl scale` sets it; None if not limited
-    replica_limit: int | None = None
-    suspend: bool = False  # whether the job must not run
-    backoff_limit: int = names.DEFAULT_BACKOFF_LIMIT  # how many failures of the program are retried
-    # how many restarts after losses, without a step in between, are made
+    working_dir: str | None = None
+    spare_replicas: int = 0
+    replica_limit: int | None = None  # as `kubectl scale` sets it
+    suspend: bool = False
+    backoff_limit: int = names.DEFAULT_BACKOFF_LIMIT
     max_restarts_without_progress: int = names.DEFAULT_MAX_RESTARTS_WITHOUT_PROGRESS
-    active_deadline_seconds: int | None = None  # seconds that the job may run for; None if unbounded
-    # seconds after its creation within which it should be complete; None for no such target
-    completion_deadline_seconds: int | None = None
-    # seconds without a step until the replica behind restarts; None for never
-    step_timeout_seconds: int | None = None
-    # seconds until a cluster deletes a finished job; None for never
+    active_deadline_seconds: int | None = None
+    completion_deadline_seconds: int | None = None  # a target, after the creation of the job
+    step_timeout_seconds: int | None = None  # without a step, until the replica behind restarts
     ttl_seconds_after_finished: int | None = None
     checkpoint: CheckpointSettings = CheckpointSettings()
     # descriptions of the environment variables that only a cluster can resolve
     cluster_only_env: tuple[str, ...] = ()
-    gpus: int = 0  # how many GPUs a replica requests
-    # whether replicas that do not fit are requested, so that an autoscaler adds nodes; None for the
-    # setting of the operator
-    request_nodes: bool | None = None
-    # how replicas beyond the smallest count run; None if like the others
+    gpus: int = 0  # of a replica
+    request_nodes: bool | None = None  # None for the setting of the operator
     opportunistic: OpportunisticSettings | None = None
 
     @property

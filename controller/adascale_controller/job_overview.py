@@ -44,14 +44,14 @@ class JobOverview:
     progress_text: str = ""  # progress as a share of `total`, or else the number; empty if unknown
     restarts: int | None = None
     reason: str = ""  # why it has failed, or does not train; empty if it does
-    exit_code: int | None = None  # of its last run on one machine
-    process: int | None = None  # the process of its run on one machine
-    url: str | None = None  # the address of its metrics service on one machine
-    state_dir: str | None = None  # its state folder on one machine
-    checkpoint_step: int | None = None  # the step of its newest checkpoint
+    # of a job on this machine alone, until `result`
+    exit_code: int | None = None  # of its last run
+    process: int | None = None
+    url: str | None = None  # of its metrics service
+    state_dir: str | None = None
+    checkpoint_step: int | None = None
     checkpoint_error: str | None = None  # why its checkpoints cannot be read
-    # what its program has reported at its end
-    result: Mapping[str, float | str] = field(default_factory=dict)
+    result: Mapping[str, float | str] = field(default_factory=dict)  # as its program has reported it
     spares: int = 0
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Renders the replica counts that a job may run on, for people."""
+"""What `adascale validate` shows of a job: its valid replica counts, and what its deadline needs."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ DEFAULT_MOVE = 60.0
 """Seconds that a move to another type of accelerator interrupts training, until one has been measured: its
 replicas save their state and leave, and others start."""
 SAME_TIME = 0.01
-"""A step time that differs by less than this share of it is taken for unchanged, so that the model that is
-fitted to it can be used again. Reports differ by more than that from each other."""
+"""A step time that differs by less than this share counts as unchanged, so that the model that was fitted to
+it is used again. Reports differ from each other by more."""
 
 ESTIMATES_PER_OCTAVE = 4
 """Estimates of the gradients that are kept of a template for each doubling of progress."""
@@ -111,7 +111,7 @@ class MeasuredTemplate:
 
     def __init__(self, ratios: TypeRatios | None = None) -> None:
         self.ratios = ratios or TypeRatios()
-        """Of the types of accelerators, by all templates."""
+        """The ratios that all templates have measured."""
         self.move_seconds: float | None = None
         """How long the last move of a job to another type interrupted training; None if none was measured."""
         self._times: dict[_MeasuredPlan, dict[str, StepTime]] = {}
@@ -124,7 +124,7 @@ class MeasuredTemplate:
         """An estimate from the beginning of a job of this template, after `SETTLED_STEPS` if there is one."""
         self._is_settled = False
         self._estimates: dict[bool, dict[int, tuple[float, GradientEstimate]]] = {False: {}, True: {}}
-        """Whether progress counts samples -> place of its progress -> progress and the estimate there."""
+        """Whether progress counts samples -> part of an octave -> the progress and the estimate there."""
 
     def step_times(self, accelerator: str | None) -> Sequence[StepTime]:
         """Return the median over jobs of each plan and number of nodes."""
@@ -139,7 +139,7 @@ class MeasuredTemplate:
     def estimates_after(
         self, progress: float, *, counts_samples: bool = False
     ) -> tuple[tuple[float, GradientEstimate], ...]:
-        """Return the later progress and the estimate there, for a few points, of the last job at each."""
+        """Return points of later progress, each with the estimate of the last job that was there."""
         estimates = self._estimates[counts_samples].values()
         return tuple(sorted(each for each in estimates if each[0] > progress))
 
@@ -207,11 +207,10 @@ def _median_of_jobs(measured: Sequence[StepTime]) -> StepTime:
 class UsableTimes:
     """The step times that are used of a job and its template on a type of accelerator."""
 
-    # own, template: of the job, and of its template or of another type
-    own: Sequence[StepTime]
-    template: Sequence[StepTime]
-    largest: int
-    assumption: str = ""  # where those of another type are from, for people. Empty if there are none.
+    own: Sequence[StepTime]  # of the job
+    template: Sequence[StepTime]  # of its template, and scaled ones of another type
+    largest: int  # the largest replica count of all
+    assumption: str = ""  # where those of another type are from, for people; empty if there are none
 
 
 class JobMeasurements:
@@ -246,9 +245,9 @@ class JobMeasurements:
         self._paused_in = 0
         """The newest generation without replicas."""
         self._idle_since: float | None = None
-        """Since when there is nothing that trains, and that is as desired; None if there is."""
+        """Since when no replica trains, as desired; None while replicas train or are desired."""
         self._idle = 0.0
-        """Seconds of that, since the last report."""
+        """Seconds without replicas, as desired, since the last report."""
         self.last_downtime: float | None = None
         """Seconds from the last step before the newest generation to its first step; None if not measured."""
 
@@ -279,7 +278,7 @@ class JobMeasurements:
                 self.template.add(view.id, view.step_times, report.accelerator)
 
     def update(self, view: JobView, now: float) -> GainReport | None:
-        """Measure the change since the previous view."""
+        """Measure the change since the previous view. Returns the first report of each generation, once."""
         self.add_reported(view)
         if view.desired is not None and (self._desired is None or self._desired[0] != view.generation):
             self._desired = (view.generation, now)
@@ -326,7 +325,10 @@ class JobMeasurements:
     def job_state(
         self, job: JobDefinition, view: JobView, total: float | None, accelerator: str | None = None
     ) -> JobState:
-        """Return the decision's input, from what `update` or `add_reported` has measured."""
+        """Return the decision's input, from what `update` or `add_reported` has measured.
+
+        `accelerator` is the type that the operator has chosen; None for the type that was measured last.
+        """
         spec, report = job.spec, view.latest
         progress = report.progress if report else 0.0
         bounds = spec.bounds.with_limit(view.local_bsz_limit_on(accelerator))

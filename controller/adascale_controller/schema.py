@@ -37,6 +37,27 @@ DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
 """The annotation of a pod that names the container which kubectl uses by default."""
 
 
+MAX_INT32 = 2**31 - 1
+DEFAULT_STORAGE = "1Gi"
+DEFAULT_ACCESS_MODE = "ReadWriteOnce"
+DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+DNS_SUBDOMAIN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+"""The names of most Kubernetes objects."""
+DNS_SUBDOMAIN_OR_EMPTY = rf"^({DNS_SUBDOMAIN[1:-1]})?$"
+QUANTITY = r"^[0-9]+([.][0-9]+)?([kMGTPE]|[KMGTPE]i)?$"
+URL = r"^[a-z][a-z0-9+.-]*://[^/?#@\s]+(/[^?#\s]*)?$"
+"""A URL with a bucket, and without credentials, which do not belong into a spec."""
+Samples = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
+Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
+Int32 = Annotated[int, Field(ge=0, le=MAX_INT32)]
+INVALID_VALUE = "invalid_value"
+"""The type of an error whose message lacks the value found."""
+INVALID_VALUE_WITHOUT_INPUT = "invalid_value_without_input"
+"""The type of an error whose message is complete."""
+_JOB_NAME = re.compile(rf"(?=.{{1,{MAX_NAME_LENGTH}}}\Z){DNS_LABEL[1:-1]}\Z")
+_QUANTITY = re.compile(rf"{QUANTITY[1:-1]}\Z", re.ASCII)
+
+
 def worker_name(containers: Sequence[str], annotations: Mapping[str, Any]) -> str | None:
     """Return the name of the container that trains. None if it can't be known.
 
@@ -56,31 +77,6 @@ def find_worker(template: Mapping[str, Any]) -> int:
     annotations = (template.get("metadata") or {}).get("annotations") or {}
     name = worker_name(containers, annotations)
     return containers.index(name) if name is not None else 0
-
-
-MAX_INT32 = 2**31 - 1
-DEFAULT_STORAGE = "1Gi"
-DEFAULT_ACCESS_MODE = "ReadWriteOnce"
-DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
-DNS_SUBDOMAIN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
-"""The names of most Kubernetes objects."""
-DNS_SUBDOMAIN_OR_EMPTY = rf"^({DNS_SUBDOMAIN[1:-1]})?$"
-QUANTITY = r"^[0-9]+([.][0-9]+)?([kMGTPE]|[KMGTPE]i)?$"
-
-URL = r"^[a-z][a-z0-9+.-]*://[^/?#@\s]+(/[^?#\s]*)?$"
-"""A URL with a bucket, and without credentials, which do not belong into a spec."""
-
-Samples = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
-Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
-Int32 = Annotated[int, Field(ge=0, le=MAX_INT32)]
-
-INVALID_VALUE = "invalid_value"
-"""The type of an error whose message lacks the value found."""
-INVALID_VALUE_WITHOUT_INPUT = "invalid_value_without_input"
-"""The type of an error whose message is complete."""
-
-_JOB_NAME = re.compile(rf"(?=.{{1,{MAX_NAME_LENGTH}}}\Z){DNS_LABEL[1:-1]}\Z")
-_QUANTITY = re.compile(rf"{QUANTITY[1:-1]}\Z", re.ASCII)
 
 
 def _invalid_value(requirement: str) -> PydanticCustomError:

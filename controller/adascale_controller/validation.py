@@ -36,6 +36,13 @@ FieldPath = tuple[str | int, ...]
 """Field names and list indices from the root of a document; empty for the document itself."""
 
 
+_SIZE_FIELDS = frozenset(
+    {"batchSize", "maxBatchSize", "localBszBounds", "minReplicas", "maxReplicas", "processesPerReplica"}
+)
+"""The fields of `spec` that the core checks against each other."""
+_CORE_NAME = re.compile(r"\b(max_batch_size|batch_size|local_bsz_bounds|processes_per_replica)\b")
+
+
 def format_path(path: FieldPath) -> str:
     """Return a path as Kubernetes writes it: `spec.containers[0].name`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
@@ -63,12 +70,6 @@ class FieldError:
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}" if self.path else self.message
-
-
-_SIZE_FIELDS = frozenset(
-    {"batchSize", "maxBatchSize", "localBszBounds", "minReplicas", "maxReplicas", "processesPerReplica"}
-)
-"""The fields of `spec` that the core checks against each other."""
 
 
 def validate_document(content: Any) -> AdaScaleJobDocument | list[FieldError]:
@@ -236,8 +237,6 @@ def _most_similar(name: str, candidates: Sequence[str]) -> str | None:
 
 
 # -- sizes and counts ----------------------------------------------------------------------------------
-
-_CORE_NAME = re.compile(r"\b(max_batch_size|batch_size|local_bsz_bounds|processes_per_replica)\b")
 
 
 @dataclass(frozen=True)

@@ -389,21 +389,6 @@ def test_another_namespace_of_the_installation_is_an_option(server: ApiServer, a
     )
 
 
-def test_the_role_of_an_installation_without_tls_allows_gain(
-    server: ApiServer, adascale: Adascale, service: Service
-) -> None:
-    server.service = service.url
-    server.add_job("digits", status=RUNNING)
-    proxy = f"/api/v1/namespaces/{names.SYSTEM_NAMESPACE}/services/https:adascale-api:8265/proxy"
-    message = (
-        'services "https:adascale-api:8265" is forbidden: User "jane" cannot get resource "services/proxy" '
-        f'in API group "" in the namespace "{names.SYSTEM_NAMESPACE}"'
-    )
-    server.answers["GET", f"{proxy}/jobs/default.digits/gain"] = (403, {"kind": "Status", "message": message})
-    shown = adascale("gain", "digits", "--cluster")
-    assert "gain 6.25 at scale 8" in " ".join(shown.stdout.split()), shown.stderr
-
-
 def test_a_service_that_protects_reads_is_read_with_its_address_and_token(
     server: ApiServer, adascale: Adascale
 ) -> None:

@@ -1,4 +1,4 @@
-"""The command line `adascale`: one module for each command."""
+"""The command line `adascale`."""
 
 import sys
 from typing import NoReturn

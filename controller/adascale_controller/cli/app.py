@@ -58,11 +58,7 @@ def _application(name: str, commands: dict[str, Callable[..., None]], summary: s
 
 
 def main(*, plugin: bool = False) -> NoReturn:
-    """Run the command line; show errors that the user can correct without a traceback.
-
-    Args:
-        plugin: whether it is a plugin of kubectl, so that all commands are for a cluster.
-    """
+    """Run the command line, as a plugin of kubectl if `plugin`. Errors of users have no traceback."""
     try:
         if plugin:
             plugin_app(prog_name=PLUGIN)

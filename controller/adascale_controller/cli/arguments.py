@@ -20,14 +20,41 @@ JobFile = Annotated[
 ]
 
 
-def complete_job(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of jobs that begin with `incomplete`, for the completion of a shell.
+StateRoot = Annotated[
+    Path | None,
+    typer.Option(
+        "--state-dir",
+        metavar="DIR",
+        help="The state folder of the run, or a folder of state folders. Default: those of all your runs on "
+        "this machine.",
+        show_default=False,
+    ),
+]
+ServiceUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        envvar=names.ENV_API_URL,
+        help="The address of the metrics service. Default: that of the run in --state-dir.",
+        show_default=False,
+    ),
+]
+KUBECTL_LINES = {
+    "submit": "kubectl apply -f FILE",
+    "list": "kubectl get adascalejobs -n NAMESPACE",
+    "logs": f"kubectl logs -l {names.LABEL_JOB}=JOB -n NAMESPACE --prefix --tail=-1",
+    "scale": "kubectl scale adascalejob/JOB -n NAMESPACE --replicas=N",
+    "stop": """kubectl patch adascalejob JOB -n NAMESPACE --type=merge -p '{"spec": {"suspend": true}}'""",
+    "resume": """kubectl patch adascalejob JOB -n NAMESPACE --type=merge -p '{"spec": {"suspend": false}}'""",
+    "rm": "kubectl delete adascalejob JOB -n NAMESPACE",
+}
+"""The line of kubectl for jobs of a cluster, by the command that `adascale` has for this machine alone."""
 
-    Args:
-        ctx: the options before the name, which select this machine or a cluster.
-        incomplete: the beginning of the name.
-    """
-    options = ctx.params
+
+def complete_job(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of jobs that begin with `incomplete`, for the completion of a shell."""
+    options = ctx.params  # those before the name, which select this machine or a cluster
     try:
         target = select_cluster(
             options.get("cluster", False),
@@ -55,16 +82,6 @@ JobName = Annotated[
         autocompletion=complete_job,
     ),
 ]
-StateRoot = Annotated[
-    Path | None,
-    typer.Option(
-        "--state-dir",
-        metavar="DIR",
-        help="The state folder of the run, or a folder of state folders. Default: those of all your runs on "
-        "this machine.",
-        show_default=False,
-    ),
-]
 
 
 class Output(StrEnum):
@@ -76,17 +93,6 @@ class Output(StrEnum):
 
 OutputFormat = Annotated[
     Output, typer.Option("--output", "-o", metavar="FORMAT", help="The format: text or json.")
-]
-
-ServiceUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--url",
-        metavar="URL",
-        envvar=names.ENV_API_URL,
-        help="The address of the metrics service. Default: that of the run in --state-dir.",
-        show_default=False,
-    ),
 ]
 
 
@@ -109,26 +115,14 @@ Fairness = Annotated[
 ]
 
 
-KUBECTL_LINES = {
-    "submit": "kubectl apply -f FILE",
-    "list": "kubectl get adascalejobs -n NAMESPACE",
-    "logs": f"kubectl logs -l {names.LABEL_JOB}=JOB -n NAMESPACE --prefix --tail=-1",
-    "scale": "kubectl scale adascalejob/JOB -n NAMESPACE --replicas=N",
-    "stop": """kubectl patch adascalejob JOB -n NAMESPACE --type=merge -p '{"spec": {"suspend": true}}'""",
-    "resume": """kubectl patch adascalejob JOB -n NAMESPACE --type=merge -p '{"spec": {"suspend": false}}'""",
-    "rm": "kubectl delete adascalejob JOB -n NAMESPACE",
-}
-"""The line of kubectl for jobs of a cluster, by the command for jobs of this machine."""
-
-
-class OfKubectlError(AdaScaleError):
-    """A command for the jobs of a cluster that kubectl has."""
+class UseKubectlError(AdaScaleError):
+    """A command for jobs of a cluster that kubectl has."""
 
     exit_code = 2
 
 
 def use_kubectl(command: str) -> Callable[..., None]:
-    """Return the function of a command that kubectl has: it raises `OfKubectlError`."""
+    """Return the function of a command that kubectl has: it raises `UseKubectlError`."""
 
     def refuse() -> None:
         here = (
@@ -136,7 +130,7 @@ def use_kubectl(command: str) -> Callable[..., None]:
             if command in {"submit", "resume"}
             else ""
         )
-        raise OfKubectlError(f"for jobs of a cluster, use `{KUBECTL_LINES[command]}`{here}")
+        raise UseKubectlError(f"for jobs of a cluster, use `{KUBECTL_LINES[command]}`{here}")
 
     return refuse
 
@@ -146,7 +140,7 @@ def _refuse_cluster(ctx: typer.Context, given: bool) -> None:
         use_kubectl(str(ctx.info_name))()
 
 
-OfKubectl = Annotated[
+KubectlOptions = Annotated[
     bool,
     typer.Option(
         "--cluster",

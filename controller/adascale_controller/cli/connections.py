@@ -1,4 +1,4 @@
-"""The options that select a cluster, and the place that a command is for: this machine, or a cluster.
+"""The place that a command is for, this machine or a cluster, and the connection to its metrics service.
 
 A command is for this machine unless an option names the cluster, because a run here and a job there may have
 the same name. `kubectl adascale` is for the cluster always.
@@ -27,65 +27,12 @@ from adascale_core import names
 from adascale_core.errors import AdaScaleError, requires_extra
 from adascale_core.job_id import parse_job_id
 
-
-def find_urls(state_dir: Path | None, job_id: str) -> list[str]:
-    """Return the addresses of the metrics services of a job's runs.
-
-    Args:
-        state_dir: the state folder of the run, or a folder of state folders; None for all.
-        job_id: the job.
-    """
-    return [job.service.url for job in find_folders_of(state_dir, job_id) if job.service is not None]
-
-
-def client_at(url: str) -> MetricsServiceClient:
-    """Return the client of the service at `url`, with the token and the authority of the environment."""
-    ca_file = os.environ.get(names.ENV_CA_FILE)
-    return MetricsServiceClient(
-        url, os.environ.get(names.ENV_TOKEN), ca_file=Path(ca_file) if ca_file else None
-    )
-
-
-@contextmanager
-def connect(job: str, url: str | None, state_dir: Path | None) -> Iterator[MetricsServiceClient]:
-    """Yield the client of the service at `url`, or of the service of the job's run.
-
-    After the end of the run, a service is started that shows it, and stopped at the end.
-
-    Args:
-        job: the job, as the user names it.
-        url: the address of the service; None to find it.
-        state_dir: the state folder of the run, or a folder of state folders; None for all.
-
-    Raises:
-        InvalidJobIdError: `job` is not valid.
-        ServiceUnreachableError: there is no URL, and no run of the job.
-    """
-    job_id = parse_job_id(job)
-    found = [] if url else find_folders_of(state_dir, job_id)
-    urls = [url] if url else [each.service.url for each in found if each.service is not None]
-    if urls:
-        yield client_at(urls[0])
-        return
-    if not found:
-        place = "on this machine" if state_dir is None else f"in {state_dir}"
-        raise ServiceUnreachableError(
-            f"no run of job {job} found {place}: start it with `adascale run`, or set the address of the "
-            "metrics service with --url"
-        )
-    latest: LocalJob = max(found, key=lambda each: each.runs[-1].began)
-    with runs_service(latest.folder.path, 0, required=False) as service:
-        if service is not None:
-            yield MetricsServiceClient(service.process.url)
-
-
 PLUGIN = "kubectl adascale"
 """The name of the command line as a plugin of kubectl."""
 CLUSTER_PANEL = "Options for a Kubernetes cluster"
 """The heading of these options in the help."""
 ENV_SYSTEM_NAMESPACE = "ADASCALE_SYSTEM_NAMESPACE"
 """The default of `--system-namespace`."""
-
 Cluster = Annotated[
     bool,
     typer.Option(
@@ -140,20 +87,52 @@ SystemNamespace = Annotated[
 ]
 
 
+def find_urls(state_dir: Path | None, job_id: str) -> list[str]:
+    """Return the addresses of the metrics services of a job's runs, in `state_dir` or everywhere."""
+    return [job.service.url for job in find_folders_of(state_dir, job_id) if job.service is not None]
+
+
+def client_at(url: str) -> MetricsServiceClient:
+    """Return the client of the service at `url`, with the token and the authority of the environment."""
+    ca_file = os.environ.get(names.ENV_CA_FILE)
+    return MetricsServiceClient(
+        url, os.environ.get(names.ENV_TOKEN), ca_file=Path(ca_file) if ca_file else None
+    )
+
+
+@contextmanager
+def connect(job: str, url: str | None, state_dir: Path | None) -> Iterator[MetricsServiceClient]:
+    """Yield the client of the service at `url`, or of the service of the job's run.
+
+    After the end of the run, a service is started that shows it.
+    """
+    job_id = parse_job_id(job)
+    found = [] if url else find_folders_of(state_dir, job_id)
+    urls = [url] if url else [each.service.url for each in found if each.service is not None]
+    if urls:
+        yield client_at(urls[0])
+        return
+    if not found:
+        place = "on this machine" if state_dir is None else f"in {state_dir}"
+        raise ServiceUnreachableError(
+            f"no run of job {job} found {place}: start it with `adascale run`, or set the address of the "
+            "metrics service with --url"
+        )
+    latest: LocalJob = max(found, key=lambda each: each.runs[-1].began)
+    with runs_service(latest.folder.path, 0, required=False) as service:
+        if service is not None:
+            yield MetricsServiceClient(service.process.url)
+
+
 class PlaceError(AdaScaleError):
-    """Options of which one is for this machine and one for a cluster."""
+    """Options for this machine together with options for a cluster."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class ClusterConnection:
-    """An open connection to a cluster.
-
-    Args:
-        api: the API server.
-        jobs: the jobs of the cluster.
-    """
+    """An open connection to a cluster."""
 
     api: Api
     jobs: ClusterJobs
@@ -189,11 +168,7 @@ def select_cluster(
     kubeconfig: Path | None,
     state_dir: Path | None = None,
 ) -> ClusterTarget | None:
-    """Return the cluster that a command is for; None for this machine.
-
-    Raises:
-        PlaceError: there are options for both.
-    """
+    """Return the cluster that a command is for; None for this machine."""
     named = cluster or any(each is not None for each in (namespace, context, kubeconfig))
     if not named:
         return None
@@ -207,12 +182,7 @@ def select_cluster(
 
 @contextmanager
 def open_cluster(target: ClusterTarget) -> Iterator[ClusterConnection]:
-    """Yield the connection to a cluster.
-
-    Raises:
-        MissingExtraError: the Python client of Kubernetes is not installed.
-        KubeconfigError: no cluster is configured.
-    """
+    """Yield the connection to a cluster."""
     # Imported here because importing the Kubernetes client takes a second.
     with requires_extra("a command for a cluster", "kubernetes"):
         from adascale_controller.cluster.kubernetes_api import connect

@@ -1,4 +1,4 @@
-"""`adascale status`."""
+"""The commands that show a job of this machine or of a cluster: `status`, `gain`, `explain`, `export`."""
 
 from __future__ import annotations
 

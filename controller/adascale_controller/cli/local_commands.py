@@ -1,4 +1,4 @@
-"""`adascale run`."""
+"""The commands for jobs of this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from adascale_controller.cli.arguments import JobFile, JobName, OfKubectl, Output, OutputFormat, StateRoot
+from adascale_controller.cli.arguments import (
+    JobFile,
+    JobName,
+    KubectlOptions,
+    Output,
+    OutputFormat,
+    StateRoot,
+)
 from adascale_controller.formatting import count, plural
 from adascale_controller.job_overview import render_list
 from adascale_controller.job_preview import describe_deadline, render_valid_replicas
@@ -43,6 +50,12 @@ STOP_TIMEOUT = 60.0
 """Seconds to wait for the end of the run, by default."""
 
 
+UPDATE_INTERVAL = 1.0
+"""Seconds between two searches for runs."""
+ANSWER_TIMEOUT = 30.0
+"""Seconds to wait for the answer of the run."""
+
+
 def stop(
     job: JobName,
     timeout: Annotated[
@@ -56,7 +69,7 @@ def stop(
         ),
     ] = STOP_TIMEOUT,
     state_dir: StateRoot = None,
-    _cluster: OfKubectl = False,
+    _cluster: KubectlOptions = False,
 ) -> None:
     """Save and stop a job; `adascale run` resumes it."""
     stop_and_report(find_job(state_dir, job), timeout)
@@ -138,10 +151,6 @@ def run(
     raise typer.Exit(run_job(job, options, open_display(Console(highlight=False))))
 
 
-UPDATE_INTERVAL = 1.0
-"""Seconds between two searches for runs."""
-
-
 def ui(
     state_dir: StateRoot = None,
     port: Annotated[
@@ -200,7 +209,7 @@ def validate(file: JobFile) -> None:
 def list_jobs(
     state_dir: StateRoot = None,
     output: OutputFormat = Output.TEXT,
-    _cluster: OfKubectl = False,
+    _cluster: KubectlOptions = False,
 ) -> None:
     """List your jobs that run, or have run, on this machine."""
     statuses = [read_status(job) for job in find_jobs(state_dir)]
@@ -243,7 +252,7 @@ def logs(
         ),
     ] = -1,
     state_dir: StateRoot = None,
-    _cluster: OfKubectl = False,
+    _cluster: KubectlOptions = False,
 ) -> None:
     """Print the output of a replica of a job."""
     lines = None if tail < 0 else tail
@@ -264,10 +273,6 @@ def _with_output(folder: StateDir) -> str:
     return f"the replicas with output are {', '.join(map(str, ranks))}"
 
 
-ANSWER_TIMEOUT = 30.0
-"""Seconds to wait for the answer of the run."""
-
-
 def scale(
     job: JobName,
     replicas: Annotated[
@@ -282,7 +287,7 @@ def scale(
         ),
     ],
     state_dir: StateRoot = None,
-    _cluster: OfKubectl = False,
+    _cluster: KubectlOptions = False,
 ) -> None:
     """Set the most replicas of a job on this machine, until the run ends; 0 saves and stops it.
 
@@ -328,7 +333,7 @@ def rm(
         bool, typer.Option("--yes", "-y", metavar="", help="Do not ask.", show_default=False)
     ] = False,
     state_dir: StateRoot = None,
-    _cluster: OfKubectl = False,
+    _cluster: KubectlOptions = False,
 ) -> None:
     """Delete jobs that do not run: reports, logs, checkpoints, and their place in the list.
 

@@ -15,6 +15,11 @@ from adascale_core import names
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_SERVICE_UNAVAILABLE
 
+ApiObject = dict[str, Any]
+Query = Sequence[tuple[str, str]]
+CALL_TIMEOUT = 15.0
+"""Seconds to wait for an answer."""
+
 
 class ApiServerError(AdaScaleError):
     """A call to the API server failed."""
@@ -56,13 +61,6 @@ class RejectedError(ApiServerError):
         super().__init__(f"the API server answers {status}: {message}")
         self.message = message
         self.status = status
-
-
-ApiObject = dict[str, Any]
-Query = Sequence[tuple[str, str]]
-
-CALL_TIMEOUT = 15.0
-"""Seconds to wait for an answer."""
 
 
 @dataclass(frozen=True)

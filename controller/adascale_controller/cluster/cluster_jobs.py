@@ -1,4 +1,4 @@
-"""Reads the jobs of a cluster."""
+"""The jobs of a cluster, as the commands show them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ from adascale_core.views.jobs import JobView
 _EXPECTED = {Reason.STARTING, Reason.REENTERING, Reason.SUSPENDED}
 """The reasons for which a job does not train and nothing is to be done."""
 _WITHOUT_REPLICAS = {JobStateName.SUSPENDED, JobStateName.COMPLETE, JobStateName.FAILED}
+
+
+PAGE_SIZE = 200
+"""Jobs in one answer of a list."""
+INTERVAL = 0.5
+"""Seconds between two reads of a job that is waited for."""
+MAX_NAMED = 10
+"""Jobs that a message names."""
 
 
 @dataclass(frozen=True)
@@ -163,14 +171,6 @@ class ClusterJob:
             ],
             replicas=view.replicas if view else (),
         )
-
-
-PAGE_SIZE = 200
-"""Jobs in one answer of a list."""
-INTERVAL = 0.5
-"""Seconds between two reads of a job that is waited for."""
-MAX_NAMED = 10
-"""Jobs that a message names."""
 
 
 class AmbiguousNamespaceError(AdaScaleError):

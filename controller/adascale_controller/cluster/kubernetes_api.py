@@ -44,6 +44,18 @@ _NOT_IN_NAMES = re.compile(r"[/%\s]")
 """Characters of users that the name of a binding can't have."""
 
 
+CONNECT_TIMEOUT = 10.0
+"""Seconds to wait for a connection."""
+MAX_EXCERPT = 2000
+"""Characters of an answer without a message that an error quotes."""
+SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_ANONYMOUS = "system:anonymous"
+_FORBIDDEN = re.compile(
+    r'User "(?P<user>[^"]*)" cannot (?P<verb>\S+) resource "(?P<resource>[^"]*)" '
+    r'in API group "(?P<group>[^"]*)"(?: in the namespace "(?P<namespace>[^"]*)")?'
+)
+
+
 def advice(user: str, verb: str, resource: str, group: str, namespace: str | None) -> str:
     """Return a message about a missing right, with the command that gives it."""
     what = f"{resource}.{group}" if group else resource
@@ -69,19 +81,6 @@ def _command(user: str, resource: str, namespace: str | None) -> str:
     if namespace is not None:
         scope = ["kubectl", "-n", namespace, "create", "rolebinding"]
     return shlex.join([*scope, name, f"--{kind}={role}", subject])
-
-
-CONNECT_TIMEOUT = 10.0
-"""Seconds to wait for a connection."""
-MAX_EXCERPT = 2000
-"""Characters of an answer without a message that an error quotes."""
-SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-
-_ANONYMOUS = "system:anonymous"
-_FORBIDDEN = re.compile(
-    r'User "(?P<user>[^"]*)" cannot (?P<verb>\S+) resource "(?P<resource>[^"]*)" '
-    r'in API group "(?P<group>[^"]*)"(?: in the namespace "(?P<namespace>[^"]*)")?'
-)
 
 
 class KubernetesApi:

@@ -17,7 +17,6 @@ from adascale_controller.cluster.api import (
     Api,
     ApiServerError,
     ApiServerUnreachableError,
-    NotPermittedError,
     RejectedError,
 )
 from adascale_core import names
@@ -50,16 +49,6 @@ class ProxyTransport:
             return self._read(path, wait, self._scheme)
         except ApiServerUnreachableError as error:
             raise ServiceUnreachableError(str(error)) from error
-        except NotPermittedError as denied:
-            if not self._scheme:
-                raise
-            # The role in an installation of a version without TLS names the service without a scheme.
-            self._scheme = ""
-            try:
-                return self.request(method, path, wait=wait)
-            except NotPermittedError:
-                self._scheme = "https:"
-                raise denied from None
         except RejectedError as error:
             if self._scheme and _is_plain(error):
                 self._scheme = ""

@@ -41,6 +41,18 @@ LOSS_TIMEOUT = 1.0
 """Seconds to wait for the registration of the replica that was lost."""
 
 
+INTERVAL = 0.25
+"""Seconds between two iterations, unless the job's allocation changes before."""
+DECISION_INTERVAL = 1.0
+"""Seconds between two decisions."""
+MAX_ATTEMPTS = 5
+"""How often the first allocation is requested if others request allocations at the same time."""
+FINISH_TIMEOUT = 60.0
+"""Seconds that the other replicas have to finish after rank 0."""
+DEADLINE_SETTLED = 30.0
+"""Seconds for which a deadline cannot be met, or can be again, before that is shown. Predictions vary."""
+
+
 class EventMessages:
     """Compares successive views of a job and prints a message for each event."""
 
@@ -142,18 +154,6 @@ class RunResult:
     def reason(self) -> str:
         """Why the run has failed; empty if it has not. An exit code above 128 is that of a signal."""
         return self.message if 0 < self.exit_code <= 128 else ""
-
-
-INTERVAL = 0.25
-"""Seconds between two iterations, unless the job's allocation changes before."""
-DECISION_INTERVAL = 1.0
-"""Seconds between two decisions."""
-MAX_ATTEMPTS = 5
-"""How often the first allocation is requested if others request allocations at the same time."""
-FINISH_TIMEOUT = 60.0
-"""Seconds that the other replicas have to finish after rank 0."""
-DEADLINE_SETTLED = 30.0
-"""Seconds for which a deadline cannot be met, or can be again, before that is shown. Predictions vary."""
 
 
 class LocalControlLoop:

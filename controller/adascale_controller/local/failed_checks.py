@@ -18,18 +18,19 @@ FIRST_PAUSE = 60.0
 """Seconds until these counts may be tried again."""
 MAX_PAUSE = 900.0
 """The longest pause, in seconds. It doubles with each failure after a pause."""
-_IN_GENERATION = frozenset({ReplicaState.RUNNING, ReplicaState.HOLDING})
+IN_GENERATION = frozenset({ReplicaState.RUNNING, ReplicaState.HOLDING})
+"""The states of replicas that have joined a generation."""
 
 
 @dataclass(frozen=True)
 class FailedCheck:
     """Counts that are given up, because a replica has failed its check."""
 
-    replica: int  # its index
-    failures: int  # how often it has failed in a row
+    replica: int
+    failures: int  # in a row
     limit: int  # the largest count that may be used
-    pause: float  # seconds until larger ones may be
-    until: float  # when that is, on a monotonic clock
+    pause: float  # seconds until larger counts may be used
+    until: float  # the end of the pause, on a monotonic clock
 
     def __str__(self) -> str:
         return (
@@ -39,7 +40,7 @@ class FailedCheck:
 
 
 class FailedChecks:
-    """The failed checks of a run's replicas: call `update` with each view of its job."""
+    """The failed checks of the replicas of a run: call `update` with each view of its job."""
 
     def __init__(self) -> None:
         self._failures: dict[int, int] = {}
@@ -50,8 +51,8 @@ class FailedChecks:
         return self._given_up if self._given_up is not None and now < self._given_up.until else None
 
     def update(self, view: JobView) -> None:
-        """Forget the failures of the replicas that have joined."""
-        for joined in (each.replica for each in view.replicas if each.state in _IN_GENERATION):
+        """Remove the failures of the replicas that have joined."""
+        for joined in (each.replica for each in view.replicas if each.state in IN_GENERATION):
             self._failures.pop(joined, None)
             if self._given_up is not None and self._given_up.replica == joined:
                 self._given_up = None

@@ -1,4 +1,4 @@
-"""The status of a local job."""
+"""The status of a job on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The jobs whose state folders are on this machine, and whether a run holds each folder."""
+"""The jobs with state folders on this machine: finds them, prints their output, stops and deletes them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ from adascale_core.job_id import parse_job_id
 
 MAX_NAMED = 5
 """State folders that a message names."""
+
+
+INTERVAL = 0.2
+"""Seconds between two reads of the log."""
+_BLOCK = 1 << 16
 
 
 class SeveralFoldersError(AdaScaleError):
@@ -189,7 +194,10 @@ class StillRunningError(AdaScaleError):
 
 
 def remove_run(job: LocalJob, *, keep_checkpoints: bool) -> str | None:
-    """Delete the state folder of a job, with its checkpoints, and no files of others."""
+    """Delete the state folder of a job, with its checkpoints, and no files of others.
+
+    Checkpoints in a folder or an object store that the job names stay always. Returns where checkpoints stay.
+    """
     folder = job.folder
     if job.process is not None:
         raise StillRunningError(
@@ -229,7 +237,7 @@ def remove_run(job: LocalJob, *, keep_checkpoints: bool) -> str | None:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    # Files of the program's own stay.
+    # Files that the program has written there stay.
     with suppress(OSError):
         folder.rmdir()
 
@@ -240,11 +248,6 @@ def _is_own_ignore_file(file: Path) -> bool:
         return file.read_bytes() == IGNORE_ALL.encode()
     except OSError:
         return False
-
-
-INTERVAL = 0.2
-"""Seconds between two reads of the log."""
-_BLOCK = 1 << 16
 
 
 def print_log(log: Path, output: TextIO, lines: int | None, follow: bool, runs: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Child processes that end with this process, each in its own session, with its output in a file."""
+"""Child processes that end with this process, and the signals that request this process to stop."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from adascale_core.names import SIGNAL_REPEAT_INTERVAL
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-class ChildProcess:
-    """A child process.
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    It has its own session, so a Ctrl-C of the terminal reaches only this process, which stops its children in
-    order. If this process dies, the kernel sends the child a SIGTERM. Start children from the main thread:
-    the kernel watches the thread that started them.
+
+class ChildProcess:
+    """A child process with its own session, so that a Ctrl-C of the terminal reaches only this process.
+
+    If this process dies, the kernel sends the child a SIGTERM. Start children from the main thread: the
+    kernel watches the thread that started them.
     """
 
     def __init__(
@@ -95,9 +97,6 @@ def tail(log: Path, lines: int = 20) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
-
-
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:

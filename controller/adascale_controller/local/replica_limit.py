@@ -1,4 +1,9 @@
-"""The most replicas that a run may have at once."""
+"""The most replicas that a run may have at once, and the requests of `adascale scale` for another limit.
+
+A request and its answer are files in the state folder. The control loop reads the request when it starts, and
+at each iteration. A request is for one run, by the id of its process, so it may be written before the run
+reads any.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from adascale_controller.formatting import plural
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display
 from adascale_controller.local.machine import default_replica_limit
-from adascale_controller.local.state_dir import StateDir
+from adascale_controller.local.state_dir import StateDir, replace_file
 from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import AdaScaleError
 
@@ -40,7 +45,10 @@ class ReplicaLimit:
 
 
 def replica_limit(job: JobDefinition, requested: int | None, devices: Sequence[str]) -> ReplicaLimit:
-    """Return the most replicas at once. Spares take the places of others, but not of the fewest."""
+    """Return the most replicas at once, at most those `requested` with --replicas, spares included.
+
+    Spares take the places of replicas beyond the fewest that the job needs.
+    """
     processes = job.spec.processes_per_replica or 1
     limit = requested or max(default_replica_limit(devices) // processes, 1)
     if devices and limit * processes > len(devices):
@@ -110,7 +118,10 @@ class ScaleRequests:
 def request_limit(
     folder: StateDir, replicas: int, process: int, runs: Callable[[], bool], timeout: float
 ) -> ReplicaLimit | None:
-    """Request the run in a state folder to use at most `replicas`, and return the limit that it uses."""
+    """Request the run in a state folder to use at most `replicas`, and return the limit that it uses.
+
+    None if it does not answer within `timeout` seconds; the request is kept.
+    """
     request_id = secrets.token_hex(8)
     _write(folder.scale_request_file, {"id": request_id, "process": process, "replicas": replicas})
     deadline = time.monotonic() + timeout
@@ -128,9 +139,7 @@ def request_limit(
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(content) + "\n")
-    draft.replace(path)
+    replace_file(path, json.dumps(content).encode() + b"\n")
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from adascale_controller.failing_counts import FailingCounts
 from adascale_controller.formatting import plural
 from adascale_controller.local.display import Display
-from adascale_controller.local.failed_checks import FailedChecks
+from adascale_controller.local.failed_checks import IN_GENERATION, FailedChecks
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.machine import ADDRESS, gpu_environment
 from adascale_controller.local.processes import ChildProcess, tail
@@ -37,13 +37,19 @@ STOP_TIMEOUT = 20.0
 """Seconds that agents have to save and exit before they are killed."""
 
 
+RESTART_DELAY = 0.5
+"""Seconds before an agent that was lost is restarted."""
+MAX_BACKOFF = 30.0
+"""Seconds before the program is restarted after a failure, at most."""
+
+
 @dataclass(frozen=True)
 class AgentExit:
     """The exit of an agent."""
 
     rank: int  # the index of its replica
-    code: int  # its exit code; negative for a signal
-    requested: bool  # whether it was requested to stop
+    code: int  # negative for a signal
+    requested: bool
 
 
 class Agents:
@@ -53,9 +59,9 @@ class Agents:
         self,
         command: LocalCommand,
         environ: Mapping[str, str],
-        devices: Sequence[str],
+        devices: Sequence[str],  # one GPU for each process of each replica; empty to train on the CPU
         folder: StateDir,
-        lock: int,
+        lock: int,  # the descriptor of the folder's lock, which the agents inherit
     ) -> None:
         self._command = command
         self._environ = {**command.environ, **environ, names.ENV_ADDRESS: ADDRESS}
@@ -104,7 +110,7 @@ class Agents:
         return tail(self._folder.replica_log(rank), lines)
 
     def stop_all(self, kill_now: Callable[[], bool], while_waiting: Callable[[], None]) -> list[AgentExit]:
-        """Request all agents to save and exit, and wait for it."""
+        """Request all agents to save and exit, and wait. Returns the exits of those that were killed."""
         for rank in self.ranks:
             self.request_stop(rank)
         deadline = time.monotonic() + STOP_TIMEOUT
@@ -125,16 +131,9 @@ class Agents:
         return self.collect_exits()
 
 
-RESTART_DELAY = 0.5
-"""Seconds before an agent that was lost is restarted."""
-MAX_BACKOFF = 30.0
-"""Seconds before the program is restarted after a failure, at most."""
-_IN_GENERATION = frozenset({ReplicaState.RUNNING, ReplicaState.HOLDING})
-
-
 def backoff(failures: int) -> float:
     """Return the seconds before the program is restarted after failure number `failures`: 1, 2, 4, ..."""
-    # Bounded, because floats are.
+    # The exponent is bounded, because floats overflow.
     return min(2.0 ** min(failures - 1, 30), MAX_BACKOFF)
 
 
@@ -200,7 +199,7 @@ class Replicas:
         self._exits += self.agents.collect_exits()
 
     def handle_exits(self, view: JobView, now: float) -> JobFailure | None:
-        """Handle the collected exits: record finished replicas, schedule restarts, count failures."""
+        """Record finished replicas, schedule restarts, count failures. Returns the job's failure, if any."""
         self.failing_counts.update(view)
         self._failed_checks.update(view)
         exits, self._exits = self._exits, []
@@ -243,7 +242,7 @@ class Replicas:
         """Stop agents whose trainer is in no generation; no later generation has a place for them."""
         for rank in self.agents.ranks:
             replica = view.replica(rank)
-            in_generation = replica is not None and replica.state in _IN_GENERATION
+            in_generation = replica is not None and replica.state in IN_GENERATION
             if rank >= from_rank and not in_generation:
                 self.agents.request_stop(rank)
 

@@ -1,4 +1,10 @@
-"""The history of the runs in a state folder: a file with a line of JSON for each start and end of a run."""
+"""The runs on this machine: those of a state folder, and the state folders of this user's runs.
+
+A state folder has a file with a line of JSON for each start and end of a run. The folders are in the file
+`adascale/state-dirs` in the folder for state of the XDG Base Directory Specification, `~/.local/state` unless
+XDG_STATE_HOME names another. `adascale run` adds its folder, so that `adascale list` and `adascale ui` find
+each run from any folder.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from adascale_controller.local.state_dir import StateDir, StateDirError
+from adascale_controller.local.state_dir import StateDir, StateDirError, replace_file
 from adascale_core.job_id import InvalidJobIdError, parse_job_id
 
 MAX_NUMBER = 1e12
@@ -175,10 +181,7 @@ def _change(*, add: Path | None, remove: Path) -> None:
         known = _read(path)
         changed = [each for each in known if each != remove] + ([add] if add is not None else [])
         if changed != known:
-            # A full disk, or a process that is killed, leaves the file as it was.
-            draft = path.with_suffix(".draft")
-            draft.write_bytes(b"".join(os.fsencode(each) + b"\n" for each in changed))
-            draft.replace(path)
+            replace_file(path, b"".join(os.fsencode(each) + b"\n" for each in changed))
     finally:
         os.close(folder)
 

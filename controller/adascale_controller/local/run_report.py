@@ -1,4 +1,4 @@
-"""What a run prints at its start and at its end."""
+"""What a run prints at its start and at its end, with the table of its generations."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class GenerationSummary:
     local_bsz: Range  # samples in a micro-batch of one replica
     accumulation: Range  # micro-batches of one replica in a step
     scale: Range
-    gain: float
-    efficiency: float  # mean of gain divided by scale
+    gain: float  # the mean of a step
+    efficiency: float  # the mean of gain divided by scale
     steps: int
     repeated: int  # those of its steps that the previous generation had made and lost
     seconds: float  # from the start of its first step to the end of its last
@@ -67,7 +67,7 @@ class GenerationSummary:
 def summarize_generations(
     reports: Sequence[GainReport], run_starts: Sequence[float] = ()
 ) -> list[GenerationSummary]:
-    """Return a summary of each generation."""
+    """Return a summary of each generation. The time between two runs of the job is no downtime."""
     ordered = sorted(reports, key=lambda report: (report.generation, report.step))
     groups = [list(group) for _, group in groupby(ordered, key=lambda report: report.generation)]
     previous: list[list[GainReport] | None] = [None, *groups]

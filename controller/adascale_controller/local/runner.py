@@ -175,7 +175,7 @@ class _Run:
     def execute(
         self, command: LocalCommand, environ: Mapping[str, str], devices: Sequence[str], limit: ReplicaLimit
     ) -> RunResult:
-        """Start the metrics service, train, stop all processes; return the result."""
+        """Start the metrics service, train, and stop all processes."""
         folder, job = self._folder, self._job
         options = ["--database", f"sqlite:///{quote(os.fsencode(folder.database.absolute()))}"]
         options += ["--logs", str(folder.logs.absolute())]

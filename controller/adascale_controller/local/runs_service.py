@@ -8,13 +8,14 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from adascale_controller.local.checkpoints import CheckpointStorageError
 from adascale_controller.local.job_status import state_after_run
 from adascale_controller.local.local_jobs import LocalJob, find_jobs
 from adascale_controller.local.service_process import ServiceProcess, listen
-from adascale_controller.local.state_dir import StateDir
+from adascale_controller.local.state_dir import StateDir, replace_file
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.views.job_summary import JobStateName, RunEntry, RunView
 
@@ -32,9 +33,7 @@ class RunList:
         """Find the runs, and write the file if it has others."""
         text = json.dumps([self._entry(job).to_json() for job in find_jobs(self._root)])
         if text != self._written:
-            draft = self._file.with_suffix(".draft")
-            draft.write_text(text)
-            draft.replace(self._file)
+            replace_file(self._file, text.encode())
             self._written = text
 
     def _entry(self, job: LocalJob) -> RunEntry:
@@ -88,21 +87,19 @@ def _entry_of(
     )
 
 
+@dataclass(frozen=True)
 class RunsService:
     """A service that shows the runs in state folders, and its list of them."""
 
-    def __init__(self, runs: RunList, process: ServiceProcess) -> None:
-        self.runs = runs
-        self.process = process
+    runs: RunList
+    process: ServiceProcess
 
 
 @contextmanager
 def runs_service(
     root: Path | None, port: int, *, required: bool, cancelled: Callable[[], bool] = lambda: False
 ) -> Iterator[RunsService | None]:
-    """Start a service that shows the runs, and stop it at the end; yield None if cancelled
-    before it listens.
-    """
+    """Yield a service that shows the runs, and stop it at the end; None if cancelled before it listens."""
     with (
         tempfile.TemporaryDirectory(prefix="adascale-ui-") as temporary,
         listen(port, required=required) as listener,

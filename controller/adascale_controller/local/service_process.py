@@ -1,4 +1,4 @@
-"""The process of the metrics service, which keeps its address for the duration of a run."""
+"""The metrics service of a run: its process, which keeps its address, and the file with this address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.local.display import Display
 from adascale_controller.local.machine import ADDRESS
 from adascale_controller.local.processes import ChildProcess, StopSignals, tail
-from adascale_controller.local.state_dir import StateDir
+from adascale_controller.local.state_dir import StateDir, replace_file
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import ExitClass, classify_exit, describe_exit
 from adascale_core.names import ENV_READ_TOKEN, ENV_TOKEN
@@ -32,6 +32,11 @@ STOP_TIMEOUT = 5.0
 """Seconds that the service has to exit before it is killed."""
 MAX_KILLED_STARTS = 5
 """How often the service is started again if it is killed before it listens."""
+
+
+MIN_WAIT = 0.02
+"""Seconds between two reads of the job, at least."""
+MAX_RESTARTS_PER_MINUTE = 5
 
 
 class ServiceProcessError(AdaScaleError):
@@ -55,7 +60,7 @@ class ServiceProcess:
         options: Sequence[str],
         environ: Mapping[str, str],
         listener: socket.socket,
-        inherited: Sequence[int] = (),
+        inherited: Sequence[int] = (),  # descriptors, such as that of the folder's lock
     ) -> None:
         self.token = secrets.token_urlsafe(24)
         self.read_token = secrets.token_urlsafe(24)
@@ -163,12 +168,8 @@ class RunningService:
 
 def write_service(folder: StateDir, service: RunningService) -> None:
     """Write the address of the metrics service of a job's run."""
-    draft = folder.service_file.with_suffix(".draft")
     # Only this user may read the token.
-    draft.unlink(missing_ok=True)
-    draft.touch(mode=0o600)
-    draft.write_text(json.dumps(asdict(service)) + "\n")
-    draft.replace(folder.service_file)
+    replace_file(folder.service_file, json.dumps(asdict(service)).encode() + b"\n", mode=0o600)
 
 
 def mark_stopping(folder: StateDir) -> None:
@@ -197,11 +198,6 @@ def read_service(folder: StateDir) -> RunningService | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-MIN_WAIT = 0.02
-"""Seconds between two reads of the job, at least."""
-MAX_RESTARTS_PER_MINUTE = 5
 
 
 class ServiceSupervisor:

@@ -1,4 +1,13 @@
-"""The folder with the state of a job on this machine."""
+"""The folder with the state of a job on this machine, and its lock, which one run holds at a time.
+
+The lock is a `flock` on a descriptor that all processes of the run inherit, so it is free only when the last
+of them has exited, also if the run itself was killed. No run can start while processes of another still save
+their state.
+
+Some network file systems have no file locks, such as Lustre that is mounted without `-o flock`, or NFS
+without its lock daemon. There the lock and the database of the metrics service, for which SQLite needs locks,
+are in a folder of this user for temporary files. The lock then excludes other runs on this machine only.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +30,13 @@ from adascale_core.errors import AdaScaleError
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
+DEFAULT_ROOT = Path(".adascale")
+IGNORE_ALL = "*\n"
+"""The content of the .gitignore of a state folder."""
+TIMEOUT = 40.0
+"""Seconds to wait for the processes of a killed run. An agent gives its trainer 25 s to save."""
+
+
 def lock_folder(path: Path) -> Path:
     """Return the folder for files of a state folder that need file locks."""
     if not path.is_dir():
@@ -40,11 +56,6 @@ def _lock_folder(path: Path) -> Path | None:
             name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
             return Path(tempfile.gettempdir()) / f"adascale-{os.getuid()}" / name
     return None
-
-
-DEFAULT_ROOT = Path(".adascale")
-IGNORE_ALL = "*\n"
-"""The content of the .gitignore of a state folder."""
 
 
 class StateDirError(AdaScaleError):
@@ -162,8 +173,13 @@ class StateDir:
         self.history_file.unlink(missing_ok=True)
 
 
-TIMEOUT = 40.0
-"""Seconds to wait for the processes of a killed run. An agent gives its trainer 25 s to save."""
+def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file as a whole: a full disk, or a process that is killed, leaves it as it was."""
+    draft = path.with_suffix(".draft")
+    draft.unlink(missing_ok=True)
+    draft.touch(mode)
+    draft.write_bytes(content)
+    draft.replace(path)
 
 
 class StateLock:
