@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from adascale_core.names import ENV_JOB_ID
 from adascale_frameworks.accelerate import private
 from adascale_frameworks.accelerate.loaders import ElasticDataLoader
-from adascale_frameworks.accelerate.private import ReplicaState, require_first
+from adascale_frameworks.accelerate.private import AccelerateStates, require_first
 from adascale_frameworks.common import hide_launcher
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.evaluation import Evaluation
@@ -158,7 +158,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         finally:
             os.environ.update(hidden)
         private.require_parts(self)
-        self._replica_state = ReplicaState(self.trainer.device)
+        self._replica_state = AccelerateStates(self.trainer.device)
         self._trained_models: list[torch.nn.Module] = []
         self._trained_optimizers: list[torch.optim.Optimizer] = []
         self._followed_schedulers: list[Any] = []

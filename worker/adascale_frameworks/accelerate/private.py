@@ -62,7 +62,7 @@ def require_first() -> None:
         )
 
 
-class ReplicaState:
+class AccelerateStates:
     """Sets the rank and the number of replicas in Accelerate's states."""
 
     def __init__(self, device: torch.device) -> None:

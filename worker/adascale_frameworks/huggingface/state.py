@@ -26,8 +26,8 @@ class LossSums:
         """The sum of the losses of the steps that are not exchanged yet, the part of this replica."""
         self._parts = 0.0
         """The sum of the parts of these steps that this replica has made."""
-        self._interval = _Sums()
-        self._total = _Sums()
+        self._interval = _LossSum()
+        self._total = _LossSum()
 
     def begin_step(self) -> None:
         """Delete the losses of a step that was not completed."""
@@ -66,7 +66,7 @@ class LossSums:
 
     def take_interval(self) -> float:
         """Return the mean loss of the steps since the last call."""
-        mean, self._interval = self._interval.mean, _Sums()
+        mean, self._interval = self._interval.mean, _LossSum()
         return mean
 
     @property
@@ -80,10 +80,10 @@ class LossSums:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what all replicas have taken."""
-        self._interval, self._total = _Sums(**state["interval"]), _Sums(**state["total"])
+        self._interval, self._total = _LossSum(**state["interval"]), _LossSum(**state["total"])
 
 
-class _Sums:
+class _LossSum:
     """The sum of losses of steps."""
 
     def __init__(self, loss: float = 0.0, steps: float = 0.0) -> None:

@@ -184,7 +184,7 @@ class PersistentLoader(LoadedBatches, Generic[S]):
 
 
 @dataclass(frozen=True)
-class Request:
+class RecordRequest:
     """What to load a micro-batch from: the arguments of `Reader.take`, and what random numbers depend on."""
 
     first: int
@@ -212,7 +212,7 @@ class Reader(Protocol):
         """Return records, and the place after the micro-batches of all replicas that they are a share of."""
 
 
-class Requests(Sampler[Request]):
+class RecordRequests(Sampler[RecordRequest]):
     """The endless sequence of the requests of a replica."""
 
     def __init__(self, sequence: tuple[object, ...], seed: int, kept: Callable[[], int]) -> None:
@@ -239,13 +239,13 @@ class Requests(Sampler[Request]):
         self._ahead, self._looks_first = ahead, looks_first
         self.place = Place(self.sequence, consumed, plan, rank)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[RecordRequest]:
         place, position, readers = self.place, self._position, self._readers
         plan, size = place.plan, place.plan.local_bsz
         step = self._sharers * size
         looks = self._looks_first
         while True:
-            yield Request(
+            yield RecordRequest(
                 first=position if looks else position + self._share * size,
                 count=0 if looks else size,
                 end=position if looks else position + step,
@@ -269,7 +269,7 @@ class Samples(Dataset[Any]):
         self._reader = reader
         self._transform = transform
 
-    def __getitems__(self, request: Request) -> tuple[Any, Any]:
+    def __getitems__(self, request: RecordRequest) -> tuple[Any, Any]:
         if get_worker_info() is not None:
             # Other numbers than those of a replica, whose training draws from the same seed and position.
             seed_generators(request.seed, request.position, rank=-1)
@@ -305,7 +305,7 @@ class Collation:
 
 def make_loader(
     reader: Reader,
-    requests: Requests,
+    requests: RecordRequests,
     transform: Callable[[Any], Any] | None,
     options: dict[str, Any],
     *,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches.micro_batches import PersistentLoader, Requests, make_loader
+from adascale_worker.batches.micro_batches import PersistentLoader, RecordRequests, make_loader
 from adascale_worker.batches.seeding import Generators, mix, pass_seed, permute
 from adascale_worker.batches.shards import (
     Deal,
@@ -207,7 +207,7 @@ class ShardFeed:
         self._options: dict[str, Any] = {}
         self._seed = 0
         self._reader: ShardReader | None = None
-        self._loader: PersistentLoader[Requests] | None = None
+        self._loader: PersistentLoader[RecordRequests] | None = None
 
     def open(
         self, make_shard: MakeShard, order: ShardOrder, stream: StreamOptions, options: dict[str, Any]
@@ -276,13 +276,13 @@ class ShardFeed:
         place = self.place_at(consumed)
         assert place is not None
         rank = self._group.rank
-        goes_on = (
+        continues = (
             self._batches is not None
             and (self._plan, self._rank) == (plan, rank)
             and bool(self._positions)
             and self._positions[-1][0] == consumed
         )
-        paths = self._exchange(self._positions[-1][1].path if goes_on else None)
+        paths = self._exchange(self._positions[-1][1].path if continues else None)
         if None not in paths and self._dealt is not None and self._batches is not None:
             found = [path for path in paths if path is not None]
             dealt = self._after(consumed)
@@ -354,7 +354,7 @@ class ShardFeed:
         requests = (
             self._loader.sampler
             if self._loader is not None
-            else Requests((), self._seed, lambda: self._positions[0][1].position)
+            else RecordRequests((), self._seed, lambda: self._positions[0][1].position)
         )
         requests.sequence = (object(),)
         self._positions = [(consumed, ShardPosition(0, (), 0))]

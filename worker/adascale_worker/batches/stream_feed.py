@@ -24,7 +24,7 @@ import numpy
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.fingerprint import fingerprint
-from adascale_worker.batches.micro_batches import PersistentLoader, Requests, make_loader
+from adascale_worker.batches.micro_batches import PersistentLoader, RecordRequests, make_loader
 from adascale_worker.batches.seeding import Generators, mix, pass_seed, permute
 from adascale_worker.errors import DatasetError
 from adascale_worker.torch_private.workers import hidden_worker_info
@@ -287,7 +287,7 @@ class StreamFeed:
         self._stream = StreamOptions()
         self._options: dict[str, Any] = {}
         self._reader: StreamReader | None = None
-        self._loader: PersistentLoader[Requests] | None = None
+        self._loader: PersistentLoader[RecordRequests] | None = None
         self._seed = 0
 
     def open(
@@ -319,7 +319,7 @@ class StreamFeed:
         return self._delivered(loaded, consumed, plan.replicas * plan.local_bsz)
 
     def _begin(
-        self, requests: Requests, place: StreamPlace, consumed: int, plan: BatchPlan, rank: int
+        self, requests: RecordRequests, place: StreamPlace, consumed: int, plan: BatchPlan, rank: int
     ) -> None:
         readers = max(1, self._options.get("num_workers", 0))
         is_exact = self._stream.is_exact
@@ -336,7 +336,9 @@ class StreamFeed:
                 shuffle_buffer=self._stream.shuffle_buffer,
                 is_exact=self._stream.is_exact,
             )
-        requests = Requests((self._dataset, self._seed), self._seed, lambda: self._places[0][1].position)
+        requests = RecordRequests(
+            (self._dataset, self._seed), self._seed, lambda: self._places[0][1].position
+        )
         self._begin(requests, place, consumed, plan, rank)
         transform, seed = self._stream.transform, self._seed + consumed
         loader = make_loader(self._reader, requests, transform, self._options, seed=seed)

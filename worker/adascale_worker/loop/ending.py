@@ -58,7 +58,7 @@ class Ending:
         `early`: before its end; `by_program`: the loop itself has ended, by `break` or an error.
         """
         self.steps.leave()
-        if self.loop.goes_on:
+        if self.loop.is_inside:
             self.departures.leave(
                 self.loop.epoch,
                 self.progress.step,

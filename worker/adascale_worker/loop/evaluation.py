@@ -2,12 +2,11 @@
 
 The batches do not depend on the number of replicas. Batch i is evaluated by rank i mod K, so no sample is
 repeated to fill up a share. Sums are exact, so their rounding does not depend on K either. The replicas
-exchange their sums through the store of the process group, which is no collective call: a replica whose sums
-cannot come, because it is lost or does not evaluate, is replaced by the others, each for itself. So all of
-them get the sums over the whole data set.
+exchange their sums without a collective call: if those of a replica are missing, because it is lost or does
+not evaluate, each of the others evaluates its batches too. So all get the sums over the whole data set.
 
-A program that gathers the values of each batch, in place of adding sums, gets them in the same way. The
-batches that do not make up one for each replica are then evaluated by all of them.
+A program may gather the values of each batch, in place of adding sums. The last batches, if they are fewer
+than the replicas, are then evaluated by all of them.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class ExactSum:
 
 
 class Evaluation(Iterator[Any]):
-    """Iterates over this replica's share of the batches of a data set, once, and adds up results.
+    """Iterates once over this replica's share of the batches of a data set, and adds up results.
 
     Made by `ElasticTrainer.evaluation`.
     """
@@ -103,7 +102,7 @@ class Evaluation(Iterator[Any]):
         self._collected: dict[int, list[Any]] = {}
         """By the number of the first sample of their batch."""
         self._start: int | None = None
-        """Of the present batch."""
+        """The number of the first sample of the present batch."""
         self._is_complete = False
         self._batches = self._deliver()
 
@@ -153,9 +152,9 @@ class Evaluation(Iterator[Any]):
     def gather(self, value: Any) -> list[Any]:
         """Return what all replicas have passed for their present batches, by rank.
 
-        Call it for each batch of an evaluation with `gathers=True`, as often on each replica. After the loop,
-        each replica has got the values of all batches, each once. The values of a batch that another replica
-        should have evaluated, but was lost, are those of this replica, later.
+        Call it for each batch of an evaluation with `gathers=True`, equally often on each replica. In the
+        whole loop, each replica gets the values of all batches, each once. If another replica is lost, this
+        one evaluates its other batches later.
 
         Args:
             value: a tensor on the CPU, a number, a string, or lists, tuples and dicts of these.
@@ -195,7 +194,7 @@ class Evaluation(Iterator[Any]):
     def outputs(self) -> list[Any]:
         """What was collected for the whole data set, in the order of its batches, the same on all replicas.
 
-        Tensors are on the CPU. Not for more than fits into the memory of each replica.
+        Tensors are on the CPU. All of it has to fit into the memory of each replica.
 
         Raises:
             WorkerError: the loop has not ended.

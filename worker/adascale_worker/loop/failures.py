@@ -13,7 +13,7 @@ from adascale_core.messages.channel import Limited, Stalled
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.gradients.step_failure import is_out_of_memory, kind_of, release_memory
 from adascale_worker.loop.exchange import EvaluationSequence
-from adascale_worker.loop.program_loop import LoopDepartures, Place, ProgramLoop
+from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop, ProgramPlace
 from adascale_worker.loop.step_watchdog import Stall
 from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.agent_channel import AgentChannel
@@ -138,7 +138,7 @@ class Failures:
 
     def _is_training(self) -> bool:
         """Whether the program makes steps, in the trainer's loop, which an error has ended, or in its own."""
-        return self.loop.place is Place.LEFT or (self.loop.number == 0 and self.program.model.training)
+        return self.loop.place is ProgramPlace.LEFT or (self.loop.number == 0 and self.program.model.training)
 
     # -- called by the watchdog, in its thread ------------------------------------------------------------
 

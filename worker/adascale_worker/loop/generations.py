@@ -143,10 +143,10 @@ class Generations:
         if loop.number and epoch > loop.epoch:
             loop.overtaken_epoch = loop.epoch
             loop.overtaken_states = deepcopy(self.program.registered_states())
-        if loop.goes_on and loop.overtaken_epoch is None:
+        if loop.is_inside and loop.overtaken_epoch is None:
             self.evaluations.announce_training()
-        if loop.goes_on or (loop.number and epoch <= loop.epoch):
-            self.departures.begin_generation(loop.epoch, inside=loop.goes_on)
+        if loop.is_inside or (loop.number and epoch <= loop.epoch):
+            self.departures.begin_generation(loop.epoch, inside=loop.is_inside)
         else:
             self.departures.begin_generation(epoch, inside=True)
 

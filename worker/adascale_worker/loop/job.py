@@ -28,32 +28,24 @@ class Job:
         group: ReplicaGroup,
         incarnation: int,
     ) -> None:
-        self._arguments = arguments
-        self._settings = settings
+        self.arguments = arguments
+        """Those of the program."""
+        self.settings = settings
+        """Those that are used now."""
         self._progress = progress
         self._group = group
         self._incarnation = incarnation
 
-    @property
-    def arguments(self) -> environment.JobSettings:
-        """The arguments of the program."""
-        return self._arguments
-
     def set_epochs(self, epochs: int) -> None:
         """Finish training after this number of epochs, which the program sets later than other arguments."""
-        self._arguments = replace(self._arguments, epochs=epochs)
-        self._settings = replace(self._settings, epochs=epochs)
-
-    @property
-    def settings(self) -> TrainerSettings:
-        """The present settings."""
-        return self._settings
+        self.arguments = replace(self.arguments, epochs=epochs)
+        self.settings = replace(self.settings, epochs=epochs)
 
     def adopt(self, environ: Mapping[str, str | None]) -> None:
         """Use the settings of a generation: the bounds of the job may have changed."""
         environment.apply_settings(os.environ, environ)
-        batch_size = self._settings.bounds.batch_size
-        settings = resolve_settings(self._arguments, environment.read_job_settings(os.environ))
+        batch_size = self.settings.bounds.batch_size
+        settings = resolve_settings(self.arguments, environment.read_job_settings(os.environ))
         if settings.bounds.batch_size != batch_size and self._progress.step > 0:
             raise WorkerError(
                 f"batch_size has changed from {batch_size} to {settings.bounds.batch_size}, but progress "
@@ -64,20 +56,20 @@ class Job:
             self._progress.counts_samples = counts_samples
         elif self._progress.counts_samples != counts_samples:
             raise WorkerError(
-                f"train_samples was {self._settings.train_samples} and is now {settings.train_samples}, but "
+                f"train_samples was {self.settings.train_samples} and is now {settings.train_samples}, but "
                 "progress counts samples with it, and gains without: set it as before, to any number, or "
                 "start from scratch"
             )
-        self._settings = settings
+        self.settings = settings
 
     def limit_local_bsz(self, limit: int | None) -> None:
         """Let no local batch have more than `limit` samples, because a larger one does not fit."""
-        self._settings = replace(self._settings, bounds=self._settings.bounds.with_limit(limit))
+        self.settings = replace(self.settings, bounds=self.settings.bounds.with_limit(limit))
 
     @property
     def finished(self) -> bool:
         """Whether the program has finished training, or all requested steps or epochs are done."""
-        settings, progress = self._settings, self._progress
+        settings, progress = self.settings, self._progress
         if progress.finish_reason is not None:
             return True
         if settings.train_samples is not None:
@@ -90,12 +82,12 @@ class Job:
     @property
     def _samples(self) -> int:
         """The samples so far, if progress counts samples."""
-        return round(self._progress.progress * self._settings.bounds.batch_size)
+        return round(self._progress.progress * self.settings.bounds.batch_size)
 
     @property
     def unfinished(self) -> str | None:
         """How far training is from its end, for a message; None if it is finished or has no required end."""
-        settings, progress = self._settings, self._progress
+        settings, progress = self.settings, self._progress
         if self.finished:
             return None
         if settings.scale_invariant_steps is not None:
@@ -110,9 +102,9 @@ class Job:
     def target(self, feed: DataFeed) -> float | None:
         """Return the progress at which training ends with a data set; None if it is unknown.
 
-        It is if the program decides, or after epochs of a stream whose first pass has not ended.
+        It is unknown if the program decides, or after epochs of a stream whose first pass has not ended.
         """
-        settings = self._settings
+        settings = self.settings
         if settings.scale_invariant_steps is not None or settings.epochs is None:
             return settings.scale_invariant_steps
         target = feed.progress_at(settings.epochs)

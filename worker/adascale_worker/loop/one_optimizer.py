@@ -123,12 +123,3 @@ class OneOptimizer(StepStrategy):
         # The program does not want the mean gradient, which is the same on all replicas, or a part of it.
         self.accumulation.restart_step()
         self._checks.discarded_step()
-
-    def leave(self) -> None:
-        """Do nothing: a failed step has changed nothing but buffers."""
-
-    def mark_finish(self) -> None:
-        """Do nothing: a step has no later part."""
-
-    def end_epoch(self) -> None:
-        """Do nothing: steps are complete."""

@@ -24,7 +24,7 @@ POLL_INTERVAL = 0.02
 _LEFT, _FAILED = "left", "left-alone"
 
 
-class Place(Enum):
+class ProgramPlace(Enum):
     """Where the program is.
 
     `OUTSIDE` or `LEFT` -> begin -> `BETWEEN` -> deliver -> `BATCH` -> request -> `BETWEEN` -> ... -> leave
@@ -45,7 +45,7 @@ class ProgramLoop:
     """The loop of the program over the batches of an epoch, and the epochs that it has ended."""
 
     def __init__(self) -> None:
-        self.place = Place.OUTSIDE
+        self.place = ProgramPlace.OUTSIDE
         self.number = 0
         """Loops that it has begun. 0 also for a program that has batches of its own."""
         self.is_evaluating = False
@@ -67,7 +67,7 @@ class ProgramLoop:
     @property
     def has_batch(self) -> bool:
         """Whether the program works on a batch of the trainer."""
-        return self.place is Place.BATCH
+        return self.place is ProgramPlace.BATCH
 
     @property
     def trains(self) -> bool:
@@ -75,9 +75,9 @@ class ProgramLoop:
         return self.has_batch and not self.is_evaluating
 
     @property
-    def goes_on(self) -> bool:
+    def is_inside(self) -> bool:
         """Whether a loop has begun and not ended."""
-        return self.place in (Place.BETWEEN, Place.BATCH)
+        return self.place in (ProgramPlace.BETWEEN, ProgramPlace.BATCH)
 
     @property
     def is_overtaken(self) -> bool:
@@ -88,23 +88,23 @@ class ProgramLoop:
 
     def begin(self, epoch: int, delivered: int) -> int:
         """Begin a loop over the rest of an epoch, after `delivered` samples, and return its number."""
-        self.place, self.epoch, self.delivered = Place.BETWEEN, epoch, delivered
+        self.place, self.epoch, self.delivered = ProgramPlace.BETWEEN, epoch, delivered
         self.number += 1
         return self.number
 
     def deliver(self, samples: int) -> None:
         """Give the program a batch, of `samples` samples over all replicas."""
-        self.place = Place.BATCH
+        self.place = ProgramPlace.BATCH
         self.delivered += samples
 
     def request(self) -> None:
         """Record that the program requests the next batch, and waits for it."""
-        if self.place is Place.BATCH:
-            self.place = Place.BETWEEN
+        if self.place is ProgramPlace.BATCH:
+            self.place = ProgramPlace.BETWEEN
 
     def leave(self, *, by_program: bool = False) -> None:
         """End the loop; `by_program` if the program has left it before its end."""
-        self.place = Place.LEFT if by_program else Place.OUTSIDE
+        self.place = ProgramPlace.LEFT if by_program else ProgramPlace.OUTSIDE
 
     def require_last(self, number: int) -> None:
         """Check that no later loop than `number` has begun."""

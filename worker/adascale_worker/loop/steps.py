@@ -245,16 +245,15 @@ class StepStrategy(ABC):
         self._checks.discarded_step()
         self._loop.delivered = self._progress.consumed
 
-    @abstractmethod
-    def leave(self) -> None:
+    # Where a failed step has changed nothing, and a step has no later part, these three do nothing.
+
+    def leave(self) -> None:  # noqa: B027
         """Complete or put back the last step of a loop. The program requests no other batch."""
 
-    @abstractmethod
-    def mark_finish(self) -> None:
+    def mark_finish(self) -> None:  # noqa: B027
         """Record that the program has called `finish`, perhaps between the steps of two optimizers."""
 
-    @abstractmethod
-    def end_epoch(self) -> None:
+    def end_epoch(self) -> None:  # noqa: B027
         """Keep the last step of an epoch."""
 
     # -- a generation -------------------------------------------------------------------------------------

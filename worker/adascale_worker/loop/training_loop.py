@@ -267,7 +267,7 @@ class TrainingLoop:
             self.saving.save()
             self.steps.counter.agreement.withdraw()
             self.telemetry.step_timer.pause()
-        if agreed.replan and self.feed.is_stream and self.loop.goes_on:
+        if agreed.replan and self.feed.is_stream and self.loop.is_inside:
             # Its epochs may be long, or have no end.
             self._replan()
             self.planner.postpone()

@@ -49,7 +49,6 @@ class Difference:
     """A hyperparameter that the program has changed since the checkpoint."""
 
     name: str  # of the hyperparameter, and of its parameter group if there are several
-    # saved, current: its value in the checkpoint, and in the program
     saved: object
     current: object
 
@@ -61,10 +60,9 @@ class Difference:
 class Hyperparameters:
     """The values that a program made its optimizer and its scheduler with."""
 
-    # for each parameter group, the values by name. The learning rate is the one before a schedule changes
-    # it.
+    # For each parameter group, the values by name. The learning rate is that before a schedule changes it.
     groups: list[Values] = field(default_factory=list)
-    # attributes of the scheduler; those of its own schedulers are in lists. None without one.
+    # Attributes of the scheduler; those of the schedulers that it combines are in lists.
     scheduler: Values | None = None
 
     @classmethod

@@ -163,12 +163,10 @@ class ElasticAdaScale(AdaScale):
         self._estimator.statistics.reader.weigh_pass(weight)
 
     def weigh_step(self, weights: StepWeights) -> None:
-        """Set the weights of this step, after its last backward pass.
-
-        With weights w_i and gradients g_i of n micro-batches on K replicas, the gradient of the step is
-        G = sum(w_i g_i) / sum(w_i). If the noise of g_i is in inverse proportion to w_i, the formulas of
-        `docs/adascale.md` hold with M = |G|^2 and L = sum(w_i |g_i|^2) / sum(w_i).
-        """
+        """Set the weights of this step, after its last backward pass."""
+        # With weights w_i and gradients g_i of n micro-batches on K replicas, the gradient of the step is
+        # G = sum(w_i g_i) / sum(w_i). If the noise of g_i is in inverse proportion to w_i, the formulas of
+        # `docs/adascale.md` hold with M = |G|^2 and L = sum(w_i |g_i|^2) / sum(w_i).
         self._estimator.statistics.weigh_step(weights)
 
     # -- a step -------------------------------------------------------------------------------------------

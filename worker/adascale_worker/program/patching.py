@@ -80,11 +80,8 @@ def patch_step(optimizer: torch.optim.Optimizer, step: Step) -> None:
 
 
 def _refuse_param_group(*_args: Any, **_kwargs: Any) -> None:
-    """Replaces `optimizer.add_param_group`.
-
-    A checkpoint would not fit the optimizer that the program makes next time, and the gradients would not be
-    averaged over the replicas.
-    """
+    # A checkpoint would not fit the optimizer that the program makes next time, and the gradients would not
+    # be averaged over the replicas.
     raise WorkerError(
         "optimizer.add_param_group was called after program_reentry: add all parameter groups before it, "
         "with requires_grad_(False) or lr=0 for those that are not trained yet"
@@ -92,10 +89,9 @@ def _refuse_param_group(*_args: Any, **_kwargs: Any) -> None:
 
 
 class MethodOverride:
-    """Overrides a bound method on one object, and not on copies of that object.
+    """Overrides a bound method on one object, and not on copies of it, such as an averaged model.
 
-    A deep copy of the object, such as an averaged model, and an object that was pickled and loaded have the
-    original method. The override has its name, docstring and signature, which frameworks read.
+    The override has the name, docstring and signature of the method, which frameworks read.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
@@ -164,13 +160,6 @@ def patch_scheduler(
 ) -> None:
     """Make a scheduler that steps once per optimizer step follow the training progress.
 
-    Inside the data loop, `step()` advances the schedule to the number of whole scale-invariant steps.
-    Outside the data loop, where programs step once per epoch, `step()` advances the schedule by one,
-    because an epoch has the same number of scale-invariant steps at every scale.
-
-    `step(metric)` inside the data loop, as of `ReduceLROnPlateau`, counts optimizer steps: the calls for
-    other micro-batches and for discarded steps are ignored.
-
     `step_update(n)` of a scheduler that is no `LRScheduler` gets the whole scale-invariant steps as n.
     """
     original_state_dict = scheduler.state_dict
@@ -203,16 +192,22 @@ def _following_step(
     made_step: Callable[[], bool],
     is_overtaken: Callable[[], bool],
 ) -> Step:
-    """Return the method `step` of a scheduler that follows progress, see `patch_scheduler`."""
+    """Return the method `step` of a scheduler that follows progress.
+
+    Inside the data loop, it advances the schedule to the number of whole scale-invariant steps.
+    """
     original_step = scheduler.step
 
     @functools.wraps(original_step)
     def step(*args: Any, **kwargs: Any) -> None:
         if not inside_epoch():
+            # Programs step once per epoch there, which has as many scale-invariant steps at every scale. The
+            # state of another replica, which has ended this epoch, has these steps already.
             if not is_overtaken():
                 original_step(*args, **kwargs)
             return
         if args or kwargs or not isinstance(scheduler, LRScheduler):
+            # `step(metric)`, as of ReduceLROnPlateau, counts optimizer steps.
             if made_step():
                 original_step(*args, **kwargs)
             return
