@@ -182,7 +182,7 @@ class DataParallelModel:
             # With others, torch's error would name nothing.
             self._trained.require_equal()
             self.ddp = self._wrap()
-        override_call(model, _DataParallelForward(model, self))
+        override_call(model, _DataParallelForward(model, self._wrapped.original_forward, self))
 
     def connect(self) -> None:
         """Use the process group of the generation that was formed. The gradients are not used again."""
@@ -375,11 +375,6 @@ class DataParallelModel:
         self._timed, seconds = timed
         return seconds
 
-    @property
-    def original_forward(self) -> Callable[..., Any]:
-        """The forward that the model had before, compiled if the model was."""
-        return self._wrapped.original_forward
-
     def _remove(self) -> None:
         if self.ddp is not None and self._local_group is not None:
             abandon(self.ddp, self._local_group)
@@ -476,8 +471,10 @@ class _OriginalForward(torch.nn.Module):
 class _DataParallelForward(MethodOverride):
     """Replaces the forward of a data-parallel model."""
 
-    def __init__(self, model: torch.nn.Module, parallel: DataParallelModel) -> None:
-        super().__init__(parallel.original_forward)
+    def __init__(
+        self, model: torch.nn.Module, original: Callable[..., Any], parallel: DataParallelModel
+    ) -> None:
+        super().__init__(original)
         self._model = model
         self._parallel = parallel
 

@@ -34,23 +34,20 @@ class StepFailure:
         self._group = group
         self._repeats_in_smaller_batches = repeats_in_smaller_batches
         self._on_discard = on_discard
-        self._is_discarded = False
-        self.lacks_memory = False  # so that the program makes no backward pass
-
-    @property
-    def is_discarded(self) -> bool:
+        self.is_discarded = False
         """Whether this step is discarded: its gradients are not averaged, or its batch does not fit."""
-        return self._is_discarded
+        self.lacks_memory = False
+        """Whether the batch does not fit. Then the program makes no backward pass."""
 
     def discard(self) -> None:
         """Discard this step."""
-        if not self._is_discarded:
-            self._is_discarded = True
+        if not self.is_discarded:
+            self.is_discarded = True
             self._on_discard()
 
     def clear(self) -> None:
         """Begin with a step that has not failed."""
-        self._is_discarded = self.lacks_memory = False
+        self.is_discarded = self.lacks_memory = False
 
     def peers_lost(self, error: BaseException) -> bool:
         """Discard this step if `error` means that peers are lost, and return whether it does."""
