@@ -133,20 +133,11 @@ def serve(
         listen = None
         if certificate is not None:
             keep_buffers_sparse()
-            listen = partial(_listen_with_tls, certificate, limits)
+            listen = partial(TlsListener, certificate, limits)
         server = _Server(config, on_listening=announce, on_stopping=served.stop, listen=listen)
         server.run([listener])
         if server.start_error is not None:
             raise server.start_error
-
-
-def _listen_with_tls(
-    certificate: ServerCertificate,
-    limits: ConnectionLimits,
-    create_protocol: Callable[[], LimitedProtocol],
-    listener: socket.socket,
-) -> TlsListener:
-    return TlsListener(listener, certificate, limits, create_protocol)
 
 
 def is_loopback(host: str) -> bool:

@@ -308,7 +308,7 @@ def test_an_answer_that_is_not_read_is_counted_until_it_is_read(files: TlsFiles,
         make: Any = config.http_protocol_class
         with socket.create_server(("127.0.0.1", 0)) as listener:
             certificate = ServerCertificate(files.folder / "tls.crt", files.folder / "tls.key")
-            server = TlsListener(listener, certificate, limits, lambda: make(config, state, {}))
+            server = TlsListener(certificate, limits, lambda: make(config, state, {}), listener)
             context = ssl.create_default_context(cafile=str(files.ca)) if scheme == "https" else None
             reader, writer = await asyncio.open_connection(*listener.getsockname(), ssl=context)
             try:

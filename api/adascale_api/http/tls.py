@@ -171,10 +171,10 @@ class TlsListener:
 
     def __init__(
         self,
-        listener: socket.socket,
         certificate: ServerCertificate,
         limits: ConnectionLimits,
         create_protocol: Callable[[], LimitedProtocol],
+        listener: socket.socket,
     ) -> None:
         self._listener = listener
         self._certificate = certificate
