@@ -14,8 +14,7 @@ from support.file_systems import limited_folder
 TRY = """
 import sys
 from pathlib import Path
-from adascale_controller.local.state_dir import StateDir, StateDirError
-from adascale_controller.local.state_dir import StateLock, running_process
+from adascale_controller.local.state_dir import StateDir, StateDirError, StateLock, running_process
 folder = StateDir(Path(sys.argv[1]))
 try:
     folder.create()

@@ -1,13 +1,17 @@
-"""The last line of a local run."""
+"""What a run prints at its end: the table of generations, and the last line."""
+
+from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from adascale_controller.local.control_loop import RunResult
 from adascale_controller.local.display import PlainDisplay
-from adascale_controller.local.run_report import print_summary
+from adascale_controller.local.run_report import Range, print_summary, summarize_generations
+from adascale_core.messages.reports import GainReport
 from support.manifests import make_manifest
 
 SAVED_AT = make_manifest().saved_at
@@ -40,3 +44,45 @@ def test_the_last_line_says_what_is_lost() -> None:
     assert "is of step 9, progress 12, and the training after it, up to progress 3,040, is lost; run" in (
         output.getvalue()
     )
+
+
+REPORT = GainReport(
+    generation=1, step=10, progress=10.0, epoch=0, replicas=1, local_bsz=4, accumulation=1, scale=1.0,
+    gain=1.0, grad_sqr=0.1, grad_var=0.9, step_time=0.01, time=100.0, loss=0.5,
+)  # fmt: skip
+
+
+def at(generation: int, step: int, progress: float, time: float, **other: float) -> GainReport:
+    return replace(REPORT, generation=generation, step=step, progress=progress, time=time, **other)  # type: ignore[arg-type]
+
+
+def test_a_summary_covers_the_first_to_the_last_report_of_a_generation() -> None:
+    (first, second) = summarize_generations(
+        [
+            at(1, 1, 1.0, 100.0),
+            at(1, 100, 100.0, 110.0),
+            at(2, 101, 102.0, 112.5, replicas=2, scale=4.0, gain=2.0, local_bsz=8, step_time=0.1),
+            at(2, 201, 402.0, 122.5, replicas=2, scale=8.0, gain=4.0, local_bsz=16, step_time=0.1),
+        ]
+    )
+    assert (first.steps, first.gain, first.downtime) == (100, 1.0, None)
+    assert first.seconds == pytest.approx(10.01)
+    assert (second.replicas, second.local_bsz, second.scale) == (2, Range(8, 16), Range(4.0, 8.0))
+    assert (second.steps, second.gain, second.efficiency) == (101, 3.0, 0.5)
+    assert (second.downtime, second.repeated) == (2.5, 0)
+    assert second.seconds == pytest.approx(10.1)
+
+
+def test_steps_that_were_lost_and_repeated_are_counted() -> None:
+    reports = [at(1, 1, 1.0, 100.0), at(1, 90, 90.0, 110.0), at(2, 51, 51.0, 112.0)]
+    assert [summary.repeated for summary in summarize_generations(reports)] == [0, 40]
+
+
+def test_the_time_between_two_runs_is_no_downtime() -> None:
+    reports = [at(1, 1, 1.0, 100.0), at(2, 2, 2.0, 500.0)]
+    assert summarize_generations(reports, run_starts=[90.0])[1].downtime == 400.0
+    assert summarize_generations(reports, run_starts=[90.0, 498.0])[1].downtime is None
+
+
+def test_no_reports_give_no_summaries() -> None:
+    assert summarize_generations([]) == []

@@ -34,8 +34,7 @@ from adascale_controller.local.state_dir import StateDir, StateDirError, StateLo
 HOLD = """
 import signal, subprocess, sys, time
 from pathlib import Path
-from adascale_controller.local.state_dir import StateDir
-from adascale_controller.local.state_dir import StateLock
+from adascale_controller.local.state_dir import StateDir, StateLock
 lock = StateLock(StateDir(Path(sys.argv[1])), print)
 child = subprocess.Popen(["sleep", sys.argv[2]], pass_fds=[lock.descriptor], start_new_session=True)
 print(child.pid, flush=True)

@@ -67,7 +67,7 @@ def complete_job(ctx: typer.Context, incomplete: str) -> list[str]:
             found = [job.short_id for job in find_jobs(options.get("state_dir"))]
         else:
             with open_cluster(target) as connection:
-                found = [job.name for job in connection.jobs.read_all()]
+                found = connection.jobs.names()
     except (AdaScaleError, OSError):
         return []  # The command itself shows the error.
     return [name for name in found if name.startswith(incomplete)]

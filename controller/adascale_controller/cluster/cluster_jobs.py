@@ -97,14 +97,6 @@ class ClusterJob:
         return self.spec.get("scaleInvariantSteps")
 
     @property
-    def own_claim(self) -> str | None:
-        """The claim for its checkpoints that is deleted with it; None if they outlive it."""
-        checkpoint = self.spec.get("checkpoint") or {}
-        if {"claimName", "path", "url"} & set(checkpoint):
-            return None
-        return str(self.status.get("claim") or f"{self.name}-checkpoints")
-
-    @property
     def checkpoints(self) -> str:
         """Where its checkpoints are, for people."""
         checkpoint = self.spec.get("checkpoint") or {}
@@ -112,7 +104,8 @@ class ClusterJob:
             return f"{str(checkpoint['url']).rstrip('/')}/{self.id}"
         if "path" in checkpoint:
             return f"folder {checkpoint['path']} of its pods"
-        return f"PersistentVolumeClaim {checkpoint.get('claimName') or self.own_claim}"
+        own_claim = self.status.get("claim") or f"{self.name}-checkpoints"
+        return f"PersistentVolumeClaim {checkpoint.get('claimName') or own_claim}"
 
     @property
     def condition(self) -> JobCondition | None:
@@ -186,13 +179,28 @@ class ClusterJobs:
         self._api = api
         self._option = namespace_option
 
-    def read_all(self) -> list[ClusterJob]:
-        """Return the jobs of the namespace, by name."""
-        return self._read(self._api.namespace)
+    def names(self, namespace: str | None = None) -> list[str]:
+        """Return the names of the jobs of a namespace, by default that of the options."""
+        path = jobs_path(namespace or self._api.namespace)
+        found: list[str] = []
+        query = [("limit", str(PAGE_SIZE))]
+        while True:
+            page = self._api.get(path, query)
+            found += [str(raw["metadata"]["name"]) for raw in page["items"]]
+            token = page["metadata"].get("continue")
+            if not token:
+                return sorted(found)
+            query = [("limit", str(PAGE_SIZE)), ("continue", token)]
 
     def find(self, name: str) -> ClusterJob:
         """Return the job `name`, which is `<namespace>.<name>`, or a bare name."""
-        namespace, bare = self.identity(name)
+        namespace, dot, bare = name.rpartition(".")
+        if dot and self._option not in (None, namespace):
+            raise AmbiguousNamespaceError(
+                f"job {name} is in namespace {namespace}, but --namespace is {self._option}: omit one of them"
+            )
+        namespace = namespace if dot else self._api.namespace
+        job_id(bare, namespace)  # raises if no job can have this name
         try:
             return ClusterJob(self._api.get(job_path(namespace, bare)))
         except RejectedError as error:
@@ -200,30 +208,8 @@ class ClusterJobs:
                 raise
         raise NoSuchJobError(self._no_job(bare, namespace))
 
-    def identity(self, name: str) -> tuple[str, str]:
-        """Return namespace and name of the job that a user names. Errors as for `find`."""
-        namespace, dot, bare = name.rpartition(".")
-        if dot and self._option not in (None, namespace):
-            raise AmbiguousNamespaceError(
-                f"job {name} is in namespace {namespace}, but --namespace is {self._option}: omit one of them"
-            )
-        namespace = namespace if dot else self._api.namespace
-        job_id(bare, namespace)
-        return namespace, bare
-
-    def _read(self, namespace: str) -> list[ClusterJob]:
-        found: list[ClusterJob] = []
-        query = [("limit", str(PAGE_SIZE))]
-        while True:
-            page = self._api.get(jobs_path(namespace), query)
-            found += [ClusterJob(raw) for raw in page["items"]]
-            token = page["metadata"].get("continue")
-            if not token:
-                return sorted(found, key=lambda job: job.name)
-            query = [("limit", str(PAGE_SIZE)), ("continue", token)]
-
     def _no_job(self, name: str, namespace: str) -> str:
-        others = [job.name for job in self._read(namespace)]
+        others = self.names(namespace)
         named = ", ".join(others[:MAX_NAMED])
         named += f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
         context = f" of context {self._api.context}" if self._api.context else ""

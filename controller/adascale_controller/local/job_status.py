@@ -129,11 +129,7 @@ def read_status(job: LocalJob) -> JobStatus:
             view = None  # It has just stopped, or it restarts.
         finally:
             client.close()
-    checkpoint, error = None, None
-    try:
-        checkpoint = job.checkpoint
-    except CheckpointStorageError as raised:
-        error = str(raised)
+    checkpoint, error = read_checkpoint(job)
     if process is None:
         state = state_after_run(job, checkpoint, error)
     elif service is not None and service.stopping:
@@ -141,6 +137,14 @@ def read_status(job: LocalJob) -> JobStatus:
     else:
         state = _state_in_run(view)
     return JobStatus(job, process, service.url if service else None, state, view, checkpoint, error)
+
+
+def read_checkpoint(job: LocalJob) -> tuple[Manifest | None, str | None]:
+    """Return the newest checkpoint of `job`, and why its checkpoints cannot be read; None if they can."""
+    try:
+        return job.checkpoint, None
+    except CheckpointStorageError as error:
+        return None, str(error)
 
 
 def state_after_run(job: LocalJob, checkpoint: Manifest | None, error: str | None) -> JobStateName:

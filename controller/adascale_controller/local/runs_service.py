@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from adascale_controller.local.checkpoints import CheckpointStorageError
-from adascale_controller.local.job_status import state_after_run
+from adascale_controller.local.job_status import read_checkpoint, state_after_run
 from adascale_controller.local.local_jobs import LocalJob, find_jobs
 from adascale_controller.local.service_process import ServiceProcess, listen
 from adascale_controller.local.state_dir import StateDir, replace_file
-from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.views.job_summary import JobStateName, RunEntry, RunView
 
 
@@ -51,12 +49,7 @@ class RunList:
 
 
 def _ended_entry(job: LocalJob) -> RunEntry:
-    checkpoint: Manifest | None = None
-    error: str | None = None
-    try:
-        checkpoint = job.checkpoint
-    except CheckpointStorageError as raised:
-        error = str(raised)
+    checkpoint, error = read_checkpoint(job)
     result = dict(checkpoint.result) if checkpoint is not None else {}
     return _entry_of(job, state_after_run(job, checkpoint, error), result, None)
 
