@@ -91,6 +91,34 @@ def test_a_job_that_is_created_again_starts_with_its_own_counts() -> None:
     assert world.job["status"]["allocation"] == {"generation": 1, "replicas": 1}
 
 
+def test_a_job_that_is_created_again_at_once_does_not_count_the_end_of_the_old_pod_as_a_loss() -> None:
+    """The pod of the old job registers after it was deregistered, and is killed without a word."""
+    world = World()
+    world.submit()
+    while world.indexed_job is None:
+        world.deliver()
+        world.cycle()
+    world.delete(Resource.ADASCALEJOBS, "digits")
+    world.submit()
+    world.deliver()
+    world.cycle()
+    world.control_jobs()
+    world.schedule_pods()
+    (pod,) = world.agents
+    world.run_agent(pod)
+    world.collect_garbage()
+    world.control_jobs()
+    world.delete_pod(pod)
+    world.control_jobs()
+    for _ in range(4):
+        world.deliver()
+        world.cycle()
+    world.run_cycles()
+    assert trains(world)
+    assert world.job is not None
+    assert world.job["status"]["disruptions"] == 0
+
+
 def test_a_late_report_of_a_deregistered_job_is_deleted() -> None:
     world = World()
     world.submit()

@@ -12,6 +12,7 @@ from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_core import names
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
+from adascale_core.views.jobs import JobView
 from support.observed_jobs import (
     NOW,
     SPEC,
@@ -114,8 +115,12 @@ def test_the_status_shows_nothing_of_an_earlier_job_of_the_same_name() -> None:
     assert not {"allocation", "gain", "progress"} & status.keys()
 
 
-def test_an_earlier_job_of_the_same_name_is_deregistered_after_its_pods_have_ended() -> None:
-    service = view((7, 1), (7, 1))
+@pytest.mark.parametrize(
+    "service",
+    [view((7, 1), (7, 1)), view(running=[0])],
+    ids=["trained", "registered after it was deregistered"],
+)
+def test_an_earlier_job_of_the_same_name_is_deregistered_after_its_pods_have_ended(service: JobView) -> None:
     ending = actions_for(observed(job(), service, pods=[pod(0, deletion_deadline=1_800_000_020.0)]))
     assert not ending.deregister
     assert condition(ending, ConditionType.RUNNING).reason == Reason.CLEANING_UP

@@ -127,12 +127,15 @@ def reconcile_undecided(observed: ObservedJob, assessment: Assessment) -> Action
 
 
 def belongs_to_predecessor(observed: ObservedJob) -> bool:
-    """Whether the job in the metrics service belongs to an earlier AdaScaleJob of the same name."""
+    """Whether the job in the metrics service belongs to an earlier AdaScaleJob of the same name.
+
+    A pod of that may register once more after it was deregistered. Its end would be a loss of the new job.
+    """
     view = observed.service
     return (
         observed.resource.recorded_allocation is None
         and view is not None
-        and (view.desired is not None or view.complete)
+        and (view.desired is not None or view.complete or bool(view.replicas))
     )
 
 
