@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python bench/adam_rules.py digits|text [--scales 16 64] [--rates 0.003] [--rules ...]
 
 Readable and separate from the library: Adam, the gain and the rules are written out here for a batch of runs.
-Every run trains until its progress reaches T. `docs/adascale.md` has what came out of it.
+Every run trains until its progress reaches T. `bench/RESULTS.md` has what came out of it.
 """
 
 import argparse
