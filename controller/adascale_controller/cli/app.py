@@ -36,7 +36,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "operator": operator,
 }
 _OF_A_CLUSTER = ("status", "gain", "explain", "export")
-"""The commands that have jobs of a cluster too; `validate` needs neither."""
+"""The commands that also show jobs of a cluster."""
 
 
 def _application(name: str, commands: dict[str, Callable[..., None]], summary: str) -> typer.Typer:
