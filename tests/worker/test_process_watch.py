@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adascale_worker.membership.replica_processes import LOOKS, ProcessWatch
+from adascale_worker.membership.replica_processes import CHECKS, ProcessWatch
 from support.launch import wait_until
 
 TIMEOUT = 0.2
@@ -41,7 +41,7 @@ def look(path: Path) -> None:
 
     def has_looked() -> bool:
         seen.add(path.stat().st_mtime_ns)
-        return len(seen) > 2 * LOOKS
+        return len(seen) > 2 * CHECKS
 
     wait_until(has_looked, "the process looks")
 

@@ -19,7 +19,7 @@ store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 2)
 
 
 def end_otherwise():
-    time.sleep(3 * gloo.POLL_INTERVAL * gloo.LOOKS)
+    time.sleep(3 * gloo.POLL_INTERVAL * gloo.CHECKS)
     os._exit(5)
 
 threading.Thread(target=end_otherwise, daemon=True).start()

@@ -54,6 +54,11 @@ from adascale_worker.agent.trainer_timing import (
 from adascale_worker.errors import ReplicaCheckError, ReplicaRefusedError, WorkerError
 from adascale_worker.process.environment import package_version, read_processes
 
+POLL_INTERVAL = 0.5
+"""Seconds after which `Events.wait` returns without an event."""
+EXIT_REPORT_TIMEOUT = 3.0
+"""Seconds that an agent which exits waits until the metrics service has its last registration."""
+
 
 class TerminationLog:
     """The termination log of a container."""
@@ -76,10 +81,6 @@ class TerminationLog:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-POLL_INTERVAL = 0.5
-"""Seconds after which `Events.wait` returns without an event."""
 
 
 class Events:
@@ -116,10 +117,6 @@ class Events:
             return
 
 
-EXIT_REPORT_TIMEOUT = 3.0
-"""Seconds that an agent which exits waits until the metrics service has its last registration."""
-
-
 class Agent:
     """Runs the user's program as one replica of a job, in one generation after the other."""
 
@@ -143,6 +140,7 @@ class Agent:
         self._command = list(command)
         # The warnings of c10d about a lost connection have a page of stack frames each.
         self._environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **environ, ENV_ADDRESS: address}
+        # With the variables of a launcher, frameworks would start communication of their own.
         for name in LAUNCHER_VARIABLES:
             self._environ.pop(name, None)
         self._replica = replica
@@ -468,7 +466,7 @@ class Agent:
                 return ReplicaState.FAILED
 
     def _has_finished_on_rank_0(self, trainer: TrainerProcess) -> bool:
-        """Wait until the program has finished on rank 0."""
+        """Wait until the program has finished on rank 0, or cannot any more, and return whether it has."""
         if self._rank == 0:
             return True
         self._register(self._registration(trainer, ReplicaState.FINISHED, EXIT_FINISHED))

@@ -74,7 +74,10 @@ class Heartbeat:
         threading.Thread(target=self._read_generations, name="adascale-generations", daemon=True).start()
 
     def register(self, registration: Registration, timeout: float = 0.0) -> bool:
-        """Send a registration, and repeat it as a heartbeat until the next call."""
+        """Send a registration, and repeat it as a heartbeat until the next call.
+
+        Returns whether the service has acknowledged it within `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         with self._changed:
             self._registration = registration

@@ -22,11 +22,9 @@ _MFD_NOEXEC_SEAL: Final = 0x8
 
 
 def make_snapshot_files() -> str:
-    """Make files without a name, in memory, and return their paths, separated by colons.
+    """Make files without a name, in memory, and return their paths, separated by colons; empty if it cannot.
 
-    They are empty until a trainer writes, and exist as long as this process, which keeps them open. Unlike
-    files in /dev/shm, they are limited by the memory of the container only. The path is empty if the system
-    has no such files, which is reported.
+    This process keeps them open. Unlike files in /dev/shm, only the memory of the container limits them.
     """
     try:
         descriptors = [_make_file() for _ in range(_COUNT)]
@@ -52,7 +50,11 @@ class Snapshots:
     """Keeps the copies, and exchanges them with the agents of other replicas."""
 
     def __init__(
-        self, replica: int, address: str, key: Callable[[], str], on_change: Callable[[], None]
+        self,
+        replica: int,
+        address: str,
+        key: Callable[[], str],  # returns the secret of the job's members; empty if it is not known yet
+        on_change: Callable[[], None],  # called in a thread when `is_ready` may return another value
     ) -> None:
         self._replica = replica
         self.files = make_snapshot_files()

@@ -127,7 +127,7 @@ class TrainerSocket:
         return f"{self._folder}/{name}"
 
     def accept(self) -> tuple[socket.socket, int | None]:
-        """Wait for the trainer."""
+        """Wait for the trainer, and return the connection and its process id; None if that is unknown."""
         while True:
             connection, _ = self._listener.accept()
             try:

@@ -275,18 +275,18 @@ class TrainerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, -n for signal n; None until it has exited and its output is read.
-
-        That of a shell may be the code of another command, as in `python train.py | tee log`, and launchers
-        such as torchrun exit with 1 if the trainer is killed. Then it is the code that the trainer has
-        reported; without a report it was killed.
-        """
+        """Its exit code, -n for signal n; None until it has exited and its output is read."""
         if not self._exited:
             return None
         code = self._first_exit_code()
         return code if self._followers is None else self._followers.exit_code(code)
 
     def _first_exit_code(self) -> int:
+        """Return the code that the trainer has reported if another process has started it, else its own.
+
+        A shell may exit with the code of another command, as in `python train.py | tee log`, and launchers
+        such as torchrun exit with 1 if the trainer is killed. A trainer without a report was killed.
+        """
         code, status = self._process.returncode, self.status
         trainer = status.pid if self._connected is None else self._connected
         if trainer in (None, self.pid):

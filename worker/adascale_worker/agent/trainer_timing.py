@@ -39,7 +39,11 @@ class KillDeadline:
 
 
 def release_grace(*, was_lost: bool, last: bool) -> float:
-    """Return the seconds that a released trainer may take to exit."""
+    """Return the seconds that a released trainer may take to exit.
+
+    `was_lost`: its replica is still desired, so the others have taken it for lost. `last`: no other trainer
+    keeps the state.
+    """
     if not was_lost:
         return RESCALE_GRACE
     return LEAVE_GRACE if last else REPLACED_GRACE

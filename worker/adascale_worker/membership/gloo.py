@@ -64,13 +64,12 @@ def connected_to(sockets: Iterable[tuple[int, str]], ports: Iterable[int]) -> fr
 def keep_alive(sockets: Iterable[tuple[int, str]], seconds: float) -> None:
     """Make collective calls on the connections `sockets` fail if the other host is silent.
 
-    The heartbeats of members go to rank 0 only, so they do not notice that two others have lost the
-    connection between them. The kernel asks the other host, whose kernel answers also while its process is
-    busy. It waits longer than heartbeats do, so that where both notice a loss, heartbeats have named the
-    replica before.
+    Heartbeats go to rank 0 only, so they do not notice that two others have lost their connection. They
+    notice silence after `seconds`, and name the replica, so this waits half as long again.
     """
     for descriptor, _ in sockets:
         with contextlib.suppress(OSError), _borrowed(descriptor) as borrowed:
+            # The kernel of the other host answers also while its process is busy.
             borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in (
                 (socket.TCP_KEEPIDLE, seconds),
@@ -110,23 +109,23 @@ def _is_tcp(borrowed: socket.socket) -> bool:
     return is_internet and borrowed.type == socket.SOCK_STREAM
 
 
-NAME = "pt_gloo_runloop"
+THREAD_NAME = "pt_gloo_runloop"
 """What torch names the threads that execute collectives of Gloo."""
 IDLE_TIME = 0.02
 """Seconds without the GIL in which a thread that does not run has nothing left to do: one that waits for the
 GIL tries to take it every 5 ms (`sys.getswitchinterval`)."""
-TIMEOUT = 10.0
+IDLE_TIMEOUT = 10.0
 """Seconds to wait at most for threads that always run."""
 
 _TASKS = Path("/proc/self/task")
 
 
-def wait_until_idle(name: str = NAME) -> None:
-    """Wait until each thread with this name has nothing to do or is blocked, `TIMEOUT` at most.
+def wait_until_idle(name: str = THREAD_NAME) -> None:
+    """Wait until each thread with this name has nothing to do or is blocked, `IDLE_TIMEOUT` at most.
 
     Without /proc, wait for `IDLE_TIME`.
     """
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + IDLE_TIMEOUT
     before = _activity(name)
     while before or not _TASKS.exists():
         time.sleep(IDLE_TIME)
@@ -151,12 +150,12 @@ def _activity(name: str) -> dict[str, tuple[str, str]]:
 
 
 POLL_INTERVAL: Final = 0.5
-"""Seconds between two looks at the main thread."""
-LOOKS: Final = 10
-"""How often in succession the main thread must be found waiting at the same place. Looks are counted, because
-time passes also while the process is frozen."""
+"""Seconds between two checks of the main thread."""
+CHECKS: Final = 10
+"""Number of checks in succession that must find the main thread waiting at the same place. No duration is
+measured, because time passes also while the process is frozen."""
 _MAX_CPU_TIME: Final = 0.01
-"""Seconds of processor time between two looks, below which a thread waits."""
+"""Seconds of processor time between two checks, below which a thread waits."""
 _MODULES: Final = (
     "torch.autograd",
     "torch.distributed",
@@ -171,7 +170,11 @@ the processor while it waits."""
 
 
 def end_stuck_collectives(has_ended: Callable[[], bool], save: Callable[[], bool]) -> None:
-    """Start a thread that ends the process if the main thread waits in a collective call and stays there."""
+    """Start a thread that ends the process if the main thread waits in a collective call and stays there.
+
+    It ends when `has_ended` returns true: the generation that has failed is over. It calls `save` before it
+    ends the process, which returns whether the state is saved.
+    """
     name = "adascale-stuck-collective"
     threading.Thread(target=_watch, args=(has_ended, save), name=name, daemon=True).start()
 
@@ -181,7 +184,7 @@ def _watch(has_ended: Callable[[], bool], save: Callable[[], bool]) -> None:
     if main.ident is None:
         return
     clock = time.pthread_getcpuclockid(main.ident)
-    pid, before, looks = os.getpid(), None, 0
+    pid, before, checks = os.getpid(), None, 0
     while main.is_alive() and not has_ended() and os.getpid() == pid:
         used = time.clock_gettime(clock)
         frame = sys._current_frames().get(main.ident)
@@ -194,8 +197,8 @@ def _watch(has_ended: Callable[[], bool], save: Callable[[], bool]) -> None:
             place = id(frame), frame.f_lasti
         is_idle = before is not None and used - before[1] < _MAX_CPU_TIME
         waits = before is not None and before[0] == place and (is_idle or module in _DEVICE_MODULES)
-        looks = looks + 1 if place is not None and waits else 0
-        if looks >= LOOKS:
+        checks = checks + 1 if place is not None and waits else 0
+        if checks >= CHECKS:
             _end_process(save)
         before = place, used
         del frame
@@ -205,7 +208,7 @@ def _watch(has_ended: Callable[[], bool], save: Callable[[], bool]) -> None:
 def _end_process(save: Callable[[], bool]) -> None:
     sys.stderr.write(
         f"adascale: a peer was lost, and the collective call that waited for it has not ended within "
-        f"{LOOKS * POLL_INTERVAL:g} s: ending this process, so that another one joins the others\n"
+        f"{CHECKS * POLL_INTERVAL:g} s: ending this process, so that another one joins the others\n"
     )
     code = EXIT_PEER_LOST
     try:

@@ -1,11 +1,8 @@
 """Connections between the members of a generation, over which they notice each other's loss.
 
-The members connect to the member of rank 0, which forwards what concerns all. A closed connection without a
-`leave` message, or silence for the peer timeout, means that the member at its other end is lost. Connections
-are authenticated in both directions by a secret of the job, which never leaves a member, and members with
-another version of this package are refused.
-
-Each line is a JSON object. After the handshake:
+The members connect to the member of rank 0. A connection that is closed without `leave`, or silence for the
+peer timeout, means that the member at its other end is lost. Both ends authenticate each other by a secret of
+the job, and need the same version of this package. After the handshake, each line is a JSON object:
 
 - `alive`: sent at an interval.
 - `arrived`: the member has left its previous generation. It contains the state that the member has.

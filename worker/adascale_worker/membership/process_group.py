@@ -68,13 +68,10 @@ class GroupObserver(Protocol):
 
 
 class ReplicaGroup:
-    """The replicas of a generation, in the process of one replica. They change with the generation.
+    """The replicas of a generation: torch's default process group, also of a single replica.
 
-    They are torch's default process group, also a single replica. All replicas must call a collective method
-    in the same order. With one replica, every method returns its argument without communication.
-
-    Under an agent, a failed collective raises `PeersLostError`, and so does every later one until the next
-    generation is formed.
+    All replicas must call the collective methods in the same order. Under an agent, a collective that fails
+    raises `PeersLostError`, and so does every later one until the next generation is formed.
     """
 
     def __init__(
@@ -82,8 +79,8 @@ class ReplicaGroup:
         assignment: RankAssignment,
         device: torch.device,
         *,
-        is_elastic: bool = False,
-        peer_timeout: float | None = None,
+        is_elastic: bool = False,  # whether membership changes, which an agent controls
+        peer_timeout: float | None = None,  # seconds of silence after which a member is lost; None: never
     ) -> None:
         self.rank = assignment.rank
         self.replicas = assignment.replicas

@@ -4,7 +4,7 @@ They are torch's default process group. What the replicas exchange is decided in
 leader, which shares the result here, so that all processes of a replica do the same.
 
 What is killed ends the replica at once, because the agent waits for its processes. One that is frozen keeps
-its connections open, and the others wait for it in the collective calls of FSDP, so each looks whether the
+its connections open, and the others wait for it in the collective calls of FSDP, so each checks whether the
 others run.
 """
 
@@ -113,13 +113,13 @@ def _empty(length: int) -> Tensor:
     return torch.empty(length, dtype=torch.uint8)
 
 
-LOOKS: Final = 10
-"""How often in succession a process must show no sign of life. Looks are counted, because time passes also
-while the one that looks is frozen."""
+CHECKS: Final = 10
+"""Number of checks in succession in which a process must show no sign of life. No duration is measured,
+because time passes also while this process is frozen."""
 
 
 class ProcessWatch:
-    """Shows the other processes of a replica that this one runs, and looks whether they do.
+    """Shows the other processes of a replica that this one runs, and checks whether they run.
 
     Each has a file, whose time of modification it changes. The file exists from `start` to `stop`.
     """
@@ -136,18 +136,18 @@ class ProcessWatch:
         self._thread = threading.Thread(target=self._run, name="adascale-process-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._own.touch()
         self._thread.start()
 
     def stop(self) -> None:
-        """Do not look any more: this process ends, or does not need the others. May be called again."""
+        """Stop: this process ends, or does not need the others. May be called again."""
         self._is_stopped.set()
         self._own.unlink(missing_ok=True)
 
     def _run(self) -> None:
         seen: dict[int, tuple[int, int]] = {}
-        while not self._is_stopped.wait(self._timeout / LOOKS):
+        while not self._is_stopped.wait(self._timeout / CHECKS):
             # Without the file, the agent has ended, or this process is about to.
             with contextlib.suppress(OSError):
                 os.utime(self._own)
@@ -157,9 +157,9 @@ class ProcessWatch:
                 except OSError:
                     seen.pop(other, None)  # It has not begun, or has stopped.
                     continue
-                before, looks = seen.get(other, (changed, 0))
-                seen[other] = changed, looks + 1 if changed == before else 0
-                if seen[other][1] > LOOKS:
+                before, checks = seen.get(other, (changed, 0))
+                seen[other] = changed, checks + 1 if changed == before else 0
+                if seen[other][1] > CHECKS:
                     self._end(other)
                     return
 

@@ -168,7 +168,7 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def select_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
-    """Return the device of a replica."""
+    """Return the device of a replica: by default its own GPU, or the CPU if there is no GPU."""
     if requested is not None:
         device = torch.device(requested)
         if device.type != "cuda" or device.index is not None:

@@ -27,9 +27,8 @@ from adascale_worker.torch_private.distributed import is_lost_peer
 class ExitStatus:
     """Knows at the end of the process whether the program has failed.
 
-    The interpreter does not pass the exit code to exit functions. `sys.exit`, `exit` and `quit` are replaced
-    by functions that record it, and announce a failure before exit functions run, which can take long. The
-    code of a program that raises SystemExit itself is known to its agent only.
+    Exit functions do not get the exit code, so `sys.exit`, `exit` and `quit` are replaced by functions that
+    record it. The code of a program that raises SystemExit itself is known to its agent only.
     """
 
     def __init__(self) -> None:
@@ -79,6 +78,7 @@ class ExitStatus:
 
     def _exit(self, code: object = None, /) -> NoReturn:
         self._code = code
+        # Before exit functions run, which can take long.
         if code not in (None, 0) and self._announce_failure is not None and os.getpid() == self._pid:
             self._announce_failure()
         raise SystemExit(code)
@@ -146,12 +146,8 @@ class FailingTraining(Protocol):
 class UncaughtErrorHandler:
     """A `sys.excepthook` that gives uncaught errors an exit code and a message without a traceback.
 
-    - An `AdaScaleError` is printed as its message with the line of the program that it was raised in, and
-      the process exits with the error's exit code.
-    - An error of the program's own communication that a lost peer has caused is printed as one line, and the
-      process exits with `EXIT_PEER_LOST`, while it trains.
-    - If the training leaves short of memory, the process exits with `EXIT_OUT_OF_MEMORY`.
-    - Any other error goes to the previous hook, after it was announced to the other replicas.
+    It does so for errors of AdaScale, of communication of the program itself after the loss of a peer, and
+    for a lack of memory. Any other error goes to the previous hook, after it is announced to the replicas.
     """
 
     def __init__(self, fast_exit: FastExit, training: FailingTraining | None = None) -> None:

@@ -74,10 +74,8 @@ def unused_memory(
 ) -> float:
     """Return how many bytes of this machine and of the control groups of this process were never used so far.
 
-    These are those that are left, less what this process has used at most beyond its present use; and the
-    limit of a control group less its own peak. What the kernel keeps of files on disk counts as left: it is
-    released when memory is needed. The kernel counts it in the peak, from which what it keeps now is taken
-    off.
+    On the machine: what is free, less the difference between the peak and the present use of this process. In
+    a control group: its limit less its own peak.
     """
     status = _kibibytes(process)
     more = max(status.get("VmHWM", 0.0) - status.get("VmRSS", 0.0), 0.0)
@@ -90,6 +88,7 @@ def _left_in(group: ControlGroup, more: float) -> float:
     statistics = group.words("memory.stat")
     try:
         values = {name: int(value) for name, value in zip(statistics[::2], statistics[1::2], strict=True)}
+        # The kernel releases what it keeps of files when memory is needed, but counts it in the peak.
         cached = sum(values.get(f"{prefix}_file", 0) for prefix in ("active", "inactive"))
         used = max(int(usage[0]) + more, _number(peak))
         return int(limit[0]) - used + cached

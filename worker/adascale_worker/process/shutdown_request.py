@@ -20,12 +20,8 @@ REINSTALL_INTERVAL = 0.25
 class ShutdownRequest:
     """Records a request to save and exit.
 
-    The program may have handlers of its own for the same signals, installed before or after those of this
-    object. They are called by `call_program_handler`, when the state is saved, because a handler may exit. A
-    second signal, at least `SIGNAL_REPEAT_INTERVAL` later, has the effect that it has without this object.
-
-    In a process that this one forks, such as a worker of `multiprocessing`, every signal has the effect that
-    it has without this object.
+    Handlers of the program for the same signals are called when the state is saved, because one may exit. A
+    second signal, `SIGNAL_REPEAT_INTERVAL` later, and every signal in a forked process have their own effect.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

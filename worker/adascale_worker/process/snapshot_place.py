@@ -48,7 +48,7 @@ class Condition(IntEnum):
 
 
 class SnapshotPlace:
-    """A file for one copy."""
+    """A file for one copy. Each object opens it for itself, so that locks exclude each other."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -11,7 +11,7 @@ _BACKLOG: Final = 1024
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that listens on a free port."""
+    """Return a socket that listens on a free port, of all interfaces unless the address is a loopback one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     any_interface = "::" if family == socket.AF_INET6 else ""
@@ -27,7 +27,11 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def require_same_user(connection: socket.socket) -> int | None:
-    """Check that the process at the other end of a connection belongs to the user of this one, or to root."""
+    """Check that the process at the other end of a connection belongs to the user of this one, or to root.
+
+    Returns its process id; None in another PID namespace, and on other systems than Linux, where the
+    permissions of the socket's folder have to suffice.
+    """
     option: int | None = getattr(socket, "SO_PEERCRED", None)
     if option is None:
         return None

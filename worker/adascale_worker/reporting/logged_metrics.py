@@ -108,7 +108,7 @@ class LoggedMetrics:
         return dict(self._means)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Discard all values and means."""
         self._values.clear()
         self._means.clear()
 

@@ -79,7 +79,10 @@ class Goodput:
         self._made = self._seconds = 0.0
 
     def update(self, step: int, progress: float, step_time: float) -> float | None:
-        """Return the goodput after a report; None if it is not measured yet."""
+        """Return the goodput after a report; None if it is not measured yet.
+
+        `step_time` is the mean of the steps since the last report; 0 if they were not measured.
+        """
         before, self._step = self._step, step
         made, self._progress = progress - self._progress, progress
         # Steps that were lost with a replica are repeated.
@@ -102,11 +105,10 @@ MAX_PLANS = 16
 
 
 class StepTimer:
-    """Measures the time from one step to the next.
+    """Measures the time from one step to the next, on the device, which may be some steps behind the program.
 
-    It leaves out the first step of a process, which includes warm-up, and the first step after a pause,
-    which would include the pause (an evaluation, a checkpoint). The times are those of the device, which may
-    be some steps behind the program: a step is measured when a later one finds that the device has done it.
+    It leaves out the first step of a process, which includes warm-up, and the first step after a pause, such
+    as an evaluation or a checkpoint.
     """
 
     def __init__(self, accelerator: str = "", clock: DeviceClock | None = None) -> None:

@@ -31,6 +31,8 @@ from adascale_worker.reporting.trackers import RunIdentity, TrackedRun, Tracker
 
 MAX_QUEUED = 1000
 """Reports that are queued while the service does not answer, and the maximum in one request."""
+SHORTEST_POST_INTERVAL = REPORT_INTERVAL
+"""Seconds between two requests up to which each report is posted at once."""
 INVALID_REPORT = frozenset({400, 413, 422})
 """Statuses that the same reports would get again."""
 
@@ -59,7 +61,10 @@ class Reporter:
             self._changed.notify()
 
     def close(self, timeout: float = 2.0) -> None:
-        """Post the queued reports, and stop the thread. May be called again."""
+        """Post the queued reports, and stop the thread. May be called again.
+
+        Reports that are not posted within `timeout` seconds are lost when the process exits.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -105,7 +110,7 @@ class Reporter:
     def _wait_for_next(self, post_interval: float) -> None:
         """Collect reports for the next request, if the service asks for fewer requests than reports."""
         self.interval = 0.0
-        if post_interval > REPORT_INTERVAL:
+        if post_interval > SHORTEST_POST_INTERVAL:
             self.interval = report_interval(post_interval)
             with self._changed:
                 self._changed.wait_for(lambda: self._closing, min(post_interval, MAX_INTERVAL))

@@ -24,20 +24,24 @@ class Tracker(Protocol):
     """Where rank 0 sends the values that it reports. All methods are called from one thread."""
 
     def begin(self, run: str, step: int, progress: float) -> None:
-        """Continue a run, or begin it if there is none."""
+        """Continue a run, or begin it if there is none.
+
+        The id of the run is the same on each rank 0 of the job, also after it resumes. What the run has of
+        optimizer step `step` and of later ones is repeated. `progress` is that after the step before.
+        """
 
     def log(self, values: Mapping[str, float], step: int, progress: float) -> None:
-        """Record values of an optimizer step, by name."""
+        """Record values of an optimizer step, by name. `progress` is in scale-invariant steps."""
 
     def close(self) -> None:
         """Write what is kept in memory."""
 
 
 class TensorBoard:
-    """Writes event files for TensorBoard, in the folders `progress` and `steps`.
+    """Writes event files for TensorBoard, in a folder for each run in `folder`, which all replicas share.
 
-    Both have the same values: the horizontal axis of the first is progress, that of the other is optimizer
-    steps. Curves over progress are those of jobs with other batch sizes too.
+    The same values are in `progress`, over progress, and in `steps`, over optimizer steps. Curves over
+    progress can be compared with those of jobs with other batch sizes.
     """
 
     def __init__(self, folder: str | Path = "runs") -> None:
@@ -70,7 +74,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to a run of Weights & Biases, whose axes are `progress` and `optimizer_step`."""
+    """Logs to a run of Weights & Biases, whose axes are `progress` and `optimizer_step`.
+
+    `project` is by default that of the environment. The other options are those of `wandb.init`.
+    """
 
     def __init__(self, project: str | None = None, **options: Any) -> None:
         self._wandb = _require("wandb", "wandb")
@@ -96,7 +103,8 @@ class WeightsAndBiases:
 class MLflow:
     """Logs to a run of MLflow over progress, with the metric `optimizer_step` for the other axis.
 
-    The run has the tag `adascale.run`, by which another rank 0 finds it.
+    The run has the tag `adascale.run`, by which another rank 0 finds it. `tracking_uri` is a server or a
+    folder, by default that of the environment.
     """
 
     def __init__(self, experiment: str = "Default", tracking_uri: str | None = None) -> None:

@@ -167,10 +167,10 @@ def _backends_of(group: dist.ProcessGroup, purpose: str) -> list[Any]:
 def nccl_options(device: torch.device, timeout: timedelta) -> dict[str, Any]:
     """Return arguments of `init_process_group` with which NCCL connects at the first collective on a GPU.
 
-    torch 2.15 would connect at once, on the GPU of LOCAL_RANK, or else of the rank. That may be another GPU.
-    And gloo's sockets, which are found among those that appear in `init_process_group`, would be confused
-    with NCCL's. torch 2.9 connects at the first collective anyway, as does 2.15 with TORCH_DIST_USE_NCCL2=0.
+    torch 2.15 would connect at once, on the GPU of LOCAL_RANK or of the rank, which may be another one. And
+    the sockets of NCCL would be taken for those of Gloo, which are found among the new ones.
     """
+    # torch 2.9 connects at the first collective anyway, as does 2.15 with TORCH_DIST_USE_NCCL2=0.
     options = dist.ProcessGroupNCCL.Options()
     if not hasattr(options, "lazy_init") or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
         return {}

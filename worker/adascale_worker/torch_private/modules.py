@@ -24,7 +24,10 @@ def replace_process_group(ddp: DistributedDataParallel, group: dist.ProcessGroup
 
 
 def abandon(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-    """Detach DDP from its parameters and its process group, after a backward pass that has failed."""
+    """Detach DDP from its parameters and its process group, after a backward pass that has failed.
+
+    DDP is not used afterwards. The caller destroys the old process group.
+    """
     purpose = "to continue after the loss of a replica"
     private_part(ddp.reducer, "_reset_state", purpose)()
     private_part(ddp.reducer, "_remove_autograd_hooks", purpose)()
@@ -32,12 +35,10 @@ def abandon(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
 
 
 def rebuild_buckets(ddp: DistributedDataParallel) -> None:
-    """Fill the buckets of DDP in the order of its parameters, before the first step.
+    """Fill the buckets of DDP in the order of its parameters, before the first step, as `join` of DDP does.
 
-    DDP starts with a guess and fills its buckets again after one step. The order in which the gradients of
-    three or more replicas are added up depends on their place in the buckets, so a restarted program would
-    round its first step differently from a program that continues. A rank without data rebuilds its buckets
-    with the same two functions, in `DistributedDataParallel.join`.
+    DDP does so after one step. The order in which gradients of three or more replicas are added up depends on
+    their place in the buckets, so a restarted program would round its first step differently.
     """
     purpose = "to make the first step of a restarted program equal to the bit"
     private_part(ddp.reducer, "_push_all_rebuilt_params", purpose)()
@@ -55,7 +56,8 @@ def set_timing_interval(ddp: DistributedDataParallel, steps: int) -> None:
 def timed_backward_pass(ddp: DistributedDataParallel) -> tuple[int, float] | None:
     """Return the last backward pass that DDP has timed; None if it has timed no pass yet.
 
-    The hooks of a program see the gradients before the exchange, and no hook is called at its end on a GPU.
+    That is its number among those that exchange gradients, from 1, and the seconds from the end of the
+    computation to the end of the exchange. Hooks of a program see the gradients before the exchange.
     """
     data = private_part(ddp, "_get_ddp_logging_data", "to measure the exchange of gradients")()
     exchange, hidden = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")

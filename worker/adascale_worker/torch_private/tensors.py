@@ -22,7 +22,10 @@ def l2_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> lis
 
 
 def weighted_sqr_norms(tensors: Sequence[Tensor], divisors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sum of x^2 / divisor for each tensor x."""
+    """Return the sum of x^2 / divisor for each tensor x. May overwrite the divisors.
+
+    For tensors on the CPU, where an inner product costs a fraction of a norm.
+    """
     return [torch.dot(_quotient(x, divisor), x) for x, divisor in zip(tensors, divisors, strict=True)]
 
 
