@@ -30,6 +30,10 @@ from adascale_core.names import (
 ENV_DATABASE = "ADASCALE_DATABASE"
 """The URL of the database. A password in it is then in no list of processes."""
 DEFAULT_DATABASE = "sqlite:///adascale.db"
+MAX_RECORDS = 10
+"""Log records of one place in the source in `INTERVAL`."""
+INTERVAL = 60.0
+"""Seconds for which log records are counted."""
 
 
 def main() -> NoReturn:
@@ -260,12 +264,6 @@ def _service_account_authorizer(
         from adascale_api.auth.kubernetes_token_review import KubernetesTokenReviewer
 
     return ServiceAccountAuthorizer(KubernetesTokenReviewer(environment), options.controller_account)
-
-
-MAX_RECORDS = 10
-"""Records of one place in the source in `INTERVAL`."""
-INTERVAL = 60.0
-"""Seconds."""
 
 
 class LogLimit(logging.Filter):

@@ -8,6 +8,9 @@ from adascale_api.data.sql import Sql
 from adascale_api.data.tables import MIGRATIONS, SCHEMA, SCHEMA_VERSION, TABLES
 from adascale_core.errors import AdaScaleError
 
+LITTLE_ROOM = 4 * 1024 * 1024
+"""Bytes of room below which reports are refused."""
+
 
 class UnusableDatabaseError(AdaScaleError):
     """The database can't be used."""
@@ -30,10 +33,6 @@ class Failure(Enum):
     """The database is not what the service has written."""
     OTHER = auto()
     """The statement failed."""
-
-
-LITTLE_ROOM = 4 * 1024 * 1024
-"""Bytes of room below which reports are refused."""
 
 
 class Connector(Protocol):

@@ -18,6 +18,9 @@ _MEMORY_PER_CHARACTER = 8
 _MEMORY_PER_JOB = 2048
 """Bytes in memory of a job with no replica."""
 _view = TypeAdapter(AllocationView)
+MAX_CACHED = 64 * 1024 * 1024
+"""Bytes of the cached states."""
+_STRIPES = 1024
 
 
 class UnreadableJobError(AdaScaleError):
@@ -80,11 +83,6 @@ class StoredJob:
     def size(self) -> int:
         """The bytes that the job takes in memory, approximately."""
         return _MEMORY_PER_JOB + _MEMORY_PER_CHARACTER * len(self.rendezvous_text)
-
-
-MAX_CACHED = 64 * 1024 * 1024
-"""Bytes of the cached states."""
-_STRIPES = 1024
 
 
 class JobCache:

@@ -44,6 +44,8 @@ _view = TypeAdapter(AllocationView)
 _member_view = TypeAdapter(MemberView)
 allocation_body = JsonBody(AllocationBody)
 registration_body = JsonBody(RegistrationBody)
+decision_router = APIRouter(prefix="/jobs/{job}/decision", tags=["decision"])
+decision_body = JsonBody(DecisionBody)
 
 
 @router.put(
@@ -153,10 +155,6 @@ async def register(service: Service, job: str, replica: int, body: RegistrationB
     stored = await service.register(job, registration)
     view = stored.rendezvous.member_view(stored.version, registration.instance)
     return _member_view.dump_json(replace(view, heartbeat_interval=service.heartbeats.interval))
-
-
-decision_router = APIRouter(prefix="/jobs/{job}/decision", tags=["decision"])
-decision_body = JsonBody(DecisionBody)
 
 
 class DecisionNotFoundError(JobNotFoundError):

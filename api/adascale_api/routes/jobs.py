@@ -36,9 +36,18 @@ from adascale_core.messages.registration import Registration
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.views.jobs import GenerationsView, JobChanges, JobList, JobView, ReplicaView
 
+JOBS_TOGETHER = 25
+"""Jobs whose latest reports and step times are read together."""
+_STEP_TIME_SIZE = 150
+"""Bytes of a step time in an answer, approximately."""
+
+logger = logging.getLogger(__name__)
+
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 spec_body = JsonBody(JobSpecBody)
 _job_list, _job_view = TypeAdapter(JobList), TypeAdapter(JobView)
+changes_router = APIRouter(tags=["jobs"])
+_job_changes = TypeAdapter(JobChanges)
 
 
 @router.get("", summary="List all jobs", response_model=JobList, responses=errors(401, 403, 422, 500, 503))
@@ -137,12 +146,6 @@ async def get_generations(service: ServiceOf, job: JobId) -> GenerationsView:
     return await service.database.read(query, is_long=True)
 
 
-logger = logging.getLogger(__name__)
-
-changes_router = APIRouter(tags=["jobs"])
-_job_changes = TypeAdapter(JobChanges)
-
-
 @changes_router.get(
     "/changes",
     summary="Read the jobs that have changed, and optionally wait for a change",
@@ -189,12 +192,6 @@ async def get_changes(
 
     changes = await service.database.read(query, is_long=True) if found else JobChanges([], [], since)
     return answer(_job_changes, changes, shows_all=shows_all)
-
-
-JOBS_TOGETHER = 25
-"""Jobs whose latest reports and step times are read together."""
-_STEP_TIME_SIZE = 150
-"""Bytes of a step time in an answer, approximately."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,13 @@ HEADERS = {
     # A later version of the service has other files with the same names.
     "Cache-Control": "no-cache",
 }
+MAX_USAGE_SECONDS = 366 * 86400
+MAX_POINTS = 1000
+LISTED = 8
+"""Jobs or namespaces whose use is listed; the use of the others is summed."""
+router = APIRouter(tags=["page"])
+files_router = APIRouter()
+"""The files of the page, which hold no data."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +63,6 @@ def load_page() -> dict[str, PageFile]:
     return found
 
 
-MAX_USAGE_SECONDS = 366 * 86400
-MAX_POINTS = 1000
-LISTED = 8
-"""Jobs or namespaces whose use is listed; the use of the others is summed."""
-
-router = APIRouter(tags=["page"])
-files_router = APIRouter()
-"""The files of the page, which hold no data."""
 _files = cache(load_page)
 
 

@@ -19,6 +19,25 @@ from adascale_api.data.store import jobs, reports
 from adascale_api.errors import UnavailableError
 from adascale_core.views.job_summary import JobSummary, summarize
 
+MAX_CLIENTS = 64
+"""Clients with a token at the same time, and as many without one."""
+MAX_JOBS = 5000
+"""Jobs in the stream, the first by id."""
+MIN_INTERVAL = 1.0
+"""Seconds between two reads of the jobs."""
+BYTES_PER_SECOND = 128 * 1024
+"""Of all summaries: many jobs are read less frequently."""
+KEEP_ALIVE = 15.0
+"""Seconds without an event after which a comment is sent."""
+MAX_SECONDS = 3600.0
+"""Seconds after which a stream ends, so that a client whose token has expired has to connect again."""
+PAGE_SIZE = 500
+"""Jobs that are read in one transaction."""
+PIECE = 64 * 1024
+"""Bytes of an event that are sent together: the next piece follows once a client has read most of it."""
+
+logger = logging.getLogger(__name__)
+
 
 class Follower:
     """A client that follows a stream."""
@@ -66,26 +85,6 @@ class Followers:
         oldest = next(each for each in self._followers if each.address == most)
         self.remove(oldest)
         oldest.is_ended = True
-
-
-MAX_CLIENTS = 64
-"""Clients with a token at the same time, and as many without one."""
-MAX_JOBS = 5000
-"""Jobs in the stream, the first by id."""
-MIN_INTERVAL = 1.0
-"""Seconds between two reads of the jobs."""
-BYTES_PER_SECOND = 128 * 1024
-"""Of all summaries: many jobs are read less frequently."""
-KEEP_ALIVE = 15.0
-"""Seconds without an event after which a comment is sent."""
-MAX_SECONDS = 3600.0
-"""Seconds after which a stream ends, so that a client whose token has expired has to connect again."""
-PAGE_SIZE = 500
-"""Jobs that are read in one transaction."""
-PIECE = 64 * 1024
-"""Bytes of an event that are sent together: the next piece follows once a client has read most of it."""
-
-logger = logging.getLogger(__name__)
 
 
 class JobFeed:

@@ -33,6 +33,8 @@ MAX_GENERATIONS = 1000
 MAX_SILENCE = 60.0
 """Seconds without a report after which a generation that ends is taken to have ended with its last report:
 the service, or all replicas, had stopped then."""
+MAX_USED = 50_000
+"""Generations that the use of the cluster is computed from, the latest."""
 
 logger = logging.getLogger(__name__)
 
@@ -326,6 +328,60 @@ def _page(transaction: Transaction, rows: list[tuple[str, int, int]], limit: int
     return JobPage(found, done if len(rows) > limit else None)
 
 
+# -- generations and decisions ---------------------------------------------------------------------------
+
+
+def generations(transaction: Transaction, job: StoredJob) -> list[GenerationView]:
+    """Return the generations of a job that are kept, the latest last."""
+    views: list[GenerationView] = []
+    steps = {generation: times for generation, *times in transaction.all(_STEPS, key=job.key)}
+    last_step: float | None = None
+    disruptions = failures = 0
+    for generation, replicas, started_at, ended_at, *counts in transaction.all(_GENERATIONS, key=job.key):
+        if not views and generation > 1:
+            disruptions, failures = counts  # earlier ones are not kept
+        cause = GenerationCause.START
+        if counts[1] > failures:
+            cause = GenerationCause.FAILURE
+        elif counts[0] > disruptions:
+            cause = GenerationCause.DISRUPTION
+        elif views and views[-1].ended_at == started_at:
+            cause = GenerationCause.CHANGE
+        disruptions, failures = counts
+        without_step: float | None = None
+        if generation in steps:
+            first, last = steps[generation]
+            if last_step is not None and cause is not GenerationCause.START:
+                without_step = downtime(last_step, first)
+            last_step = last
+        views.append(GenerationView(generation, replicas, cause, started_at, ended_at, without_step))
+    return views
+
+
+def used_replicas(transaction: Transaction, since: float, now: float) -> list[UsedReplicas]:
+    """Return the replicas that all jobs have used since a time."""
+    rows = transaction.all(_USED, since=since, now=now, silent=now - MAX_SILENCE, limit=MAX_USED)
+    return [UsedReplicas(*row) for row in rows]
+
+
+def store_decision(transaction: Transaction, decision: DecisionView) -> None:
+    """Store the decision about a job in place of the last one."""
+    key = lock(transaction, decision.job)
+    text = json.dumps(decision.to_json(), separators=(",", ":"))
+    transaction.execute(_UPSERT_DECISION, key=key, decision=text)
+
+
+def find_decision(transaction: Transaction, job: StoredJob) -> DecisionView | None:
+    """Return the last decision about a job; None if there is none."""
+    row = transaction.first(_FIND_DECISION, key=job.key)
+    if row is None:
+        return None
+    try:
+        return DecisionView.from_json(json.loads(row[0]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnreadableJobError(job.id, error) from error
+
+
 _FIND = Sql("SELECT key, version FROM jobs WHERE id = :id")
 _LOCK = Sql("SELECT key, version FROM jobs WHERE id = :id", lock=True)
 _LOAD = Sql("SELECT created_at, version, spec, rendezvous FROM jobs WHERE key = :key")
@@ -402,45 +458,6 @@ _REMOVE_ROWS = [
     )
     for table in OF_A_JOB
 ]
-
-
-MAX_USED = 50_000
-"""Generations that the use of the cluster is computed from, the latest."""
-
-
-def generations(transaction: Transaction, job: StoredJob) -> list[GenerationView]:
-    """Return the generations of a job that are kept, the latest last."""
-    views: list[GenerationView] = []
-    steps = {generation: times for generation, *times in transaction.all(_STEPS, key=job.key)}
-    last_step: float | None = None
-    disruptions = failures = 0
-    for generation, replicas, started_at, ended_at, *counts in transaction.all(_GENERATIONS, key=job.key):
-        if not views and generation > 1:
-            disruptions, failures = counts  # earlier ones are not kept
-        cause = GenerationCause.START
-        if counts[1] > failures:
-            cause = GenerationCause.FAILURE
-        elif counts[0] > disruptions:
-            cause = GenerationCause.DISRUPTION
-        elif views and views[-1].ended_at == started_at:
-            cause = GenerationCause.CHANGE
-        disruptions, failures = counts
-        without_step: float | None = None
-        if generation in steps:
-            first, last = steps[generation]
-            if last_step is not None and cause is not GenerationCause.START:
-                without_step = downtime(last_step, first)
-            last_step = last
-        views.append(GenerationView(generation, replicas, cause, started_at, ended_at, without_step))
-    return views
-
-
-def used_replicas(transaction: Transaction, since: float, now: float) -> list[UsedReplicas]:
-    """Return the replicas that all jobs have used since a time."""
-    rows = transaction.all(_USED, since=since, now=now, silent=now - MAX_SILENCE, limit=MAX_USED)
-    return [UsedReplicas(*row) for row in rows]
-
-
 _GENERATIONS = Sql(
     """
     SELECT generation, replicas, started_at, ended_at, disruptions, failures
@@ -458,26 +475,6 @@ _USED = Sql(
     ORDER BY started_at DESC LIMIT :limit
     """
 )
-
-
-def store_decision(transaction: Transaction, decision: DecisionView) -> None:
-    """Store the decision about a job in place of the last one."""
-    key = lock(transaction, decision.job)
-    text = json.dumps(decision.to_json(), separators=(",", ":"))
-    transaction.execute(_UPSERT_DECISION, key=key, decision=text)
-
-
-def find_decision(transaction: Transaction, job: StoredJob) -> DecisionView | None:
-    """Return the last decision about a job; None if there is none."""
-    row = transaction.first(_FIND_DECISION, key=job.key)
-    if row is None:
-        return None
-    try:
-        return DecisionView.from_json(json.loads(row[0]))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UnreadableJobError(job.id, error) from error
-
-
 _UPSERT_DECISION = Sql(
     """
     INSERT INTO decisions (job_key, decision) VALUES (:key, :decision)

@@ -16,6 +16,10 @@ from adascale_core.rendezvous import rendezvous
 
 MAX_LOGS = 16
 """Logs of a job that are kept, the latest: one shows why a program fails, and all replicas fail alike."""
+Received = Mapping[tuple[int, int], str]
+"""(job key, replica) -> the agent that sent a heartbeat."""
+Counts = dict[tuple[int, int], tuple[str, int]]
+"""(job key, replica) -> the agent, and how many heartbeats were counted."""
 
 
 def register(transaction: Transaction, job_id: str, registration: Registration, now: float) -> Transition:
@@ -71,6 +75,23 @@ def jobs_with_logs(transaction: Transaction, after: str, last: str) -> frozenset
     return frozenset(key for (key,) in transaction.all(_WITH_LOGS, after=after, last=last))
 
 
+def add_heartbeats(transaction: Transaction, received: Received) -> None:
+    """Count the heartbeats that this service has received since it last did."""
+    # In order, so that two services lock rows in the same order.
+    for (key, replica), instance in sorted(received.items()):
+        transaction.execute(_ADD, key=key, replica=replica, instance=instance)
+
+
+def count_heartbeats(transaction: Transaction) -> Counts:
+    """Return the heartbeats that all services have counted."""
+    return {(key, replica): (instance, beats) for key, replica, instance, beats in transaction.all(_COUNTS)}
+
+
+def remove_ended_heartbeats(transaction: Transaction) -> None:
+    """Remove the counts of jobs that are complete or deleted; a service may add some after the end."""
+    transaction.execute(_REMOVE_ENDED)
+
+
 _WITH_LOGS = Sql(
     """
     SELECT key FROM jobs
@@ -95,31 +116,6 @@ _REMOVE_OLD_LOGS = Sql(
     )
     """
 )
-
-
-Received = Mapping[tuple[int, int], str]
-"""(job key, replica) -> the agent that sent a heartbeat."""
-Counts = dict[tuple[int, int], tuple[str, int]]
-"""(job key, replica) -> the agent, and how many heartbeats were counted."""
-
-
-def add_heartbeats(transaction: Transaction, received: Received) -> None:
-    """Count the heartbeats that this service has received since it last did."""
-    # In order, so that two services lock rows in the same order.
-    for (key, replica), instance in sorted(received.items()):
-        transaction.execute(_ADD, key=key, replica=replica, instance=instance)
-
-
-def count_heartbeats(transaction: Transaction) -> Counts:
-    """Return the heartbeats that all services have counted."""
-    return {(key, replica): (instance, beats) for key, replica, instance, beats in transaction.all(_COUNTS)}
-
-
-def remove_ended_heartbeats(transaction: Transaction) -> None:
-    """Remove the counts of jobs that are complete or deleted; a service may add some after the end."""
-    transaction.execute(_REMOVE_ENDED)
-
-
 _ADD = Sql(
     """
     INSERT INTO heartbeats (job_key, replica, instance, beats) VALUES (:key, :replica, :instance, 1)
