@@ -118,6 +118,15 @@ def test_a_namespace_is_prepared_before_each_job_that_has_pods_is_created() -> N
     assert prepared == [("team", []), ("team", ["digits"])]
 
 
+def test_a_job_that_is_deregistered_already_is_no_error() -> None:
+    """The jobs of the metrics service may be a moment older than the last call."""
+    world = World()
+    applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
+    actions = Actions({}, status_is_urgent=False, status_changed=False, deregister=True)
+    asyncio.run(applier.apply(training_job(), actions))
+    assert world.writes == ["deregister team.digits"]
+
+
 def job_without_indexed_jobs() -> ObservedJob:
     """Return a job with extra pods, whose Indexed Jobs do not exist yet."""
     resource = job((1, 2), opportunistic=OpportunisticSettings("spare"))

@@ -137,6 +137,8 @@ class FakeService:
     def delete_job(self, job_id: str) -> None:
         """As `AllocationService.delete_job`."""
         self._before_write(f"deregister {job_id}")
+        if self._created_at is None:
+            raise ServiceRefusedError(f"job {job_id} does not exist", 404)
         self.lose_data()
 
     def allocate(self, job_id: str, allocation: Allocation) -> AllocationView:

@@ -120,7 +120,7 @@ class Applier:
         job, applied = observed.resource, Applied()
         await self._write_status(observed, actions)
         if actions.deregister:
-            await asyncio.to_thread(self._service.delete_job, job.id)
+            await self._deregister(job.id)
             return applied
         if actions.declare is not None:
             await self._declare(job.id, actions.declare)
@@ -157,6 +157,14 @@ class Applier:
             logger.debug("%s: the decision is not stored: %s", decision.job, error)
             return False
         return True
+
+    async def _deregister(self, job_id: str) -> None:
+        try:
+            await asyncio.to_thread(self._service.delete_job, job_id)
+        except ServiceRefusedError as error:
+            # The view of it was older than the last call.
+            if error.status != 404:
+                raise
 
     async def _declare(self, job_id: str, spec: JobSpec) -> None:
         await asyncio.to_thread(self._service.declare_job, job_id, spec)
