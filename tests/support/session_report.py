@@ -9,8 +9,8 @@ import json
 import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ class SessionReport:
     """A plugin of pytest that adds up the times of files, and collects failures."""
 
     def __init__(self) -> None:
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._failures: dict[str, list[str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -59,20 +59,21 @@ def _summary(report: pytest.TestReport) -> Iterator[str]:
         yield from text[found[-1] : found[-1] + 3]
 
 
-def _table(seconds: Counter[str]) -> Iterator[str]:
+def _table(seconds: Mapping[str, float]) -> Iterator[str]:
     total = sum(seconds.values())
-    for file, own in seconds.most_common(SLOWEST):
+    for file, own in sorted(seconds.items(), key=lambda item: -item[1])[:SLOWEST]:
         yield f"{own:8.1f} s  {own / total:4.0%}  {file}"
     yield f"{total:8.1f} s        all {len(seconds)} files, in the processes that ran them"
 
 
 def print_reports(lines: Iterable[str]) -> None:
     """Print the slowest files and the failures of several runs."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     failures: dict[str, list[str]] = {}
     for line in lines:
         own, failed = json.loads(line)
-        seconds.update(own)
+        for file, time in own.items():
+            seconds[file] += time
         failures |= failed
     print(f"== the slowest {SLOWEST} files of tests", *_table(seconds), sep="\n")
     for name, summary in failures.items():
