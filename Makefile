@@ -89,11 +89,12 @@ test-lowest: $(LOWEST_READY) ## run fast tests with the lowest versions of torch
 	$(LOWEST_VENV)/bin/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(LOWEST_TESTS)
 
 .PHONY: check
-check: $(READY) ## check format, lint, types and imports
+check: $(READY) ## check format, lint, types, imports and sizes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/limits.py
 
 .PHONY: format
 format: $(READY) ## format the code
