@@ -6,7 +6,9 @@ import io
 import os
 import pty
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
@@ -17,7 +19,13 @@ from adascale_controller.job_definition import JobDefinition
 from adascale_controller.job_overview import format_result
 from adascale_controller.job_preview import render_valid_replicas
 from adascale_controller.local import display as displays
-from adascale_controller.local.display import LiveDisplay, PlainDisplay, RunStatus, open_display
+from adascale_controller.local.display import (
+    LiveDisplay,
+    OutputConsole,
+    PlainDisplay,
+    RunStatus,
+    open_display,
+)
 from adascale_controller.local.run_report import GenerationSummary, Range, generations_table, repeated_steps
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport
@@ -63,6 +71,33 @@ def test_a_run_continues_when_its_terminal_is_closed() -> None:
         display.update(STATUS)
         display.message("Received SIGHUP: saving and stopping")
         display.close()
+
+
+@pytest.mark.parametrize("is_stderr_closed", [False, True])
+def test_a_run_continues_on_stderr_when_the_reader_of_its_pipe_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_stderr_closed: bool
+) -> None:
+    closed_reader, closed_pipe = os.pipe()
+    os.close(closed_reader)
+    reader, pipe = os.pipe()
+    shown = tmp_path / "stderr"
+    with (
+        open(pipe, "w") as output,  # noqa: PTH123
+        open(closed_pipe, "w") if is_stderr_closed else shown.open("w") as stderr,  # noqa: PTH123
+    ):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        display = open_display(OutputConsole(file=output))
+        display.message("Training")
+        os.close(reader)
+        display.message("Interrupted: saving and stopping")
+        display.message("Saved")
+        display.close()
+    if not is_stderr_closed:
+        assert shown.read_text().splitlines() == [
+            "adascale: the run goes on, with its output here: stdout cannot be written (Broken pipe)",
+            "   0:00  Interrupted: saving and stopping",
+            "   0:00  Saved",
+        ]
 
 
 def test_the_status_fits_80_columns() -> None:

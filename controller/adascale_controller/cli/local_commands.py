@@ -24,7 +24,7 @@ from adascale_controller.formatting import count, plural
 from adascale_controller.job_overview import render_list
 from adascale_controller.job_preview import describe_deadline, render_valid_replicas
 from adascale_controller.jobfile import load_job
-from adascale_controller.local.display import open_display
+from adascale_controller.local.display import OutputConsole, open_display
 from adascale_controller.local.job_status import read_status
 from adascale_controller.local.local_jobs import (
     LocalJob,
@@ -148,7 +148,7 @@ def run(
     """
     options = RunOptions(replicas, until, state_dir, port, fresh)
     job = load_job(file)
-    raise typer.Exit(run_job(job, options, open_display(Console(highlight=False))))
+    raise typer.Exit(run_job(job, options, open_display(OutputConsole(highlight=False))))
 
 
 def ui(

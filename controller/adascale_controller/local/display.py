@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +22,14 @@ from adascale_core.messages.reports import GainReport
 
 PLAIN_INTERVAL = 10.0
 """Seconds between two status lines where the output is not a terminal."""
+
+
+class OutputConsole(Console):
+    """A console whose closed pipe is an error; for rich it is a reason to exit."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error."""
+        raise
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class _MessagePrinter:
 
     def message(self, text: str, style: str = "") -> None:
         """Print a message, with the time since the start of the run."""
-        with self._terminal():
+        with self._output():
             self._print_message(text, style)
 
     def _print_message(self, text: str, style: str) -> None:
@@ -81,22 +89,36 @@ class _MessagePrinter:
 
     def print(self, renderable: RenderableType) -> None:
         """Print something without the time."""
-        with self._terminal():
+        with self._output():
             self._console.print(renderable)
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._started_at
 
     @contextmanager
-    def _terminal(self) -> Iterator[None]:
-        """Discard the output from now on if the terminal is closed. The run continues, or saves and stops."""
+    def _output(self) -> Iterator[None]:
+        """Keep the run going if the output cannot be written: its reader has ended, or its disk is full."""
         try:
             yield
         except OSError as error:
-            if error.errno != errno.EIO:
-                raise
+            self._continue_elsewhere(error)
+
+    def _continue_elsewhere(self, error: OSError) -> None:
+        """Write to stderr from now on, or, if the output was a terminal or stderr is closed too, nowhere."""
+        output, stderr = self._console.file.fileno(), sys.stderr.fileno()
+        note = (
+            f"adascale: the run goes on, with its output here: stdout cannot be written ({error.strerror})\n"
+        )
+        try:
+            if self._console.is_terminal:
+                raise error
+            os.write(stderr, note.encode())
+            os.dup2(stderr, output)
+        except OSError:
             with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
-                os.dup2(nowhere.fileno(), self._console.file.fileno())
+                os.dup2(nowhere.fileno(), output)
+        with self._console.capture():
+            pass  # Discards what rich would write again: the file still has it in its buffer.
 
 
 class LiveDisplay(_MessagePrinter):
@@ -109,14 +131,14 @@ class LiveDisplay(_MessagePrinter):
 
     def update(self, status: RunStatus) -> None:
         """Show the newest status."""
-        with self._terminal():
+        with self._output():
             if not self._live.is_started:
                 self._live.start()
             self._live.update(Padding(Group(*_status_lines(status)), (1, 0, 0, 2)), refresh=True)
 
     def close(self) -> None:
         """Remove the status."""
-        with self._terminal():
+        with self._output():
             self._live.stop()
 
 
