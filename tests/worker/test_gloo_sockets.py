@@ -1,11 +1,14 @@
 """Connections of a process group over which nothing arrives any more."""
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from adascale_worker.membership import gloo
 from chaos import network
 
 WAITS = """
@@ -60,6 +63,34 @@ except RuntimeError as error:
 os.kill(child, 9)
 os._exit(0)
 """
+
+
+def connection(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a connection over TCP."""
+    return socket.create_connection(listener.getsockname()), listener.accept()[0]
+
+
+def test_a_socket_that_gets_the_number_of_a_closed_one_is_not_shut_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        before = gloo.open_sockets()
+        (one, its_peer), duplicate = connection(listener), os.dup
+        sockets = gloo.open_sockets() - before
+        other, peer = connection(listener)
+
+        def dup(descriptor: int) -> int:
+            """Another thread closes a connection of the group at the last moment, and opens another one."""
+            if descriptor in (one.fileno(), its_peer.fileno()):
+                os.dup2(other.fileno(), descriptor)
+            return duplicate(descriptor)
+
+        with one, its_peer, other, peer:
+            monkeypatch.setattr(os, "dup", dup)
+            gloo.shut_down(sockets)
+            monkeypatch.undo()
+            peer.send(b".")
+            assert other.recv(1) == b"."
 
 
 @pytest.mark.slow

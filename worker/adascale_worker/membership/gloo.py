@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -43,8 +44,8 @@ def open_sockets() -> frozenset[tuple[int, str]]:
 def listening_ports(sockets: Iterable[tuple[int, str]]) -> list[int]:
     """Return the ports on which TCP sockets among `sockets` listen."""
     ports = []
-    for descriptor, _ in sockets:
-        with contextlib.suppress(OSError), _borrowed(descriptor) as borrowed:
+    for each in sockets:
+        with contextlib.suppress(OSError), _borrowed(*each) as borrowed:
             if _is_tcp(borrowed) and _listens(borrowed):
                 ports.append(int(borrowed.getsockname()[1]))
     return ports
@@ -54,10 +55,10 @@ def connected_to(sockets: Iterable[tuple[int, str]], ports: Iterable[int]) -> fr
     """Return the TCP connections among `sockets` that have one of `ports` at one end."""
     wanted = set(ports)
     found = set()
-    for descriptor, inode in sockets:
-        with contextlib.suppress(OSError), _borrowed(descriptor) as borrowed:
+    for each in sockets:
+        with contextlib.suppress(OSError), _borrowed(*each) as borrowed:
             if _is_tcp(borrowed) and {borrowed.getsockname()[1], borrowed.getpeername()[1]} & wanted:
-                found.add((descriptor, inode))
+                found.add(each)
     return frozenset(found)
 
 
@@ -67,8 +68,8 @@ def keep_alive(sockets: Iterable[tuple[int, str]], seconds: float) -> None:
     Heartbeats go to rank 0 only, so they do not notice that two others have lost their connection. They
     notice silence after `seconds`, and name the replica, so this waits half as long again.
     """
-    for descriptor, _ in sockets:
-        with contextlib.suppress(OSError), _borrowed(descriptor) as borrowed:
+    for each in sockets:
+        with contextlib.suppress(OSError), _borrowed(*each) as borrowed:
             # The kernel of the other host answers also while its process is busy.
             borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in (
@@ -82,22 +83,25 @@ def keep_alive(sockets: Iterable[tuple[int, str]], seconds: float) -> None:
 
 
 def shut_down(sockets: Iterable[tuple[int, str]]) -> None:
-    """Shut the connections `sockets` down, so that nothing waits for them. Their owner closes them.
-
-    A descriptor that belongs to another socket by now is left alone.
-    """
-    for descriptor, inode in sockets:
-        with contextlib.suppress(OSError):
-            if str((_DESCRIPTORS / str(descriptor)).readlink()) == inode:
-                with _borrowed(descriptor) as borrowed:
-                    # Gloo ends the process if it cannot accept a connection.
-                    if _is_tcp(borrowed) and not _listens(borrowed):
-                        borrowed.shutdown(socket.SHUT_RDWR)
+    """Shut the connections `sockets` down, so that nothing waits for them. Their owner closes them."""
+    for each in sockets:
+        with contextlib.suppress(OSError), _borrowed(*each) as borrowed:
+            # Gloo ends the process if it cannot accept a connection.
+            if _is_tcp(borrowed) and not _listens(borrowed):
+                borrowed.shutdown(socket.SHUT_RDWR)
 
 
-def _borrowed(descriptor: int) -> socket.socket:
-    """Return a socket of its own on a duplicate of `descriptor`."""
-    return socket.socket(fileno=os.dup(descriptor))
+def _borrowed(descriptor: int, inode: str) -> socket.socket:
+    """Return a socket on a duplicate of `descriptor`; `OSError` if that belongs to another socket by now."""
+    duplicate = os.dup(descriptor)
+    try:
+        # Of the duplicate, because another thread may close the descriptor and get its number at any time.
+        if str((_DESCRIPTORS / str(duplicate)).readlink()) != inode:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
 
 
 def _listens(borrowed: socket.socket) -> bool:
