@@ -502,19 +502,35 @@ def test_extra_pods_grow_within_the_quota_of_their_queue(
     assert (cluster.status["disruptions"], cluster.status["extraReplicas"]) == (0, 2)
 
 
-def test_gated_extra_pods_keep_no_nodes_for_long() -> None:
+@pytest.mark.parametrize(
+    ("placed", "limit"),
+    [pytest.param(2, None, id="all placed train"), pytest.param(3, 3, id="one waits on its node")],
+)
+def test_gated_extra_pods_keep_no_nodes_for_long_and_may_wait_without(placed: int, limit: int | None) -> None:
     gated = PodProblem(Reason.SCHEDULING_GATED, "waiting for Kueue to reserve the quota of more replicas")
-    pods = [pod(0), pod(1), pod(2, node=None, phase="Pending", problem=gated)]
-    extra = indexed_job(2, uid="extra-uid", first=1, of="digits", queue="spare", is_elastic=True)
+    pods = [pod(rank) for rank in range(placed)]
+    pods += [pod(rank, node=None, phase="Pending", problem=gated) for rank in range(placed, 4)]
+    extra = indexed_job(3, uid="extra-uid", first=1, of="digits", queue="spare", is_elastic=True)
     template = {"spec": {"containers": [{"name": "worker"}]}}
-    made = replace(job((2, 3), opportunistic=SETTINGS), template=template)
-    growing = observed(made, view((2, 3), (1, 2)), indexed_job(1), pods, extra_job=extra)
+    made = replace(job((2, 4), opportunistic=SETTINGS), template=template)
+    growing = observed(made, view((2, 4), (1, 2)), indexed_job(1), pods, extra_job=extra)
     scheduler = Scheduler()
     for moment in (NOW, NOW + placement_backoff.TIMEOUT_TRAINING):
         scheduler.update(replace(growing, now=moment))
     failed = scheduler.failed_placement(replace(growing, now=NOW + placement_backoff.TIMEOUT_TRAINING))
-    assert failed is not None
-    assert (failed.count, failed.limit, failed.reason) == (3, 2, Reason.SCHEDULING_GATED)
+    expected = None if limit is None else (4, limit, Reason.SCHEDULING_GATED)
+    assert (failed and (failed.count, failed.limit, failed.reason)) == expected
+
+
+@pytest.mark.parametrize(("count", "is_deleted"), [(4, False), (2, True)])
+def test_evicted_extra_pods_of_another_count_wait_in_another_job(count: int, is_deleted: bool) -> None:
+    """Kueue never resumes an elastic Job that is resized while it is suspended."""
+    extra = indexed_job(
+        3, uid="extra-uid", first=1, of="digits", queue="spare", is_elastic=True, suspended=True
+    )
+    made = job((1, 4), opportunistic=SETTINGS)
+    evicted = observed(made, view((1, 4), (1, 1)), indexed_job(1), [pod(0)], extra_job=extra)
+    assert actions_for(evicted, count).delete_extra_job == is_deleted
 
 
 @pytest.mark.parametrize(("extra", "shown"), [(True, [False, False, True]), (False, [True, True, True])])

@@ -427,7 +427,9 @@ def _deletes_extra_job(observed: ObservedJob, assessment: Assessment, size: int 
         return is_useless and not extra.finished and _stops_extra_job(observed, assessment)
     # Whoever has suspended one that is in no queue finds it suspended.
     is_kept = extra.suspended and extra.queue is None and assessment.phase is JobPhase.RUNNABLE
-    return (size == 0 and not is_kept) or extra.failed is not None
+    # See `_queues_again`.
+    is_resized_in_queue = extra.suspended and extra.is_elastic and size not in (None, extra.parallelism)
+    return (size == 0 and not is_kept) or is_resized_in_queue or extra.failed is not None
 
 
 def _stops_extra_job(observed: ObservedJob, assessment: Assessment) -> bool:

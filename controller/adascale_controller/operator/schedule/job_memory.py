@@ -113,7 +113,8 @@ class JobMemory:
         ):
             # It does not fit yet, and that has a timeout of its own.
             problem = None
-        if problem is not None and problem.reason is Reason.SCHEDULING_GATED and observed.core is None:
+        keeps_nodes = observed.core is not None and len(ready) > observed.training_replicas
+        if problem is not None and problem.reason is Reason.SCHEDULING_GATED and not keeps_nodes:
             # It waits in a queue, as long as its quota allows it. Extra pods may not keep nodes so long.
             problem = None
 
