@@ -27,7 +27,7 @@ from adascale_controller.cli.connections import (
     open_cluster,
     select_cluster,
 )
-from adascale_controller.cluster.api import ApiServerError, ClusterTarget
+from adascale_controller.cluster.api import ClusterAccessError, ClusterTarget
 from adascale_controller.explanations import render_decision
 from adascale_controller.gain_summary import GainLines, LiveGain, render_gain, watch_gain
 from adascale_controller.job_overview import render_status
@@ -71,7 +71,7 @@ def _show_cluster(target: ClusterTarget, job: str, output: Output, system_namesp
         view: JobView | None = None
         try:
             view = connection.metrics(system_namespace).get_job(found.id)
-        except (ServiceError, ApiServerError) as error:
+        except (ServiceError, ClusterAccessError) as error:
             # The status of the AdaScaleJob has all but the states of single replicas.
             typer.echo(f"adascale: the replicas are not shown: {error}", err=True)
         details = found.details(view, connection.api.context)

@@ -21,35 +21,35 @@ CALL_TIMEOUT = 15.0
 """Seconds to wait for an answer."""
 
 
-class ApiServerError(AdaScaleError):
+class ClusterAccessError(AdaScaleError):
     """A call to the API server failed."""
 
 
-class KubeconfigError(ApiServerError):
+class KubeconfigError(ClusterAccessError):
     """No configuration names a cluster that can be used."""
 
     exit_code = 2
 
 
-class ApiServerUnreachableError(ApiServerError):
+class ApiServerUnreachableError(ClusterAccessError):
     """The API server does not answer."""
 
     exit_code = EXIT_SERVICE_UNAVAILABLE
 
 
-class CredentialsError(ApiServerError):
+class CredentialsError(ClusterAccessError):
     """The API server does not know the user."""
 
 
-class NotPermittedError(ApiServerError):
+class NotPermittedError(ClusterAccessError):
     """The user lacks a right."""
 
 
-class NotInstalledError(ApiServerError):
+class NotInstalledError(ClusterAccessError):
     """The cluster does not know AdaScaleJobs."""
 
 
-class RejectedError(ApiServerError):
+class RejectedError(ClusterAccessError):
     """The API server answers with another error status.
 
     Args:
@@ -73,7 +73,7 @@ class ClusterTarget:
 
 
 class Api(Protocol):
-    """The API server, with the rights of the user. Reads raise a `ApiServerError`."""
+    """The API server, with the rights of the user. Reads raise a `ClusterAccessError`."""
 
     @property
     def context(self) -> str:

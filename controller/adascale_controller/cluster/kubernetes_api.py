@@ -25,8 +25,8 @@ from yaml import YAMLError
 
 from adascale_controller.cluster.api import (
     CALL_TIMEOUT,
-    ApiServerError,
     ApiServerUnreachableError,
+    ClusterAccessError,
     ClusterTarget,
     CredentialsError,
     KubeconfigError,
@@ -141,7 +141,7 @@ class KubernetesApi:
     def _place(self) -> str:
         return f"context {self._context}" if self._context else "this pod's service account"
 
-    def _unreachable(self, error: Exception) -> ApiServerError:
+    def _unreachable(self, error: Exception) -> ClusterAccessError:
         cause: BaseException = error
         while (inner := cause.__cause__ or cause.__context__) is not None:
             cause = inner
@@ -150,7 +150,7 @@ class KubernetesApi:
             f"the API server {self._api.configuration.host} of {self._place} does not answer: {reason}"
         )
 
-    def _error(self, path: str, status: int, data: bytes) -> ApiServerError:
+    def _error(self, path: str, status: int, data: bytes) -> ClusterAccessError:
         answer = _parsed(data)
         if answer.get("kind") != "Status":
             # Of a service behind the API server, or of the API server about a path that it does not know.

@@ -15,8 +15,8 @@ from adascale_client import MetricsServiceClient, ServiceRefusedError, ServiceUn
 from adascale_controller.cluster.api import (
     CALL_TIMEOUT,
     Api,
-    ApiServerError,
     ApiServerUnreachableError,
+    ClusterAccessError,
     RejectedError,
 )
 from adascale_core import names
@@ -69,7 +69,7 @@ class ProxyTransport:
 
     def _service_error(
         self, error: RejectedError
-    ) -> ApiServerError | ServiceUnreachableError | ServiceRefusedError:
+    ) -> ClusterAccessError | ServiceUnreachableError | ServiceRefusedError:
         reason = _reason(error.message)
         if reason is not None and error.status == 401:
             # The API server passes no token on.
