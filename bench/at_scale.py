@@ -253,7 +253,9 @@ class Measurement:
         arguments = self._arguments
         token_file = self._folder / "token"
         token_file.write_text(TOKEN)
-        with ServiceProcess(self._folder, environ=environment(ADASCALE_TOKEN=TOKEN)) as service:
+        with ServiceProcess(
+            self._folder, environ=environment(ADASCALE_TOKEN=TOKEN), own_interpreter=True
+        ) as service:
             url = f"http://127.0.0.1:{service.port}"
             operator = Operator(
                 *(self._kubeconfig, url, token_file, self._folder), "--lease-namespace", self._namespace
@@ -273,7 +275,7 @@ class Measurement:
                 if operator.process.poll() is not None:
                     sys.exit(f"the operator has ended: {operator.log.splitlines()[-1]}")
                 with self._seen.watching():
-                    self._measure(operator, url, service.process.pid)
+                    self._measure(operator, url, service.pid)
             except BaseException:
                 print(operator.log[-4000:], file=sys.stderr)
                 raise

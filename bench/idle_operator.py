@@ -44,7 +44,7 @@ def measure(api: client.ApiClient, kubeconfig: str, count: int, seconds: float, 
     objects: Any = client.CustomObjectsApi(api)
     token_file = folder / "token"
     token_file.write_text(TOKEN)
-    service = ServiceProcess(folder, environ=environment(ADASCALE_TOKEN=TOKEN))
+    service = ServiceProcess(folder, environ=environment(ADASCALE_TOKEN=TOKEN), own_interpreter=True)
     with fresh_namespace(api) as namespace:
         for number in range(count):
             manifest = job_manifest(f"idle-{number}", suspend=True)
@@ -74,8 +74,7 @@ def measure(api: client.ApiClient, kubeconfig: str, count: int, seconds: float, 
                 print(f"  {kind:<40} {number * 60 / seconds:6.1f} a minute")
         finally:
             operator.stop()
-            service.process.terminate()
-            service.process.wait(10)
+            service.stop()
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import urllib3
 
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
+from support.fast_python import PYTHON, Program
 
 TOKEN = "the-token-of-these-tests"
 TIMEOUT = 30.0
@@ -120,7 +122,10 @@ class Client:
 
 
 class ServiceProcess:
-    """A metrics service with its data in a folder, which outlives it."""
+    """A metrics service with its data in a folder, which outlives it.
+
+    Its process is forked with all imports done, or has an interpreter of its own, so that it can be measured.
+    """
 
     def __init__(
         self,
@@ -131,6 +136,7 @@ class ServiceProcess:
         pass_fds: Sequence[int] = (),
         url: str | None = None,
         runs: Path | None = None,
+        own_interpreter: bool = False,
     ) -> None:
         self.folder = folder
         data = ("--database", url or f"sqlite:///{folder / 'service.db'}")
@@ -138,32 +144,30 @@ class ServiceProcess:
             data = ("--runs", str(runs))
         self._port_file = port_file or folder / f"port-{uuid4().hex}"
         self._log = folder / "service.log"
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(
-                        sys.executable,
-                        "-m",
-                        "adascale_api",
-                        "--port",
-                        "0",
-                        "--port-file",
-                        str(self._port_file),
-                    ),
-                    *data,
-                    *options,
-                ],
-                env=environment(**({"ADASCALE_TOKEN": TOKEN} if environ is None else environ)),
-                stdout=log,
-                stderr=log,
-                pass_fds=pass_fds,
-            )
+        arguments = [
+            "-m",
+            "adascale_api",
+            "--port",
+            "0",
+            "--port-file",
+            str(self._port_file),
+            *data,
+            *options,
+        ]
+        environ = environment(**({"ADASCALE_TOKEN": TOKEN} if environ is None else environ))
+        self._process: Program | subprocess.Popen[bytes]
+        if own_interpreter:
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, *arguments], env=environ, stdout=log, stderr=log, pass_fds=pass_fds
+                )
+        else:
+            self._process = Program(arguments, environ, self._log, pass_fds)
         try:
-            wait_until(lambda: self.process.poll() is not None or self._has_port(), "the start")
-            assert self.process.poll() is None, self.log()
+            wait_until(lambda: self.code is not None or self._has_port(), "the start")
+            assert self.code is None, self.log()
         except AssertionError:
-            self.process.kill()
-            self.process.wait()
+            self.kill()
             raise
         self.port = int(self._port_file.read_text())
 
@@ -173,8 +177,32 @@ class ServiceProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None, self.log()
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None until it has exited."""
+        return self._process.code if isinstance(self._process, Program) else self._process.poll()
+
+    def send_signal(self, number: int) -> None:
+        if self.code is None:
+            os.kill(self.pid, number)
+
+    def stop(self, number: int = signal.SIGTERM) -> int | None:
+        """Send a signal, wait for its end, and return its exit code."""
+        self.send_signal(number)
+        wait_until(lambda: self.code is not None, "the end")
+        return self.code
+
+    def kill(self) -> None:
+        self.stop(signal.SIGKILL)
+        if isinstance(self._process, Program):
+            self._process.close()
 
     def _has_port(self) -> bool:
         # Tests write "1" as the port of an earlier service.
@@ -188,7 +216,7 @@ class ServiceProcess:
 def run_service(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a service that is expected to exit by itself."""
     return subprocess.run(
-        [sys.executable, "-m", "adascale_api", *options],
+        [*PYTHON, "-m", "adascale_api", *options],
         env=environment(**environ),
         capture_output=True,
         text=True,

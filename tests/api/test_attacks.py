@@ -48,16 +48,16 @@ MEMORY_LIMIT = 512 * 1024
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     """A service whose memory is measured at the end of this module's tests."""
-    with ServiceProcess(tmp_path_factory.mktemp("attacked")) as running:
+    with ServiceProcess(tmp_path_factory.mktemp("attacked"), own_interpreter=True) as running:
         yield running
-        assert running.process.poll() is None
+        assert running.code is None
         assert peak_memory(running) < MEMORY_LIMIT / 2
         assert "Traceback" not in running.log()
 
 
 def peak_memory(service: ServiceProcess) -> int:
     """Return the maximum of a service's resident memory so far, in KiB."""
-    status = Path(f"/proc/{service.process.pid}/status")
+    status = Path(f"/proc/{service.pid}/status")
     if not status.exists():
         pytest.skip("needs /proc")
     line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -563,7 +563,7 @@ def test_pages_of_large_jobs_take_bounded_memory(tmp_path: Path) -> None:
     asyncio.run(store_large_jobs(tmp_path / "service.db", count))
     names = {f"default.{number:03}" for number in range(count)}
     names |= {f"default.large-{number:03}" for number in range(count)}
-    with ServiceProcess(tmp_path) as service, Client(service.port) as client:
+    with ServiceProcess(tmp_path, own_interpreter=True) as service, Client(service.port) as client:
         cursor = client.get("/jobs?limit=1")["cursor"]
         for token in (None, TOKEN):
             listed: set[str] = set()
@@ -623,7 +623,8 @@ def test_answers_that_nobody_reads_take_bounded_memory_and_are_closed(
 ) -> None:
     count, clients = 100, 80
     asyncio.run(store_large_jobs(tmp_path / "service.db", count))
-    with ServiceProcess(tmp_path, *(tls.options if tls else ())) as service, ExitStack() as stack:
+    options = tls.options if tls else ()
+    with ServiceProcess(tmp_path, *options, own_interpreter=True) as service, ExitStack() as stack:
         for _ in range(clients):
             path = "/jobs?limit=1000&after=default.large"
             stack.enter_context(unread_answer(service.port, path, tls=tls))
@@ -656,7 +657,11 @@ async def store_jobs(path: Path, count: int) -> None:
 def test_all_kinds_of_costly_requests_at_once_take_bounded_memory(tmp_path: Path) -> None:
     asyncio.run(store_large_jobs(tmp_path / "service.db", 100))
     asyncio.run(store_jobs(tmp_path / "service.db", 3000))
-    with ServiceProcess(tmp_path) as service, Client(service.port) as client, ExitStack() as stack:
+    with (
+        ServiceProcess(tmp_path, own_interpreter=True) as service,
+        Client(service.port) as client,
+        ExitStack() as stack,
+    ):
 
         def send(number: int, text: bytes) -> socket.socket:
             """Send on a new connection, from one of 8 addresses."""

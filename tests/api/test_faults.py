@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -68,8 +67,7 @@ def test_on_a_full_disk_reports_are_refused_first_and_everything_else_goes_on(di
             client.put("/jobs/a/allocation", {"generation": 2, "replicas": 1})["desired"]["generation"] == 2
         )
         client.register("a", a_registration(1))
-        service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(20) == 0
+        assert service.stop() == 0
         assert "Traceback" not in service.log()
     with ServiceProcess(disk) as service, Client(service.port) as client:
         wait_until(lambda: client.call("GET", "/readyz").status == 503, "the readiness probe")
@@ -139,8 +137,7 @@ def test_requests_to_a_locked_database_fail_within_their_deadline_and_so_does_th
             waiting = [threads.submit(post, number) for number in range(30)]
             wait_until(lambda: "database is locked" in service.log(), "the lock")
             started = time.monotonic()
-            service.process.send_signal(signal.SIGTERM)
-            assert service.process.wait(20) == 0
+            assert service.stop() == 0
             assert time.monotonic() - started < 5
             for answer in waiting:
                 assert answer.exception() is not None or answer.result()[0] == 503
@@ -171,8 +168,7 @@ def test_a_damaged_page_is_noticed(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path) as service, Client(service.port) as client:
         for number in range(4):
             client.post_gain(f"a-{number}", *[a_report(step) for step in range(1000)])
-        service.process.terminate()
-        service.process.wait(20)
+        service.stop()
     with (tmp_path / "service.db").open("r+b") as file:
         file.seek(20 * 4096)
         file.write(b"\xab" * 4096 * 5)

@@ -192,8 +192,7 @@ def test_a_protected_page_has_no_data_without_a_token_and_its_stream_ends_with_t
                 assert anyone.call("GET", path).status == 401
         stream = Events(service.port, "the-read-token")
         assert stream.next()[0] == "all"
-        service.process.terminate()
-        assert service.process.wait(20) == 0
+        assert service.stop() == 0
         stream.close()
         assert "Traceback" not in service.log()
 

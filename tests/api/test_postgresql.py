@@ -169,7 +169,7 @@ def test_a_heartbeat_to_any_service_keeps_a_replica(
     for rank, registration in enumerate(running):
         first.register("a", a_registration(rank))
         first.register("a", registration)
-    services[0].process.kill()
+    services[0].kill()
 
     def is_lost() -> bool:
         second.register("a", running[0])

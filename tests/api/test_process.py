@@ -129,7 +129,7 @@ def test_what_was_answered_survives_a_kill(tmp_path: Path, seed: int) -> None:
             return all(answered.values()) and sum(map(len, answered.values())) >= reports_before_kill
 
         wait_until(are_enough, "enough reports")
-        service.process.kill()
+        service.kill()
         for client_loop in posting:
             client_loop.result(30)
     with ServiceProcess(tmp_path) as service, Client(service.port) as client:
@@ -150,9 +150,7 @@ def test_writes_fail_with_503_while_the_disk_is_full_and_succeed_afterwards(tmp_
         pytest.skip("needs prlimit")
     with ServiceProcess(tmp_path) as service, Client(service.port) as client:
         client.post_gain("a", a_report(0))
-        no_limit = resource.prlimit(
-            service.process.pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY)
-        )
+        no_limit = resource.prlimit(service.pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
         stored = 1
         for start in count(1, 100):
             reports = [a_report(step).to_json() for step in range(start, start + 100)]
@@ -163,7 +161,7 @@ def test_writes_fail_with_503_while_the_disk_is_full_and_succeed_afterwards(tmp_
         assert answer.status == 503
         assert "the database is unavailable" in answer.body["error"]
         assert client.get("/jobs/a/gain/history?points=1")["total"] == stored
-        resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, no_limit)
+        resource.prlimit(service.pid, resource.RLIMIT_FSIZE, no_limit)
         wait_until(lambda: client.call("POST", "/jobs/a/gain", reports).status == 200, "room")
         assert client.get("/jobs/a/gain/history?points=1")["total"] == stored + 100
         assert "Traceback" not in service.log()
@@ -186,8 +184,7 @@ def test_a_signal_stops_the_service_and_answers_waiting_requests(
             metric = 'adascale_request_duration_seconds_count{method="GET",route="/jobs/{job}/allocation"'
             wait_until(lambda: open_connections(service) >= 5, "the waiting")
             assert metric not in str(client.call("GET", "/metrics").body)
-        service.process.send_signal(number)
-        assert service.process.wait(10) == 0
+        assert service.stop(number) == 0
         assert [request.result(10) for request in waiting] == [now] * 4
         assert "Traceback" not in service.log()
         assert not list(tmp_path.glob("*.db-wal")), "the database was not closed"
@@ -195,7 +192,7 @@ def test_a_signal_stops_the_service_and_answers_waiting_requests(
 
 def open_connections(service: ServiceProcess) -> int:
     """Return the number of connections that the service has accepted."""
-    folder = Path(f"/proc/{service.process.pid}/fd")
+    folder = Path(f"/proc/{service.pid}/fd")
     if not folder.exists():
         pytest.skip("needs /proc")
     found = -1  # the socket that listens
@@ -211,13 +208,13 @@ def test_thousands_of_agents_may_connect_while_the_service_is_busy(tmp_path: Pat
     if not limit.exists() or int(limit.read_text()) < clients:
         pytest.skip(f"the kernel lets fewer than {clients} connections wait")
     with ServiceProcess(tmp_path) as service, ExitStack() as stack:
-        service.process.send_signal(signal.SIGSTOP)
-        stack.callback(service.process.send_signal, signal.SIGCONT)
+        service.send_signal(signal.SIGSTOP)
+        stack.callback(service.send_signal, signal.SIGCONT)
         connections = [
             stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=10))
             for _ in range(clients)
         ]
-        service.process.send_signal(signal.SIGCONT)
+        service.send_signal(signal.SIGCONT)
         for connection in connections[:: clients // 10]:
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             assert connection.recv(100).startswith(b"HTTP/1.1 200 ")

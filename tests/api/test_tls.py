@@ -65,7 +65,7 @@ def running(folder: Path) -> Iterator[ServiceProcess]:
 def service(running: ServiceProcess, files: TlsFiles) -> Iterator[ServiceProcess]:
     """A service with `files`, and without the jobs of other tests."""
     yield running
-    assert running.process.poll() is None
+    assert running.code is None
     assert "Traceback" not in running.log(), running.log()
     cleaning = client(running, tls_files(files.folder).ca)
     for job in cleaning.list_jobs():
@@ -396,8 +396,7 @@ def test_a_service_with_tls_stops_at_once_with_open_connections(tmp_path: Path, 
         serving = client(service, files.ca)
         serving.register(JOB, a_registration())
         begun = time.monotonic()
-        service.process.terminate()
-        assert service.process.wait(20) == 0, service.log()
+        assert service.stop() == 0, service.log()
         assert time.monotonic() - begun < 15
         assert "Traceback" not in service.log()
         assert "graceful shutdown exceeded" not in service.log()

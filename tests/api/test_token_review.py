@@ -444,8 +444,7 @@ def test_without_the_kubernetes_api_the_service_answers_503_with_retry_after(tmp
             assert client.call("GET", "/jobs").status == 503
         with Client(service.port, None) as nobody:
             assert nobody.get("/jobs")["jobs"] == []
-        service.process.terminate()
-        assert service.process.wait(20) == 0
+        assert service.stop() == 0
         assert "Traceback" not in service.log()
         assert "Unclosed" not in service.log()
         assert token not in service.log()
