@@ -1,6 +1,7 @@
 """Every scheduler of torch.optim.lr_scheduler in the trainer, at scale 1 and where steps overshoot."""
 
 import inspect
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from support.training import FIXED, MakeTrainer, learn, network, samples, sgd
+from adascale.errors import WorkerError
+from support.training import ACCUMULATING, FIXED, MakeTrainer, learn, network, samples, sgd
 
 STEPS = 22
 GAIN = 1.75
@@ -46,11 +48,16 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 
 
 def train(
-    trainer: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: LRScheduler, first: int
+    trainer: Any,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler,
+    first: int,
+    end: int = 10,
 ) -> list[tuple[int, float]]:
     """Train to the end, and return the whole progress and the lr after each step."""
     lrs = []
-    for epoch in range(first, 10):
+    for epoch in range(first, end):
         for _, x, y in trainer.dataloader(samples()):
             optimizer.zero_grad()
             learn(model, x, y)
@@ -86,7 +93,6 @@ def test_a_scheduler_follows_progress_to_the_end_and_is_restored(
         plain.step()
         expected.append(float(plain_optimizer.param_groups[0]["lr"]))
 
-    lrs = []
     for steps in (STEPS // 2, STEPS):
         trainer = make_trainer(**FIXED, scale_invariant_steps=steps, checkpoint_dir=tmp_path)
         model = network()
@@ -94,22 +100,59 @@ def test_a_scheduler_follows_progress_to_the_end_and_is_restored(
         scheduler = SCHEDULERS[name](optimizer)
         state = trainer.program_reentry(model, optimizer, scheduler)
         monkeypatch.setattr(trainer.adascale, "gain", lambda: gain)
-        lrs += train(trainer, model, optimizer, scheduler, state.epoch)
-    assert lrs[-1][0] == (STEPS if gain == 1.0 else 22)
-    assert [lr for _, lr in lrs] == pytest.approx([expected[min(whole, STEPS)] for whole, _ in lrs])
+        lrs = train(trainer, model, optimizer, scheduler, state.epoch)
+        assert lrs[-1][0] == (steps if gain == 1.0 else math.ceil(steps / gain) * gain // 1)
+        assert [lr for _, lr in lrs] == pytest.approx([expected[min(whole, steps)] for whole, _ in lrs])
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["the end is known", "the end is unknown"])
 def test_a_last_step_that_overshoots_ends_a_one_cycle_schedule(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    trainer = make_trainer(**FIXED, scale_invariant_steps=12)
+    trainer = make_trainer(**FIXED, scale_invariant_steps=12 if known else None)
     model = network()
     optimizer = sgd(model)
     scheduler = lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=12)
     trainer.program_reentry(model, optimizer, scheduler)
     monkeypatch.setattr(trainer.adascale, "gain", lambda: 5.0)
+    assert [whole for whole, _ in train(trainer, model, optimizer, scheduler, 0, 2)] == [5, 10, 15]
+    assert scheduler.last_epoch == 12
+
+
+@pytest.mark.parametrize("end", [{"scale_invariant_steps": 12}, {"epochs": 2}])
+def test_a_schedule_is_not_asked_beyond_the_end_of_training(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, end: dict[str, int]
+) -> None:
+    trainer = make_trainer(**FIXED, **end)
+    model = network()
+    optimizer = sgd(model)
+    table = [1.0 / (1 + step) for step in range(13)]
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: table[step])
+    trainer.program_reentry(model, optimizer, scheduler)
+    monkeypatch.setattr(trainer.adascale, "gain", lambda: 5.0)
     assert [whole for whole, _ in train(trainer, model, optimizer, scheduler, 0)] == [5, 10, 15]
     assert scheduler.last_epoch == 12
+
+
+@pytest.mark.parametrize("name", ["CosineAnnealingWarmRestarts", "StepLR"])
+def test_a_position_that_the_program_passes_has_to_come_from_progress(
+    make_trainer: MakeTrainer, name: str
+) -> None:
+    trainer = make_trainer(**ACCUMULATING)
+    model = network()
+    optimizer = sgd(model)
+    scheduler: Any = SCHEDULERS[name](optimizer)
+    trainer.program_reentry(model, optimizer, scheduler)
+    for number, (_, x, y) in enumerate(trainer.dataloader(samples())):
+        optimizer.zero_grad()
+        learn(model, x, y)
+        optimizer.step()
+        if number == 0:
+            with pytest.raises(WorkerError, match=r"step\(0\.5\).*scheduler\.step\(trainer\.progress \* "):
+                scheduler.step(0.5)
+        elif name == "CosineAnnealingWarmRestarts":
+            scheduler.step(trainer.progress / 4)
+            assert scheduler.T_cur == trainer.progress / 4
 
 
 class Wrapper:

@@ -57,6 +57,23 @@ def test_at_the_fixed_size_the_weights_are_those_of_a_plain_loop_bit_for_bit(
     assert trainer.progress == 12
 
 
+def test_a_scheduler_that_steps_before_the_first_optimizer_is_not_late(make_trainer: MakeTrainer) -> None:
+    def step(gan: Gan, index: torch.Tensor) -> dict[str, Any]:
+        between = gan.schedulers["generator"].step
+        gan.learn(samples()[index][1], noise_of(index), loop="generator first", between=between)
+        gan.schedulers["discriminator"].step()
+        return gan.schedulers["generator"].state_dict()
+
+    gan, plain = Gan(), Gan()
+    trainer = make_trainer(**FIXED, epochs=2)
+    gan.enter(trainer)
+    steps = [
+        (index, step(gan, index)) for _ in trainer.epochs() for index, *_ in trainer.dataloader(samples())
+    ]
+    assert [step(plain, index) for index, _ in steps] == [state for _, state in steps]
+    assert equal(gan.parameters(), plain.parameters())
+
+
 def test_gradients_of_micro_batches_are_averaged_for_each_optimizer(make_trainer: MakeTrainer) -> None:
     """The plain loop makes the step of all micro-batches by itself, with the losses in the same order."""
     gan, plain = Gan(adam=False), Gan(adam=False)

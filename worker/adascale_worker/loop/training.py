@@ -122,7 +122,8 @@ class Training:
         self.accumulation = gradients.accumulation
         self.collectives = ProgramCollectives(group, gradients.failure, loop)
 
-        self.feed = feed = DataFeed(bounds, group, replica.seed, progress, division)
+        is_saved = checkpointing.enabled or channel is not None
+        self.feed = feed = DataFeed(bounds, group, replica.seed, progress, division, is_saved=is_saved)
         self.telemetry = telemetry = Telemetry(
             bounds,
             group,
@@ -326,8 +327,8 @@ class Training:
         for scheduler in self.parts.schedulers.values():
             patch_scheduler(
                 scheduler,
-                rates.observe_scheduler,
-                lambda: progress.progress,
+                rates,
+                lambda: progress.schedule_position,
                 lambda: loop.has_batch,
                 lambda: steps.made_step,
                 lambda: loop.is_overtaken,

@@ -16,7 +16,6 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_worker.process.user_code import warn_user
-from adascale_worker.program.patching import Scheduler
 from adascale_worker.scaling.statistics.parameters import lr_versions
 from adascale_worker.torch_private.optim import has_scheduler
 
@@ -29,7 +28,7 @@ class LearningRates:
     def __init__(
         self,
         optimizers: Mapping[str, torch.optim.Optimizer],
-        schedulers: Mapping[str, Scheduler],
+        schedulers: Mapping[str, object],
         registered: Iterable[object],
     ) -> None:
         self._optimizers = optimizers
@@ -39,7 +38,10 @@ class LearningRates:
         """The learning rates after the last call of the trainer. None: the next change is not looked at."""
         self._scheduled: list[object] | None = None
         """Those of optimizers whose schedulers were passed, after the last step of any; None before."""
-        self._reads_progress = False
+        self.reads_progress = False
+        """Whether the program has read its progress for the present batch."""
+        self._followers: list[Callable[[], None]] = []
+        """Let schedulers follow progress that were stepped for the present batch."""
         self._is_reported = False
         if not self._registers_scheduler and any(
             name not in schedulers and has_scheduler(each) for name, each in optimizers.items()
@@ -53,7 +55,7 @@ class LearningRates:
 
     def program_reads_progress(self) -> None:
         """Record that the program reads its progress, so that what it sets next may follow from it."""
-        self._reads_progress = True
+        self.reads_progress = True
 
     def begin_epoch(self) -> None:
         """Accept a learning rate that is set once per epoch, unless a scheduler that was passed sets it."""
@@ -62,7 +64,13 @@ class LearningRates:
 
     def begin_batch(self) -> None:
         """Require that the program reads its progress again, if it sets a learning rate by it."""
-        self._reads_progress = False
+        self.reads_progress = False
+        self._followers.clear()
+
+    def follow(self, follow: Callable[[], None]) -> None:
+        """Let a scheduler follow progress, also that of later optimizer steps for the present batch."""
+        self._followers.append(follow)
+        follow()
 
     def accept(self) -> None:
         """Accept what the trainer, or a scheduler that follows progress, has changed."""
@@ -78,7 +86,11 @@ class LearningRates:
         def observed(*args: Any, **kwargs: Any) -> Any:
             self.check()
             try:
-                return step(*args, **kwargs)
+                result = step(*args, **kwargs)
+                # With several optimizers, the first one makes progress, perhaps after another's scheduler.
+                for follow in self._followers:
+                    follow()
+                return result
             finally:
                 self._rates, self._scheduled = self._rates_now(), self._scheduled_now()
                 if not inside_epoch():
@@ -110,7 +122,7 @@ class LearningRates:
         self._check_scheduled()
         before = self._rates
         self.accept()
-        if before != self._rates and not self._reads_progress:
+        if before != self._rates and not self.reads_progress:
             self._report(
                 "the learning rate was set between two steps, but not by a scheduler that follows progress. "
                 "A step at a larger batch size counts as several steps of a schedule, so one that counts its "
@@ -124,7 +136,7 @@ class LearningRates:
         if before is None or self._registers_scheduler or before == self._scheduled_now():
             return
         self.accept()
-        if not self._reads_progress:
+        if not self.reads_progress:
             passed = " and the ".join(sorted({type(each).__name__ for each in self._schedulers.values()}))
             self._report(
                 f"the learning rate was set by the {passed} that was passed to program_reentry, and by "

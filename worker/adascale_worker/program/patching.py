@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, Protocol
 
 import torch
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from adascale_worker.errors import WorkerError
+from adascale_worker.program.learning_rates import LearningRates
 from adascale_worker.torch_private.optim import last_milestone, schedulers_in
 
 Step = Callable[..., Any]
@@ -152,15 +160,15 @@ class _ZeroGrad(MethodOverride):
 
 def patch_scheduler(
     scheduler: Scheduler,
-    observe: Callable[[Step, Callable[[], bool]], Step],
-    progress: Callable[[], float],
+    rates: LearningRates,
+    position: Callable[[], int],
     inside_epoch: Callable[[], bool],
     made_step: Callable[[], bool],
     is_overtaken: Callable[[], bool],
 ) -> None:
     """Make a scheduler that steps once per optimizer step follow the training progress.
 
-    `step_update(n)` of a scheduler that is no `LRScheduler` gets the whole scale-invariant steps as n.
+    `position` is the number of whole scale-invariant steps, which `step_update(n)` gets as n.
     """
     original_state_dict = scheduler.state_dict
 
@@ -172,31 +180,39 @@ def patch_scheduler(
 
     scheduler.state_dict = state_dict  # type: ignore[method-assign]
     if hasattr(scheduler, "step"):
-        step = _following_step(scheduler, progress, inside_epoch, made_step, is_overtaken)
-        scheduler.step = observe(step, inside_epoch)  # type: ignore[method-assign]
+        step = _following_step(scheduler, rates, position, inside_epoch, made_step, is_overtaken)
+        scheduler.step = rates.observe_scheduler(step, inside_epoch)  # type: ignore[method-assign]
     if not isinstance(scheduler, LRScheduler):
         original_update = scheduler.step_update
 
         @functools.wraps(original_update)
         def step_update(num_updates: int, *args: Any, **kwargs: Any) -> None:
             del num_updates
-            original_update(int(progress()), *args, **kwargs)
+            rates.follow(lambda: original_update(position(), *args, **kwargs))
 
-        scheduler.step_update = observe(step_update, lambda: True)  # type: ignore[method-assign]
+        scheduler.step_update = rates.observe_scheduler(  # type: ignore[method-assign]
+            step_update, lambda: True
+        )
 
 
 def _following_step(
     scheduler: Any,
-    progress: Callable[[], float],
+    rates: LearningRates,
+    position: Callable[[], int],
     inside_epoch: Callable[[], bool],
     made_step: Callable[[], bool],
     is_overtaken: Callable[[], bool],
 ) -> Step:
-    """Return the method `step` of a scheduler that follows progress.
-
-    Inside the data loop, it advances the schedule to the number of whole scale-invariant steps.
-    """
+    """Return the method `step` of a scheduler that follows progress inside the data loop."""
     original_step = scheduler.step
+    signature = inspect.signature(original_step)
+
+    def follow() -> None:
+        before = _steps_of(scheduler)
+        while (number := _steps_of(scheduler)) < position():
+            if number > before and number == _last_step(scheduler):
+                return  # The optimizer step made more progress than the schedule has left.
+            original_step()
 
     @functools.wraps(original_step)
     def step(*args: Any, **kwargs: Any) -> None:
@@ -206,16 +222,23 @@ def _following_step(
             if not is_overtaken():
                 original_step(*args, **kwargs)
             return
-        if args or kwargs or not isinstance(scheduler, LRScheduler):
-            # `step(metric)`, as of ReduceLROnPlateau, counts optimizer steps.
-            if made_step():
-                original_step(*args, **kwargs)
-            return
-        position = _steps_of(scheduler)
-        while (number := _steps_of(scheduler)) < int(progress()):
-            if number > position and number == _last_step(scheduler):
-                return  # The optimizer step made more progress than the schedule has left.
-            original_step()
+        values = signature.bind(*args, **kwargs).arguments
+        counts = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+        if counts and values.get("epoch") is not None:
+            if not rates.reads_progress:
+                raise WorkerError(
+                    f"step({values['epoch']}) of the {type(scheduler).__name__} got a position from the "
+                    "program inside the loop over trainer.dataloader(). A step at a larger batch size counts "
+                    "as several steps of a schedule, so a position that counts batches is wrong: call "
+                    "scheduler.step(trainer.progress * batch_size / len(dataset)), whose position is in "
+                    "epochs, or scheduler.step() with a schedule in steps (T_0=epochs * len(dataset) // "
+                    "batch_size)"
+                )
+            original_step(*args, **kwargs)
+        elif counts and not values:
+            rates.follow(follow)
+        elif made_step():  # A metric counts for an optimizer step.
+            original_step(*args, **kwargs)
 
     return step
 

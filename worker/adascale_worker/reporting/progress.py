@@ -39,6 +39,11 @@ class TrainingProgress:
             self.progress += gain
         self.consumed = consumed
 
+    @property
+    def schedule_position(self) -> int:
+        """The whole steps of a schedule at this progress, of which it has none after the end of training."""
+        return int(self.progress if self.target is None else min(self.progress, self.target))
+
     def state_dict(self) -> dict[str, int | float | str | None]:
         """Return the progress as plain values."""
         return dict(vars(self))
