@@ -29,7 +29,7 @@ def environ(folder: Path, options: dict[str, object]) -> dict[str, str]:
 
 def run(folder: Path, ranks: int = 1, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*(torchrun(2) if ranks == 2 else PYTHON), PROGRAM],
+        [*(torchrun(ranks) if ranks > 1 else PYTHON), PROGRAM],
         env=environ(folder, options),
         capture_output=True,
         text=True,
@@ -156,11 +156,14 @@ def test_a_finish_on_one_rank_that_then_leaves_its_loop_is_refused(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("end", "rank", "other"), [("break", 0, 1), ("next epoch", 1, 0)])
+@pytest.mark.parametrize(
+    ("end", "rank", "other", "processes"), [("break", 0, 1, 1), ("next epoch", 1, 0, 1), ("break", 0, 1, 2)]
+)
 def test_a_rank_that_leaves_its_loop_alone_is_named_with_its_line(
-    tmp_path: Path, end: str, rank: int, other: int
+    tmp_path: Path, end: str, rank: int, other: int, processes: int
 ) -> None:
-    ended = run(tmp_path, 2, END=end, ON_RANK=rank, EPOCHS=10_000)
+    sharded = {"ADASCALE_PROCESSES_PER_REPLICA": processes} if processes > 1 else {}
+    ended = run(tmp_path, 2 * processes, END=end, ON_RANK=rank, EPOCHS=10_000, **sharded)
     assert ended.returncode == 1, "torchrun's own code"
     condition = {"break": "if ends():", "next epoch": 'if end == "next epoch"'}[end]
     lines = Path(PROGRAM).read_text().splitlines()
@@ -204,8 +207,7 @@ def test_ranks_that_end_before_the_required_steps_fail_under_torchrun(tmp_path: 
     assert f"exitcode  : {PERMANENT}" in ended.stderr
 
 
-def test_an_agent_exits_as_its_program_ends(tmp_path: Path) -> None:
-    service = Service(tmp_path)
+def test_an_agent_exits_as_its_program_ends(tmp_path: Path, service: Service) -> None:
     command = [sys.executable, "-m", "adascale_worker.agent", "--", *PYTHON, PROGRAM]
     options: dict[str, object] = {**service.environ, "ADASCALE_REPLICA": 0, "END": "exit", "STEPS": 100_000}
     service.allocate(1, 1)
@@ -218,6 +220,5 @@ def test_an_agent_exits_as_its_program_ends(tmp_path: Path) -> None:
         check=False,
     )
     latest = service.job()["latest"]
-    service.stop()
     assert agent.returncode == PERMANENT, agent.stdout + agent.stderr
     assert (latest["step"], latest["target"]) == (3, 100_000.0), "the last step is reported"

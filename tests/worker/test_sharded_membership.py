@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import random
 import signal
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from adascale_worker.membership.lane_group import LaneGroup
+from adascale_worker.membership.replica_processes import ReplicaProcesses
+from adascale_worker.process.environment import RankAssignment
 from support.members import Members
 
 PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "sharded_members.py"
@@ -70,3 +78,55 @@ def test_a_killed_or_frozen_process_costs_no_step_and_no_bit(
     assert job.finish() == expected
     assert all(trainer.code == 0 for trainer in members), "they stay in their processes"
     assert job.require_complete_stream() == calm.require_complete_stream()
+
+
+HOST = torch.device("cpu")
+
+
+class SharedValues(ReplicaProcesses):
+    """One of two processes; the other one reads what the leader has shared later."""
+
+    def __init__(self, rank: int, values: deque[Any]) -> None:
+        super().__init__(rank, 2, HOST)
+        self.values = values
+
+    def share(self, value: Any) -> Any:
+        if self.is_leader:
+            self.values.append(value)
+            return value
+        return self.values.popleft()
+
+
+def test_all_processes_of_a_replica_fail_when_the_leader_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    values: deque[Any] = deque()
+    assignment = RankAssignment(0, 2, 0, None, None)
+    leader, other = (LaneGroup(assignment, HOST, SharedValues(rank, values)) for rank in (0, 1))
+
+    def fail(_group: LaneGroup, _tensor: torch.Tensor) -> None:
+        raise RuntimeError("[gloo] Timed out waiting 300000ms for recv")
+
+    monkeypatch.setattr(LaneGroup, "_all_reduce", fail)
+    with pytest.raises(RuntimeError, match=r"^\[gloo\] Timed out"):
+        leader.sum([1.0])
+    with pytest.raises(
+        RuntimeError, match=r"^process 0 of this replica .*: RuntimeError: \[gloo\] Timed out"
+    ):
+        other.sum([1.0])
+    assert not values
+
+
+def test_a_thread_beside_the_main_one_reads_what_others_have_announced() -> None:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    groups = [
+        LaneGroup(RankAssignment(rank, 2, 0, None, None), HOST, ReplicaProcesses(0, 1, HOST))
+        for rank in (0, 1)
+    ]
+    groups[0].form_replica_at(None)
+    try:
+        for group in groups:
+            group._lane_store, group._number = store, 0
+        groups[1].announce("left", "step 3")
+        with ThreadPoolExecutor() as thread:
+            assert thread.submit(groups[0].announced, "left").result() == [None, "step 3"]
+    finally:
+        groups[0].close()

@@ -4,7 +4,8 @@ END: `exit` (sys.exit(0)), `os._exit`, `exit 3`, `raise 3` (raise SystemExit(3))
 `raise main` (as raise SystemExit(main()), with 0), `quit`, `quit 3`, `break` (leaves its loops), `next epoch`
 (leaves its data loop, in each epoch), `error`, `finish` (and continues its loop), `finish and exit`,
 `finish and break`, or `` (does all epochs). ON_RANK: the rank that ends so; without it, all ranks. EPOCHS:
-epochs of its loop; if REQUIRED is set, it requires as many. STEPS: `scale_invariant_steps`.
+epochs of its loop; if REQUIRED is set, it requires as many. STEPS: `scale_invariant_steps`. The model is sharded
+over the processes of a replica, if it has several.
 """
 
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from adascale import ElasticTrainer
 from adascale_worker.loop import agreement, step_watchdog
@@ -30,6 +32,8 @@ if os.environ.get("STEPS"):
 trainer = ElasticTrainer(batch_size=8, max_batch_size=16, local_bsz_bounds=(4, 8), **arguments)
 torch.manual_seed(1)
 model = nn.Linear(6, 2)
+if "ADASCALE_PROCESSES_PER_REPLICA" in os.environ:
+    fully_shard(model, mesh=trainer.mesh)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 state = trainer.program_reentry(model, optimizer)
 step = state.step

@@ -255,20 +255,28 @@ class LaneGroup(ReplicaGroup):
             return compute()
         if self._is_lost:
             raise PeersLostError
-        outcome: list[T] | None = None
+        outcome: dict[str, Any] = {}
+        error: Exception | None = None
         if self.own.is_leader:
             self._is_deciding = True
             try:
-                outcome = [compute()]
+                outcome = {"result": compute()}
             except PeersLostError:
-                outcome = None
+                pass
+            except Exception as raised:  # noqa: BLE001 (raised below)
+                error, outcome = raised, {"error": f"{type(raised).__name__}: {raised}"}
             finally:
                 self._is_deciding = False
         outcome = self.own.share(outcome)
-        if outcome is None:
+        if error is not None:
+            raise error
+        if "error" in outcome:
+            raise RuntimeError(f"process 0 of this replica has failed: {outcome['error']}")
+        if "result" not in outcome:
             self._lose()
             raise PeersLostError
-        return outcome[0]
+        result: T = outcome["result"]
+        return result
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of the leader of rank 0 on all processes of all replicas."""
@@ -317,10 +325,10 @@ class LaneGroup(ReplicaGroup):
     def announced(self, event: str) -> list[str | None] | None:
         """Return what the leaders have announced with `event`. See `ReplicaGroup.announced`.
 
-        In another thread than the main one, which may be anywhere, nothing is known.
+        In another thread than the main one, which may be anywhere, only the leader knows it.
         """
         if threading.current_thread() is not threading.main_thread():
-            return [None] * self.replicas
+            return super().announced(event)
         if self._is_lost:
             return None
         values, is_lost = self._decide(lambda: (super(LaneGroup, self).announced(event), self._failed))
