@@ -102,9 +102,11 @@ format: $(READY) ## format the code
 	$(BIN)/ruff check --fix .
 
 .PHONY: crd
-crd: $(READY) ## generate deploy/base/crd.yaml
+crd: $(READY) ## generate deploy/base/crd.yaml, and the table of the fields of pods
 	$(BIN)/python -m adascale_controller.crd > deploy/base/crd.yaml.new
 	mv deploy/base/crd.yaml.new deploy/base/crd.yaml
+	$(BIN)/python deploy/pod_fields.py > controller/adascale_controller/pod_fields.json.new
+	mv controller/adascale_controller/pod_fields.json.new controller/adascale_controller/pod_fields.json
 
 .PHONY: chart
 chart: $(READY) ## write the Helm chart to build/chart/adascale-operator

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from adascale_controller.job_definition import JobDefinition, to_job, worker_container
+from adascale_controller.pod_fields import unknown_fields
 from adascale_controller.schema import AdaScaleJobDocument
 from adascale_controller.validation import FieldError, FieldPath, validate_document
 from adascale_core.errors import InvalidJobError
@@ -139,8 +140,9 @@ def parse_job(text: str, source: str = "<text>") -> JobDefinition:
     except YamlDocumentError as error:
         raise JobFileError(source, [FieldError((), str(error), error.line)]) from None
     document = validate_document(yaml.content)
-    if isinstance(document, list):
-        errors = [replace(error, line=yaml.line(error.path)) for error in document]
+    found = [*(document if isinstance(document, list) else ()), *unknown_fields(yaml.content)]
+    if isinstance(document, list) or found:
+        errors = [replace(error, line=yaml.line(error.path)) for error in found]
         raise JobFileError(source, sorted(errors, key=lambda error: error.line or 0))
     command_error = _command_error(document)
     if command_error is not None:

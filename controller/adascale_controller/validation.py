@@ -140,7 +140,9 @@ def _header_errors(content: Any) -> list[FieldError]:
 def _shape_error(error: ErrorDetails) -> FieldError:
     path = tuple(error["loc"])
     if error["type"] == "extra_forbidden":
-        return FieldError(path, _unknown_field(path))
+        model = _model_at(path[:-1])
+        fields = [field.alias or name for name, field in model.model_fields.items()]
+        return FieldError(path, unknown_field(path, fields))
     return FieldError(path, _shape_message(error))
 
 
@@ -203,9 +205,8 @@ def _describe(value: Any) -> str:
     return f"the string {shortened!r}" if isinstance(value, str) else shortened
 
 
-def _unknown_field(path: FieldPath) -> str:
-    model = _model_at(path[:-1])
-    fields = [field.alias or name for name, field in model.model_fields.items()]
+def unknown_field(path: FieldPath, fields: Sequence[str]) -> str:
+    """Return that an object has no such field, with the most similar one of its fields, or with all."""
     similar = _most_similar(str(path[-1]), fields)
     if similar:
         return f"unknown field; did you mean {similar}?"
@@ -232,7 +233,11 @@ def _most_similar(name: str, candidates: Sequence[str]) -> str | None:
     """Return the candidate that `name` is probably a misspelling of; case and underscores do not count."""
     by_lower_case = {candidate.lower(): candidate for candidate in candidates}
     plain = name.replace("_", "").replace("-", "").lower()
-    similar = get_close_matches(plain, by_lower_case, n=1, cutoff=0.7)
+    similar = (
+        get_close_matches(plain, by_lower_case, n=1, cutoff=0.8)
+        or sorted(filter(plain.startswith, by_lower_case), key=len)[-1:]  # such as env for environment
+        or get_close_matches(plain, by_lower_case, n=1, cutoff=0.7)
+    )
     return by_lower_case[similar[0]] if similar else None
 
 

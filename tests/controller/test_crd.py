@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,13 @@ FIELDS = dict(fields_of(SPEC, ".spec")) | dict(fields_of(STATUS, ".status"))
 
 def test_the_checked_in_crd_is_current() -> None:
     assert CHECKED_IN.read_text() == crd_yaml(), "run `make crd`"
+
+
+def test_the_table_of_the_fields_of_pods_is_current() -> None:
+    root = CHECKED_IN.parents[2]
+    generated = subprocess.check_output([sys.executable, root / "deploy" / "pod_fields.py"], text=True)
+    checked_in = root / "controller" / "adascale_controller" / "pod_fields.json"
+    assert checked_in.read_text() == generated, "run `make crd`"
 
 
 def test_the_yaml_is_the_crd() -> None:

@@ -241,7 +241,7 @@ NOT_A_JOB = [
     ("a: !!python/object:os.system 1", "is not valid YAML: could not determine a constructor for the tag"),
     ("a: 2026-99-99", "is not valid YAML: month must be in 1..12"),
     ("a: \x07", "is not valid YAML: unacceptable character #x0007: special characters are not allowed"),
-    ("[" * 5000, "is not valid YAML: it is nested too deeply"),
+    ("[" * 1000, "is not valid YAML: it is nested too deeply"),
     ("just words", "must be an object with apiVersion, kind, metadata and spec, got the string 'just words'"),
     ("- a\n- b", "must be an object with apiVersion, kind, metadata and spec, got a list of 2"),
     (job().replace("AdaScaleJob", "Job"), "kind: must be AdaScaleJob, got the string 'Job'"),
@@ -400,6 +400,25 @@ INVALID_FIELDS = [
     (
         job(template={"specs": {}, "spec": {"containers": [{"name": "a"}]}}),
         "spec.template.specs: unknown field; did you mean spec?",
+    ),
+    (
+        container(enviroment=[{"name": "LR", "value": "1"}]),
+        "spec.template.spec.containers[0].enviroment: unknown field; did you mean env?",
+    ),
+    (
+        container(volumeMounts=[{"name": "data", "mountpath": "/data"}]),
+        "spec.template.spec.containers[0].volumeMounts[0].mountpath: unknown field; did you mean mountPath?",
+    ),
+    (
+        job(template={"metadata": {"lables": {}}, "spec": {"containers": [{"name": "a", "command": ["a"]}]}}),
+        "spec.template.metadata.lables: unknown field; did you mean labels?",
+    ),
+    (
+        container(securityContext={"zebra": True, "capabilities": {"add": "ALL"}, "seccompProfile": [1]}),
+        "spec.template.spec.containers[0].securityContext.zebra: unknown field; the fields of "
+        "spec.template.spec.containers[0].securityContext are allowPrivilegeEscalation, appArmorProfile, "
+        "capabilities, privileged, procMount, readOnlyRootFilesystem, runAsGroup, runAsNonRoot, runAsUser, "
+        "seLinuxOptions, seccompProfile, windowsOptions",
     ),
     (
         container(command="python train.py"),
