@@ -24,7 +24,7 @@ WAITING: Object = {"reason": "ErrImagePull", "message": 'failed to pull "trainer
 def trained() -> World:
     world = World()
     world.submit()
-    world.run_cycles()
+    world.run_cycles(20)
     return world
 
 
