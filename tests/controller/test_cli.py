@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -31,6 +30,7 @@ from adascale_core.views.gain import GainView
 from e2e.local_run import adascale as adascale_process
 from e2e.local_run import adascale_in_process as adascale
 from e2e.local_run import write_job
+from support.fast_python import PYTHON
 from support.job_states import NOW
 from support.job_states import job as job_state
 from support.service import TOKEN, Service
@@ -187,7 +187,7 @@ def test_a_job_without_a_command_is_an_error(tmp_path: Path, command: str) -> No
 
 
 def test_a_missing_file_is_an_error() -> None:
-    failed = adascale_process("validate", "absent.yaml")
+    failed = adascale("validate", "absent.yaml")
     assert failed.returncode == 2
     assert failed.stderr == "adascale: absent.yaml: no such file\n"
 
@@ -297,7 +297,7 @@ def test_gain_shows_each_new_report_until_the_job_has_finished(tmp_path: Path) -
         service = Service(tmp_path, job="default.watched")
         stack.callback(service.stop)
         service.allocate(1, 1)
-        command = [sys.executable, "-m", "adascale_controller", "gain", "watched", "--watch"]
+        command = [*PYTHON, "-m", "adascale_controller", "gain", "watched", "--watch"]
         with subprocess.Popen(
             [*command, "--url", service.url],
             stdout=subprocess.PIPE,

@@ -313,7 +313,7 @@ def twin(
 
 @pytest.mark.parametrize("types", [(), ("fast", "slow", "slow")], ids=["one type", "two types"])
 def test_the_results_agree_with_a_readable_twin(files: Path, types: Sequence[str]) -> None:
-    submissions = read_workload(files / "workload.csv", files / "profiles", list(dict.fromkeys(types)))[:5]
+    submissions = read_workload(files / "workload.csv", files / "profiles", list(dict.fromkeys(types)))[:4]
     settings = SimulationSettings([2] * 3, types=types)
     jobs = simulate(submissions, AdaScalePolicy(), settings)
     found = isolated_fairness(jobs, IsolatedCluster(settings, AdaScalePolicy, fixed_size=False))

@@ -42,34 +42,40 @@ class ContestedClient(MetricsServiceClient):
         return super().allocate(job_id, allocation)
 
 
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = Service(tmp_path_factory.mktemp("service"))
+    yield service
+    service.stop()
+
+
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[ContestedClient]:
-    service = Service(tmp_path)
+def client(service: Service) -> Iterator[ContestedClient]:
     client = ContestedClient(service.url, TOKEN)
     yield client
+    client.delete_job(JOB.id)
     client.close()
-    service.stop()
 
 
 def start(client: MetricsServiceClient, path: Path, saved_generation: int = 0) -> int:
     """Start a run, and return the generation that it requests."""
-    started_loop(client, path, saved_generation)
+    control_loop(client, path, saved_generation).start()
     return client.get_job(JOB.id).generation
 
 
-def started_loop(
+def control_loop(
     client: MetricsServiceClient,
     path: Path,
     saved_generation: int = 0,
     job: JobDefinition = JOB,
     display: PlainDisplay | None = None,
 ) -> LocalControlLoop:
-    """Return the loop of a run that has requested its first generation."""
+    """Return the loop of a run that has not started."""
     folder = StateDir(path / "state")
     folder.create()
     display = display or PlainDisplay(Console(file=io.StringIO()))
     agents = Agents(LocalCommand((), {}, path), {}, [], folder, 0)
-    loop = LocalControlLoop(
+    return LocalControlLoop(
         job,
         cast(Any, None),  # It supervises the service later.
         client,
@@ -81,8 +87,6 @@ def started_loop(
         ScaleRequests(folder, JOB, [], display),
         saved_generation,
     )
-    loop.start()
-    return loop
 
 
 @pytest.mark.parametrize(("reported", "saved", "first"), [(0, 0, 1), (7, 0, 8), (0, 5, 6), (3, 5, 6)])
@@ -108,7 +112,8 @@ def test_an_allocation_that_somebody_else_requests_at_the_same_time_is_followed_
 def test_a_run_that_stops_requests_no_replicas_so_that_their_end_is_a_pause(
     client: ContestedClient, tmp_path: Path
 ) -> None:
-    loop = started_loop(client, tmp_path)
+    loop = control_loop(client, tmp_path)
+    loop.start()
     loop.request_pause()
     view = client.get_job(JOB.id)
     assert view.desired == Allocation(2, 0)
@@ -136,13 +141,13 @@ def test_a_run_that_stops_requests_no_replicas_so_that_their_end_is_a_pause(
     ],
 )
 def test_whether_a_run_can_meet_its_deadline_is_shown_when_that_has_changed_for_some_time(
-    client: ContestedClient, tmp_path: Path, found: list[tuple[int, int | None]], shown: list[str]
+    tmp_path: Path, found: list[tuple[int, int | None]], shown: list[str]
 ) -> None:
     """At each time, the smallest count that is predicted to meet the deadline in 100 s."""
     output = io.StringIO()
     job = replace(JOB, completion_deadline_seconds=100)
     display = PlainDisplay(Console(file=output, width=200))
-    loop = started_loop(client, tmp_path, job=job, display=display)
+    loop = control_loop(cast(Any, None), tmp_path, job=job, display=display)
     begun = loop._started_at
     for seconds, count in found:
         feasibility = Feasibility(count, "its own step times")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -13,6 +14,11 @@ from threading import Thread
 
 import pytest
 import yaml
+
+from adascale_controller.operator.runtime.health import Health, OperatorMetrics
+from adascale_controller.operator.runtime.main import UnusableClusterError, _require_version
+from support.fake_cluster import FakeCluster
+from support.world import World
 
 
 @contextmanager
@@ -49,26 +55,17 @@ REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 ALLOWED = {REVIEWS: '{"status": {"allowed": true}}'}
 
 
-@pytest.mark.parametrize(
-    ("answers", "message"),
-    [
-        (
-            {"/version": '{"major": "1", "minor": "30+"}'},
-            "adascale: the cluster runs Kubernetes 1.30, and the operator needs 1.31 or newer: "
-            "upgrade the cluster\n",
-        ),
-        (
-            {"/version": '{"major": "1", "minor": "31"}', **ALLOWED},
-            "adascale: the cluster has no resource adascalejobs.adascale.dev: apply its "
-            "CustomResourceDefinition with kubectl apply -f deploy/base/crd.yaml, which is a part of kubectl "
-            "apply -k deploy\n",
-        ),
-    ],
-)
-def test_the_operator_ends_with_one_sentence_on_a_cluster_that_it_can_not_use(
-    answers: dict[str, str], message: str, tmp_path: Path
-) -> None:
-    with api_server(answers) as url:
+def test_the_operator_needs_a_version_of_kubernetes() -> None:
+    class OldCluster(FakeCluster):
+        async def version(self) -> tuple[int, int]:
+            return (1, 30)
+
+    with pytest.raises(UnusableClusterError, match=r"1\.30, and the operator needs 1\.31 or newer: upgrade"):
+        asyncio.run(_require_version(OldCluster(World()), Health(OperatorMetrics())))
+
+
+def test_the_operator_ends_with_one_sentence_on_a_cluster_that_it_can_not_use(tmp_path: Path) -> None:
+    with api_server({"/version": '{"major": "1", "minor": "31+"}', **ALLOWED}) as url:
         kubeconfig = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -86,5 +83,9 @@ def test_the_operator_ends_with_one_sentence_on_a_cluster_that_it_can_not_use(
             timeout=60,
             check=False,
         )
-    assert (done.returncode, done.stderr.splitlines(keepends=True)[-1]) == (2, message)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2,
+        "adascale: the cluster has no resource adascalejobs.adascale.dev: apply its CustomResourceDefinition "
+        "with kubectl apply -f deploy/base/crd.yaml, which is a part of kubectl apply -k deploy",
+    )
     assert "Traceback" not in done.stderr

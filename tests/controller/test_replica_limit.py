@@ -16,6 +16,7 @@ from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.replica_limit import ReplicaLimit, ReplicaLimitError, replica_limit
 from adascale_controller.local.runner import RunOptions, run_job
 from adascale_core.messages.job_spec import JobSpec
+from support.fast_python import PYTHON
 
 JOB = JobDefinition("default.digits", JobSpec(4, 64, (4, 16), 2, 8, 1000), command=("python", "-c", "pass"))
 
@@ -57,7 +58,8 @@ def test_without_nvidia_smi_torch_is_asked_if_a_gpu_is_there(
 
 
 def test_the_probe_of_torch_prints_a_number() -> None:
-    printed = subprocess.run(machine.TORCH_PROBE, capture_output=True, text=True, check=True).stdout
+    command = [*PYTHON, *machine.TORCH_PROBE[2:]]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert int(printed) >= 0
 
 

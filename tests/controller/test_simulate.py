@@ -96,9 +96,8 @@ def test_every_job_completes(files: Path) -> None:
     assert results["restarts_per_job"] >= 0
 
 
-@pytest.mark.parametrize("placement", ["packed", "spread"])
-def test_the_same_seed_gives_the_same_results(files: Path, placement: str) -> None:
-    arguments = ("--nodes", "2", "--placement", placement, "--output", "json")
+def test_the_same_seed_gives_the_same_results(files: Path) -> None:
+    arguments = ("--nodes", "2", "--placement", "spread", "--output", "json")
     first = run(files, *arguments, "--seed", "3")
     assert first == run(files, *arguments, "--seed", "3")
     assert first != run(files, *arguments, "--seed", "4")
