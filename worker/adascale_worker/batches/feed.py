@@ -7,13 +7,21 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from adascale_core.batch.plans import BatchBounds, BatchPlan
-from adascale_worker.batches.micro_batches import LoadedBatches, MicroBatches, PersistentLoader
+from adascale_worker.batches.comparison import CAUSES, DataComparison
+from adascale_worker.batches.micro_batches import (
+    LoadedBatches,
+    MicroBatches,
+    PersistentLoader,
+    fetch,
+    probing,
+)
 from adascale_worker.batches.order import (
     GroupedOrder,
     Lengths,
@@ -56,12 +64,19 @@ class DataFeed:
         seed: int,
         progress: TrainingProgress | None = None,
         division: StepDivision | None = None,
+        *,
+        is_saved: bool = False,  # whether there are checkpoints, or replicas that join
     ) -> None:
         self._division = division
         self._bounds = bounds
         self._group = group
         self._seed = seed
         self._progress = progress or TrainingProgress()
+        self._comparison = DataComparison(group, self._progress, is_saved=is_saved)
+        self._allows_others = False
+        """Whether the data may differ from those of the checkpoint."""
+        self._has_opened = False
+        """Whether this process has opened a data set."""
         self._stream: StreamFeed | None = None
         """The stream that is trained, if the data set is one that each replica reads as a whole."""
         self._shards: ShardFeed | None = None
@@ -111,6 +126,7 @@ class DataFeed:
         made = self._order(dataset, shuffle, order, lengths)
         self._require_enough(made.length, "the data set" if order is None else "a pass of order=")
         self._begin_order(made, allow_other_length=allow_other_length)
+        self._allows_others, self._has_opened = allow_other_length, True
         if not options.get("persistent_workers"):
             self.close()
         else:
@@ -186,6 +202,11 @@ class DataFeed:
         if before is not None and before != order.length:
             number, seen = divmod(consumed, before)
             number += self._origin.number
+            if self._is_open and not self._has_opened:
+                raise DatasetError(
+                    f"the data set has {order.length} samples on rank {self._group.rank}, but {before} on "
+                    f"the replicas that train: each replica needs the same data. {CAUSES}"
+                )
             if self._is_open:
                 raise DatasetError(
                     f"the data set has {order.length} samples, but had {before} before: a job trains on one "
@@ -200,6 +221,7 @@ class DataFeed:
                     "use the data set from before"
                 )
             self._origin = Origin(progress.consumed, number + bool(seen), progress.epoch, progress.progress)
+            self._comparison.forget()
             self._print(
                 f"the data set has {order.length} samples, and had {before} before: {place}. Pass "
                 f"{self._origin.number} and epoch {progress.epoch} begin now with the present data set"
@@ -230,6 +252,7 @@ class DataFeed:
         progress = self._progress
         self._origin = Origin(progress.consumed, 0, progress.epoch, progress.progress)
         self._kind, self._length, self._stream, self._shards = None, None, None, None
+        self._comparison.forget()
 
     def _print(self, text: str) -> None:
         if self._group.is_main:
@@ -238,28 +261,60 @@ class DataFeed:
     def micro_batches(
         self, dataset: Sized, samples: SampleSequence, options: dict[str, Any], consumed: int, plan: BatchPlan
     ) -> LoadedBatches:
-        """Load this replica's micro-batches from a position on, without end."""
+        """Load this replica's micro-batches from a position on, without end.
+
+        Samples are compared with those of the other replicas: a collective call.
+        """
+        comparison = self._comparison
+        has_workers = options.get("num_workers", 0) > 0
+        # Where batches may overtake each other, so may what is fetched for the comparison.
+        indices = comparison.requests(samples, consumed) if options.get("in_order", True) else []
+        fetch_again = partial(fetch, dataset, seed=self._seed, options=options)
+        found = [] if has_workers else fetch_again(indices)
+        probes = indices if has_workers else []
+        loaded, probes = self._load(dataset, samples, options, consumed, plan, probes)
+        found += loaded.take_probes(probes)
+        comparison.compare(samples, consumed, found, fetch_again, allow_others=self._allows_others)
+        return loaded
+
+    def _load(
+        self,
+        dataset: Sized,
+        samples: SampleSequence,
+        options: dict[str, Any],
+        consumed: int,
+        plan: BatchPlan,
+        probes: list[int],
+    ) -> tuple[LoadedBatches, list[int]]:
+        """Begin to load, and return which probes come first: none where worker processes go on."""
         if self._group.processes > 1:
-            return self._share_of_process(dataset, samples, options, consumed, plan)
+            return self._share_of_process(dataset, samples, options, consumed, plan, probes), probes
         kept = self._kept_loader(dataset, options)
         if kept is not None:
-            kept.sampler.begin(samples, consumed, plan, self._group.rank)
-            return kept.begin()
-        sampler = MicroBatches(samples, consumed, plan, self._group.rank, self._division)
+            kept.sampler.begin(samples, consumed, plan, self._group.rank, probes)
+            probes = [] if kept.continues else probes
+            return kept.begin(), probes
+        sampler = MicroBatches(samples, consumed, plan, self._group.rank, self._division, probes)
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]
             batch_sampler=sampler,
             # The loader draws the seeds of its workers from this, not from the program's random state.
             generator=torch.Generator().manual_seed(self._seed + consumed),
-            **options,
+            **probing(options),
         )
         if not options.get("persistent_workers"):
-            return LoadedBatches(iter(loader), plan, sampler.drawn)
+            return LoadedBatches(iter(loader), plan, sampler.drawn), probes
         self._kept = PersistentLoader(dataset, options, loader, sampler, sampler.drawn)
-        return self._kept.begin()
+        return self._kept.begin(), probes
 
     def _share_of_process(
-        self, dataset: Sized, samples: SampleSequence, options: dict[str, Any], consumed: int, plan: BatchPlan
+        self,
+        dataset: Sized,
+        samples: SampleSequence,
+        options: dict[str, Any],
+        consumed: int,
+        plan: BatchPlan,
+        probes: list[int],
     ) -> LoadedBatches:
         """Load what this process has of its replica's micro-batches."""
         if options.get("persistent_workers"):
@@ -267,13 +322,14 @@ class DataFeed:
                 "dataloader() got persistent_workers=True, which is not supported with processesPerReplica: "
                 "leave it out"
             )
-        sampler = MicroBatches(samples, consumed, plan.per_process(self._group.processes), self.rank)
+        share = plan.per_process(self._group.processes)
+        sampler = MicroBatches(samples, consumed, share, self.rank, probes=probes)
         sampler.drawn = deque(maxlen=0)  # No step is divided.
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]
             batch_sampler=sampler,
             generator=torch.Generator().manual_seed(self._seed + consumed),
-            **options,
+            **probing(options),
         )
         return LoadedBatches(iter(loader), plan)
 
@@ -441,6 +497,7 @@ class DataFeed:
             "order": self._kind,
             "origin": list(astuple(self._origin)),
             "is_open": self._is_open,
+            "compared": self._comparison.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -451,6 +508,7 @@ class DataFeed:
             self._seed = state["seed"]
         self._origin = Origin(*state["origin"])
         self._is_open = state["is_open"]
+        self._comparison.load_state_dict(state.get("compared"))
         if (described := state.get("stream")) is not None:
             place = dict(described)
             consumed = place.pop("consumed")
@@ -469,6 +527,7 @@ class DataFeed:
     def begin_from_checkpoint(self) -> None:
         """Record that no replica has opened a data set yet, so the next one may have another length."""
         self._is_open = False
+        self._comparison.begin_from_checkpoint()
 
 
 def require_evaluable(dataset: Sized, options: dict[str, Any]) -> None:

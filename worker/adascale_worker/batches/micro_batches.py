@@ -7,7 +7,8 @@ records to keep: so several worker processes take turns, and go on when the repl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,10 +17,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from adascale_core.batch.plans import BatchPlan
+from adascale_worker.batches.fingerprint import Found, summary
 from adascale_worker.batches.order import READ_AHEAD, SampleSequence
-from adascale_worker.batches.seeding import seed_generators
+from adascale_worker.batches.seeding import Generators, mixed_seed, seed_generators
 from adascale_worker.errors import DatasetError
 from adascale_worker.gradients.step_division import StepDivision, StepPlan
+
+PROBE_RANK = -1
+"""The rank by which the generators are seeded in worker processes, and for samples that are compared."""
 
 
 class Batch(list[int]):
@@ -38,10 +43,72 @@ class Batch(list[int]):
         return _receive_batch, (list(self), self._seed, self._position)
 
 
-def _receive_batch(indices: list[int], seed: int, position: int) -> list[int]:
+class Probe(Batch):
+    """The index of a sample, of which a worker process loads the summary."""
+
+    def __init__(self, index: int, seed: int) -> None:
+        super().__init__([index], seed, index)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive_batch, (list(self), self._seed, self._position, True)
+
+
+_received = {"is_probe": False}
+"""What a worker process has received last."""
+
+
+def _receive_batch(indices: list[int], seed: int, position: int, is_probe: bool = False) -> list[int]:
     # Other numbers than those of a replica, whose training draws from the same seed and position.
-    seed_generators(seed, position, rank=-1)
+    seed_generators(seed, position, PROBE_RANK)
+    _received["is_probe"] = is_probe
     return indices
+
+
+class ProbedCollation:
+    """Collates samples in a worker process, and returns the summary of a probe."""
+
+    def __init__(self, function: Callable[[list[Any]], Any] | None) -> None:
+        self._function = function or default_collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return a batch, or the summary of a probe."""
+        return summary(samples) if _received["is_probe"] else self._function(samples)
+
+
+def fetch(dataset: Any, indices: Sequence[int], seed: int, options: dict[str, Any]) -> Found:
+    """Return summaries of samples, fetched where batches are, under seeds that follow from the indices."""
+    if options.get("num_workers", 0):
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=[Probe(index, seed) for index in indices],
+            generator=torch.Generator().manual_seed(seed),
+            **{**probing(options), "persistent_workers": False},
+        )
+        return take_probes(iter(loader), indices)
+    generators, found = Generators(), []
+    has_items = getattr(dataset, "__getitems__", None)
+    for index in indices:
+        with generators.used(), suppress(Exception):
+            # A sample that cannot be fetched ends training when it is trained.
+            generators.seed(mixed_seed(seed, index, PROBE_RANK))
+            found.append((index, summary(dataset.__getitems__([index]) if has_items else [dataset[index]])))
+    return found
+
+
+def probing(options: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of DataLoader with which worker processes load probes too."""
+    if not options.get("num_workers", 0):
+        return options
+    return {**options, "collate_fn": ProbedCollation(options.get("collate_fn"))}
+
+
+def take_probes(loaded: Iterator[Any], indices: Sequence[int]) -> Found:
+    """Return what worker processes load for probes."""
+    found: Found = []
+    for index in indices:
+        with suppress(Exception):
+            found.append((index, next(loaded)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -68,22 +135,27 @@ class MicroBatches(Sampler[list[int]]):
         plan: BatchPlan,
         rank: int,
         division: StepDivision | None = None,
+        probes: Sequence[int] = (),
     ) -> None:
         self._division = division
         self.drawn: deque[tuple[StepPlan, int]] = deque()
         """How the step of each micro-batch that was drawn is delivered, and the index of the micro-batch in a
         divided step, else 0. `LoadedBatches` takes them from here."""
-        self.begin(samples, start, plan, rank)
+        self.begin(samples, start, plan, rank, probes)
 
-    def begin(self, samples: SampleSequence, start: int, plan: BatchPlan, rank: int) -> None:
-        """Let the next iteration begin at another place."""
+    def begin(
+        self, samples: SampleSequence, start: int, plan: BatchPlan, rank: int, probes: Sequence[int] = ()
+    ) -> None:
+        """Let the next iteration begin at another place, after probes of samples."""
         self._samples = samples
+        self._probes = [Probe(index, samples.seed) for index in probes]
         self.place = Place(samples.sequence, start, plan, rank)
 
     def __iter__(self) -> Iterator[list[int]]:
         samples, place, division = self._samples, self.place, self._division
         plan = place.plan
         self.drawn.clear()
+        yield from self._probes
         together = plan.replicas * plan.local_bsz
         count = max(1, min(READ_AHEAD // plan.local_bsz, samples.length // together))
         offsets = numpy.arange(count)[:, None] * together + numpy.arange(plan.local_bsz)
@@ -117,6 +189,10 @@ class LoadedBatches(Iterator[Any]):
         self._drawn = drawn
         self.step = StepPlan(plan)
         self.index = 0
+
+    def take_probes(self, indices: Sequence[int]) -> Found:
+        """Return what worker processes have loaded for probes, before the first batch."""
+        return take_probes(self._loaded, indices)
 
     def __next__(self) -> Any:
         batch = next(self._loaded)
@@ -161,9 +237,14 @@ class PersistentLoader(LoadedBatches, Generic[S]):
         names = [name for name in sorted({*options, *before}) if options.get(name) != before.get(name)]
         return f"another {' and another '.join(names)}" if names else None
 
+    @property
+    def continues(self) -> bool:
+        """Whether the batches that are loaded already are those at the place of `sampler`."""
+        return self._next == self.sampler.place
+
     def begin(self) -> PersistentLoader[S]:
         """Continue at the place of `sampler`: with the batches that are loaded already, if they follow."""
-        if self._next != self.sampler.place:
+        if not self.continues:
             assert self._loader is not None
             self._loaded = iter(self._loader)
             self._next = self.sampler.place

@@ -36,6 +36,7 @@ class Order(ABC):
     """The order of samples. Two that are equal have the same samples at the same positions."""
 
     kind: str  # for messages
+    samples: int  # of the data set
 
     @property
     @abstractmethod
@@ -92,6 +93,7 @@ class GroupedOrder(Order):
     kind = "grouped by length"
 
     def __init__(self, lengths: Lengths, seed: int, group_size: int) -> None:
+        self.samples = len(lengths)
         self._source = lengths
         self._lengths = numpy.asarray(lengths)
         self._shuffled = ShuffledOrder(len(lengths), seed)
@@ -147,7 +149,7 @@ class ProgramOrder(Order):
 
     def __init__(self, function: OrderFunction, samples: int, seed: int, number: int) -> None:
         self._function = function
-        self._samples = samples
+        self.samples = samples
         self._seed = seed
         self._pass = number, self._call(number)
         self._length = len(self._pass[1])
@@ -184,11 +186,11 @@ class ProgramOrder(Order):
                 "return the indices of the samples of a pass, as a list of integers, a NumPy array or a "
                 "tensor of dimension 1 on the CPU"
             )
-        if len(indices) and (indices.min() < 0 or indices.max() >= self._samples):
+        if len(indices) and (indices.min() < 0 or indices.max() >= self.samples):
             wrong = indices.min() if indices.min() < 0 else indices.max()
             raise DatasetError(
-                f"order({number}, seed) returned the index {wrong}, but the data set has {self._samples} "
-                f"samples: it must return indices from 0 to {self._samples - 1}"
+                f"order({number}, seed) returned the index {wrong}, but the data set has {self.samples} "
+                f"samples: it must return indices from 0 to {self.samples - 1}"
             )
         return indices.astype(numpy.int64, copy=False)
 
@@ -196,7 +198,7 @@ class ProgramOrder(Order):
         return (
             isinstance(other, ProgramOrder)
             and other._function == self._function
-            and (other._samples, other._seed, other._length) == (self._samples, self._seed, self._length)
+            and (other.samples, other._seed, other._length) == (self.samples, self._seed, self._length)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -231,6 +233,8 @@ class SampleSequence:
         self.seed = seed
         self.length = order.length
         """Number of samples of a pass."""
+        self.samples = order.samples
+        """Number of samples of the data set."""
         self._pass: tuple[int, Indices] | None = None  # the last one, if passes are short
 
     @property
@@ -251,6 +255,11 @@ class SampleSequence:
             inside = passes == number
             indices[inside] = self._indices(self._origin.number + number, offsets[inside])
         return indices
+
+    def pass_at(self, position: int, offsets: Indices) -> tuple[int, list[int]]:
+        """Return the number of the pass at a position, and the sample indices at offsets of it."""
+        number = self._origin.number + (position - self._origin.consumed) // self.length
+        return number, self._indices(number, offsets).tolist()
 
     def _indices(self, number: int, offsets: Indices) -> Indices:
         if self.length > READ_AHEAD:

@@ -36,13 +36,18 @@ _HALF = numpy.uint64(32)
 
 def seed_generators(seed: int, position: int, rank: int) -> None:
     """Seed the generators of Python, NumPy and torch, on a GPU only if it is in use, in 8 microseconds."""
-    mixed = mix(mix(mix(seed) + position) + rank)
+    mixed = mixed_seed(seed, position, rank)
     # `torch.manual_seed` takes 20 times as long, and records its call until CUDA is initialized.
     torch.default_generator.manual_seed(mixed)
     random.seed(mixed)
     numpy.random.seed(mixed & 0xFFFFFFFF)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(mixed)
+
+
+def mixed_seed(seed: int, position: int, rank: int) -> int:
+    """Return the number by which `seed_generators` seeds."""
+    return mix(mix(mix(seed) + position) + rank)
 
 
 def mix(number: int) -> int:
