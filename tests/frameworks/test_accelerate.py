@@ -431,6 +431,11 @@ def late_registration(accelerator: Any, model: Any, optimizer: Any, batches: Any
         accelerator.register_for_checkpointing(Epochs())
 
 
+def hook_of_load_state(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> None:
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
+    accelerator.register_load_state_pre_hook(lambda models, folder: None)
+
+
 def late_prepare(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> None:
     for _ in accelerator.epochs(1):
         accelerator.prepare(network())
@@ -464,6 +469,10 @@ def no_optimizer(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> 
         (range_loop, r"write `for epoch in accelerator\.epochs\(num_epochs\):` in place of"),
         (backward_in_evaluation, r"in a loop over evaluation batches: .* Call model\.train\(\)"),
         (late_registration, r"register_for_checkpointing\(\) was called after training has begun"),
+        (
+            hook_of_load_state,
+            r"Leave the hook out, and pass .* to accelerator\.register_for_checkpointing\(\)",
+        ),
         (late_prepare, r"prepare\(\) got a model after training has begun"),
         (load_in_a_new_job, "by a job without state: an elastic job resumes from its own checkpoints"),
         (save_before, r"save_state\(\) was called before training"),

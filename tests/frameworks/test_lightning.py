@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from adascale.errors import AdaScaleError, DatasetError, WorkerError
 from adascale.lightning import ElasticStrategy
 from adascale_frameworks.lightning import private
-from adascale_frameworks.lightning.callback_states import CallbackStates
 from adascale_frameworks.lightning.private import PACKAGES
+from adascale_frameworks.lightning.states import LightningStates
 from adascale_worker.process import exit as shutdown
 
 # Lightning warns of few worker processes, short epochs and folders that exist.
@@ -34,6 +34,7 @@ BATCH_SIZE = 8
 SAMPLES = 48
 FIXED = {"max_batch_size": BATCH_SIZE, "local_bsz_bounds": (BATCH_SIZE, BATCH_SIZE)}
 LIGHTNING, OLDER = PACKAGES
+callbacks = lightning_package.callbacks
 
 
 def data() -> TensorDataset:
@@ -174,7 +175,10 @@ class Fit:
             enable_model_summary=False,
             **{"max_epochs": 3, "log_every_n_steps": 4, "val_check_interval": 0.5, **options},
         )
-        self.trainer.fit(module, loader() if train is None else train, loader(5), ckpt_path=ckpt_path)
+        if isinstance(train, lightning_package.LightningDataModule):
+            self.trainer.fit(module, train)
+        else:
+            self.trainer.fit(module, loader() if train is None else train, loader(5), ckpt_path=ckpt_path)
         self.checkpoints = sorted(int(path.stem.split("=")[1]) for path in folder.glob("step=*.ckpt"))
         with next(folder.rglob("metrics.csv")).open() as file:
             self.logged = [
@@ -319,6 +323,33 @@ def test_divided_steps_are_counted_as_whole_ones(fit: Fit, mode: str) -> None:
         assert elastic.clipped == pytest.approx(plain.clipped, rel=1e-3)
 
 
+def test_manual_optimization_makes_each_nth_step_also_with_larger_batches(
+    fit: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of 32 samples is worth four at the initial batch size: counts pass over multiples."""
+    monkeypatch.setenv("ADASCALE_ELASTIC_SINGLE_REPLICA", "1")
+    made: dict[int, tuple[bool, bool]] = {}
+
+    class Alternating(Steps):
+        def on_train_start(self) -> None:
+            planner = fit.strategies[-1].elastic_trainer._replica.planner
+            planner.load_state_dict({"batch_size": 8, "plan": [1, 16, 2], "fitting": 16})
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            x, y = batch
+            steps = fit.strategies[-1].elastic_trainer.steps
+            made[steps] = self.global_step % 3 == 0, batch_idx % 3 == 0
+            for optimizer in self.optimizers()[: 1 + made[steps][0]]:  # type: ignore[index]
+                optimizer.zero_grad()
+                self.manual_backward(nn.functional.mse_loss(self.forward(x), y))
+                optimizer.step()
+
+    bounds = {"max_batch_size": 32, "local_bsz_bounds": (4, 16)}
+    fit(Alternating("several"), fit.strategy(**bounds, train_samples=320), max_epochs=12)
+    assert fit.record.steps[-1][0] == 4 * 10
+    assert made == {step: (step % 3 == 0,) * 2 for step in range(10)}
+
+
 # -- the end and resuming -----------------------------------------------------------------------------------
 
 
@@ -349,27 +380,68 @@ def test_early_stopping_ends_training(fit: Fit) -> None:
     assert fit.record.steps[-1][0] == 3
 
 
-def test_a_resumed_fit_continues_with_counters_and_callbacks(fit: Fit, tmp_path: Path) -> None:
-    def stopping() -> Any:
-        return lightning_package.callbacks.EarlyStopping("val_loss", patience=100, min_delta=1e9)
+class Remembers(Steps):
+    """A module whose own hooks save and restore what it counts, and what its data module counts."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        super().__init__()
+        self.fails_at, self.temperature, self.last = fails_at, 1.0, 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == self.fails_at:
+            raise KeyboardInterrupt
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.temperature *= 0.9
+        self.last = self.trainer.global_step
+        self.trainer.datamodule.seen += len(batch[0])  # type: ignore[attr-defined]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["counted"] = [self.temperature, self.last]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.temperature, self.last = checkpoint["counted"]
+        assert type(self.last) is int
+        assert checkpoint["global_step"] == self.last
+        assert torch.equal(checkpoint["current_model_state"]["head.bias"], self.head.bias)
+
+
+class CountingData(lightning_package.LightningDataModule):
+    seen = 0
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def val_dataloader(self) -> Any:
+        return loader(5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_resumed_fit_continues_with_counters_and_states_of_hooks(fit: Fit, tmp_path: Path) -> None:
+    def made() -> tuple[Any, Any]:
+        stops = callbacks.EarlyStopping("val_loss", patience=100, min_delta=1e9)
+        # Keeps a step in its state, and an average of the weights, in a hook.
+        return stops, callbacks.EMAWeightAveraging(decay=0.9, update_every_n_steps=2)
 
     options = {**FIXED, "checkpoint_dir": tmp_path / "job", "checkpoint_interval": 0}
-    whole = fit(Steps(), fit.strategy(**FIXED), callbacks=(stopping(),))
+    whole = fit(Remembers(), fit.strategy(**FIXED), train=CountingData(), callbacks=made())
     validations = fit.record.validations
 
-    class Interrupted(Steps):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if self.trainer.global_step == 10:
-                raise KeyboardInterrupt
-
     with pytest.raises(BaseException, match=""):  # noqa: PT011
-        fit(Interrupted(), fit.strategy(**options), callbacks=(stopping(),))
+        fit(Remembers(10), fit.strategy(**options), train=CountingData(), callbacks=made())
     fit.strategies[-1].elastic_trainer.close()
     first = fit.record.validations
-    stops = stopping()
-    resumed = fit(Steps(), fit.strategy(**options), callbacks=(stops,))
+    stops, average = made()
+    resumed = fit(Remembers(), fit.strategy(**options), train=CountingData(), callbacks=(stops, average))
     assert fit.record.steps[0][0] > 1
-    require_equal(resumed, whole)
+    require_equal(resumed, whole)  # the averages, at the end
+    assert (resumed.temperature, resumed.last) == (whole.temperature, whole.last)
+    assert fit.trainer.datamodule.seen == 3 * SAMPLES
     assert fit.record.validations[-1] == validations[-1]
     assert stops.wait_count == len(validations) - 1
     assert len(first) < len(validations)
@@ -407,9 +479,6 @@ class Nothing(Steps):
 
 def _step_lr(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 4)
-
-
-callbacks = lightning_package.callbacks
 
 
 @pytest.mark.parametrize(
@@ -483,7 +552,10 @@ def test_the_next_rank_0_continues_the_file_of_a_csv_logger(
     path = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
     with path.open("a", newline="") as file:
         file.write("1.0,2")
-    states = [CallbackStates(SimpleNamespace(loggers=[each], callbacks=[])) for each in (first, second)]
+    states = [
+        LightningStates(SimpleNamespace(loggers=[each], callbacks=[], datamodule=None))
+        for each in (first, second)
+    ]
     states[1].load_state_dict(states[0].state_dict())
     states[1].begin_writing()
     for step, metrics in enumerate([{"test": 0.5}, {"lr": 0.1}], 2):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_frameworks.lightning.loops import Counts, StepCount
+from adascale_frameworks.lightning.loops import Counts, LoopCount, StepCount, plain
 
 PROGRESS = st.lists(st.floats(1.0, 40.0), min_size=1, max_size=30)
 
@@ -22,6 +22,8 @@ PROGRESS = st.lists(st.floats(1.0, 40.0), min_size=1, max_size=30)
         (10.0, 11.0, 10, 1),
         (11.0, 14.9, 5, 4),
         (0.0, 1.0, 1, 0),
+        (0.0, 0.0, 5, 0),
+        (-2.5, 3.0, 5, 0),
     ],
 )
 def test_the_remainder_is_0_if_a_step_has_passed_over_a_multiple(
@@ -30,6 +32,16 @@ def test_the_remainder_is_0_if_a_step_has_passed_over_a_multiple(
     count = StepCount(after, before)
     assert count % interval == remainder
     assert count == int(after)
+    for shifted in (count + 1 - 1, 1 + count - 1, count - 7 + 7):
+        assert shifted % interval == remainder
+    assert (count - 1) % interval == StepCount(after - 1, before - 1) % interval
+    assert type(count - StepCount(1.0, 0.0)) is int
+
+
+def test_the_remainder_in_manual_optimization_is_that_of_optimizer_steps() -> None:
+    assert [LoopCount(7 * step, step) % 3 for step in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [(LoopCount(7 * step, step - 3.5) + 1) % 3 for step in range(4)] == [0, 1, 2, 0]
+    assert LoopCount(14, 2) == 14
 
 
 @given(PROGRESS, st.integers(1, 50))
@@ -43,9 +55,10 @@ def test_each_multiple_is_met_by_one_step(gains: list[float], interval: int) -> 
 
 
 def test_a_count_is_saved_as_a_plain_integer() -> None:
-    loaded = pickle.loads(pickle.dumps({"global_step": StepCount(12.5, 9.0)}))
-    assert loaded == {"global_step": 12}
-    assert type(loaded["global_step"]) is int
+    kept = {"steps": [StepCount(12.5, 9.0), (LoopCount(12.5, 9.0), "text")]}
+    for saved in (pickle.loads(pickle.dumps(kept)), plain(kept)):
+        assert saved == {"steps": [12, (12, "text")]}
+        assert type(saved["steps"][0]) is type(saved["steps"][1][0]) is int
 
 
 @given(PROGRESS, st.integers(1, 12), st.integers(1, 12))

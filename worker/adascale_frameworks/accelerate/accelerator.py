@@ -285,6 +285,18 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._require_before_epochs("register_for_checkpointing() was called")
         super().register_for_checkpointing(*objects)
 
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Refuse, before the end of training: a job loads no folder of `save_state`."""
+        if not self.trainer.finished:
+            raise WorkerError(
+                "accelerator.register_load_state_pre_hook() was called, but a job resumes from its own "
+                "checkpoints, without the folders that hooks write and read. Leave the hook out, and pass "
+                "what it restores besides prepared objects, such as an average of the weights, to "
+                "accelerator.register_for_checkpointing(): an object with state_dict and load_state_dict. A hook "
+                "for accelerator.load_state() after training may be registered then"
+            )
+        return super().register_load_state_pre_hook(hook)
+
     def _require_before_epochs(self, what: str) -> None:
         if self._has_entered:
             raise WorkerError(

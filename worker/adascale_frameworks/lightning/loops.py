@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
+from adascale_frameworks.common import crossed
 from adascale_frameworks.lightning.loaders import EvaluationLoader
 
 if TYPE_CHECKING:
@@ -14,35 +17,65 @@ if TYPE_CHECKING:
     from adascale_frameworks.lightning.strategy import ElasticStrategy
 else:
     TrainingEpochLoop = EvaluationLoop = object
-from dataclasses import dataclass
-
-from adascale_frameworks.common import crossed
 
 
-class StepCount(int):
-    """`Trainer.global_step`: steps at the initial batch size.
+class _Count(int):
+    """An integer of the program, whose remainder follows another count, too. It is saved as a plain one."""
+
+    _other: int
+
+    def __new__(cls, value: float, other: float) -> Self:
+        """Make the integer, and round the other count down."""
+        count = super().__new__(cls, int(value))
+        count._other = math.floor(other)
+        return count
+
+    def __add__(self, number: int) -> int:
+        value = int(self) + number
+        return type(self)(value, self._other + number) if type(number) is int else value
+
+    __radd__ = __add__
+
+    def __sub__(self, number: int) -> int:
+        return self + -number if type(number) is int else int(self) - number
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+class StepCount(_Count):
+    """`global_step` or `batch_idx`: steps at the initial batch size, now and before the last step.
 
     Lightning and callbacks act when `global_step % interval` is 0. A step of a larger batch may pass over
     a multiple. So the remainder is 0 once for each multiple that a step reaches or passes over.
     """
 
-    _before: float
-    _after: float
+    def __mod__(self, interval: Any) -> int:
+        if isinstance(interval, int) and interval >= 1 and int(self) // interval > self._other // interval:
+            return 0
+        remainder: int = int(self) % interval
+        return remainder
 
-    def __new__(cls, after: float, before: float | None = None) -> StepCount:
-        """Make the integer."""
-        count = super().__new__(cls, int(after))
-        count._after, count._before = after, after if before is None else before
-        return count
 
-    def __mod__(self, interval: object) -> int:
-        remainder: int = super().__mod__(interval)  # type: ignore[operator]
-        if not isinstance(interval, int) or interval < 1 or remainder == 0:
-            return remainder
-        return 0 if crossed(interval, self._before, self._after) else remainder
+class LoopCount(_Count):
+    """`global_step` or `batch_idx` in manual optimization, with the number of optimizer steps.
 
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
+    `training_step` decides by a remainder which optimizers make a step for the batch. So that it is each
+    nth one, also with larger batches, the remainder is that of optimizer steps.
+    """
+
+    def __mod__(self, interval: Any) -> int:
+        remainder: int = self._other % interval
+        return remainder
+
+
+def plain(value: Any) -> Any:
+    """Return a tree of dicts and lists with plain integers in place of counts."""
+    if isinstance(value, _Count):
+        return int(value)
+    if type(value) is dict:
+        return {plain(key): plain(member) for key, member in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
 
 @dataclass
@@ -63,7 +96,7 @@ class Counts:
     @property
     def batch_index(self) -> int:
         """The number of the next batch in the epoch, from 0."""
-        return self._in_epoch(self.after)
+        return StepCount(self._in_epoch(self.after), self.before - self.epoch * self.epoch_length)
 
     def batches(self, interval: float, *, is_last: bool) -> int:
         """Return the batches of the epoch that are done; a multiple of `interval` if the step crossed one."""

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from adascale_frameworks.lightning.callback_states import CallbackStates
 from adascale_frameworks.lightning.loaders import EvaluationLoader, TrainingLoader, is_divisible, options_of
 from adascale_frameworks.lightning.loops import (
     Counts,
     ElasticEvaluationLoop,
     ElasticTrainingLoop,
+    LoopCount,
     StepCount,
     logged_sums,
     make_elastic,
@@ -28,6 +28,7 @@ from adascale_frameworks.lightning.refusals import (
     require_supported,
     split_schedulers,
 )
+from adascale_frameworks.lightning.states import LightningStates
 from adascale_worker.batches.order import Lengths, OrderFunction
 from adascale_worker.errors import WorkerError
 from adascale_worker.trainer import ElasticTrainer, ReentryState
@@ -287,8 +288,8 @@ class ElasticStrategy(Strategy):
     def _enter(self, trainer: Any, elastic: ElasticTrainer, module: Any) -> ReentryState:
         """Make the module data-parallel, and restore the state of training."""
         schedulers, others = split_schedulers(self.lr_scheduler_configs, module)
-        self._states = CallbackStates(trainer)
-        register: dict[str, Any] = {"callbacks": self._states, **others}
+        self._states = LightningStates(trainer)
+        register: dict[str, Any] = {"lightning": self._states, **others}
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             register["scaler"] = scaler
@@ -374,6 +375,8 @@ class ElasticStrategy(Strategy):
     def _begin_batch(self, loop: Any) -> None:
         """Set Lightning's counters before a micro-batch."""
         elastic, counts = self.elastic_trainer, self._counts
+        if not self._has_begun:
+            self._states.begin()
         self._has_begun = self._is_training = True
         self._made_step = False
         self._steps_at_batch = elastic.steps
@@ -416,12 +419,19 @@ class ElasticStrategy(Strategy):
     @property
     def global_step(self) -> int:
         """Steps at the initial batch size; the steps of several optimizers for a batch are one."""
-        return StepCount(self._counts.after, self._counts.before)
+        counts = self._counts
+        if self._is_in_step and not self._automatic:
+            return LoopCount(counts.after, self._steps_at_batch)
+        return StepCount(counts.after, counts.before)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run `training_step` of the module as the forward pass of a data-parallel model."""
         assert self.lightning_module is not None
         step = self._step_module or self.lightning_module.training_step
+        if not self._automatic and self._is_training and len(args) > 1:
+            counts = self._counts
+            steps = self._steps_at_batch - counts.epoch * counts.epoch_length
+            args = (args[0], LoopCount(args[1], steps), *args[2:])
         self._is_in_step = self._is_training
         try:
             with self.precision_plugin.train_step_context():
