@@ -51,7 +51,7 @@ class Place:
         token = self.folder / "token"
         token.write_text(TOKEN)
         url = f"http://127.0.0.1:{self.service.port}"
-        arguments = ("--namespace", self.namespace, *options)
+        arguments = ("--namespace", self.namespace, "--lease-namespace=", *options)
         started = OperatorProcess(self.kubeconfig, url, token, self.folder, *arguments, die_before=die_before)
         self.operators.append(started)
         return started

@@ -14,9 +14,13 @@ from threading import Thread
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from adascale_controller.cli.app import app
+from adascale_controller.operator.runtime import main
 from adascale_controller.operator.runtime.health import Health, OperatorMetrics
 from adascale_controller.operator.runtime.main import UnusableClusterError, _require_version
+from adascale_controller.operator.types.workload import OperatorSettings
 from support.fake_cluster import FakeCluster
 from support.world import World
 
@@ -89,3 +93,21 @@ def test_the_operator_ends_with_one_sentence_on_a_cluster_that_it_can_not_use(tm
         "with kubectl apply -f deploy/base/crd.yaml, which is a part of kubectl apply -k deploy",
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "namespace"),
+    [
+        (["--namespace", "team"], "team"),
+        (["--namespace", "team", "--lease-namespace", "other"], "other"),
+        (["--namespace", "team", "--lease-namespace", ""], None),
+        ([], None),
+    ],
+)
+def test_operators_for_a_namespace_have_one_lease(
+    options: list[str], namespace: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[OperatorSettings] = []
+    monkeypatch.setattr(main, "run_operator", started.append)
+    assert CliRunner().invoke(app, ["operator", *options]).exit_code == 0
+    assert [each.lease_namespace for each in started] == [namespace]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from pathlib import Path
@@ -41,8 +42,8 @@ def operator(
             "--identity",
             metavar="NAME",
             envvar="POD_NAME",
-            default_factory=socket.gethostname,
-            help="The name of this operator in the lease. Default: the host name.",
+            default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}",
+            help="The name of this operator in the lease. Default: the host name and the process id.",
             show_default=False,
         ),
     ],
@@ -83,7 +84,8 @@ def operator(
         typer.Option(
             "--lease-namespace",
             metavar="NAME",
-            help="The namespace of the Lease for leader election. Default: no leader election.",
+            help="The namespace of the Lease for leader election. Default: that of --namespace. Without "
+            "both, or if it is empty: no leader election.",
             show_default=False,
         ),
     ] = None,
@@ -173,7 +175,7 @@ def operator(
             pod_api_url=pod_api_url,
             token_file=token_file,
             namespace=namespace,
-            lease_namespace=lease_namespace,
+            lease_namespace=(namespace if lease_namespace is None else lease_namespace) or None,
             identity=identity,
             liveness=liveness,
             accelerator_label=accelerator_label,
