@@ -185,3 +185,24 @@ def condition(actions: Actions, kind: ConditionType) -> JobCondition:
     found = condition_of(actions.status, kind)
     assert found is not None
     return found
+
+
+FIELDS = (
+    "deregister", "declare", "allocate", "create_claim", "create_indexed_job", "resize", "delete_indexed_job",
+    "delete_pods", "release_pods", "delete_job",
+)  # fmt: skip
+
+
+def writes(actions: Actions) -> dict[str, object]:
+    """Return the actions besides status and Events, without empty fields."""
+    values = {name: getattr(actions, name) for name in FIELDS}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and value is not False and value != ()
+    }
+
+
+def events(actions: Actions) -> list[str]:
+    """Return the reasons of the Events."""
+    return [event.reason for event in actions.events]

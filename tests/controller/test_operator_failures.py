@@ -1,0 +1,262 @@
+"""The actions at the end of a job: complete, failed, refused replicas, and pods that do not end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from adascale_controller.operator.observe.pods import Pod, PodExit
+from adascale_controller.operator.reconcile.reconciler import TERMINATION_OVERDUE
+from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
+from adascale_core.failures import TerminationMessage
+from adascale_core.messages.registration import ReplicaState
+from adascale_core.messages.reports import StepTime
+from support.observed_jobs import (
+    NOW,
+    actions_for,
+    condition,
+    events,
+    failed_pod,
+    indexed_job,
+    job,
+    observed,
+    pod,
+    replica,
+    report,
+    training_job,
+    view,
+    with_status,
+    writes,
+)
+
+RUNNING, RESCALING, SUSPENDED = ConditionType.RUNNING, ConditionType.RESCALING, ConditionType.SUSPENDED
+
+
+def test_a_job_is_complete_when_its_indexed_job_is() -> None:
+    actions = actions_for(replace(training_job((3, 2)), indexed_job=indexed_job(2, complete=True)))
+    assert writes(actions) == {}
+    assert actions.status["state"] == "Complete"
+    assert (actions.status["replicas"], actions.status["desiredReplicas"]) == (0, 0)
+    assert "completionTime" in actions.status
+
+
+def test_a_program_that_exceeds_backoff_limit_fails_the_job_with_its_last_output() -> None:
+    pods = [failed_pod(0, 3), failed_pod(1, 3), failed_pod(0, 4, created_at=NOW - 40), pod(0)]
+    observed_job = replace(training_job((5, 1), backoff_limit=1), pods=pods)
+    actions = actions_for(observed_job, 1)
+    assert condition(actions, ConditionType.FAILED).reason == Reason.BACKOFF_LIMIT_EXCEEDED
+    assert "exit code 3" in condition(actions, ConditionType.FAILED).message
+    assert "ValueError: no" in condition(actions, ConditionType.FAILED).message
+    assert writes(actions) == {"resize": 0}
+    assert actions.status["failures"] == 2
+    assert (
+        actions_for(replace(observed_job, resource=job((5, 1), backoff_limit=2)), 1).status["failures"] == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("restarts", "pods", "ends"),
+    [
+        (2, [pod(0)], None),
+        (3, [pod(0)], "(killed by SIGKILL)"),
+        (3, [pod(0, exit=PodExit(137, reason="OOMKilled"))], "(OOMKilled, killed by SIGKILL)"),
+    ],
+)
+def test_a_job_fails_after_too_many_restarts_without_a_step(
+    restarts: int, pods: list[Pod], ends: str | None
+) -> None:
+    lost = replace(replica(0, ReplicaState.LOST, 5), exit_code=-9)
+    service = view((6, 1), (5, 1), replicas=(lost,), broken=True, restarts_without_progress=restarts)
+    restarted = observed(job((6, 1), max_restarts_without_progress=2), service, indexed_job(1), pods)
+    actions = actions_for(restarted, 1)
+    failed = condition_of(actions.status, ConditionType.FAILED)
+    assert actions.status["failures"] == 0, "disruptions do not count against backoffLimit"
+    if ends is None:
+        assert failed is None
+        return
+    assert failed is not None
+    assert failed.status
+    assert failed.reason == Reason.NO_PROGRESS
+    expected = (
+        "The trainers were lost 3 times without a step in between, maxRestartsWithoutProgress (2) exceeded"
+    )
+    assert failed.message == f"{expected} {ends}"
+    assert writes(actions) == {"resize": 0}
+
+
+@pytest.mark.parametrize(("trained_on", "fails"), [((), True), ((2,), True), ((1, 2), False)])
+def test_a_program_that_cannot_have_several_replicas_fails_unless_it_has_trained_on_one(
+    trained_on: tuple[int, ...], fails: bool
+) -> None:
+    failed = failed_pod(0, 5)
+    assert failed.exit is not None
+    single = replace(failed, exit=replace(failed.exit, exit_code=77))
+    steps = tuple(StepTime(count, 4, 1, 0.1) for count in trained_on)
+    at_two = observed(job((5, 2)), view((5, 2), (5, 2), step_times=steps), indexed_job(2), [single])
+    ended = condition_of(actions_for(at_two, 1).status, ConditionType.FAILED)
+    assert (ended is not None and ended.reason == Reason.PROGRAM_FAILED) == fails
+
+
+def test_a_program_that_would_fail_again_fails_the_job_at_once_with_its_last_output() -> None:
+    failed = failed_pod(0, 4)
+    assert failed.exit is not None
+    permanent = replace(failed, exit=replace(failed.exit, exit_code=78))
+    actions = actions_for(replace(training_job((5, 1), backoff_limit=3), pods=[permanent]), 1)
+    assert condition(actions, ConditionType.FAILED).reason == Reason.PROGRAM_FAILED
+    message = condition(actions, ConditionType.FAILED).message
+    assert "it would fail again" in message
+    assert "exit code 78" in message
+    assert "ValueError: no" in message
+    assert writes(actions) == {"resize": 0}
+
+
+REFUSAL = "replica 2 has adascale 9.9, but replica 0, which trains, has 0.1.0"
+REFUSED = pod(
+    2,
+    uid="refused",
+    created_at=NOW - 90,
+    phase="Failed",
+    exit=PodExit(80, termination=TerminationMessage(0, 80, REFUSAL)),
+)
+
+
+@pytest.mark.parametrize("pods", [[pod(0), pod(1), REFUSED], [pod(0), pod(1), pod(2), REFUSED]])
+def test_a_replica_of_another_version_does_not_start_and_the_others_train(pods: list[Pod]) -> None:
+    growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), pods)
+    actions = actions_for(growing, 3)
+    assert condition_of(actions.status, ConditionType.FAILED) is None
+    assert actions.status["failures"] == 0
+    assert condition(actions, RUNNING).reason == Reason.TRAINING
+    rescaling = condition(actions, RESCALING)
+    assert (rescaling.status, rescaling.reason) == (True, Reason.REPLICA_REFUSED)
+    assert rescaling.message == f"2 -> 3: {REFUSAL}; training continues on 2 replicas"
+    assert Reason.REPLICA_REFUSED in events(actions)
+
+
+def test_a_replica_that_has_failed_its_check_does_not_join_and_the_others_train() -> None:
+    fault = "replica 2 on node node1 does not join: device cuda:0 has failed its check: got nan"
+    failed = replace(REFUSED, exit=PodExit(81, termination=TerminationMessage(0, 81, fault)))
+    growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), [pod(0), pod(1), failed])
+    actions = actions_for(growing, 3)
+    assert actions.status["failures"] == 0
+    assert condition(actions, RUNNING).reason == Reason.TRAINING
+    (event,) = (each for each in actions.events if each.reason == Reason.REPLICA_CHECK_FAILED)
+    assert event.warning
+    assert event.message == f"2 -> 3: pod digits-2: {fault}; training continues on 2 replicas"
+
+
+@pytest.mark.parametrize("state", [ReplicaState.WAITING, ReplicaState.LOST])
+def test_a_replica_is_refused_until_the_metrics_service_accepts_it(state: ReplicaState) -> None:
+    replicas = (replica(0, generation=5), replica(1, generation=5), replica(2, state))
+    service = view((6, 3), (5, 2), replicas=replicas)
+    growing = observed(job((6, 3)), service, indexed_job(3), [pod(0), pod(1), pod(2), REFUSED])
+    refused = condition(actions_for(growing, 3), RESCALING).reason == Reason.REPLICA_REFUSED
+    assert refused == (state is ReplicaState.LOST)
+
+
+def test_a_later_end_of_a_replica_that_was_refused_is_no_refusal() -> None:
+    later = pod(2, uid="later", created_at=NOW - 60, phase="Failed", exit=PodExit(137))
+    growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), [pod(0), pod(1), later, REFUSED])
+    assert condition(actions_for(growing, 3), RESCALING).reason == Reason.PREPARING_REPLICAS
+
+
+@pytest.mark.parametrize(
+    ("pods", "changes", "fails"),
+    [
+        ([failed_pod(0, created_at=NOW - 50), failed_pod(0, created_at=NOW - 40)], {}, True),
+        ([failed_pod(0, 3, created_at=NOW - 50), failed_pod(0, 4, created_at=NOW - 40)], {}, True),
+        ([failed_pod(0, 3, created_at=NOW - 50), failed_pod(1, 3, created_at=NOW - 40)], {}, False),
+        (
+            [failed_pod(0, 3, created_at=NOW - 50), failed_pod(0, 4, created_at=NOW - 40)],
+            {"latest": report(4)},
+            False,
+        ),
+        (
+            [failed_pod(0, 3, created_at=NOW - 50), failed_pod(0, 4, created_at=NOW - 40)],
+            {"step_times": (StepTime(2, 4, 1, 0.1),)},
+            False,
+        ),
+    ],
+    ids=[
+        "before any generation",
+        "before a step",
+        "on two ranks at once",
+        "after a step",
+        "on more replicas",
+    ],
+)
+def test_the_same_failure_before_the_first_step_is_retried_once(
+    pods: list[Pod], changes: dict[str, Any], fails: bool
+) -> None:
+    starting = observed(job((5, 1)), view((5, 1), **changes), indexed_job(1), pods)
+    actions = actions_for(starting, 1)
+    failed = condition_of(actions.status, ConditionType.FAILED)
+    assert (failed is not None and failed.status) == fails
+    if failed is not None and fails:
+        assert failed.reason == Reason.PROGRAM_FAILED
+        expected = (
+            "The program has failed twice in the same way before its first step. Replica 0 (pod digits-0)"
+        )
+        assert failed.message.startswith(expected)
+        assert "ValueError: no" in failed.message
+
+
+def test_different_failures_before_the_first_step_are_retried() -> None:
+    other = failed_pod(0, created_at=NOW - 40)
+    assert other.exit is not None
+    other = replace(other, exit=replace(other.exit, exit_code=4))
+    starting = observed(job((5, 1)), view((5, 1)), indexed_job(1), [failed_pod(0), other])
+    assert condition_of(actions_for(starting, 1).status, ConditionType.FAILED) is None
+
+
+def test_a_failed_condition_with_a_reason_of_another_version_is_kept() -> None:
+    ended = {"type": "Failed", "status": "True", "reason": "Exploded", "message": "at 12:00"}
+    actions = actions_for(
+        observed(job((3, 1), status={"conditions": [ended | {"lastTransitionTime": "t"}]}), view())
+    )
+    assert condition(actions, ConditionType.FAILED).message == "at 12:00"
+
+
+@pytest.mark.parametrize(("ttl", "age", "removed"), [(None, 99, False), (60, 59, False), (60, 60, True)])
+def test_an_ended_job_is_deleted_after_its_ttl(ttl: int | None, age: int, removed: bool) -> None:
+    observed_job = replace(training_job(), indexed_job=indexed_job(2, complete=True))
+    ended = with_status(observed_job, actions_for(observed_job))
+    spec = replace(ended.resource.valid_job, ttl_seconds_after_finished=ttl)
+    later = replace(ended, resource=replace(ended.resource, job=spec), now=NOW + age)
+    assert actions_for(later).delete_job == removed
+
+
+@pytest.mark.parametrize(
+    ("spec", "node", "now", "removed"),
+    [
+        (None, "node1", NOW, False),
+        (NOW, "node1", NOW + TERMINATION_OVERDUE, False),
+        (NOW, "node1", NOW + TERMINATION_OVERDUE + 1, True),
+        (NOW + 30, "lost", NOW, True),
+        (None, "lost", NOW, False),
+    ],
+)
+def test_overdue_pods_and_pods_on_lost_nodes_are_deleted_by_force(
+    spec: float | None, node: str, now: float, removed: bool
+) -> None:
+    pods = [pod(0), pod(1, deletion_deadline=spec, node=node)]
+    observed_job = replace(training_job(), pods=pods, lost_nodes=frozenset({"lost"}), now=now)
+    assert actions_for(observed_job, 2).delete_pods == (("digits-1",) if removed else ())
+
+
+# -- agents that give up -----------------------------------------------------------------------------------
+
+
+def test_what_an_agent_says_when_it_gives_up_is_in_the_condition() -> None:
+    said = "the metrics service at http://adascale-api:8265 does not answer: Name or service not known"
+    gave_up = pod(0, uid="old", phase="Failed", exit=PodExit(69, termination=TerminationMessage(0, 69, said)))
+    starting = observed(job((1, 1)), view((1, 1)), indexed_job(1), [gave_up, pod(0, created_at=NOW)])
+    actions = actions_for(starting, 1)
+    running = condition(actions, ConditionType.RUNNING)
+    assert (running.reason, running.message) == (Reason.METRICS_SERVICE_UNREACHABLE, said)
+    assert Reason.METRICS_SERVICE_UNREACHABLE in [event.reason for event in actions.events]
+    registered = view((1, 1), replicas=(replica(0, ReplicaState.WAITING),))
+    started = observed(job((1, 1)), registered, indexed_job(1), [gave_up, pod(0, created_at=NOW)])
+    assert condition(actions_for(started, 1), ConditionType.RUNNING).reason == Reason.STARTING

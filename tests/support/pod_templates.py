@@ -1,0 +1,70 @@
+"""Jobs with a pod template, and the pods that are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from adascale_controller.job_definition import JobDefinition
+from adascale_controller.operator.apply.indexed_job import indexed_job_manifest
+from adascale_controller.operator.types.workload import PodSettings, Workload
+from adascale_core.messages.job_spec import JobSpec
+
+SPEC = JobSpec(4, 256, (4, 64), 1, 4, 1000)
+JOB = JobDefinition("team.digits", SPEC)
+OWNER = {
+    "apiVersion": "adascale.dev/v1alpha1",
+    "kind": "AdaScaleJob",
+    "name": "digits",
+    "uid": "b7d1",
+    "controller": True,
+    "blockOwnerDeletion": True,
+}
+
+
+def container(name: str = "worker", **fields: Any) -> dict[str, Any]:
+    return {"name": name, "image": "trainer:1", **fields}
+
+
+def template(*containers: Mapping[str, Any], metadata: Any = None, **spec: Any) -> dict[str, Any]:
+    made = {"spec": {"containers": list(containers or (container(),)), **spec}}
+    return made if metadata is None else {"metadata": metadata} | made
+
+
+def workload(made_of: Mapping[str, Any] | None = None, **of_job: Any) -> Workload:
+    return Workload(
+        name="digits",
+        namespace="team",
+        uid="b7d1",
+        job=replace(JOB, **of_job),
+        template=made_of or template(container(command=["python", "train.py"])),
+        created_at=1_700_000_000,
+        settings=PodSettings("http://adascale-api.adascale-system:8265"),
+    )
+
+
+def pod(made_of: Workload, single_node: bool = False) -> dict[str, Any]:
+    manifest: dict[str, Any] = indexed_job_manifest(made_of, 2, suspend=False, single_node=single_node)[
+        "spec"
+    ]["template"]
+    return manifest
+
+
+def worker(made_of: Workload) -> dict[str, Any]:
+    containers = pod(made_of)["spec"]["containers"]
+    found: dict[str, Any] = next((item for item in containers if item["name"] == "worker"), containers[0])
+    return found
+
+
+def env(made_of: Workload) -> dict[str, Any]:
+    variables = worker(made_of)["env"]
+    found = {item["name"]: item.get("value", item.get("valueFrom")) for item in variables}
+    assert len(found) == len(variables)
+    return found
+
+
+def mounts(made_of: Workload) -> dict[str, dict[str, Any]]:
+    """The volume at each place of the worker."""
+    volumes = {item["name"]: item for item in pod(made_of)["spec"]["volumes"]}
+    return {item["mountPath"]: volumes[item["name"]] | item for item in worker(made_of)["volumeMounts"]}
