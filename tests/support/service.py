@@ -24,7 +24,7 @@ class Service:
 
     Args:
         folder: the folder of its database and port file.
-        job: the job that the methods use.
+        job: the id of the job that the methods use. It may be changed.
         address: where it is reached; it listens on all addresses if this is not the default.
         tls: its certificate. None for a service without TLS.
     """
@@ -40,7 +40,7 @@ class Service:
         self._tls = tls
         self._folder = folder
         self._address = address
-        self._job = job
+        self.job_id = job
         self._process: Program | None = None
         self.port = 0
         self.start()
@@ -54,8 +54,13 @@ class Service:
     @property
     def environ(self) -> dict[str, str]:
         """The variables that an agent needs to reach the service."""
-        environ = {"ADASCALE_API_URL": self.url, "ADASCALE_TOKEN": TOKEN, "ADASCALE_JOB_ID": self._job}
+        environ = {"ADASCALE_API_URL": self.url, "ADASCALE_TOKEN": TOKEN, "ADASCALE_JOB_ID": self.job_id}
         return environ if self._tls is None else {**environ, "ADASCALE_CA_FILE": str(self._tls.ca)}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started, and not stopped."""
+        return self._process is not None
 
     def start(self) -> None:
         """Start the service, on the same port as before."""
@@ -80,6 +85,13 @@ class Service:
             wait_until(lambda: process.code is not None, "the end of the service", 10)
             process.close()
             self._process = None
+
+    def restart_without_data(self) -> None:
+        """Kill the service, remove its database, and start it again."""
+        self.stop(signal.SIGKILL)
+        for path in self._folder.glob("api.sqlite*"):
+            path.unlink()
+        self.start()
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the service."""
@@ -109,7 +121,7 @@ class Service:
     def call(self, method: str, path: str, body: object = None) -> Any:
         """Send a request for the job, and return the parsed answer."""
         request = urllib.request.Request(
-            f"{self.url}/jobs/{self._job}{path}",
+            f"{self.url}/jobs/{self.job_id}{path}",
             method=method,
             data=None if body is None else json.dumps(body).encode(),
             headers={"authorization": f"Bearer {TOKEN}", "content-type": "application/json"},

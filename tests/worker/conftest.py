@@ -1,9 +1,11 @@
-"""Fixtures of the worker's tests: trainers that leave no trace in the test's process, and a small disk."""
+"""Fixtures of the worker's tests: a metrics service, trainers in the test's process, and a small disk."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,9 @@ from adascale import ElasticTrainer
 from adascale_worker.process import exit as shutdown
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
 from support.members import Members
+from support.service import Service
 
+JOB_NUMBERS = count()
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -25,6 +29,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU with CUDA, see `make test-gpu`"))
+
+
+@pytest.fixture(scope="session")
+def service_of_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A metrics service for all tests, because it takes long to start."""
+    service = Service(tmp_path_factory.mktemp("service"))
+    yield service
+    service.stop(signal.SIGKILL)
+
+
+@pytest.fixture
+def service(service_of_all_tests: Service) -> Service:
+    """A metrics service that runs, with a new job, of which it knows nothing yet."""
+    service_of_all_tests.job_id = f"default.test-{next(JOB_NUMBERS)}"
+    if not service_of_all_tests.is_running:
+        service_of_all_tests.start()
+    return service_of_all_tests
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from adascale_core.names import SNAPSHOT_FILE
 from adascale_worker.loop.step_watchdog import EXPLAIN_AFTER
 from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
 from adascale_worker.state.checkpoints.store import CheckpointInfo
-from support.certificates import TlsFiles, tls_files
+from support.certificates import tls_files
 from support.fast_python import PYTHON
 from support.launch import PROGRAM, TIMEOUT, AgentProcess, Journal, Replicas, free_port, wait_until
 from support.service import Service
@@ -37,11 +37,11 @@ FAULTY_DEVICE = str(PROGRAM.with_name("faulty_device.py"))
 
 
 class Job:
-    """A job's service, its agents and the journal of its trainers."""
+    """A job of a service, its agents and the journal of its trainers."""
 
-    def __init__(self, folder: Path, tls: TlsFiles | None = None) -> None:
+    def __init__(self, folder: Path, service: Service) -> None:
         self.folder = folder
-        self.service = Service(folder, tls=tls)
+        self.service = service
         self.journal = Journal(folder / "journal")
         self.agents: list[AgentProcess] = []
 
@@ -86,23 +86,13 @@ class Job:
     def end(self) -> None:
         for agent in self.agents:
             agent.end()
-        self.service.stop(signal.SIGKILL)
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    running = Job(tmp_path)
+def job(tmp_path: Path, service: Service) -> Iterator[Job]:
+    running = Job(tmp_path, service)
     yield running
     running.end()
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service for agents that exit before their program has a trainer. It has allocated one replica."""
-    running = Service(tmp_path_factory.mktemp("service"))
-    running.allocate(1, 1)
-    yield running
-    running.stop(signal.SIGKILL)
 
 
 def test_agents_with_tls_and_of_before_train_together_while_certificates_are_renewed(
@@ -111,7 +101,7 @@ def test_agents_with_tls_and_of_before_train_together_while_certificates_are_ren
     """The service of an upgrade: replica 0 was started with http://, replica 1 with https://."""
     authority = create_authority(datetime.now(UTC) - timedelta(days=1))
     files = tls_files(tmp_path / "tls", authority)
-    job = Job(tmp_path, files)
+    job = Job(tmp_path, Service(tmp_path, tls=files))
     try:
         job.service.allocate(1, 2)
         plain = {"ADASCALE_API_URL": job.service.url.replace("https://", "http://"), "ADASCALE_CA_FILE": ""}
@@ -131,6 +121,7 @@ def test_agents_with_tls_and_of_before_train_together_while_certificates_are_ren
         )
     finally:
         job.end()
+        job.service.stop(signal.SIGKILL)
 
 
 def has_exited(pid: int) -> bool:
@@ -142,11 +133,11 @@ def has_exited(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("process", [0, 1])
 def test_a_replica_of_several_processes_does_not_join_if_the_device_of_one_of_them_is_faulty(
-    service: Service, tmp_path: Path, process: int
+    service: Service, tmp_path: Path
 ) -> None:
-    options = {"ADASCALE_PROCESSES_PER_REPLICA": 2, "FAULTY": process}
+    service.allocate(1, 1)
+    options = {"ADASCALE_PROCESSES_PER_REPLICA": 2, "FAULTY": 1}
     agent = AgentProcess(
         0, tmp_path, service.environ, [*PYTHON, FAULTY_DEVICE, "sharded_members.py"], **options
     )
@@ -686,7 +677,8 @@ def test_edited_bounds_reach_the_trainers_of_the_next_generation(job: Job) -> No
 
 
 def run_agent(service: Service, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run an agent until it exits by itself."""
+    """Run an agent until it exits by itself, before its program has a trainer."""
+    service.allocate(1, 1)
     return subprocess.run(
         [sys.executable, "-m", "adascale_worker.agent", "--", *command],
         env={**os.environ, **service.environ, **environ},
@@ -760,10 +752,7 @@ def test_agents_continue_with_a_service_that_has_lost_its_data(job: Job) -> None
     job.service.allocate(1, 1)
     job.start(0, **LONG)
     job.wait_for_training(1, steps=3)
-    job.service.stop(signal.SIGKILL)
-    for path in job.folder.glob("api.sqlite*"):
-        path.unlink()
-    job.service.start()
+    job.service.restart_without_data()
     wait_until(job.service.job_exists, "the agent's registration")
     job.service.allocate(1, 1)  # the allocation that runs
     wait_until(lambda: job.generation() == 1, "the active generation")
@@ -781,10 +770,7 @@ def test_a_job_that_another_service_has_continued_saves_again(job: Job) -> None:
     elsewhere.process.terminate()
     assert elsewhere.wait() == 75
     continued_at = job.journal.last_step()
-    job.service.stop(signal.SIGKILL)
-    for path in job.folder.glob("api.sqlite*"):
-        path.unlink()
-    job.service.start()
+    job.service.restart_without_data()
 
     job.service.allocate(1, 1)
     (agent,) = job.start(0, **LONG)

@@ -60,11 +60,11 @@ def has_state(assignment: dict[str, Any]) -> bool:
 
 
 class Job:
-    """A service, and agents with scripted trainers."""
+    """A job of a service, and agents with scripted trainers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, service: Service) -> None:
         self.folder = folder
-        self.service = Service(folder)
+        self.service = service
         self.service.call("PUT", "", ELASTIC)
         self.agents: dict[int, subprocess.Popen[str]] = {}
 
@@ -119,12 +119,11 @@ class Job:
             if agent.poll() is None:
                 agent.kill()
                 agent.wait()
-        self.service.stop(signal.SIGKILL)
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    running = Job(tmp_path)
+def job(tmp_path: Path, service: Service) -> Iterator[Job]:
+    running = Job(tmp_path, service)
     yield running
     running.end()
 
@@ -235,29 +234,17 @@ def test_an_agent_that_is_terminated_while_rank_0_has_not_finished_does_not_succ
     assert job.service.job()["complete"]
 
 
-@pytest.mark.parametrize("replica", [0, 1])
-def test_an_exit_with_0_before_the_end_of_training_is_a_failure_that_is_not_repeated(
-    job: Job, replica: int
-) -> None:
+def test_an_exit_with_0_before_the_end_of_training_is_a_failure_that_is_not_repeated(job: Job) -> None:
     job.service.allocate(1, 2)
     job.start(0, 1)
     job.wait_for_members(1, 0, 1)
-    job.trainer(replica).do(exit=0)
-    assert job.agents[replica].wait(TIMEOUT) == EXIT_INVALID_PROGRAM
-    failed = job.service.job()["replicas"][replica]
-    assert (failed["state"], failed["exit_code"]) == ("failed", EXIT_INVALID_PROGRAM)
-    assert "scripted_trainer.py ended with exit code 0, but not by the end of its training" in failed["log"]
-    assert not job.service.job()["complete"]
-
-
-def test_an_exit_with_0_after_the_end_of_training_is_saved_completes_the_job(job: Job) -> None:
-    job.service.allocate(1, 1)
-    job.start(0)
-    job.wait_for_members(1, 0)
-    job.trainer(0).do(type="final")
-    job.trainer(0).do(exit=0)
-    assert job.agents[0].wait(TIMEOUT) == 0
-    assert job.service.job()["complete"]
+    for replica in (1, 0):
+        job.trainer(replica).do(exit=0)
+        assert job.agents[replica].wait(TIMEOUT) == EXIT_INVALID_PROGRAM
+        failed = job.service.job()["replicas"][replica]
+        assert (failed["state"], failed["exit_code"]) == ("failed", EXIT_INVALID_PROGRAM)
+        assert "scripted_trainer.py ended with exit code 0, but not by the end of its train" in failed["log"]
+        assert not job.service.job()["complete"]
 
 
 def test_the_job_is_complete_when_rank_0_has_finished_whatever_its_index(job: Job) -> None:

@@ -29,13 +29,6 @@ from support.service import TOKEN, Service
 from support.training import FIXED, MakeTrainer, network, samples, sgd, train
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = Service(tmp_path_factory.mktemp("service"))
-    yield service
-    service.stop(signal.SIGKILL)
-
-
 class ServiceJob:
     """A job at the shared service, and the reporters of this job."""
 
@@ -62,8 +55,8 @@ class ServiceJob:
 
 
 @pytest.fixture
-def service_job(running: Service, request: pytest.FixtureRequest) -> Iterator[ServiceJob]:
-    service_job = ServiceJob(running, f"default.job-{abs(hash(request.node.name)) % 10**9}")
+def service_job(service: Service) -> Iterator[ServiceJob]:
+    service_job = ServiceJob(service, service.job_id)
     yield service_job
     for reporter in service_job.reporters:
         reporter.close()
