@@ -58,7 +58,7 @@ def within_confidence(samples: list[float], truth: float) -> bool:
 
 @pytest.mark.parametrize(
     ("scale", "micro"),
-    [(1, 1), (1, 2), (2, 2), (4, 4), (8, 2), (8, 8), (16, 1), (16, 16), (64, 1), (64, 4), (64, 64)],
+    [(1, 1), (1, 2), (4, 4), (8, 2), (16, 16), (64, 1)],
 )
 def test_estimates_are_unbiased(scale: int, micro: int) -> None:
     """At any scale and number of micro-gradients; a single one suffices if the true gradient is constant."""
@@ -100,7 +100,7 @@ def test_the_bias_of_the_difference_estimate_is_as_documented() -> None:
 
 def test_the_difference_estimate_equals_that_of_micro_gradients_up_to_its_bias() -> None:
     """A quadratic loss with noise, so the true gradient changes."""
-    hessian, scale, lr, steps = 0.3, 4.0, 0.02, 1200
+    hessian, scale, lr, steps = 0.3, 4.0, 0.02, 600
     estimates = []
     for micro in (1, 4):
         weight = nn.Parameter(torch.zeros(DIMENSIONS, dtype=torch.float64))
@@ -108,7 +108,7 @@ def test_the_difference_estimate_equals_that_of_micro_gradients_up_to_its_bias()
             torch.optim.SGD([weight], lr=lr),
             scale=scale,
             num_gradients_to_accumulate=micro,
-            smoothing=0.998,
+            smoothing=0.995,
             sample_every=1,
         )
         gradients = noisy_gradients(scale / micro, seed=micro)
@@ -122,7 +122,7 @@ def test_the_difference_estimate_equals_that_of_micro_gradients_up_to_its_bias()
     (_, biased, biased_gain), (_, unbiased, unbiased_gain) = estimates
     # A step is lr * gain * g with E|g|^2 about grad_var / S, so the bias is below this bound.
     bound = (hessian * lr * scale) ** 2 * GRAD_VAR
-    noise = 4 * GRAD_VAR * math.sqrt(2 / DIMENSIONS / 500)
+    noise = 4 * GRAD_VAR * math.sqrt(2 / DIMENSIONS / 200)
     assert abs(biased - unbiased) < bound + noise
     assert abs(biased_gain - unbiased_gain) < 0.5
 

@@ -103,16 +103,14 @@ def test_the_process_goes_on_with_other_batches_at_another_place(feed: Feed) -> 
     assert [count > 0 for count in thrown_away] == [True, True, False, True, True]
 
 
-@pytest.mark.parametrize("plan", [ONE, TWO])
-def test_what_a_data_set_draws_depends_on_the_position_only(feed: Feed, plan: BatchPlan) -> None:
-    undisturbed = torch.cat([feed.take(0, plan, 4), feed.take(4 * plan.replicas * plan.local_bsz, plan, 2)])
+def test_what_a_data_set_draws_depends_on_the_position_only(feed: Feed) -> None:
+    plan, stride = TWO, 8
+    undisturbed = torch.cat([feed.take(0, plan, 4), feed.take(4 * stride, plan, 2)])
     drawn = undisturbed[:, DRAWN]
     assert len(drawn.unique(dim=0)) == len(drawn), "each sample draws other numbers"
-    stride = plan.replicas * plan.local_bsz
     feed.take(7, plan, 1)
-    others = [feed, Feed(**WORKER), Feed(**{**WORKER, "num_workers": 2})]
-    for other in others:
-        for batch in (2, 0, 5, 1):
+    for other in (feed, Feed(**{**WORKER, "num_workers": 2})):
+        for batch in (5, 0, 2):
             found = other.take(batch * stride, plan, 1)[:, DRAWN]
             first = batch * plan.local_bsz
             assert torch.equal(found, drawn[first : first + plan.local_bsz])
@@ -158,17 +156,14 @@ def train(trainer: Any, model: nn.Module, epochs: range, *, stop_after: int = 1_
     return processes
 
 
-@pytest.mark.parametrize("options", [FIXED, ACCUMULATING], ids=["one micro-batch", "several"])
-def test_training_continues_to_the_bit_in_other_processes(
-    make_trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_training_continues_to_the_bit_in_other_processes(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     undisturbed = network()
-    processes = train(make_trainer(**options, epochs=4), undisturbed, range(4))
+    processes = train(make_trainer(**ACCUMULATING, epochs=4), undisturbed, range(4))
     assert len(set(processes)) == 1
     assert multiprocessing.active_children() == [], "they end with training"
     for epochs in (range(2), range(2, 4)):
         model = network()
-        train(make_trainer(**options, epochs=epochs.stop, checkpoint_dir=tmp_path), model, epochs)
+        train(make_trainer(**ACCUMULATING, epochs=epochs.stop, checkpoint_dir=tmp_path), model, epochs)
     assert equal(parameters_of(model), parameters_of(undisturbed))
 
 
@@ -181,17 +176,21 @@ def test_a_loop_that_is_left_keeps_the_process_until_the_trainer_is_closed(make_
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options", "difference"),
-    [(Drawing(), {}, "another data set"), (None, {"collate_fn": lambda x: x}, "another collate_fn")],
-)
-def test_another_data_set_or_option_is_refused(
-    feed: Feed, dataset: Drawing | None, options: dict[str, Any], difference: str
-) -> None:
+CHANGES: list[tuple[Drawing | None, dict[str, Any], str]] = [
+    (Drawing(), {}, "another data set"),
+    (None, {"collate_fn": lambda x: x}, "another collate_fn"),
+]
+"""Another data set, other options, and how an error names the difference."""
+
+
+def test_another_data_set_or_option_is_refused(feed: Feed) -> None:
     feed.take(0, ONE, 1)
-    message = rf"persistent_workers=True, and {difference} than before, .*once before the loop over epochs"
-    with pytest.raises(DatasetError, match=message):
-        feed.feed.open(dataset or feed.data, shuffle=True, options={**feed.options, **options})
+    for dataset, options, difference in CHANGES:
+        message = (
+            rf"persistent_workers=True, and {difference} than before, .*once before the loop over epochs"
+        )
+        with pytest.raises(DatasetError, match=message):
+            feed.feed.open(dataset or feed.data, shuffle=True, options={**feed.options, **options})
     feed.feed.open(Drawing(), shuffle=True, options=WORKER)
     assert multiprocessing.active_children() == [], "without the option, they end"
 
@@ -207,18 +206,13 @@ def test_a_loop_without_the_option_loads_its_own_data(feed: Feed) -> None:
     assert count_thrown_away([feed.take(8, ONE, 1), feed.take(16, ONE, 1)]) == [0]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options", "difference"),
-    [(Drawing(), {}, "another data set"), (None, {"collate_fn": lambda x: x}, "another collate_fn")],
-)
-def test_two_loops_with_the_option_are_refused(
-    feed: Feed, dataset: Drawing | None, options: dict[str, Any], difference: str
-) -> None:
-    data, options = dataset or feed.data, {**feed.options, **options}
-    stream = feed.feed.open(data, shuffle=True, options=options)
+def test_two_loops_with_the_option_are_refused(feed: Feed) -> None:
+    loops = [(data or feed.data, {**feed.options, **options}, text) for data, options, text in CHANGES]
+    streams = [feed.feed.open(data, shuffle=True, options=options) for data, options, _ in loops]
     feed.take(0, ONE, 1)
-    with pytest.raises(DatasetError, match=f"persistent_workers=True, and {difference} than before, "):
-        feed.feed.micro_batches(data, stream, options, 8, ONE)
+    for (data, options, difference), stream in zip(loops, streams, strict=True):
+        with pytest.raises(DatasetError, match=f"persistent_workers=True, and {difference} than before, "):
+            feed.feed.micro_batches(data, stream, options, 8, ONE)
 
 
 def test_an_evaluation_refuses_the_option(make_trainer: MakeTrainer) -> None:

@@ -21,6 +21,7 @@ from adascale_worker.batches.stream_feed import StreamOptions
 from adascale_worker.errors import DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.tree import flatten, unflatten
+from support.examples import examples
 from support.launch import run_python
 
 
@@ -149,7 +150,7 @@ plans = st.builds(
 
 
 @pytest.mark.parametrize("shuffle_buffer", [0, 4])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     lengths=st.lists(st.integers(0, 15), min_size=1, max_size=10).filter(lambda each: sum(each) >= 24),
     schedule=st.lists(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchPlan
@@ -54,7 +54,6 @@ def deal_enough(
     raise AssertionError("never enough")
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(lambda each: sum(each) >= 16),
     shuffles=st.booleans(),

@@ -21,6 +21,7 @@ from adascale_worker.batches import stream_feed
 from adascale_worker.batches.stream_feed import StreamFeed, StreamOptions, StreamPlace
 from adascale_worker.errors import DatasetError
 from adascale_worker.state.tree import flatten, unflatten
+from support.examples import examples
 from support.streams import Numbers, Packed, WithIteratorState, WithState
 
 WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
@@ -140,7 +141,7 @@ def make_data_set(kind: str, count: int) -> Any:
 
 
 @pytest.mark.parametrize("kind", DATA_SETS)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     count=st.integers(1, 60),
     interval=st.integers(1, 20),
@@ -171,10 +172,8 @@ def test_each_record_is_trained_once_per_pass_over_joins_losses_plans_and_restar
         assert job.place.length == (count if job.consumed >= count else None)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_worker_processes_read_each_record_once_over_changes_and_a_discarded_step(workers: int) -> None:
-    options = {"num_workers": workers, "multiprocessing_context": "fork", "collate_fn": list}
-    job = Job(lambda: WithState(50), options=options)
+def test_worker_processes_read_each_record_once_over_changes_and_a_discarded_step() -> None:
+    job = Job(lambda: WithState(50), options={**WORKERS, "collate_fn": list})
     job.start(BatchPlan(2, 3, 2))
     for kept in ([0, 1], [1], [0, 1, 2]):
         for _ in range(3):
