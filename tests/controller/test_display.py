@@ -74,15 +74,19 @@ def test_a_run_continues_when_its_terminal_is_closed() -> None:
 
 
 @pytest.mark.parametrize("is_stderr_closed", [False, True])
+@pytest.mark.parametrize("is_unbuffered", [False, True])
 def test_a_run_continues_on_stderr_when_the_reader_of_its_pipe_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_stderr_closed: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_stderr_closed: bool, is_unbuffered: bool
 ) -> None:
     closed_reader, closed_pipe = os.pipe()
     os.close(closed_reader)
     reader, pipe = os.pipe()
     shown = tmp_path / "stderr"
     with (
-        open(pipe, "w") as output,  # noqa: PTH123
+        io.TextIOWrapper(
+            open(pipe, "wb", buffering=0 if is_unbuffered else -1),  # noqa: PTH123
+            write_through=is_unbuffered,
+        ) as output,
         open(closed_pipe, "w") if is_stderr_closed else shown.open("w") as stderr,  # noqa: PTH123
     ):
         monkeypatch.setattr(sys, "stderr", stderr)

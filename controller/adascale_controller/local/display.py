@@ -117,8 +117,9 @@ class _MessagePrinter:
         except OSError:
             with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
                 os.dup2(nowhere.fileno(), output)
-        with self._console.capture():
-            pass  # Discards what rich would write again: the file still has it in its buffer.
+        if not getattr(self._console.file, "write_through", False):  # as it is with PYTHONUNBUFFERED
+            with self._console.capture():
+                pass  # Discards what rich would write again: the file still has it in its buffer.
 
 
 class LiveDisplay(_MessagePrinter):
