@@ -18,12 +18,12 @@ LOWEST_VENV := .venv-lowest
 LOWEST_READY := $(LOWEST_VENV)/.ready
 # Tests of what uses private parts of torch (worker/adascale_worker/torch_private/), of the Kubernetes client, and of
 # uvicorn (api/adascale_api/http/protocol.py, api/adascale_api/server.py).
-LOWEST_TESTS := $(patsubst %,tests/worker/test_%.py,torch_private adascale adascale_adam adascale_ranks \
+LOWEST_TESTS := $(patsubst %,tests/worker/test_%.py,torch_private adascale adascale_state adascale_adam adascale_ranks \
 	data_parallel hyperparameters patching previous_gradient program_gradients) \
 	tests/frameworks/test_lightning.py \
 	tests/frameworks/test_huggingface_lowest.py \
 	$(patsubst %,tests/api/test_%.py,token_review attacks connection_limits tls) \
-	$(patsubst %,tests/controller/test_%.py,kubernetes_cluster lease node_capacity) \
+	$(patsubst %,tests/controller/test_%.py,kubernetes_cluster kubernetes_lease lease node_capacity) \
 	tests/frameworks/test_accelerate.py
 
 .PHONY: help

@@ -16,11 +16,11 @@ Object = dict[str, Any]
 
 
 class Cluster:
-    """PriorityClasses, and the count that is decided for the job."""
+    """A world with PriorityClasses."""
 
-    def __init__(self) -> None:
+    def __init__(self, decided: DecidedCount) -> None:
+        self.decided = decided
         self.priorities = {None: 100, "spot": -10}
-        self.count = 4
         self.world = World(admit=self._admit)
 
     def _admit(self, pod: Object) -> Object:
@@ -36,18 +36,8 @@ class Cluster:
         present = {name: raw for name, raw in jobs.items() if "deletionTimestamp" not in raw["metadata"]}
         return {name: raw["spec"]["parallelism"] for name, raw in present.items()}
 
-    @property
-    def status(self) -> Object:
-        assert self.world.job is not None
-        status: Object = self.world.job["status"]
-        return status
-
-    def condition(self, kind: str) -> Object:
-        found: Object = next(each for each in self.status["conditions"] if each["type"] == kind)
-        return found
-
     def decide(self, count: int) -> None:
-        self.count = count
+        self.decided.count = count
         self.world.full = True
         self.world.run_cycles(10)
 
@@ -59,18 +49,28 @@ class Cluster:
         ]
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    made = Cluster()
+class DecidedCount:
+    """The replica count that is decided for each job, within its limits."""
 
-    def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
+    def __init__(self) -> None:
+        self.count = 4
+
+    def decide(self, problem: DecisionProblem, _now: float) -> dict[str, Decision]:
         states = [utility.job for utility in problem.queue]
+        limits = {each.id: self.count if each.limit is None else each.limit for each in states}
         return {
-            state.id: Decision(
-                min(made.count, made.count if state.limit is None else state.limit), "by the test"
-            )
-            for state in states
+            each.id: Decision(min(self.count, each.max_replicas, limits[each.id]), "by the test")
+            for each in states
         }
 
-    monkeypatch.setattr(DecisionProblem, "decide", decide)
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> DecidedCount:
+    made = DecidedCount()
+    monkeypatch.setattr(DecisionProblem, "decide", lambda problem, now: made.decide(problem, now))
     return made
+
+
+@pytest.fixture
+def cluster(decided: DecidedCount) -> Cluster:
+    return Cluster(decided)

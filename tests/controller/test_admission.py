@@ -41,18 +41,12 @@ def tainted(**settings: Any) -> World:
     return world
 
 
-def running(world: World) -> Object:
-    assert world.job is not None
-    conditions: list[Object] = world.job["status"]["conditions"]
-    return next(each for each in conditions if each["type"] == "Running")
-
-
 def test_a_toleration_that_admission_adds_makes_tainted_nodes_eligible() -> None:
     world = tainted(admit=tolerate)
     world.submit()
     world.run_cycles()
     assert [raw["spec"]["nodeName"] for raw in world.live_pods] == ["a100"]
-    assert running(world)["reason"] == "Training"
+    assert world.condition()["reason"] == "Training"
 
 
 def test_a_job_without_the_toleration_waits_and_names_the_taint() -> None:
@@ -60,8 +54,8 @@ def test_a_job_without_the_toleration_waits_and_names_the_taint() -> None:
     world.submit()
     world.run_cycles()
     assert world.live_pods == []
-    assert running(world)["reason"] == "InsufficientCapacity"
-    assert running(world)["message"] == (
+    assert world.condition()["reason"] == "InsufficientCapacity"
+    assert world.condition()["message"] == (
         "Insufficient capacity for 1 replica. 1 node: taint nvidia.com/gpu=present:NoSchedule, and the pods "
         "have no toleration of it (spec.template.spec.tolerations)"
     )
@@ -78,7 +72,7 @@ def test_requests_that_admission_adds_are_counted() -> None:
     world = World(types=["a100"], admit=limit)
     world.submit(minReplicas=2)
     world.run_cycles()
-    assert running(world)["reason"] == "InsufficientCapacity", "the node has 100"
+    assert world.condition()["reason"] == "InsufficientCapacity", "the node has 100"
 
 
 def test_jobs_of_a_template_share_a_dry_run_and_it_is_repeated_later() -> None:
@@ -117,7 +111,7 @@ def test_without_an_answer_of_admission_the_template_is_used(error: ApiServerErr
     world = World(types=["a100"], admit=refuse)
     world.submit()
     world.run_cycles()
-    assert running(world)["reason"] == "Training"
+    assert world.condition()["reason"] == "Training"
 
 
 def refuse_dry_runs(pod: Object) -> Object:
@@ -131,7 +125,7 @@ def test_without_dry_runs_the_smallest_count_is_tried_once_and_its_pods_show_wha
     world = tainted(admit=refuse_dry_runs)
     world.submit(minReplicas=1)
     world.run_cycles()
-    assert running(world)["reason"] == "Training"
+    assert world.condition()["reason"] == "Training"
     world.now += admission_reader.RETRY_INTERVAL
     world.run_cycles()
     world.service.post(GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 2.0, 1.0, 1.0, 0.1, 0.0))
@@ -154,7 +148,7 @@ def test_pods_have_no_group_where_the_namespace_forbids_it() -> None:
     world = World(types=["a100"], admit=forbid)
     world.submit()
     world.run_cycles()
-    assert running(world)["reason"] == "Training"
+    assert world.condition()["reason"] == "Training"
 
 
 def test_a_trial_that_is_refused_is_not_repeated_at_once() -> None:
@@ -165,14 +159,14 @@ def test_a_trial_that_is_refused_is_not_repeated_at_once() -> None:
     world.submit()
     world.run_cycles(5)
     assert len(world.live_pods) == 1
-    assert running(world)["message"].startswith(
+    assert world.condition()["message"].startswith(
         "1 replica does not fit, and is requested once, since what admission makes of its pods is not known"
     )
     world.run_cycles(60)
     assert world.live_pods == []
-    assert running(world)["reason"] == "InsufficientCapacity"
-    assert "does not support dry run" in running(world)["message"]
-    assert "the next request is 1 h 0 min later" in running(world)["message"]
+    assert world.condition()["reason"] == "InsufficientCapacity"
+    assert "does not support dry run" in world.condition()["message"]
+    assert "the next request is 1 h 0 min later" in world.condition()["message"]
 
 
 def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_raised() -> None:
@@ -215,5 +209,5 @@ def test_an_answer_stays_while_admission_can_not_be_asked_again() -> None:
     world.admit = refuse
     world.now += admission_reader.INTERVAL
     world.run_cycles()
-    assert running(world)["reason"] == "Training"
+    assert world.condition()["reason"] == "Training"
     assert world.writes == []

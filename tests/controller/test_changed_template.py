@@ -12,8 +12,8 @@ from adascale_controller.operator.runtime import admission_reader
 from adascale_controller.operator.schedule.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from adascale_controller.operator.types.workload import QUEUE_NAME
-from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.messages.allocation import ActiveAllocation
+from controller.conftest import DecidedCount
 from support.fake_cluster import FakeCluster
 from support.world import World
 
@@ -33,9 +33,7 @@ def edit(world: World, tag: int) -> None:
 
 
 def running(world: World) -> tuple[str, str, str]:
-    assert world.job is not None
-    conditions = world.job["status"]["conditions"]
-    found = next(each for each in conditions if each["type"] == "Running")
+    found = world.condition()
     return found["status"], found["reason"], found["message"]
 
 
@@ -201,17 +199,9 @@ def test_the_pod_requests_nothing_and_is_no_replica() -> None:
 
 
 @pytest.fixture
-def several(monkeypatch: pytest.MonkeyPatch) -> World:
+def several(decided: DecidedCount) -> World:
     """A world whose job trains on three replicas."""
-
-    def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
-        states = [utility.job for utility in problem.queue]
-        return {
-            state.id: Decision(min(3, state.max_replicas, state.limit or 3), "by the test")
-            for state in states
-        }
-
-    monkeypatch.setattr(DecisionProblem, "decide", decide)
+    decided.count = 3
     world = trained()
     assert len(world.agents) == 3
     return world
@@ -239,8 +229,7 @@ def test_pods_are_replaced_one_by_one_while_the_others_train(several: World) -> 
     counts = [each.replicas for each in sorted(generations, key=lambda each: each.generation)]
     assert counts == [3, 2, 3, 2, 3, 2, 3]
     assert "Training on 3 replicas; 1 pod of the template before is left, replaced one by one" in messages
-    assert world.job is not None
-    assert world.job["status"]["failures"] == 0
+    assert world.status["failures"] == 0
     assert running(world)[:2] == ("True", "Training")
     # Once more: the Job has a selector of its own now.
     edit(world, 3)

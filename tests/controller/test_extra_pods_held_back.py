@@ -54,7 +54,7 @@ def test_without_its_priority_class_a_job_trains_on_its_core_and_says_why(cluste
     cluster.world.submit(opportunistic=SPOT)
     cluster.world.run_cycles(15)
     assert cluster.sizes == {"digits": 1}
-    rescaling = cluster.condition("Rescaling")
+    rescaling = cluster.world.condition("Rescaling")
     assert (rescaling["status"], rescaling["reason"]) == ("False", "ExtraPodsRejected")
     assert rescaling["message"] == (
         "No extra pods are made: the API server rejects extra pods: no PriorityClass with name spot was "
@@ -72,7 +72,7 @@ def test_a_priority_that_is_not_lower_than_that_of_the_core_is_an_error(cluster:
     cluster.world.submit(opportunistic=SPOT)
     cluster.world.run_cycles(15)
     assert cluster.sizes == {"digits": 1}
-    assert cluster.condition("Rescaling")["message"] == (
+    assert cluster.world.condition("Rescaling")["message"] == (
         "No extra pods are made: PriorityClass spot of extra pods has the priority 100, which is not lower "
         "than that of the other pods, 100: name a lower one in spec.opportunistic.priorityClassName, or a "
         "higher one in spec.template.spec.priorityClassName"
@@ -86,9 +86,9 @@ def test_extra_pods_that_run_stay_when_their_priority_class_is_deleted(cluster: 
     del cluster.priorities["spot"]
     cluster.world.start_operator()
     cluster.world.run_cycles(15)
-    assert cluster.condition("Rescaling")["reason"] == "ExtraPodsRejected"
+    assert cluster.world.condition("Rescaling")["reason"] == "ExtraPodsRejected"
     assert set(cluster.extra_pods()) == running
-    assert cluster.status["replicas"] == 4
+    assert cluster.world.status["replicas"] == 4
 
 
 # -- others that act on the Jobs ---------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def test_a_job_of_extra_pods_that_somebody_suspends_stays_suspended(cluster: Clu
     world.write(Resource.JOBS, {**extra, "spec": {**extra["spec"], "suspend": True}})
     world.run_cycles(15)
     assert world.objects[Resource.JOBS]["digits-extra"]["spec"]["suspend"]
-    assert cluster.status["replicas"] == 1
-    rescaling = cluster.condition("Rescaling")
+    assert cluster.world.status["replicas"] == 1
+    rescaling = cluster.world.condition("Rescaling")
     assert (rescaling["status"], rescaling["reason"]) == ("True", "ExtraPodsSuspended")
     assert rescaling["message"] == (
         "1 -> 4: Job digits-extra, which has the extra pods, is suspended, and not by the operator: set its "
@@ -112,12 +112,12 @@ def test_a_job_of_extra_pods_that_somebody_suspends_stays_suspended(cluster: Clu
     )
     world.now += placement_backoff.TIMEOUT_TRAINING
     world.run_cycles(5)
-    assert cluster.status["desiredReplicas"] == 1, "it keeps no nodes"
+    assert cluster.world.status["desiredReplicas"] == 1, "it keeps no nodes"
     held = world.objects[Resource.JOBS]["digits-extra"]
     assert held["spec"]["suspend"]
     world.write(Resource.JOBS, {**held, "spec": {**held["spec"], "suspend": False}})
     world.run_cycles(15)
-    assert cluster.status["replicas"] == 4
+    assert cluster.world.status["replicas"] == 4
 
 
 def test_extra_pods_that_their_queue_does_not_admit_keep_no_nodes_for_long(cluster: Cluster) -> None:
@@ -126,12 +126,12 @@ def test_extra_pods_that_their_queue_does_not_admit_keep_no_nodes_for_long(clust
     for _ in range(2):
         world.run_cycles(15)
         assert "digits-extra" in cluster.sizes
-        assert cluster.condition("Rescaling")["reason"] == "ExtraPodsSuspended"
+        assert cluster.world.condition("Rescaling")["reason"] == "ExtraPodsSuspended"
         world.now += placement_backoff.TIMEOUT_TRAINING
         world.run_cycles(5)
         assert cluster.sizes == {"digits": 1}
-        assert (cluster.status["replicas"], cluster.status["desiredReplicas"]) == (1, 1)
-        assert "waits to be admitted in LocalQueue spare" in cluster.condition("Rescaling")["message"]
+        assert (cluster.world.status["replicas"], cluster.world.status["desiredReplicas"]) == (1, 1)
+        assert "waits to be admitted in LocalQueue spare" in cluster.world.condition("Rescaling")["message"]
         world.now += 2 * placement_backoff.FIRST_PAUSE
 
 
@@ -216,7 +216,7 @@ def test_extra_pods_grow_within_the_quota_of_their_queue(
         assert world.job is not None
         counts.append(world.job.get("status", {}).get("replicas", 0))
     assert list(dict.fromkeys(counts)) == [0, 1, 2, 3]
-    assert (cluster.status["disruptions"], cluster.status["extraReplicas"]) == (0, 2)
+    assert (cluster.world.status["disruptions"], cluster.world.status["extraReplicas"]) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -293,14 +293,14 @@ def test_a_failed_job_keeps_its_pods_and_a_suspended_job_has_none(cluster: Clust
     world.run_cycles(15)
     world.edit(suspend=True)
     world.run_cycles(15)
-    assert cluster.status["state"] == "Suspended"
+    assert cluster.world.status["state"] == "Suspended"
     assert list(cluster.sizes) == ["digits"]
     world.edit(suspend=False)
     world.run_cycles(15)
-    assert cluster.status["replicas"] == 4
+    assert cluster.world.status["replicas"] == 4
     world.fail_program(cluster.extra_pods()[0])
     world.run_cycles(15)
-    assert cluster.status["state"] == "Failed"
+    assert cluster.world.status["state"] == "Failed"
     assert world.objects[Resource.JOBS]["digits-extra"]["spec"]["suspend"]
     assert world.live_pods == []
 
@@ -319,7 +319,7 @@ def test_a_job_of_another_owner_keeps_the_name_and_is_named(cluster: Cluster) ->
     world.submit(opportunistic=SPOT)
     world.deliver()
     world.cycle()
-    running = cluster.condition("Running")
+    running = cluster.world.condition("Running")
     assert running["reason"] == "NameConflict"
     assert running["message"] == (
         "Job digits-extra exists and belongs to AdaScaleJob digits-extra: rename one of the two AdaScaleJobs"

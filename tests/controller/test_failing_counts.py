@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,10 +10,10 @@ from adascale_controller.failing_counts import MAX_GENERATIONS, MIN_STEPS, Faili
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType, Reason
-from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import StepTime
 from adascale_core.views.jobs import JobView
+from controller.conftest import DecidedCount
 from support.decisions import result_of
 from support.observed_jobs import (
     actions_for,
@@ -127,21 +125,16 @@ def test_the_operator_returns_to_the_count_that_works_and_says_why() -> None:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
+def world(decided: DecidedCount) -> World:
     """Return a job that trains on 1 replica, because its program has failed at once on 2."""
-
-    def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
-        states = [utility.job for utility in problem.queue]
-        return {state.id: Decision(min(2, state.limit or 2), "by the test") for state in states}
-
-    monkeypatch.setattr(DecisionProblem, "decide", decide)
+    decided.count = 2
     world = World()
     world.submit(backoffLimit=1)
     world.run_cycles(10)
     world.service.step_times = (StepTime(1, 4, 1, 0.1),)
     world.full = True
     fail_on_two(world)
-    assert (status_of(world)["replicas"], status_of(world)["failures"]) == (1, 1)
+    assert (world.status["replicas"], world.status["failures"]) == (1, 1)
     return world
 
 
@@ -153,27 +146,17 @@ def fail_on_two(world: World) -> None:
     world.run_cycles(20)
 
 
-def status_of(world: World) -> Mapping[str, Any]:
-    """Return the status of the job."""
-    assert world.job is not None
-    status: Mapping[str, Any] = world.job["status"]
-    return status
-
-
-def rescaling_of(world: World) -> str:
-    """Return the message of the condition Rescaling."""
-    return next(
-        str(each["message"]) for each in status_of(world)["conditions"] if each["type"] == "Rescaling"
-    )
-
-
 def test_a_restarted_operator_does_not_try_a_count_again_on_which_the_program_fails(world: World) -> None:
-    message = rescaling_of(world)
+    message = world.condition("Rescaling")["message"]
     assert message.startswith("The program failed at once on 2 replicas")
     world.start_operator()
     world.run_cycles(20)
-    status = status_of(world)
-    assert (status["replicas"], status["failures"], rescaling_of(world)) == (1, 1, message)
+    status = world.status
+    assert (status["replicas"], status["failures"], world.condition("Rescaling")["message"]) == (
+        1,
+        1,
+        message,
+    )
 
 
 def test_a_restarted_operator_keeps_such_a_count_while_the_job_is_suspended(world: World) -> None:
@@ -183,7 +166,7 @@ def test_a_restarted_operator_keeps_such_a_count_while_the_job_is_suspended(worl
     world.run_cycles(5)
     world.edit(suspend=False)
     world.run_cycles(20)
-    assert status_of(world)["replicas"] == 1
+    assert world.status["replicas"] == 1
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -194,8 +177,8 @@ def test_a_count_on_which_the_program_failed_may_be_used_by_another_program(
     if restart:
         world.start_operator()
     world.run_cycles(30)
-    status = status_of(world)
-    assert (status["replicas"], status["failures"], rescaling_of(world)) == (2, 1, "")
+    status = world.status
+    assert (status["replicas"], status["failures"], world.condition("Rescaling")["message"]) == (2, 1, "")
     assert "failingCount" not in status["attempts"]
 
 
@@ -203,10 +186,10 @@ def test_a_count_on_which_another_program_fails_too_is_given_up_again(world: Wor
     world.edit(template={"spec": {"containers": [world.worker(2)]}}, backoffLimit=2)
     world.run_cycles(30)
     fail_on_two(world)
-    assert (status_of(world)["replicas"], status_of(world)["failures"]) == (1, 2)
+    assert (world.status["replicas"], world.status["failures"]) == (1, 2)
     world.start_operator()
     world.run_cycles(20)
-    assert (status_of(world)["replicas"], status_of(world)["failures"]) == (1, 2)
+    assert (world.status["replicas"], world.status["failures"]) == (1, 2)
 
 
 def _decide(scheduler: Scheduler, service: JobView, pods: list[Pod] | None = None) -> tuple[int, str]:

@@ -17,16 +17,22 @@ from adascale_controller.operator.apply.kubernetes_cluster import MAX_TRIES, Kub
 
 Answer = Callable[[int], web.Response]
 """Returns the answer to the call of a number, from 0."""
+JOB = {"metadata": {"name": "digits", "namespace": "team"}}
 
 
 @asynccontextmanager
 async def served(
-    answer: Answer, calls: list[float], statuses: list[int | None]
+    answer: Answer,
+    calls: list[float],
+    statuses: list[int | None],
+    queries: list[dict[str, str]] | None = None,
 ) -> AsyncIterator[KubernetesCluster]:
     """An API server, which adds the time of each call to `calls`, and the client the status to `statuses`."""
 
-    async def handle(_: web.Request) -> web.Response:
+    async def handle(request: web.Request) -> web.Response:
         calls.append(time.monotonic())
+        if queries is not None:
+            queries.append(dict(request.query))
         return answer(len(calls) - 1)
 
     app = web.Application()
@@ -80,3 +86,15 @@ def test_an_api_server_that_stays_busy_is_an_error(monkeypatch: pytest.MonkeyPat
 
     asyncio.run(main())
     assert statuses == [429] * MAX_TRIES
+
+
+def test_unknown_fields_of_a_template_are_rejected() -> None:
+    queries: list[dict[str, str]] = []
+
+    async def main() -> None:
+        async with served(lambda _: web.json_response({}), [], [], queries) as cluster:
+            await cluster.try_indexed_job(JOB)
+            await cluster.create_indexed_job(JOB)
+
+    asyncio.run(main())
+    assert [query["fieldValidation"] for query in queries] == ["Strict", "Strict"]

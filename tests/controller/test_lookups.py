@@ -203,8 +203,7 @@ def test_a_hanging_claim_of_one_job_does_not_keep_another_job_from_training(
     world.submit()
     world.submit("other", checkpoint={"claimName": "hanging"})
     world.run_cycles(20)
-    assert world.job is not None
-    assert world.job["status"]["state"] == "Running"
+    assert world.status["state"] == "Running"
 
 
 @pytest.mark.parametrize("extra", [False, True])

@@ -83,12 +83,11 @@ def test_a_job_that_is_created_again_starts_with_its_own_counts() -> None:
     world = World()
     world.submit()
     world.run_cycles()
-    assert world.job is not None
     world.delete(Resource.ADASCALEJOBS, "digits")
     world.submit()
     world.run_cycles()
     assert trains(world)
-    assert world.job["status"]["allocation"] == {"generation": 1, "replicas": 1}
+    assert world.status["allocation"] == {"generation": 1, "replicas": 1}
 
 
 def test_a_job_that_is_created_again_at_once_does_not_count_the_end_of_the_old_pod_as_a_loss() -> None:
@@ -115,8 +114,7 @@ def test_a_job_that_is_created_again_at_once_does_not_count_the_end_of_the_old_p
         world.cycle()
     world.run_cycles()
     assert trains(world)
-    assert world.job is not None
-    assert world.job["status"]["disruptions"] == 0
+    assert world.status["disruptions"] == 0
 
 
 def test_a_late_report_of_a_deregistered_job_is_deleted() -> None:
@@ -135,17 +133,16 @@ def test_reports_and_generations_reach_the_status() -> None:
     world = World()
     world.submit()
     world.run_cycles()
-    assert world.job is not None
     world.now += 60
     world.service.post(GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 1.0, 1.0, 1.0, 0.1, 0.0))
     world.cycle()
     assert world.writes == ["status"]
-    assert world.job["status"]["progress"] == 9
+    assert world.status["progress"] == 9
     (pod,) = world.agents
     world.fail_program(pod)
     world.cycle()
     assert "status" in world.writes
-    assert world.job["status"]["replicas"] == 0, "the generation has ended"
+    assert world.status["replicas"] == 0, "the generation has ended"
 
 
 def test_a_job_that_has_only_reports_is_not_deregistered() -> None:

@@ -191,7 +191,6 @@ def test_the_page_shows_that_a_job_has_failed() -> None:
     world.run_cycles(10)
     assert state_of(world) is JobStateName.RUNNING
     exceed_deadline(world)
-    assert world.job is not None
-    assert (world.job["status"]["state"], state_of(world)) == ("Failed", JobStateName.FAILED)
+    assert (world.status["state"], state_of(world)) == ("Failed", JobStateName.FAILED)
     assert world.service.state.desired is not None
-    assert world.service.state.desired.replicas == world.job["status"]["desiredReplicas"] == 0
+    assert world.service.state.desired.replicas == world.status["desiredReplicas"] == 0

@@ -198,7 +198,7 @@ class OperatorMachine(RuleBasedStateMachine):
     @invariant()
     def only_failures_of_the_program_are_counted(self) -> None:
         if self.world.job is not None and self.world.job.get("status"):
-            assert self.world.job["status"]["failures"] <= self.world.program_failures
+            assert self.world.status["failures"] <= self.world.program_failures
 
     def teardown(self) -> None:
         world = self.world
@@ -224,7 +224,7 @@ class OperatorMachine(RuleBasedStateMachine):
             jobs = world.service.list_jobs()
             assert not any(job.spec or job.desired or job.replicas for job in jobs)
             return
-        spec, status = world.job["spec"], world.job["status"]
+        spec, status = world.job["spec"], world.status
         failed = status["state"] == "Failed"
         assert failed == (status["failures"] > 3), "backoffLimit is 3"
         count = 0 if spec.get("suspend") or failed else OperatorMachine.decided
@@ -269,7 +269,7 @@ class OperatorMachineWithTypes(OperatorMachine):
         world = self.world
         if world.job is not None:
             on = {raw["spec"]["nodeName"] for raw in world.live_pods}
-            assert on in (set(), {world.job["status"].get("accelerator")})
+            assert on in (set(), {world.status.get("accelerator")})
 
 
 class OperatorMachineWithExtraPods(OperatorMachine):
@@ -341,25 +341,20 @@ def test_the_job_reaches_the_requested_state_whatever_happens(
     run_state_machine_as_test(machine, settings=settings(max_examples=examples(8), stateful_step_count=25))
 
 
-def test_a_job_falls_back_to_the_count_that_fits_on_a_full_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
-        states = [utility.job for utility in problem.queue]
-        return {state.id: Decision(min(4, state.limit or 4), "by the test") for state in states}
-
-    monkeypatch.setattr(DecisionProblem, "decide", decide)
+@pytest.mark.usefixtures("decided")
+def test_a_job_falls_back_to_the_count_that_fits_on_a_full_node() -> None:
     world = World(node_slots=2)
     world.submit()
     world.run_cycles(5)
-    assert world.job is not None
-    running = next(each for each in world.job["status"]["conditions"] if each["type"] == "Running")
+    running = world.condition("Running")
     assert (running["status"], running["reason"]) == ("False", "Unschedulable")
     world.run_cycles(30)
-    assert world.job["status"]["replicas"] == 2
-    rescaling = next(each for each in world.job["status"]["conditions"] if each["type"] == "Rescaling")
+    assert world.status["replicas"] == 2
+    rescaling = world.condition("Rescaling")
     assert rescaling["message"].startswith("4 replicas could not be scheduled: 0/1 nodes are available")
     world.node_slots = 4
     world.run_cycles(90)
-    assert world.job["status"]["replicas"] == 4
+    assert world.status["replicas"] == 4
 
 
 def test_a_program_that_fails_in_each_generation_fails_the_job_after_backoff_limit() -> None:
@@ -369,8 +364,7 @@ def test_a_program_that_fails_in_each_generation_fails_the_job_after_backoff_lim
         world.run_cycles(10)
         world.fail_program(next(iter(world.agents)))
     world.run_cycles(10)
-    assert world.job is not None
-    assert (world.job["status"]["state"], world.job["status"]["failures"]) == ("Failed", 2)
+    assert (world.status["state"], world.status["failures"]) == ("Failed", 2)
     assert world.live_pods == []
     assert "BackoffLimitExceeded" in [event.reason for event in world.events]
 
@@ -382,8 +376,7 @@ def test_a_lost_pod_is_a_disruption_and_is_replaced(lose: Callable[[World, str],
     world.run_cycles(10)
     lose(world, next(iter(world.agents)))
     world.run_cycles(20)
-    assert world.job is not None
-    status = world.job["status"]
+    status = world.status
     assert (status["state"], status["failures"], status["disruptions"]) == ("Running", 0, 1)
     assert [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING]
 
@@ -415,20 +408,19 @@ def test_a_job_moves_to_another_type_of_accelerator_when_the_nodes_of_its_own_ar
     world = World(types=("h200", "l4"))
     world.submit(minReplicas=2)
     world.run_cycles(15)
-    assert world.job is not None
-    assert (world.job["status"]["accelerator"], world.job["status"]["replicas"]) == ("h200", 2)
+    assert (world.status["accelerator"], world.status["replicas"]) == ("h200", 2)
     world.remove_node("h200")
     world.run_cycles(15)
-    assert (world.job["status"]["accelerator"], world.job["status"]["replicas"]) == ("l4", 2)
+    assert (world.status["accelerator"], world.status["replicas"]) == ("l4", 2)
     assert {raw["spec"]["nodeName"] for raw in world.live_pods} == {"l4"}
     assert "AcceleratorChanged" in [event.reason for event in world.events]
     world.add_node("h200")
     world.edit(suspend=True)
     world.run_cycles(15)
-    assert "accelerator" not in world.job["status"]
+    assert "accelerator" not in world.status
     world.edit(suspend=False)
     world.run_cycles(15)
-    assert world.job["status"]["accelerator"] == "h200", "without replicas it may get another type"
+    assert world.status["accelerator"] == "h200", "without replicas it may get another type"
 
 
 def test_a_job_that_was_decided_about_without_nodes_stays_where_its_pods_are() -> None:
@@ -456,8 +448,7 @@ def test_a_job_of_an_earlier_operator_whose_pods_are_on_two_types_is_moved_to_on
     assert len(set.union(*world.nodes_of_jobs().values())) == 2
     world.node_slots = 4
     world.run_cycles(30)
-    assert world.job is not None
-    assert (world.job["status"]["replicas"], len(set.union(*world.nodes_of_jobs().values()))) == (4, 1)
+    assert (world.status["replicas"], len(set.union(*world.nodes_of_jobs().values()))) == (4, 1)
     assert names.ANNOTATION_ACCELERATOR in world.indexed_job["metadata"]["annotations"]
 
 
@@ -513,5 +504,4 @@ def test_pods_that_could_not_reach_the_service_are_replaced(
     assert len(world.live_pods) == 2
     assert api_urls(world) == {after}
     assert [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING] * 2
-    assert world.job is not None
-    assert world.job["status"]["failures"] == 0
+    assert world.status["failures"] == 0

@@ -117,17 +117,17 @@ def test_a_job_grows_by_extra_pods_and_gives_them_back(cluster: Cluster) -> None
     cluster.world.submit(minReplicas=2, opportunistic=SPOT)
     cluster.world.run_cycles(15)
     assert cluster.sizes == {"digits": 2, "digits-extra": 2}
-    assert (cluster.status["replicas"], cluster.status["extraReplicas"]) == (4, 2)
+    assert (cluster.world.status["replicas"], cluster.world.status["extraReplicas"]) == (4, 2)
     core = {raw["metadata"]["uid"] for raw in cluster.world.live_pods if raw["spec"]["priority"] == 100}
     cluster.decide(3)
     assert cluster.sizes == {"digits": 2, "digits-extra": 1}
     cluster.decide(2)
     assert cluster.sizes == {"digits": 2}
-    assert (cluster.status["replicas"], cluster.status["extraReplicas"]) == (2, 0)
+    assert (cluster.world.status["replicas"], cluster.world.status["extraReplicas"]) == (2, 0)
     assert {raw["metadata"]["uid"] for raw in cluster.world.live_pods} == core
     cluster.decide(4)
     assert cluster.sizes == {"digits": 2, "digits-extra": 2}
-    assert (cluster.status["disruptions"], cluster.status["failures"]) == (0, 0)
+    assert (cluster.world.status["disruptions"], cluster.world.status["failures"]) == (0, 0)
 
 
 # -- losses ------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_extra_pods_that_are_taken_leave_the_core_as_it_is(cluster: Cluster) -> 
         world.terminate_pod(name)
     world.run_cycles(5)
     assert cluster.sizes["digits"] == 1
-    assert cluster.status["replicas"] == 1
+    assert cluster.world.status["replicas"] == 1
     reasons = [event.reason for event in world.events]
     assert "ExtraPodsTaken" in reasons
     assert "ReplicaLost" not in reasons
@@ -150,7 +150,7 @@ def test_extra_pods_that_are_taken_leave_the_core_as_it_is(cluster: Cluster) -> 
     assert cluster.sizes == {"digits": 1}
     world.node_slots = 4
     cluster.decide(4)
-    assert (cluster.status["replicas"], cluster.status["failures"]) == (4, 0)
+    assert (cluster.world.status["replicas"], cluster.world.status["failures"]) == (4, 0)
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -163,7 +163,7 @@ def test_a_lost_core_pod_is_replaced_while_extra_pods_train(cluster: Cluster, re
     if restarts:
         world.start_operator()
     world.run_cycles(15)
-    assert cluster.status["replicas"] == 4
+    assert cluster.world.status["replicas"] == 4
     assert set(cluster.extra_pods()) == extra
     assert [event.reason for event in world.events].count("ReplicaLost") == 1
 
@@ -242,7 +242,7 @@ def test_extra_pods_that_are_introduced_while_pods_change_their_job_replace_all(
     world.run_cycles()
     assert cluster.sizes == {"digits": 1, "digits-extra": 3}
     assert {raw["spec"]["containers"][0]["image"] for raw in world.live_pods} == {"trainer:2"}
-    assert cluster.status["replicas"] == 4
+    assert cluster.world.status["replicas"] == 4
 
 
 def test_no_job_adopts_the_pods_of_two(cluster: Cluster) -> None:
@@ -258,7 +258,7 @@ def test_no_job_adopts_the_pods_of_two(cluster: Cluster) -> None:
         world.write(Resource.PODS, {**raw, "metadata": {**raw["metadata"], "ownerReferences": [owner]}})
     world.run_cycles(3)
     assert cluster.sizes == {}
-    assert cluster.condition("Running")["reason"] == "CleaningUp"
+    assert cluster.world.condition("Running")["reason"] == "CleaningUp"
 
 
 # -- the decision ------------------------------------------------------------------------------------------

@@ -37,12 +37,6 @@ def crowded(taken_by: int, **admitted: Any) -> World:
     return world
 
 
-def condition(world: World) -> Object:
-    assert world.job is not None
-    conditions: list[Object] = world.job["status"]["conditions"]
-    return next(each for each in conditions if each["type"] == "Running")
-
-
 # -- pods of others ----------------------------------------------------------------------------------------
 
 
@@ -50,13 +44,13 @@ def test_the_smallest_count_is_requested_where_pods_of_lower_priority_can_be_pre
     world = crowded(0, priority=1000)
     world.run_cycles(5)
     assert len(world.live_pods) == 1, "the scheduler needs a pending pod to preempt for"
-    assert condition(world)["reason"] == "Preempting"
-    assert condition(world)["message"].startswith(
+    assert world.condition()["reason"] == "Preempting"
+    assert world.condition()["message"].startswith(
         "1 replica does not fit, and is requested so that pods of lower priority are preempted, for 5 min 0 s"
     )
     world.delete(Resource.PODS, "other")
     world.run_cycles(5)
-    assert condition(world)["reason"] == "Training"
+    assert world.condition()["reason"] == "Training"
 
 
 def test_a_request_is_recorded_whose_pods_are_placed_at_once() -> None:
@@ -64,10 +58,10 @@ def test_a_request_is_recorded_whose_pods_are_placed_at_once() -> None:
     for _ in range(5):
         if world.indexed_job is None:
             world.run_cycles(1)
-    assert condition(world)["reason"] == "Preempting"
+    assert world.condition()["reason"] == "Preempting"
     world.delete(Resource.PODS, "other")
     world.run_cycles(5)
-    assert condition(world)["reason"] == "Training"
+    assert world.condition()["reason"] == "Training"
     assert "Preempting" in [event.reason for event in world.events]
 
 
@@ -84,7 +78,7 @@ def test_pods_that_can_not_be_preempted_are_not_free(priority: int, admitted: Ob
     world = crowded(priority, **admitted)
     world.run_cycles(5)
     assert world.live_pods == []
-    assert condition(world)["reason"] == "InsufficientCapacity"
+    assert world.condition()["reason"] == "InsufficientCapacity"
 
 
 def test_a_preemption_that_does_not_happen_is_given_up_and_not_requested_again_at_once() -> None:
@@ -94,7 +88,8 @@ def test_a_preemption_that_does_not_happen_is_given_up_and_not_requested_again_a
     world.run_cycles(5)
     assert world.live_pods == []
     assert (
-        "were not placed within 5 min 0 s; the next request is 5 min 0 s later" in condition(world)["message"]
+        "were not placed within 5 min 0 s; the next request is 5 min 0 s later"
+        in world.condition()["message"]
     )
     world.now += placement_backoff.PREEMPTION.pause
     world.run_cycles(5)

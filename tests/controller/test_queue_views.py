@@ -189,7 +189,7 @@ def test_the_queues_of_jobs_that_have_ended_are_not_read(monkeypatch: pytest.Mon
     failed = {"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}
     world.write(Resource.JOBS, {**world.indexed_job, "status": {"conditions": [failed]}})
     world.run_cycles(5)
-    assert world.job["status"]["state"] == "Failed"
+    assert world.status["state"] == "Failed"
     reads.clear()
     world.run_cycles(5)
     assert reads == []

@@ -281,8 +281,7 @@ def test_the_operator_does_not_undo_a_suspension_and_continues_after_it() -> Non
     world = World()
     world.submit(minReplicas=2, maxReplicas=2)
     world.run_cycles(15)
-    assert world.job is not None
-    assert world.job["status"]["replicas"] == 2
+    assert world.status["replicas"] == 2
     for suspend, replicas in ((True, 0), (False, 2)):
         assert world.indexed_job is not None
         before = world.indexed_job["metadata"]["uid"]
@@ -290,7 +289,7 @@ def test_the_operator_does_not_undo_a_suspension_and_continues_after_it() -> Non
         world.run_cycles(30)
         assert world.indexed_job["spec"]["suspend"] is suspend
         assert world.indexed_job["metadata"]["uid"] == before
-        assert world.job["status"]["replicas"] == replicas
+        assert world.status["replicas"] == replicas
         world.run_cycles(5)
         assert world.writes == []
 

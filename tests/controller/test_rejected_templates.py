@@ -14,7 +14,7 @@ from adascale_controller.operator.runtime.error_isolation import MAX_RETRY_INTER
 from adascale_controller.operator.schedule.placement_backoff import FIRST_PAUSE, TIMEOUT_TRAINING
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_core.decision.decide import Decision, DecisionProblem
+from controller.conftest import DecidedCount
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import actions_for, condition, indexed_job, job, observed, view
 from support.world import World
@@ -117,7 +117,7 @@ def test_a_refusal_whose_text_differs_each_time_is_no_news(monkeypatch: pytest.M
 
 
 def test_extra_pods_whose_indexed_job_is_forbidden_keep_no_nodes_for_long(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, decided: DecidedCount
 ) -> None:
     create = FakeCluster.create_indexed_job
 
@@ -126,31 +126,24 @@ def test_extra_pods_whose_indexed_job_is_forbidden_keep_no_nodes_for_long(
             raise ApiServerError(f"rejects it: {QUOTA}", 403, QUOTA)
         return await create(fake, manifest)
 
-    def decide(problem: DecisionProblem, _now: float) -> dict[str, Decision]:
-        return {each.job.id: Decision(min(2, each.job.limit or 2), "by the test") for each in problem.queue}
-
     monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
-    monkeypatch.setattr(DecisionProblem, "decide", decide)
+    decided.count = 2
     world = World()
     world.submit(opportunistic={"priorityClassName": "spare"})
     world.run_cycles(30)
-    assert world.job is not None
-    assert (world.job["status"]["replicas"], world.job["status"]["desiredReplicas"]) == (1, 1)
-    conditions = world.job["status"]["conditions"]
-    rescaling = next(each for each in conditions if each["type"] == "Rescaling")
+    assert (world.status["replicas"], world.status["desiredReplicas"]) == (1, 1)
+    rescaling = world.condition("Rescaling")
     assert rescaling["reason"] == "QuotaExceeded"
     assert QUOTA in rescaling["message"]
     desired = []
     for pause in (QUOTA_INTERVAL, FIRST_PAUSE, TIMEOUT_TRAINING, FIRST_PAUSE, FIRST_PAUSE):
         world.now += pause
         world.run_cycles(5)
-        desired.append(world.job["status"]["desiredReplicas"])
+        desired.append(world.status["desiredReplicas"])
     # A dry run of a pod says nothing about a quota of Jobs. The pause doubles.
     assert desired == [1, 2, 1, 1, 2]
 
 
 def running(world: World) -> tuple[str, str, str]:
-    assert world.job is not None
-    conditions = world.job["status"]["conditions"]
-    found = next(each for each in conditions if each["type"] == "Running")
+    found = world.condition()
     return found["status"], found["reason"], found["message"]

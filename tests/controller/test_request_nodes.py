@@ -47,12 +47,6 @@ class Autoscaler:
         self._world.create(Resource.NODES, {"metadata": meta, "spec": {}, "status": status})
 
 
-def condition(world: World, kind: str = "Running") -> Object:
-    assert world.job is not None
-    conditions: list[Object] = world.job["status"]["conditions"]
-    return next(each for each in conditions if each["type"] == kind)
-
-
 def report(world: World, replicas: int) -> None:
     """Report a step that shows that more replicas are worth much."""
     active = world.service.state.view(1).active
@@ -90,7 +84,7 @@ def test_without_the_option_nothing_is_requested() -> None:
     world.submit()
     autoscaler.run()
     assert (autoscaler.nodes, world.live_pods) == (0, [])
-    assert condition(world)["reason"] == "InsufficientCapacity"
+    assert world.condition()["reason"] == "InsufficientCapacity"
 
 
 @pytest.mark.parametrize("by_job", [True, False])
@@ -99,13 +93,13 @@ def test_the_smallest_count_is_requested_where_a_pool_has_no_nodes(by_job: bool)
     autoscaler = Autoscaler(world, most=2)
     world.submit(minReplicas=2, requestNodes=True if by_job else None)
     world.run_cycles(5)
-    assert condition(world)["reason"] == "NodesRequested"
-    assert condition(world)["message"].startswith(
+    assert world.condition()["reason"] == "NodesRequested"
+    assert world.condition()["message"].startswith(
         "2 replicas do not fit, and are requested so that an autoscaler adds nodes, for 10 min 0 s at most: "
     )
     autoscaler.run(20)
     assert autoscaler.nodes == 2
-    assert condition(world)["reason"] == "Training"
+    assert world.condition()["reason"] == "Training"
 
 
 def test_a_job_may_refuse_what_the_operator_allows() -> None:
@@ -126,7 +120,7 @@ def test_a_request_without_success_is_given_up_and_repeated_after_a_pause_that_d
         world.now += placement_backoff.NODES.timeout
         autoscaler.run(5)
         assert world.live_pods == []
-        assert f"the next request is {pause} later" in condition(world)["message"]
+        assert f"the next request is {pause} later" in world.condition()["message"]
         autoscaler.run(5)
         assert world.writes == []
         world.now += 2 * placement_backoff.NODES.pause
@@ -136,22 +130,22 @@ def test_a_job_that_would_use_more_replicas_requests_one_step_of_growth_at_a_tim
     autoscaler = Autoscaler(world, most=2)
     world.submit(maxReplicas=8)
     autoscaler.run(20)
-    assert condition(world)["reason"] == "Training"
+    assert world.condition()["reason"] == "Training"
     report(world, 1)
     world.run_cycles(8)
-    assert condition(world, "Rescaling")["reason"] == "NodesRequested"
-    assert condition(world)["message"] == "Training on 1 replica"
+    assert world.condition("Rescaling")["reason"] == "NodesRequested"
+    assert world.condition()["message"] == "Training on 1 replica"
     assert len(world.live_pods) == 2
     autoscaler.run(10)
     assert autoscaler.nodes == 2
-    assert condition(world)["message"] == "Training on 2 replicas"
+    assert world.condition()["message"] == "Training on 2 replicas"
     report(world, 2)
     autoscaler.run(60)
-    assert condition(world, "Rescaling")["reason"] == "NodesRequested"
-    assert condition(world)["message"] == "Training on 2 replicas"
+    assert world.condition("Rescaling")["reason"] == "NodesRequested"
+    assert world.condition()["message"] == "Training on 2 replicas"
     pods = len(world.live_pods)
     assert pods > 2
     world.now += placement_backoff.NODES.timeout
     autoscaler.run(10)
     assert len(world.live_pods) == 2, "it is given up, and training went on"
-    assert condition(world)["message"] == "Training on 2 replicas"
+    assert world.condition()["message"] == "Training on 2 replicas"

@@ -63,8 +63,7 @@ def test_a_job_whose_worker_has_finished_is_complete_and_frees_its_pods() -> Non
     world = trained()
     end_worker(world, 0)
     world.run_cycles()
-    assert world.job is not None
-    assert world.job["status"]["state"] == "Complete"
+    assert world.status["state"] == "Complete"
     assert world.live_pods == []
     assert "SidecarRunsOn" in [event.reason for event in world.events]
     assert world.writes == []

@@ -62,8 +62,7 @@ def training_on_four(decisions: SlowDecisions) -> World:
     world.submit()
     world.run_cycles(20)
     assert world.service.state.desired == Allocation(1, 4)
-    assert world.job is not None
-    assert world.job["status"]["replicas"] == 4
+    assert world.status["replicas"] == 4
     world.writes = []
     return world
 
@@ -164,8 +163,7 @@ def test_a_late_decision_does_not_undo_an_edit(decisions: SlowDecisions) -> None
     world.run_cycles(20)
     assert desired(world, 2)()
     assert not [write for write in world.writes if write.startswith("allocate")]
-    assert world.job is not None
-    assert world.job["status"]["replicas"] == 2
+    assert world.status["replicas"] == 2
 
 
 def hold_back_allocations(
@@ -210,7 +208,7 @@ def test_a_decision_knows_of_replicas_that_are_being_requested(
         may_answer.set()
         yield lambda: world.indexed_job is not None
         world.edit(backoffLimit=5)
-        yield lambda: world.job is not None and world.job["status"]["observedGeneration"] == 2
+        yield lambda: world.job is not None and world.status["observedGeneration"] == 2
         decisions.may_end.set()
 
     run_steps(world, steps())

@@ -258,6 +258,17 @@ class World:
         return self.objects[Resource.ADASCALEJOBS].get("digits")
 
     @property
+    def status(self) -> Object:
+        """The status of the AdaScaleJob."""
+        assert self.job is not None
+        status: Object = self.job["status"]
+        return status
+
+    def condition(self, kind: str = "Running") -> Object:
+        """Return a condition of the AdaScaleJob."""
+        return next(each for each in self.status["conditions"] if each["type"] == kind)
+
+    @property
     def indexed_job(self) -> Object | None:
         """The Indexed Job of `digits`."""
         return self.objects[Resource.JOBS].get("digits")
