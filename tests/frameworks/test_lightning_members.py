@@ -124,8 +124,9 @@ def test_one_replica_ends_training_on_all(make_job: Callable[..., Members], step
 
 
 def require_counts_of_progress(job: Members) -> None:
-    """Check that what Lightning counts, and the schedule, are those of progress on all replicas."""
+    """Check what Lightning, the schedule and the program count on all replicas."""
     for record in job.records():
+        assert record["counted"] == record["step"]
         assert record["global_step"] == int(record["progress"])
         assert record["lr"] == pytest.approx(0.05 * 0.9 ** (record["global_step"] // 7))
 

@@ -50,6 +50,14 @@ class Data(pl.LightningDataModule):  # type: ignore[misc]
 
 
 class Module(pl.LightningModule):  # type: ignore[misc]
+    counted = 0  # steps, by the callback
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["counted"] = self.counted
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.counted = checkpoint["counted"]
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = mode == "automatic"
@@ -116,8 +124,10 @@ class Journal(callbacks.Callback):  # type: ignore[misc]
         self.indices += module.indices
         if elastic.steps == steps:
             return
+        module.counted += 1
         self.write(
             step=elastic.steps,
+            counted=module.counted,
             samples=[samples, elastic.samples],
             indices=self.indices[-(elastic.samples - samples) // elastic.replicas :],
             rank=elastic.rank,

@@ -292,8 +292,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 "accelerator.register_load_state_pre_hook() was called, but a job resumes from its own "
                 "checkpoints, without the folders that hooks write and read. Leave the hook out, and pass "
                 "what it restores besides prepared objects, such as an average of the weights, to "
-                "accelerator.register_for_checkpointing(): an object with state_dict and load_state_dict. A hook "
-                "for accelerator.load_state() after training may be registered then"
+                "accelerator.register_for_checkpointing(): an object with state_dict and load_state_dict. A "
+                "hook for accelerator.load_state() after training may be registered then"
             )
         return super().register_load_state_pre_hook(hook)
 
