@@ -1,7 +1,7 @@
 """Finds fields of pods that Kubernetes does not have, such as misspelt ones: a cluster drops them silently.
 
 `make crd` generates the table of fields from the Kubernetes client, which a run on one machine need not have.
-The operator does not check them: its cluster may be newer.
+The operator asks the API server instead, which may be newer.
 """
 
 from __future__ import annotations

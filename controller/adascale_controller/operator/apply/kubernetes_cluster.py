@@ -195,7 +195,7 @@ class KubernetesCluster:
     async def create_indexed_job(self, manifest: ApiObject) -> ApiObject:
         """As `Cluster.create_indexed_job`."""
         path = f"{_jobs(manifest['metadata']['namespace'])}/jobs"
-        created: ApiObject = await self._call("POST", path, _FIELD_MANAGER, manifest)
+        created: ApiObject = await self._call("POST", path, _STRICT, manifest)
         return created
 
     async def try_indexed_job(self, manifest: ApiObject) -> None:
@@ -203,7 +203,7 @@ class KubernetesCluster:
         metadata = {name: value for name, value in manifest["metadata"].items() if name != "name"}
         tried = {**manifest, "metadata": {**metadata, "generateName": f"{manifest['metadata']['name']}-"}}
         path = f"{_jobs(metadata['namespace'])}/jobs"
-        await self._call("POST", path, {**_FIELD_MANAGER, "dryRun": "All"}, tried)
+        await self._call("POST", path, {**_STRICT, "dryRun": "All"}, tried)
 
     async def patch_indexed_job(self, namespace: str, name: str, uid: str, patch: ApiObject) -> ApiObject:
         """As `Cluster.patch_indexed_job`."""
@@ -400,6 +400,8 @@ class KubernetesCluster:
 
 
 _FIELD_MANAGER = {"fieldManager": names.FIELD_MANAGER}
+_STRICT = {**_FIELD_MANAGER, "fieldValidation": "Strict"}
+"""Has unknown fields of a template rejected. The API server would drop them."""
 
 
 def _core(namespace: str) -> str:
