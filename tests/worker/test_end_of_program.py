@@ -177,6 +177,16 @@ def test_a_rank_that_leaves_its_loop_alone_is_named_with_its_line(
 
 
 @pytest.mark.slow
+def test_sharded_replicas_that_train_different_parameters_stop_with_the_name_of_one(tmp_path: Path) -> None:
+    ended = run(tmp_path, 4, END="freeze", ON_RANK=1, EPOCHS=10_000, ADASCALE_PROCESSES_PER_REPLICA=2)
+    assert ended.returncode == 1, "torchrun's own code"
+    assert (
+        "adascale: the 2 replicas train different parameters after step 3: requires_grad of 'bias' is True on "
+        "rank 0 and False on rank 1"
+    ) in ended.stderr
+
+
+@pytest.mark.slow
 def test_an_error_on_one_rank_shows_its_own_traceback_and_one_line_on_the_other(tmp_path: Path) -> None:
     ended = run(tmp_path, 2, END="error", ON_RANK=1, STEPS=100_000)
     assert ended.returncode == 1

@@ -3,9 +3,9 @@
 END: `exit` (sys.exit(0)), `os._exit`, `exit 3`, `raise 3` (raise SystemExit(3)),
 `raise main` (as raise SystemExit(main()), with 0), `quit`, `quit 3`, `break` (leaves its loops), `next epoch`
 (leaves its data loop, in each epoch), `error`, `finish` (and continues its loop), `finish and exit`,
-`finish and break`, or `` (does all epochs). ON_RANK: the rank that ends so; without it, all ranks. EPOCHS:
-epochs of its loop; if REQUIRED is set, it requires as many. STEPS: `scale_invariant_steps`. The model is sharded
-over the processes of a replica, if it has several.
+`finish and break`, `freeze` (a parameter, and continues), or `` (does all epochs). ON_RANK: the rank that
+ends so; without it, all ranks. EPOCHS: epochs of its loop; if REQUIRED is set, it requires as many. STEPS:
+`scale_invariant_steps`. The model is sharded over the processes of a replica, if it has several.
 """
 
 import os
@@ -45,6 +45,8 @@ def ends() -> bool:
         return False
     if end.startswith("finish"):
         trainer.finish("no longer improves")
+    if end == "freeze":
+        model.bias.requires_grad_(False)
     if end == "error":
         raise ArithmeticError("raised by the program")
     if end in ("exit", "finish and exit"):

@@ -67,24 +67,25 @@ class ShardedModel(ModelSet):
             self._changed_trained(changed)
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Replace the gradients of `parameters` by their means over the replicas, in place.
+        """Replace the gradients of those of `parameters` that are trained by their means over the replicas.
 
         A gradient that some replicas have and others do not have counts as zero where it is missing. A
         collective call of the lane; a failure counts at the next `settle` of the group.
         """
         if self._group.replicas == 1:
             return
-        shards = shards_of(parameters)
+        shards = shards_of([parameter for parameter in parameters if parameter.requires_grad])
         presence = torch.tensor([float(parameter in shards) for parameter in parameters])
         with self._measured_exchange():
             self._group.average([presence])
             means = presence.tolist()
             if not all(mean in (0.0, 1.0) for mean in means):
-                for parameter, mean in zip(parameters, means, strict=True):
-                    if mean > 0.0 and parameter not in shards:
+                used = [parameter for parameter, mean in zip(parameters, means, strict=True) if mean > 0.0]
+                for parameter in used:
+                    if parameter not in shards:
                         parameter.grad = torch.zeros_like(parameter)
                 # The gradients of the same parameters are in other buffers on other replicas.
-                self._group.average([shard for shard in shards_of(parameters).values() if shard.numel()])
+                self._group.average([shard for shard in shards_of(used).values() if shard.numel()])
             else:
                 self._group.average(list(buffers_of(list(shards.values()))))
 
@@ -249,7 +250,7 @@ class ShardedAccumulation(GradientAccumulation):
             return
         self._optimizer.read_last_gradient(shards, weight)
         self.put_back()
-        self._sharded_model.average_gradients([p for p in self._parameters if p.requires_grad])
+        self._sharded_model.average_gradients(self._parameters)
         self._add(self._before)
         self._before.clear()
         self._group.settle()

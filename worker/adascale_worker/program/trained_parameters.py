@@ -152,7 +152,7 @@ class TrainedParameters:
         for rank, (other_step, flags) in announced.items():
             if other_step <= step:
                 try:
-                    self._require_same(self._agreed, rank, flags, f"after step {step}")
+                    self._require_same(self._agreed, rank, flags, f"after step {other_step}")
                 except ReplicationError as error:
                     self._group.announce(_FAILED, str(error))
                     return str(error)
