@@ -315,7 +315,19 @@ def test_a_wrong_loop_is_refused_on_two_replicas() -> None:
     require_refused(run("steps twice", replicas=2), r"adascale: optimizer\.step\(\) was called twice")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["leaves out a batch", "steps and leaves out a batch"])
+def test_a_batch_that_is_left_out_on_one_replica_is_refused_on_all(loop: str) -> None:
+    message = (
+        r"adascale: rank 0 made no backward pass for a batch \(.*loops\.py, line \d+\) after step 1, but "
+        r"rank 1 is in step 2, which needs all 2 replicas\. Leave out a batch on all replicas or on none, by the sum"
+    )
+    require_refused(run(loop, replicas=2), message)
+
+
 SKIPPING_LOOPS = (
+    "leaves out a batch on all",
+    "steps and leaves out a batch on all",
     "skips and zeroes gradients",
     "skips and sets gradients to None",
     "NaN gradients are replaced",

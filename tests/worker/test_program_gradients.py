@@ -20,6 +20,7 @@ from support.training import (
     FIXED,
     MakeTrainer,
     adamw,
+    concatenate,
     equal,
     learn,
     network,
@@ -488,3 +489,35 @@ def test_only_the_parameters_of_the_optimizer_have_to_be_zeroed(make_trainer: Ma
         learn(model, x, y)
         optimizer.step()
     assert trainer.steps == 6
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
+@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1), (2,), (0, 4), (0, 1, 2, 3)])
+def test_a_step_is_the_mean_over_the_micro_batches_that_are_not_left_out(
+    make_trainer: MakeTrainer, bad: tuple[int, ...], weighted: bool
+) -> None:
+    """It is left out as a whole with its last one, because the program makes no step then."""
+    trainer = make_trainer(**ACCUMULATING)
+    model, plain = network(), network()
+    optimizer, plain_optimizer = sgd(model), sgd(plain)
+    trainer.program_reentry(model, optimizer)
+    batches = []
+    for number, (index, x, y) in enumerate(trainer.dataloader(samples(36))):
+        batches.append(index.tolist())
+        if number in bad:
+            continue
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        (trainer.weighted(loss, len(x)) if weighted else loss).backward()
+        optimizer.step()
+    for step in range(len(batches) // 3):
+        kept = [batches[each] for each in range(3 * step, 3 * step + 3) if each not in bad]
+        if 3 * step + 2 not in bad:
+            _, x, y = samples(36)[concatenate(kept)]
+            plain_optimizer.zero_grad()
+            learn(plain, x, y)
+            plain_optimizer.step()
+    for found, expected in zip(parameters_of(model), parameters_of(plain), strict=True):
+        assert torch.allclose(found, expected, atol=1e-6)
+    assert trainer.steps == 3
+    assert trainer.samples == 4 * len(batches) == 12 * (3 + (2 in bad))

@@ -12,7 +12,17 @@ from torch import nn
 from adascale import AdaScale, ElasticTrainer
 from adascale_worker.errors import UnusableCheckpointError, WorkerError
 from support.gan import BCE, Gan, noise_of
-from support.training import ACCUMULATING, FIXED, MakeTrainer, equal, samples
+from support.training import (
+    ACCUMULATING,
+    FIXED,
+    MakeTrainer,
+    concatenate,
+    equal,
+    learn,
+    network,
+    samples,
+    sgd,
+)
 
 LOOPS = [
     "alternating",

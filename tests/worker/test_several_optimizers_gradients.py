@@ -12,7 +12,17 @@ from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
 from support.gan import Gan, noise_of
 from support.heads import CASES, CASES_OF_ONE, Heads, plain_parameters
 from support.launch import run_python
-from support.training import ACCUMULATING, FIXED, MakeTrainer, equal, samples
+from support.training import (
+    ACCUMULATING,
+    FIXED,
+    MakeTrainer,
+    concatenate,
+    equal,
+    learn,
+    network,
+    samples,
+    sgd,
+)
 
 PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "heads.py"
 
@@ -162,3 +172,33 @@ def test_a_finish_between_two_optimizer_steps_of_two_replicas_saves_the_whole_st
     assert trainer.finished
     assert trainer.steps == 2
     assert equal(heads.parameters(), results[0]["finish"]["parameters"])
+
+
+@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1), (2,), (0, 4), (0, 1, 2, 3)])
+def test_each_optimizer_has_the_mean_over_the_micro_batches_that_are_not_left_out(
+    make_trainer: MakeTrainer, bad: tuple[int, ...]
+) -> None:
+    trainer = make_trainer(**ACCUMULATING)
+    models = {"a": network(), "b": network()}
+    plain = network()
+    optimizers = {name: sgd(model) for name, model in models.items()}
+    plain_optimizer = sgd(plain)
+    trainer.program_reentry(models, optimizers)
+    batches = []
+    for number, (index, x, y) in enumerate(trainer.dataloader(samples(36))):
+        batches.append(index.tolist())
+        for name, model in models.items() if number not in bad else ():
+            optimizers[name].zero_grad()
+            learn(model, x, y)
+            optimizers[name].step()
+    for step in range(len(batches) // 3):
+        kept = [batches[each] for each in range(3 * step, 3 * step + 3) if each not in bad]
+        if 3 * step + 2 not in bad:
+            _, x, y = samples(36)[concatenate(kept)]
+            plain_optimizer.zero_grad()
+            learn(plain, x, y)
+            plain_optimizer.step()
+    for model in models.values():
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(found, expected, atol=1e-6)
+    assert trainer.steps == 3

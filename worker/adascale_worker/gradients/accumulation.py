@@ -37,6 +37,8 @@ class Accumulation(ABC):
         self.weights = weights
         self.micro_batch = 0
         """Index of the present micro-batch in its step."""
+        self.passes = 0
+        """Backward passes for the present micro-batch."""
         self._accumulation = 1
 
     @property
@@ -57,12 +59,29 @@ class Accumulation(ABC):
     def advance(self) -> bool:
         """Count a micro-batch, and return whether it was the last of its step."""
         self.micro_batch = (self.micro_batch + 1) % self._accumulation
+        self.passes = 0
         self.weights.finish_micro_batch(completes_step=self.at_first_micro_batch)
         return self.at_first_micro_batch
 
     def begin_batch(self) -> None:
         """Begin with a batch that the program gets."""
+        self.passes = 0
         self.weights.begin_micro_batch()
+
+    def leave_out_batch(self) -> None:
+        """Leave the present micro-batch out of its step, or the step if it is the last of it."""
+        is_last = self.at_last_micro_batch
+        if is_last != self.at_first_micro_batch:
+            # At the first one, the gradients of the step before may be there.
+            self.restart_step()
+        if not is_last:
+            self.weights.leave_out()
+            self.advance()
+
+    @property
+    def kept_micro_batches(self) -> int:
+        """The earlier micro-batches of this step that are not left out."""
+        return self.micro_batch - self.weights.left_out
 
     @abstractmethod
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
@@ -114,8 +133,6 @@ class GradientAccumulation(Accumulation):
         self._model = model
         self._failure = failure
         self._division = division
-        self._passes = 0
-        """Backward passes for the present micro-batch."""
         optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
         both = [*program_model.parameters(), *optimized]
         self._parameters = list({id(parameter): parameter for parameter in both}.values())
@@ -152,7 +169,7 @@ class GradientAccumulation(Accumulation):
 
     def restart_step(self) -> None:
         """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
-        self.micro_batch = self._passes = 0
+        self.micro_batch = self.passes = 0
         self._has_pass = self._has_lost_pass = False
         self.set_gradient_sync()
         self.weights.restart_step()
@@ -182,15 +199,13 @@ class GradientAccumulation(Accumulation):
 
     def after_backward(self) -> None:
         """Let the program see the mean gradient of the step in its last micro-batch, else none."""
-        self._passes += 1
+        self.passes += 1
         self._model.end_backward()
         self._exchange.end_pass()
         is_weighted = self.weights.end_pass()
         self.weights.check_pass()
-        if is_weighted and self.at_last_micro_batch and not self._failure.is_discarded:
-            self.weights.exchange()
-            assert self.weights.of_step is not None
-            self._optimizer.weigh_step(self.weights.of_step)
+        if self.at_last_micro_batch and not self._failure.is_discarded:
+            self.weigh_step(is_weighted=is_weighted)
         if self._accumulation == 1 and self.weights.of_step is None:
             return
         self._has_pass = True
@@ -198,6 +213,15 @@ class GradientAccumulation(Accumulation):
             self._optimizer.scale_grad_by_num_grads_to_accum()
         else:
             self._set_gradients_aside()
+
+    def weigh_step(self, *, is_weighted: bool) -> None:
+        """Use the weights of a step after a pass of its last micro-batch. A collective call with weights."""
+        if is_weighted:
+            self.weights.exchange()
+        if self.weights.of_step is not None:
+            self._optimizer.weigh_step(self.weights.of_step)
+        if self.weights.left_out:
+            self._optimizer.leave_out_step()
 
     def put_back(self) -> None:
         """Put back the gradients that were set aside, and add what the program has assigned since."""
@@ -229,13 +253,13 @@ class GradientAccumulation(Accumulation):
 
     def advance(self) -> bool:
         """Count a micro-batch, and return whether it was the last of its step."""
+        passes = self.passes
         is_complete = super().advance()
         if is_complete:
             self.weights.check_complete_step()
             if self._accumulation == 1:
                 # A second pass may come after zero_grad(), which is an error between two micro-batches.
-                self._division.observe_step(is_divisible=self._passes <= 1)
-        self._passes = 0
+                self._division.observe_step(is_divisible=passes <= 1)
         self._has_pass = self._has_lost_pass = False
         self.set_gradient_sync()
         if not is_complete:

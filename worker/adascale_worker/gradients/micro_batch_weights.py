@@ -34,15 +34,21 @@ _REMEDY = (
 
 @dataclass
 class _Sums:
-    """Sums over micro-batches: of their weights, and of how many were weighted, above 0, and not weighted."""
+    """Sums over micro-batches: of their weights, and of how many were weighted, above 0, not, or left out."""
 
     weights: float = 0.0
     weighted: float = 0.0
     positive: float = 0.0
     unweighted: float = 0.0
+    left_out: int = 0
+
+    @property
+    def known(self) -> float:
+        """How many have a weight, where one that is left out has the weight 0; 0 if none was weighted."""
+        return self.weighted and self.weighted + self.left_out
 
     def numbers(self) -> tuple[float, ...]:
-        return self.weights, self.weighted, self.positive, self.unweighted
+        return self.weights, self.known, self.positive, self.unweighted
 
     def plus(self, weight: float | None, *, is_unweighted: bool) -> _Sums:
         """Return the sums with another micro-batch."""
@@ -51,6 +57,7 @@ class _Sums:
             self.weighted + (weight is not None),
             self.positive + (weight is not None and weight > 0.0),
             self.unweighted + is_unweighted,
+            self.left_out,
         )
 
 
@@ -91,7 +98,7 @@ class MicroBatchWeights:
         self._is_inside_pass = self._is_weighted_pass = self._has_arrived = False
         self._unagreed: _Sums | None = None
         """The sums of the last step, if its replicas have not exchanged them."""
-        self.of_step: StepWeights | None = None
+        self._exchanged: StepWeights | None = None
         """The weights of the step, once they are exchanged, which is in its last micro-batch."""
         self.factor = 1.0
         """The factor by which the loss of the present micro-batch is multiplied."""
@@ -178,21 +185,38 @@ class MicroBatchWeights:
 
     # -- the weights of a step ----------------------------------------------------------------------------
 
+    @property
+    def of_step(self) -> StepWeights | None:
+        """The weights of the step in its last micro-batch; None if each micro-batch counts the same."""
+        if self._exchanged is not None or not self.left_out:
+            return self._exchanged
+        kept = self._accumulation - self.left_out
+        return StepWeights(float(kept), kept * self._group.replicas)
+
+    @property
+    def left_out(self) -> int:
+        """How many micro-batches of this step are left out, on each replica."""
+        return self._earlier.left_out
+
+    def leave_out(self) -> None:
+        """Leave the present micro-batch out of its step. It counts then, without a pass."""
+        self._earlier.left_out += 1
+
     def sums(self) -> tuple[float, ...]:
         """Return the numbers that `agree` sums over the replicas."""
         return self._present().numbers()
 
     def exchange(self) -> None:
         """Exchange the weights of this step, once. A collective call, in the last micro-batch."""
-        if self.of_step is None:
-            if self._earlier.weighted < self._accumulation - 1:
+        if self._exchanged is None:
+            if self._earlier.weighted + self.left_out < self._accumulation - 1:
                 raise self._mixed_here(self._present())
             self.agree(self._group.sum(self.sums()))
 
     def check_complete_step(self) -> None:
         """Check that all micro-batches of the last step have a weight, or none has. No collective call."""
         sums = self._unagreed
-        if sums is not None and (self._are_used or sums.weighted) and sums.weighted < self._accumulation:
+        if sums is not None and (self._are_used or sums.weighted) and sums.known < self._accumulation:
             raise self._mixed_here(sums)
 
     def exchange_later(self) -> None:
@@ -215,7 +239,7 @@ class MicroBatchWeights:
         replicas = self._group.replicas
         divisor = 1.0 if self._micro_batches == 1 else total / (self._scale * replicas)
         # Without any weight the gradient is zero.
-        self.of_step = StepWeights(divisor or 1.0, round(positive))
+        self._exchanged = StepWeights(divisor or 1.0, round(positive))
         if total > 0.0:
             self._next_unit = total / (self._micro_batches * self._local_bsz)
 
@@ -223,7 +247,7 @@ class MicroBatchWeights:
 
     def begin_micro_batch(self) -> None:
         """Begin with a micro-batch, or begin it again because its gradients were deleted."""
-        self._weight = self.of_step = None
+        self._weight = self._exchanged = None
         self.factor = 1.0
         self._has_unweighted_pass = False
 
@@ -231,8 +255,8 @@ class MicroBatchWeights:
         """Count a micro-batch."""
         self._earlier = self._present()
         if completes_step:
-            self._unagreed = self._earlier if self.of_step is None else None
-            if self.of_step is not None and self._unit is None:
+            self._unagreed = self._earlier if self._exchanged is None else None
+            if self._exchanged is not None and self._unit is None:
                 self._unit = self._next_unit
             self._earlier = _Sums()
         self.begin_micro_batch()

@@ -200,7 +200,6 @@ class ShardedAccumulation(GradientAccumulation):
         self._observe_pass = observe_pass
         self._before: list[tuple[Tensor, Tensor]] = []
         """Gradients that were there before the present backward pass."""
-        self._has_measured = False
 
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
         """Use the accumulation of `plan` from the next step on. See `GradientAccumulation`."""
@@ -210,7 +209,6 @@ class ShardedAccumulation(GradientAccumulation):
     def restart_step(self) -> None:
         """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
         self._before.clear()
-        self._has_measured = False
         super().restart_step()
 
     def before_backward(self) -> None:
@@ -228,6 +226,7 @@ class ShardedAccumulation(GradientAccumulation):
 
         A collective call of all processes in the last micro-batch, else of those of the replica.
         """
+        self.passes += 1
         shards = shards_of(self._parameters)
         if shards:
             self.weights.gradient_arrived()
@@ -254,10 +253,7 @@ class ShardedAccumulation(GradientAccumulation):
         self._add(self._before)
         self._before.clear()
         self._group.settle()
-        if is_weighted:
-            self.weights.exchange()
-            assert self.weights.of_step is not None
-            self._optimizer.weigh_step(self.weights.of_step)
+        self.weigh_step(is_weighted=is_weighted)
         self._optimizer.measure_averaged()
         if self._accumulation > 1 or self.weights.of_step is not None:
             self._optimizer.scale_grad_by_num_grads_to_accum()
@@ -316,8 +312,8 @@ class ShardedWeights(MicroBatchWeights):
         """Exchange the weights of this step. See `MicroBatchWeights`."""
         super().exchange()
         (positive,) = self._lanes.sum([self._positive])
-        if self.of_step is not None:
-            self.of_step = StepWeights(self.of_step.divisor, round(positive))
+        if self._exchanged is not None:
+            self._exchanged = StepWeights(self._exchanged.divisor, round(positive))
 
     def finish_micro_batch(self, *, completes_step: bool) -> None:
         """Count a micro-batch."""

@@ -148,7 +148,7 @@ class Failures:
             return None
         step = self.progress.step
         failure = self.program.trained.find_failure(step)
-        if failure is not None or not self.loop.has_batch:
+        if failure is not None or not self.loop.trains:
             return failure
         self.evaluations.announce_training(is_waiting=True)
         return self.departures.find_failure(step)

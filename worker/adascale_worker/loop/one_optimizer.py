@@ -69,8 +69,11 @@ class OneOptimizer(StepStrategy):
             return
         self.accumulation.put_back()
         self._checks.check_step(inside_epoch=self._loop.has_batch)
+        lacks_pass = self._loop.has_batch and not self.accumulation.passes
         if not self.accumulation.advance():
             return
+        if lacks_pass:
+            self._agree_without_pass()
         flags = self.counter.agreement.flags()
         self._checks.count_passes(self._planner.step_plan.accumulation)
         try:
@@ -106,12 +109,9 @@ class OneOptimizer(StepStrategy):
         self._buffers.begin_step()
         self.models.begin_step()
 
-    def end_batch(self) -> None:
-        """Leave out a step that the program has left out, on all replicas.
-
-        Not when the loop is left, which may be because of an error.
-        """
-        if self.at_boundary or not self._checks.left_out_step or self.failure.is_discarded:
+    def _complete_batch(self) -> None:
+        """Leave out a step that the program has left out, on all replicas."""
+        if self.at_boundary or not self._checks.left_out_step:
             return
         if self._group.replicas > 1 and not self.accumulation.at_last_micro_batch:
             raise WorkerError(

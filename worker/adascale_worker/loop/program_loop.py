@@ -4,14 +4,15 @@ A loop that ends by itself ends on all replicas after the same step. `break`, `r
 on some of them only. The others then wait in their next step without end, or exchange gradients with a
 replica that is in another epoch. So each replica announces in the store of the process group that it has left
 a loop. One that has left early waits for the others before it does what needs all of them. One whose step
-does not end reads there whether another has left.
+does not end reads there whether another has left. It is the same with a batch that the program leaves out.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from enum import Enum, auto
 from typing import Any
@@ -22,6 +23,21 @@ from adascale_worker.membership.process_group import INIT_TIMEOUT, ReplicaGroup
 POLL_INTERVAL = 0.02
 """Seconds between two readings of the store."""
 _LEFT, _FAILED = "left", "left-alone"
+
+
+_LEFT_LOOP = (
+    "left its loop over trainer.dataloader()",
+    "Leave the loop on all replicas after the same step: send the decision of one to the others with "
+    "torch.distributed.broadcast. To end training early, call trainer.finish(reason) on any of them and "
+    "continue the loop, which then ends on all",
+)
+_LEFT_BATCH = (
+    "made no backward pass for a batch",
+    "Leave out a batch on all replicas or on none, by the sum of their decisions: "
+    'trainer.sum_over_replicas(bad=float(is_bad))["bad"] > 0. Or call backward(), and leave out '
+    "optimizer.step() if the gradients are not finite, which is the same on all replicas",
+)
+"""What a replica has done, and what to do."""
 
 
 class ProgramPlace(Enum):
@@ -49,6 +65,8 @@ class ProgramLoop:
         self.number = 0
         """Loops that it has begun. 0 also for a program that has batches of its own."""
         self.is_evaluating = False
+        self._is_waiting = False
+        """Whether it waits for the others before its first batch."""
         self.epoch = 0
         """The epoch of its last loop."""
         self.delivered = 0
@@ -71,8 +89,8 @@ class ProgramLoop:
 
     @property
     def trains(self) -> bool:
-        """Whether it trains on that batch, and does not evaluate."""
-        return self.has_batch and not self.is_evaluating
+        """Whether it trains on that batch, or waits for the others there, and does not evaluate."""
+        return (self.has_batch or self._is_waiting) and not self.is_evaluating
 
     @property
     def is_inside(self) -> bool:
@@ -96,6 +114,15 @@ class ProgramLoop:
         """Give the program a batch, of `samples` samples over all replicas."""
         self.place = ProgramPlace.BATCH
         self.delivered += samples
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for the others before the first batch."""
+        self._is_waiting = True
+        try:
+            yield
+        finally:
+            self._is_waiting = False
 
     def request(self) -> None:
         """Record that the program requests the next batch, and waits for it."""
@@ -152,16 +179,17 @@ class Departure:
 
     epoch: int = 0
     loops: int = 0  # loops of this epoch that it has left
+    batches: int = 0  # batches that it has left out since then
     step: int = 0  # the number of its last step when it left
-    line: str = ""  # the line of the program that has left the loop; empty if unknown
+    line: str = ""  # the line of the program that has left the loop or batch; empty if unknown
     # The others need not be warned: this replica has called `finish`, so they end too, or an error ends its
     # program, so they lose it.
     expected: bool = False
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Which loops it has left, for comparisons."""
-        return self.epoch, self.loops
+    def place(self) -> tuple[int, int, int]:
+        """Which loops and batches it has left, for comparisons."""
+        return self.epoch, self.loops, self.batches
 
 
 class LoopDepartures:
@@ -174,13 +202,20 @@ class LoopDepartures:
 
     def begin_generation(self, epoch: int, *, inside: bool) -> None:
         """Announce to the new members whether this replica is inside a loop of `epoch`, or before it."""
-        self._announce(Departure(epoch, 0 if inside else 1, self._own.step, self._own.line))
+        self._announce(Departure(epoch, 0 if inside else 1, step=self._own.step, line=self._own.line))
 
     def leave(self, epoch: int, step: int, line: str, *, early: bool, expected: bool) -> None:
         """Announce that this replica has left a loop."""
         loops = self._own.loops + 1 if epoch == self._own.epoch else 1
         self._left_early = early and self._group.replicas > 1
-        self._announce(Departure(epoch, loops, step, line, expected or self._fails))
+        self._announce(Departure(epoch, loops, step=step, line=line, expected=expected or self._fails))
+
+    def leave_out(self, step: int, line: str) -> None:
+        """Announce that this replica has left out a batch, and wait until the others have left it out too."""
+        if self._group.replicas > 1:
+            self._left_early = True
+            self._announce(replace(self._own, batches=self._own.batches + 1, step=step, line=line))
+            self.wait()
 
     def fail(self) -> None:
         """Announce that an error or an exit code ends the program of this replica, which may take it long."""
@@ -188,7 +223,7 @@ class LoopDepartures:
         self._announce(replace(self._own, expected=True))
 
     def wait(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
-        """If this replica has left its last loop early, wait until the others have left it too."""
+        """If this replica has left its last loop or batch early, wait until the others have left it too."""
         deadline = time.monotonic() + INIT_TIMEOUT.total_seconds()
         while self._left_early and not self._others_have_left():
             failures = self._group.announced(_FAILED)
@@ -213,13 +248,10 @@ class LoopDepartures:
         for rank, other in self._others():
             if other.place > self._own.place and other.step <= step and not other.expected:
                 line = f" ({other.line})" if other.line else ""
+                left, remedy = _LEFT_LOOP if other.place[:2] > self._own.place[:2] else _LEFT_BATCH
                 failure = (
-                    f"rank {rank} left its loop over trainer.dataloader(){line} after step {other.step}, but "
-                    f"rank {self._group.rank} is in step {step + 1}, which needs all "
-                    f"{self._group.replicas} replicas. Leave the loop on all replicas after the same step: "
-                    "send the decision of one to the others with torch.distributed.broadcast. To end "
-                    "training early, call trainer.finish(reason) on any of them and continue the loop, which "
-                    "then ends on all"
+                    f"rank {rank} {left}{line} after step {other.step}, but rank {self._group.rank} is in "
+                    f"step {step + 1}, which needs all {self._group.replicas} replicas. {remedy}"
                 )
                 self._group.announce(_FAILED, failure)
                 return failure

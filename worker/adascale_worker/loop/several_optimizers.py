@@ -61,8 +61,6 @@ class SeveralAccumulations(Accumulation):
         ]
         self.batch = 0
         """The number of the present batch."""
-        self._passes = 0
-        """Backward passes for the present batch."""
         self._is_inside_pass = False
 
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
@@ -120,7 +118,6 @@ class SeveralAccumulations(Accumulation):
         """Count a batch that the program gets."""
         super().begin_batch()
         self.batch += 1
-        self._passes = 0
 
     # -- backward passes ----------------------------------------------------------------------------------
 
@@ -147,7 +144,7 @@ class SeveralAccumulations(Accumulation):
         self._is_inside_pass = False
         if self._group.has_failed:
             self._failure.discard()
-        number, self._passes = self._passes, self._passes + 1
+        number, self.passes = self.passes, self.passes + 1
         try:
             for part in self.parts:
                 if part.after_backward(self.batch, number):
@@ -176,6 +173,8 @@ class SeveralAccumulations(Accumulation):
         self.weights.agree(numbers[len(awaits) :])
         for part, count in zip(awaits, numbers, strict=False):
             if count > 0.0:
+                if self.weights.left_out:
+                    part.adascale.leave_out_step()
                 part.average(self._accumulation, self.weights.of_step, self.weights.factor)
 
     def zeroed(self, parameters: Sequence[Tensor]) -> None:
@@ -214,8 +213,6 @@ class SeveralOptimizers(StepStrategy):
         self._saving = saving
         self._finish_request = finish_request
         self._held = held
-        self._is_open = False
-        """Whether the program works on a batch, or its steps for the last batch are not counted yet."""
         self._finished_in: int | None = None
         """The number of the batch for which the program has called `finish`."""
 
@@ -254,13 +251,16 @@ class SeveralOptimizers(StepStrategy):
             )
         if self.failure.is_discarded:
             return
-        part.check_step(self.accumulation.micro_batch)
+        lacks_pass = not self.accumulation.passes and not self.has_stepped
+        part.check_step(self.accumulation.kept_micro_batches)
         leads = part.adascale is self._lead
         if leads:
             self._checks.check_step(inside_epoch=True)
         if not self.accumulation.at_last_micro_batch:
             part.finish_micro_batch(self.accumulation.weights.factor)
             return
+        if lacks_pass:
+            self._agree_without_pass()
         flags = self.counter.agreement.flags()
         if leads:
             self._lead.flags = flags
@@ -288,7 +288,7 @@ class SeveralOptimizers(StepStrategy):
         """Count the step of an optimizer whose gradients are not finite. See `StepStrategy`."""
         for part in self._accumulation.parts:
             if part.adascale.optimizer is optimizer:
-                part.check_step(self.accumulation.micro_batch)
+                part.check_step(self.accumulation.kept_micro_batches)
                 part.finish_step()
                 part.adascale.discard_step()
                 if part.adascale is self._lead:
@@ -304,37 +304,35 @@ class SeveralOptimizers(StepStrategy):
 
     def begin_batch(self) -> None:
         """Prepare for a batch, which the program gets next."""
-        self._is_open = True
         super().begin_batch()
         self.models.begin_step()
 
     def end_batch(self) -> None:
-        """Complete the step if this was its last micro-batch."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        parts, accumulation = self._accumulation.parts, self.accumulation
-        if not self.failure.is_discarded:
-            if parts[0].has_stepped:
-                if accumulation.at_last_micro_batch:
-                    for part in parts:
-                        if not part.has_stepped:
-                            part.check_micro_batches(0)
-                if accumulation.advance():
-                    self._step_undo.forget()
-                    self._planner.finished_step()
-            elif stepped := [part.name for part in parts if part.has_stepped]:
-                raise WorkerError(
-                    f"the optimizer {stepped[0]!r} made a step for a batch for which the first one, "
-                    f"{parts[0].name!r}, made none: a step is counted when the first optimizer makes its "
-                    "own, so it has to make one for each batch. Pass the optimizer that makes the most steps "
-                    "as the first"
-                )
-            elif accumulation.is_later_and_last and any(part.is_averaged for part in parts):
-                # The program does not want the mean gradients, which are the same on all replicas.
-                accumulation.restart_step()
-        for part in parts:
+        """Complete the step if this was its last micro-batch. See `StepStrategy`."""
+        super().end_batch()
+        for part in self._accumulation.parts:
             part.has_stepped = False
+
+    def _complete_batch(self) -> None:
+        parts, accumulation = self._accumulation.parts, self.accumulation
+        if parts[0].has_stepped:
+            if accumulation.at_last_micro_batch:
+                for part in parts:
+                    if not part.has_stepped:
+                        part.check_micro_batches(0)
+            if accumulation.advance():
+                self._step_undo.forget()
+                self._planner.finished_step()
+        elif stepped := [part.name for part in parts if part.has_stepped]:
+            raise WorkerError(
+                f"the optimizer {stepped[0]!r} made a step for a batch for which the first one, "
+                f"{parts[0].name!r}, made none: a step is counted when the first optimizer makes its "
+                "own, so it has to make one for each batch. Pass the optimizer that makes the most steps "
+                "as the first"
+            )
+        elif accumulation.is_later_and_last and any(part.is_averaged for part in parts):
+            # The program does not want the mean gradients, which are the same on all replicas.
+            accumulation.restart_step()
 
     def discard(self) -> None:
         """Put the state from before the step back."""

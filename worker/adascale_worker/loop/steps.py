@@ -21,11 +21,12 @@ from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.loop.agreement import StepAgreement
 from adascale_worker.loop.checks import BatchChecks, LoopChecks
 from adascale_worker.loop.held_state import Undo
-from adascale_worker.loop.program_loop import ProgramLoop
+from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop, ProgramPlace
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.shutdown_request import ShutdownRequest
+from adascale_worker.process.user_code import calling_line
 from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
 from adascale_worker.reporting.progress import TrainingProgress
@@ -133,6 +134,7 @@ class StepParts:
     failure: StepFailure
     counter: StepCounter
     loop: ProgramLoop
+    departures: LoopDepartures
     progress: TrainingProgress
     group: ReplicaGroup
     planner: BatchPlanner
@@ -163,10 +165,13 @@ class StepStrategy(ABC):
         self._checks = checks
         self._undo = undo
         self._loop = parts.loop
+        self._departures = parts.departures
         self._progress = parts.progress
         self._group = parts.group
         self._planner = parts.planner
         self._checkpointing = parts.checkpointing
+        self._is_open = False
+        """Whether the program works on a batch, or what it did for the last batch is not completed yet."""
 
     # -- the program --------------------------------------------------------------------------------------
 
@@ -221,12 +226,31 @@ class StepStrategy(ABC):
 
     def begin_batch(self) -> None:
         """Prepare for a batch, which the program gets next."""
+        self._is_open = True
         self.accumulation.begin_batch()
         self._checks.delivered_batch()
 
-    @abstractmethod
     def end_batch(self) -> None:
         """Complete what the program has done for its last batch."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self.failure.is_discarded:
+            return
+        requests_next = self._loop.place is ProgramPlace.BETWEEN
+        if requests_next and not self.accumulation.passes and not self.has_stepped:
+            self._agree_without_pass()
+            self.accumulation.leave_out_batch()
+        else:
+            self._complete_batch()
+
+    def _agree_without_pass(self) -> None:
+        """Wait until the other replicas have made no backward pass for the present batch either."""
+        self._departures.leave_out(self._progress.step, calling_line())
+
+    @abstractmethod
+    def _complete_batch(self) -> None:
+        """Complete what the program has done for a batch, except to leave it out."""
 
     def begin_loop(self) -> None:
         """Begin with the first batch of a step, in another loop of the program."""

@@ -54,6 +54,7 @@ from adascale_worker.process.gpu_monitor import monitor_of
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
 from adascale_worker.program.learning_rates import LearningRates
+from adascale_worker.program.module_attributes import ModuleAttributes
 from adascale_worker.program.optimizers import ElasticAdaScale, Optimizers, OptimizerSet
 from adascale_worker.program.parts import OtherOptimizers, ProgramParts
 from adascale_worker.program.patching import patch_scheduler
@@ -146,6 +147,7 @@ class Training:
             "step_times": telemetry.step_timer,
             "division": division,
             "run": telemetry.run,
+            "attributes": ModuleAttributes(program.model),
         }
         state = (
             ShardedTrainingState(group, program, saved, job.checkpoint_info)
@@ -195,7 +197,7 @@ class Training:
             membership,
         )
         self.steps: StepStrategy = gradients.make_steps(
-            StepParts(gradients.failure, counter, loop, progress, group, planner, checkpointing),
+            StepParts(gradients.failure, counter, loop, departures, progress, group, planner, checkpointing),
             saving,
             finish_request,
             held,

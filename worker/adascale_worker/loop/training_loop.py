@@ -170,6 +170,8 @@ class TrainingLoop:
                 if loaded is None or place != present:
                     try:
                         loaded, place = load(progress.consumed, planner.plan), present
+                        with loop.waiting():
+                            self.feed.compare()
                     except PeersLostError:
                         loaded = None
                         continue
