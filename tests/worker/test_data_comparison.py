@@ -87,7 +87,9 @@ class Replica:
         options = options or {}
         samples = self.feed.open(data, **{"shuffle": True, "options": options, **arguments})
         plan = BatchPlan(self.group.replicas, 4 // self.group.replicas, 1)
-        return self.feed.micro_batches(data, samples, options, self.progress.consumed, plan)
+        loaded = self.feed.micro_batches(data, samples, options, self.progress.consumed, plan)
+        self.feed.compare()
+        return loaded
 
 
 def in_turn(replicas: list[Replica], exchange: Exchange, call: Callable[[int, Replica], object]) -> list[str]:

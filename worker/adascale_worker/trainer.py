@@ -749,7 +749,8 @@ class ElasticTrainer:
             allow_other_length: whether training that continues from a checkpoint may have a data set of
                 another length than before, or a stream in place of one with a length, or the reverse. Then
                 the present pass and epoch begin from the start, with the present data set, and a message says
-                how many samples of the pass had been seen.
+                how many samples of the pass had been seen. Also whether a data set of the same length may
+                have other samples than before; training continues at the same place.
             map: for a stream, a function that makes a sample of a record. It is called for this replica's own
                 records only, in the worker processes if there are any.
             shuffle_buffer: for a stream, the number of records that are shuffled together, in another order
@@ -770,8 +771,8 @@ class ElasticTrainer:
                 than `max_batch_size` (or `batch_size`, if that is not set), or another length than before; an
                 option would choose the batches; `order` or `lengths` is not as above; or persistent workers
                 would get another data set or options than before. Of a stream: it is an iterator, or an
-                argument is not for streams; in the loop, a pass has no records, or the records differ between
-                replicas or from those before.
+                argument is not for streams; in the loop, a pass has no records. In the loop, a few samples or
+                the records of a stream differ between replicas or from those before.
             WorkerError: `program_reentry` has not been called.
         """
         training, replica = self._require_training(), self._replica

@@ -73,6 +73,8 @@ class DataFeed:
         self._seed = seed
         self._progress = progress or TrainingProgress()
         self._comparison = DataComparison(group, self._progress, is_saved=is_saved)
+        self._compare: Callable[[], None] | None = None
+        """Of what has begun to load."""
         self._allows_others = False
         """Whether the data may differ from those of the checkpoint."""
         self._has_opened = False
@@ -261,10 +263,7 @@ class DataFeed:
     def micro_batches(
         self, dataset: Sized, samples: SampleSequence, options: dict[str, Any], consumed: int, plan: BatchPlan
     ) -> LoadedBatches:
-        """Load this replica's micro-batches from a position on, without end.
-
-        Samples are compared with those of the other replicas: a collective call.
-        """
+        """Load this replica's micro-batches from a position on, without end. Then call `compare`."""
         comparison = self._comparison
         has_workers = options.get("num_workers", 0) > 0
         # Where batches may overtake each other, so may what is fetched for the comparison.
@@ -274,8 +273,16 @@ class DataFeed:
         probes = indices if has_workers else []
         loaded, probes = self._load(dataset, samples, options, consumed, plan, probes)
         found += loaded.take_probes(probes)
-        comparison.compare(samples, consumed, found, fetch_again, allow_others=self._allows_others)
+        self._compare = partial(
+            comparison.compare, samples, consumed, found, fetch_again, allow_others=self._allows_others
+        )
         return loaded
+
+    def compare(self) -> None:
+        """Compare the data with those of the other replicas, after batches have begun to load. Collective."""
+        if self._compare is not None:
+            self._compare()
+        self._compare = None
 
     def _load(
         self,

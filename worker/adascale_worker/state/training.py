@@ -30,7 +30,7 @@ class TrainerPart(Protocol):
         """Restore a saved state."""
 
 
-_ADDED_PARTS = frozenset({"division", "run"})
+_ADDED_PARTS = frozenset({"attributes", "division", "run"})
 """Parts that release 0.1.0 has not saved. If its state has another form, what follows says so."""
 
 

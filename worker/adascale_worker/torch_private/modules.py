@@ -78,6 +78,15 @@ EXTRA_STATE_SUFFIX: str = private_part(
     torch.nn.modules.module, "_EXTRA_STATE_KEY_SUFFIX", "to restore the extra state of modules"
 )
 """How the name of the state ends that `torch.nn.Module.get_extra_state` returns."""
+
+
+def unsaved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of a module itself that its state does not contain."""
+    names = private_part(module, "_non_persistent_buffers_set", "to find what a module has changed")
+    buffers = dict(module.named_buffers(recurse=False))
+    return {name: buffers[name] for name in names if name in buffers}
+
+
 _COMPILED_CALL = "_compiled_call_impl"
 
 
