@@ -320,7 +320,7 @@ def test_a_wrong_loop_is_refused_on_two_replicas() -> None:
 def test_a_batch_that_is_left_out_on_one_replica_is_refused_on_all(loop: str) -> None:
     message = (
         r"adascale: rank 0 made no backward pass for a batch \(.*loops\.py, line \d+\) after step 1, but "
-        r"rank 1 is in step 2, which needs all 2 replicas\. Leave out a batch on all replicas or on none, by the sum"
+        r"rank 1 is in step 2, which needs all 2 replicas\. Leave out a batch on all replicas or on none"
     )
     require_refused(run(loop, replicas=2), message)
 

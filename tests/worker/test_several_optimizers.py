@@ -16,12 +16,8 @@ from support.training import (
     ACCUMULATING,
     FIXED,
     MakeTrainer,
-    concatenate,
     equal,
-    learn,
-    network,
     samples,
-    sgd,
 )
 
 LOOPS = [
