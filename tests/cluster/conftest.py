@@ -20,6 +20,7 @@ import pytest
 import yaml
 from kubernetes import client, config
 
+from cluster.adascalejobs import Jobs
 from cluster.devices import Devices
 from cluster.system import System, Workspace, wait_until
 
@@ -160,3 +161,16 @@ def devices(system: System) -> Iterator[Devices]:
     found.plug_in()
     yield found
     found.pull_out()
+
+
+@pytest.fixture(scope="module")
+def dry_run_jobs(api_client: client.ApiClient) -> Iterator[Jobs]:
+    """AdaScaleJobs of a namespace that all tests of a module share; they only use dry runs."""
+    with fresh_namespace(api_client) as namespace:
+        yield Jobs(api_client, namespace)
+
+
+@pytest.fixture
+def adascalejobs(api_client: client.ApiClient, namespace: str) -> Jobs:
+    """The AdaScaleJobs of a namespace that no other test uses."""
+    return Jobs(api_client, namespace)

@@ -73,7 +73,7 @@ class Devices:
             priority: the name of its PriorityClass. None for none.
             labels: its labels.
         """
-        core = self._system.core
+        core, name = self._system.core, f"other-{uuid4().hex[:5]}"
         restricted = {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
@@ -84,7 +84,7 @@ class Devices:
         for kind in ("requests", "limits"):
             resources[kind] = {**resources[kind], self.name: str(count)}
         pod = {
-            "metadata": {"name": "other", "labels": labels},
+            "metadata": {"name": name, "labels": labels},
             "spec": {
                 **({"priorityClassName": priority} if priority is not None else {}),
                 "terminationGracePeriodSeconds": 0,
@@ -104,25 +104,14 @@ class Devices:
         core.create_namespaced_pod(workspace.namespace, pod)
 
         def runs() -> bool:
-            return bool(core.read_namespaced_pod("other", workspace.namespace).status.phase == "Running")
+            return bool(core.read_namespaced_pod(name, workspace.namespace).status.phase == "Running")
 
         wait_until(runs, "the other pod")
         try:
             yield
         finally:
-            succeeded(
-                self._system.kubectl(
-                    *(
-                        "-n",
-                        workspace.namespace,
-                        "delete",
-                        "pod",
-                        "other",
-                        "--ignore-not-found",
-                        "--wait=false",
-                    )
-                )
-            )
+            options = ("--ignore-not-found", "--wait=false")
+            succeeded(self._system.kubectl("-n", workspace.namespace, "delete", "pod", name, *options))
 
     def is_offered(self, node: str) -> bool:
         """Whether a node offers it."""

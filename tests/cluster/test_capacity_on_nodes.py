@@ -7,15 +7,14 @@ would: other pods of the cluster take nothing of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from adascale_core import names
-from cluster.devices import Devices, tainted
+from cluster.devices import Devices
 from cluster.system import JobUnderTest, System, Workspace, job_manifest, succeeded, wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -24,22 +23,17 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 @contextmanager
-def cordoned(system: System, node: str) -> Iterator[None]:
-    """The node takes no new pods, for it is about to be drained."""
-    succeeded(system.kubectl("cordon", node))
+def drained(system: System, node: str, job: JobUnderTest) -> Iterator[None]:
+    """The node is drained of the pods of a job, and takes no new pods."""
+    # A node is drained of pods by their labels, in all namespaces.
+    selected = f"--pod-selector={names.LABEL_JOB_UID}={job.raw()['metadata']['uid']}"
     try:
+        succeeded(
+            system.kubectl("drain", node, selected, "--delete-emptydir-data", "--timeout=60s", timeout=80)
+        )
         yield
     finally:
-        succeeded(system.kubectl("uncordon", node))
-
-
-def wait_until_observed(job: JobUnderTest) -> dict[str, Any]:
-    """Wait until the operator has observed the job once more. Returns the status."""
-    generation = job.raw()["metadata"]["generation"]
-    job.edit(backoffLimit=generation)
-    return job.wait_for(
-        "the next observation", lambda status: status.get("observedGeneration", 0) > generation
-    )
+        wait_until(lambda: system.kubectl("uncordon", node).returncode == 0, "the node to take pods again")
 
 
 def waits_for_room(job: JobUnderTest, replicas: str) -> None:
@@ -56,22 +50,14 @@ def finish(job: JobUnderTest) -> None:
     job.kubectl("wait", "--for=condition=Complete", f"asj/{job.name}", "--timeout=120s", timeout=140)
 
 
-@pytest.mark.disturbs
-def test_jobs_share_the_free_resources_of_the_nodes(
-    system: System, workspace: Workspace, devices: Devices
-) -> None:
+def test_jobs_share_the_free_resources_of_the_nodes(workspace: Workspace, devices: Devices) -> None:
     near, far = devices.nodes
     container = devices.container()
     with devices.taken(workspace, near):
-        with ExitStack() as taint:
-            # One is left near; and there are two far, where no new pod may go.
-            taint.enter_context(tainted(system, far))
+        with devices.taken(workspace, far, count=2):
+            # One is left.
             first = workspace.submit(job_manifest("first", minReplicas=2, container=container))
             waits_for_room(first, "2 replicas")
-            with cordoned(system, far):
-                taint.close()
-                wait_until_observed(first)
-                waits_for_room(first, "2 replicas")
         # The room that is freed is used, and no more: the third of four is as far as it goes.
         status = first.wait_until_training(3)
         assert status["desiredReplicas"] == 3
@@ -188,9 +174,7 @@ def test_a_job_runs_on_one_type_of_accelerator_and_moves_when_its_nodes_are_gone
         finish(third)
         wait_until(lambda: first.saved_step() > 0, "a checkpoint")
         step = first.saved_step()
-        with cordoned(system, near):
-            for pod in first.pods().values():
-                system.core.delete_namespaced_pod(pod.metadata.name, workspace.namespace)
+        with drained(system, near, first):
             first.wait_for("the other type", lambda status: status.get("accelerator") == "test-b")
             first.wait_until_training(2)
             assert nodes_of(first) == {far}

@@ -1,10 +1,8 @@
-"""The API server accepts exactly the jobs that `adascale validate` accepts, with the same messages."""
+"""The API server accepts exactly the jobs that `adascale validate` accepts; changes of jobs, and kubectl."""
 
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,94 +15,14 @@ from kubernetes import client
 from adascale_controller.job_definition import to_job
 from adascale_controller.validation import validate_document
 from adascale_core import names
-from cluster.conftest import Kubectl, fresh_namespace
+from cluster.adascalejobs import GROUP_VERSION, TEMPLATE, VALID, Jobs, RejectedError, document, valid
+from cluster.conftest import Kubectl
+from support.examples import examples
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "adascalejob.yaml"
-TEMPLATE: dict[str, Any] = {
-    "spec": {"containers": [{"name": "worker", "image": "example.invalid/worker:1", "command": ["python"]}]}
-}
-VALID: dict[str, Any] = {"batchSize": 32, "maxReplicas": 8, "template": TEMPLATE}
-GROUP_VERSION = (names.API_GROUP, names.API_VERSION)
 
-
-def document(spec: Any, name: str = "digits") -> dict[str, Any]:
-    return {
-        "apiVersion": names.GROUP_VERSION,
-        "kind": names.KIND,
-        "metadata": {"name": name},
-        "spec": spec,
-    }
-
-
-def valid(**changes: Any) -> dict[str, Any]:
-    """A valid spec, with changes."""
-    return {**copy.deepcopy(VALID), **changes}
-
-
-class RejectedError(Exception):
-    """The API server's answer to an invalid job."""
-
-    def __init__(self, error: client.ApiException) -> None:
-        answer = json.loads(error.body or "")
-        super().__init__(answer["message"])
-        self.message: str = answer["message"]
-        self.reason: str = answer["reason"]
-        causes = answer.get("details", {}).get("causes", [])
-        self.errors: list[tuple[str, str]] = [
-            (cause["field"], cause["message"]) for cause in causes if cause["field"] != "<nil>"
-        ]
-        """Fields and their messages."""
-
-
-class Jobs:
-    """The AdaScaleJobs of a namespace."""
-
-    def __init__(self, api_client: client.ApiClient, namespace: str) -> None:
-        self._api = client.CustomObjectsApi(api_client)
-        self._path = (*GROUP_VERSION, namespace, names.PLURAL)
-
-    def create(self, document: dict[str, Any], *, dry_run: bool = True) -> dict[str, Any]:
-        """The job as the API server would store it, or, without `dry_run`, has stored it."""
-        try:
-            created = self._api.create_namespaced_custom_object(
-                *self._path, document, field_validation="Strict", dry_run="All" if dry_run else None
-            )
-        except client.ApiException as error:
-            raise RejectedError(error) from None
-        return cast(dict[str, Any], created)
-
-    def patch(self, name: str, change: dict[str, Any]) -> dict[str, Any]:
-        """The job as it would be stored with some fields changed."""
-        try:
-            patched = self._api.patch_namespaced_custom_object(
-                *self._path,
-                name,
-                change,
-                field_validation="Strict",
-                dry_run="All",
-                _content_type="application/merge-patch+json",
-            )
-        except client.ApiException as error:
-            raise RejectedError(error) from None
-        return cast(dict[str, Any], patched)
-
-
-@pytest.fixture(scope="module")
-def shared(api_client: client.ApiClient) -> Iterator[Jobs]:
-    """Jobs of a namespace that all tests of this module share; they only use dry runs."""
-    with fresh_namespace(api_client) as namespace:
-        yield Jobs(api_client, namespace)
-
-
-@pytest.fixture
-def jobs(api_client: client.ApiClient, namespace: str) -> Jobs:
-    return Jobs(api_client, namespace)
-
-
-# -- the API server and `adascale validate` accept the same jobs
-# -------------------------------------------------------------
 
 LIMITS = [1, 2, 2**20 - 1, 2**20]
 small = st.integers(1, 40)
@@ -238,7 +156,7 @@ def agree(jobs: Jobs, sent: dict[str, Any]) -> bool:
 
 
 many = settings(
-    max_examples=300,
+    max_examples=examples(100),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -246,22 +164,22 @@ many = settings(
 
 @many
 @given(sized())
-def test_sizes_and_counts_are_validated_as_in_the_core(shared: Jobs, spec: dict[str, Any]) -> None:
-    agree(shared, document({**spec, "template": TEMPLATE}))
+def test_sizes_and_counts_are_validated_as_in_the_core(dry_run_jobs: Jobs, spec: dict[str, Any]) -> None:
+    agree(dry_run_jobs, document({**spec, "template": TEMPLATE}))
 
 
 @many
 @given(shaped())
-def test_fields_are_validated_as_in_a_job_file(shared: Jobs, spec: dict[str, Any]) -> None:
-    agree(shared, document(spec))
+def test_fields_are_validated_as_in_a_job_file(dry_run_jobs: Jobs, spec: dict[str, Any]) -> None:
+    agree(dry_run_jobs, document(spec))
 
 
 @pytest.mark.parametrize(
     "name",
     ["a", "a-b", "0", "a" * 58, "a" * 59, "a" * 253, "a" * 254, "a.b", "A", "a_b", "-a", "a-", "ä", ""],
 )
-def test_names_are_validated_as_in_a_job_file(shared: Jobs, name: str) -> None:
-    assert agree(shared, document(valid(), name)) == (name in ("a", "a-b", "0", "a" * 58))
+def test_names_are_validated_as_in_a_job_file(dry_run_jobs: Jobs, name: str) -> None:
+    assert agree(dry_run_jobs, document(valid(), name)) == (name in ("a", "a-b", "0", "a" * 58))
 
 
 EDGES = [
@@ -305,23 +223,23 @@ EDGES = [
 
 
 @pytest.mark.parametrize(("accepted", "sizes"), EDGES)
-def test_limits_of_sizes_and_counts(shared: Jobs, accepted: bool, sizes: dict[str, Any]) -> None:
-    assert agree(shared, document({**sizes, "template": TEMPLATE})) == accepted
+def test_limits_of_sizes_and_counts(dry_run_jobs: Jobs, accepted: bool, sizes: dict[str, Any]) -> None:
+    assert agree(dry_run_jobs, document({**sizes, "template": TEMPLATE})) == accepted
 
 
-def test_the_example_job_is_accepted(shared: Jobs) -> None:
-    assert agree(shared, yaml.safe_load(EXAMPLE.read_text()))
+def test_the_example_job_is_accepted(dry_run_jobs: Jobs) -> None:
+    assert agree(dry_run_jobs, yaml.safe_load(EXAMPLE.read_text()))
 
 
-def test_an_image_is_only_needed_on_a_cluster(shared: Jobs) -> None:
+def test_an_image_is_only_needed_on_a_cluster(dry_run_jobs: Jobs) -> None:
     spec = valid(template={"spec": {"containers": [{"name": "worker", "command": ["python"]}]}})
     assert not isinstance(validate_document(document(spec)), list)
     with pytest.raises(RejectedError, match=r"spec\.template\.spec\.containers\[0]\.image: Required value"):
-        shared.create(document(spec))
+        dry_run_jobs.create(document(spec))
 
 
-def test_unset_fields_get_their_defaults(shared: Jobs) -> None:
-    stored = shared.create(document(valid(suspend=None, maxBatchSize=None)))["spec"]
+def test_unset_fields_get_their_defaults(dry_run_jobs: Jobs) -> None:
+    stored = dry_run_jobs.create(document(valid(suspend=None, maxBatchSize=None)))["spec"]
     assert stored == valid(
         minReplicas=1,
         elasticSingleReplica=False,
@@ -333,209 +251,12 @@ def test_unset_fields_get_their_defaults(shared: Jobs) -> None:
     )
 
 
-def test_unlisted_fields_of_the_pod_template_are_kept(shared: Jobs) -> None:
+def test_unlisted_fields_of_the_pod_template_are_kept(dry_run_jobs: Jobs) -> None:
     template = copy.deepcopy(TEMPLATE)
     template["metadata"] = {"labels": {"team": "a"}, "finalizers": ["a/b"]}
     template["spec"] |= {"nodeSelector": {"disk": "fast"}, "volumes": [{"name": "data", "emptyDir": {}}]}
     template["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 1}}
-    assert shared.create(document(valid(template=template)))["spec"]["template"] == template
-
-
-# -- error messages ----------------------------------------------------------------------------------
-
-COUNTS = "widen the bounds, or change minReplicas and maxReplicas"
-OWN_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
-    (
-        {"maxBatchSize": 16},
-        "spec.maxBatchSize",
-        "16 is less than batchSize 32: raise maxBatchSize, or lower batchSize",
-    ),
-    (
-        {"localBszBounds": {"lower": 128, "upper": 16}},
-        "spec.localBszBounds",
-        "lower 128 is greater than upper 16: lower must be at most upper",
-    ),
-    (
-        {"localBszBounds": {"lower": 4}},
-        "spec.localBszBounds",
-        "upper is auto, which needs maxBatchSize: set maxBatchSize, or an integer as upper",
-    ),
-    (
-        {"maxBatchSize": 64, "localBszBounds": {"lower": 4, "upper": "64"}},
-        "spec.localBszBounds.upper",
-        "must be an integer from 1 to 1048576 or auto, got the string '64'",
-    ),
-    (
-        {"maxBatchSize": 64, "localBszBounds": {"lower": 4, "upper": 2**20 + 1}},
-        "spec.localBszBounds.upper",
-        "must be an integer from 1 to 1048576 or auto, got 1048577",
-    ),
-    (
-        {"minReplicas": 9},
-        "spec.minReplicas",
-        "9 is greater than maxReplicas 8: lower minReplicas, or raise maxReplicas",
-    ),
-    (
-        {"minReplicas": 6, "maxReplicas": 7},
-        "spec",
-        f"no replica count from 6 to 7 is valid with batchSize 32: {COUNTS}; valid are the divisors of "
-        "batchSize",
-    ),
-    (
-        {
-            "minReplicas": 11,
-            "maxReplicas": 12,
-            "maxBatchSize": 1000,
-            "localBszBounds": {"lower": 99, "upper": 200},
-        },
-        "spec",
-        "no replica count from 11 to 12 is valid with batchSize 32, maxBatchSize 1000, "
-        f"localBszBounds 99 to 200: {COUNTS}; no count above 10 is valid",
-    ),
-    (
-        {"maxReplicas": 1, "localBszBounds": {"lower": 33, "upper": 64}},
-        "spec",
-        "no replica count from 1 to 1 is valid with batchSize 32, localBszBounds 33 to 64: "
-        f"{COUNTS}; valid are 2 and more",
-    ),
-    (
-        {"processesPerReplica": 3},
-        "spec.batchSize",
-        "32 is not a multiple of processesPerReplica 3: the processes of a replica divide its batches "
-        "equally, so change one of them",
-    ),
-    (
-        {"processesPerReplica": 4, "localBszBounds": {"lower": 5, "upper": 7}},
-        "spec.localBszBounds",
-        "5 to 7 have no multiple of processesPerReplica 4: the processes of a replica divide its local batch "
-        "equally, so widen the bounds",
-    ),
-    (
-        {"processesPerReplica": 2, "minReplicas": 17, "maxReplicas": 32},
-        "spec",
-        f"no replica count from 17 to 32 is valid with batchSize 32, replicas of 2 processes: {COUNTS}; "
-        "valid are the divisors of batchSize / 2",
-    ),
-    (
-        {
-            "processesPerReplica": 2,
-            "minReplicas": 4,
-            "maxReplicas": 8,
-            "maxBatchSize": 35,
-            "localBszBounds": {"lower": 9, "upper": 12},
-        },
-        "spec",
-        "no replica count from 4 to 8 is valid with batchSize 32, maxBatchSize 35, localBszBounds 9 to 12, "
-        f"replicas of 2 processes: {COUNTS}; no count above 3 is valid",
-    ),
-    (
-        {"spareReplicas": 1, "opportunistic": {"priorityClassName": "low"}},
-        "spec",
-        "spareReplicas and opportunistic are both set, which was not tried; set at most one of them",
-    ),
-    (
-        {"spareReplicas": 1024, "maxReplicas": 8},
-        "spec.spareReplicas",
-        "must be at most 1016 with maxReplicas 8, since replicas and spares together are at most 1024, got "
-        "1024",
-    ),
-    (
-        {"checkpoint": {"claimName": "a", "path": "/b", "storage": "1Gi"}},
-        "spec.checkpoint",
-        "claimName and path are both set; set at most one of them",
-    ),
-    (
-        {"checkpoint": {"claimName": "a", "accessMode": "ReadWriteMany"}},
-        "spec.checkpoint",
-        "accessMode applies only to a PersistentVolumeClaim that the operator creates, but claimName is set: "
-        "remove accessMode or claimName",
-    ),
-    (
-        {"checkpoint": {"path": "/a", "storageClassName": "fast", "storage": 1}},
-        "spec.checkpoint",
-        "storage applies only to a PersistentVolumeClaim that the operator creates, but path is set: "
-        "remove storage or path",
-    ),
-    (
-        {"checkpoint": {"path": "state"}},
-        "spec.checkpoint.path",
-        "must be an absolute path such as /state, got the string 'state'",
-    ),
-    (
-        {"checkpoint": {"storage": "big"}},
-        "spec.checkpoint.storage",
-        "must be a positive quantity such as 10Gi, got the string 'big'",
-    ),
-    (
-        {"checkpoint": {"storage": 0}},
-        "spec.checkpoint.storage",
-        "must be a positive quantity such as 10Gi, got 0",
-    ),
-]
-
-
-@pytest.mark.parametrize(("changes", "field", "message"), OWN_MESSAGES)
-def test_an_error_has_the_field_and_message_of_a_job_file(
-    shared: Jobs, changes: dict[str, Any], field: str, message: str
-) -> None:
-    sent = document(valid(**changes))
-    with pytest.raises(RejectedError) as rejected:
-        shared.create(sent)
-    ((reported_field, reported),) = rejected.value.errors
-    assert reported_field == field
-    # Kubernetes puts the value, or its type, before the message.
-    assert reported.startswith("Invalid value: ")
-    assert reported.endswith(f": {message}")
-    validated = validate_document(sent)
-    assert isinstance(validated, list)
-    (error,) = validated
-    assert error.field == field
-    # The core's message ends with more valid counts.
-    assert error.message.partition(";")[0] == message.partition(";")[0]
-
-
-def test_all_errors_are_reported_at_once(shared: Jobs) -> None:
-    changes = {"maxBatchSize": 16, "localBszBounds": {"lower": 9, "upper": 8}, "minReplicas": 9}
-    with pytest.raises(RejectedError) as rejected:
-        shared.create(document(valid(**changes)))
-    assert {field for field, _ in rejected.value.errors} == {
-        "spec.maxBatchSize", "spec.localBszBounds", "spec.minReplicas"
-    }  # fmt: skip
-
-
-def test_an_invalid_name_is_an_error(shared: Jobs) -> None:
-    with pytest.raises(RejectedError) as rejected:
-        shared.create(document(valid(), "a" * 59))
-    ((field, message),) = rejected.value.errors
-    assert field == "metadata.name"
-    assert message.endswith(
-        "must consist of lower case letters, digits and '-', start and end with a letter or digit, and "
-        f"have at most 58 characters, got the string '{'a' * 59}'"
-    )
-
-
-KUBERNETES_MESSAGES: list[tuple[dict[str, Any], str]] = [
-    ({"batchSize": 0}, r"spec\.batchSize in body should be greater than or equal to 1"),
-    ({"batchSize": 2**20 + 1}, r"spec\.batchSize in body should be less than or equal to 1048576"),
-    ({"batchSize": "32"}, r"spec\.batchSize in body must be of type integer: \"string\""),
-    ({"batchSize": None}, r"spec\.batchSize: Required value"),
-    ({"maxReplicas": 1025}, r"spec\.maxReplicas in body should be less than or equal to 1024"),
-    ({"replicaLimit": -1}, r"spec\.replicaLimit in body should be greater than or equal to 0"),
-    ({"efficiencyTarget": 0}, r"spec\.efficiencyTarget in body should be greater than 0"),
-    ({"max_batch_size": 64}, r'unknown field "spec\.max_batch_size"'),
-    (
-        {"checkpoint": {"accessMode": "X"}},
-        r"accessMode: Unsupported value: \"X\": supported values: \"ReadWriteOnce\"",
-    ),
-    ({"template": {"spec": {"containers": []}}}, r"containers in body should have at least 1 items"),
-    ({"template": {"specs": {}, **TEMPLATE}}, r'unknown field "spec\.template\.specs"'),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), KUBERNETES_MESSAGES)
-def test_an_invalid_field_is_an_error(shared: Jobs, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RejectedError, match=message):
-        shared.create(document(valid(**changes)))
+    assert dry_run_jobs.create(document(valid(template=template)))["spec"]["template"] == template
 
 
 # -- changes of a job -------------------------------------------------------------------------
@@ -562,18 +283,18 @@ SUSPENDED = valid(suspend=True, minReplicas=1)
     ],
 )
 def test_batch_size_and_checkpoint_are_immutable(
-    jobs: Jobs, change: dict[str, Any], field: str, message: str
+    adascalejobs: Jobs, change: dict[str, Any], field: str, message: str
 ) -> None:
-    jobs.create(document(SUSPENDED), dry_run=False)
+    adascalejobs.create(document(SUSPENDED), dry_run=False)
     with pytest.raises(RejectedError) as rejected:
-        jobs.patch("digits", {"spec": change})
+        adascalejobs.patch("digits", {"spec": change})
     ((reported_field, reported),) = rejected.value.errors
     assert reported_field == field
     assert reported.endswith(f": {message}")
 
 
-def test_all_other_fields_can_be_changed(jobs: Jobs) -> None:
-    jobs.create(document(SUSPENDED), dry_run=False)
+def test_all_other_fields_can_be_changed(adascalejobs: Jobs) -> None:
+    adascalejobs.create(document(SUSPENDED), dry_run=False)
     changes: dict[str, Any] = {
         "maxBatchSize": 512,
         "localBszBounds": {"lower": 4, "upper": 64},
@@ -590,19 +311,19 @@ def test_all_other_fields_can_be_changed(jobs: Jobs) -> None:
         "ttlSecondsAfterFinished": 0,
         "template": {"metadata": {"labels": {"a": "b"}}},
     }
-    stored = jobs.patch("digits", {"spec": changes})["spec"]
+    stored = adascalejobs.patch("digits", {"spec": changes})["spec"]
     assert {field: stored[field] for field in changes} == {
         **changes, "template": {**TEMPLATE, **changes["template"]}
     }  # fmt: skip
     with pytest.raises(RejectedError, match=r"spec\.minReplicas: .*: 9 is greater than maxReplicas 8"):
-        jobs.patch("digits", {"spec": {"minReplicas": 9}})
+        adascalejobs.patch("digits", {"spec": {"minReplicas": 9}})
 
 
 # -- kubectl -----------------------------------------------------------------------------------
 
 
-def test_kubectl_scale_sets_the_replica_limit(jobs: Jobs, namespace: str, kubectl: Kubectl) -> None:
-    jobs.create(document(SUSPENDED), dry_run=False)
+def test_kubectl_scale_sets_the_replica_limit(adascalejobs: Jobs, namespace: str, kubectl: Kubectl) -> None:
+    adascalejobs.create(document(SUSPENDED), dry_run=False)
     for replicas in ("3", "0"):
         scaled = kubectl("-n", namespace, "scale", "asj/digits", f"--replicas={replicas}")
         assert scaled.stdout == "adascalejob.adascale.dev/digits scaled\n", scaled.stderr
@@ -612,8 +333,10 @@ def test_kubectl_scale_sets_the_replica_limit(jobs: Jobs, namespace: str, kubect
     assert "spec.replicaLimit in body should be less than or equal to 1024" in rejected.stderr
 
 
-def test_kubectl_get_shows_the_status(api_client: client.ApiClient, jobs: Jobs, namespace: str) -> None:
-    jobs.create(document(SUSPENDED), dry_run=False)
+def test_kubectl_get_shows_the_status(
+    api_client: client.ApiClient, adascalejobs: Jobs, namespace: str
+) -> None:
+    adascalejobs.create(document(SUSPENDED), dry_run=False)
     condition = {
         "type": "Running", "status": "True", "reason": "Training", "message": "on 2 replicas",
         "lastTransitionTime": "2026-01-01T00:00:00Z",
@@ -651,6 +374,6 @@ def test_kubectl_explains_each_field(crd: dict[str, Any], kubectl: Kubectl) -> N
             assert field["description"] in explained
 
 
-def test_kubectl_get_all_lists_jobs(jobs: Jobs, namespace: str, kubectl: Kubectl) -> None:
-    jobs.create(document(SUSPENDED), dry_run=False)
+def test_kubectl_get_all_lists_jobs(adascalejobs: Jobs, namespace: str, kubectl: Kubectl) -> None:
+    adascalejobs.create(document(SUSPENDED), dry_run=False)
     assert "adascalejob.adascale.dev/digits" in kubectl("-n", namespace, "get", "all", "-o", "name").stdout

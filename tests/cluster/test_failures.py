@@ -99,7 +99,10 @@ def test_programs_that_end_before_training_fail_with_the_reason(workspace: Works
     other_image = single_replica("other-image")
     # As in an image that is not built from the worker's.
     worker_of(other_image)["env"].append({"name": "PATH", "value": "/usr/local/bin:/usr/bin:/bin"})
+    again = single_replica("again", backoffLimit=5)
+    worker_of(again)["command"] = worker_of(early)["command"]
     jobs = [workspace.submit(manifest) for manifest in (early, idle, missing, other_image)]
+    retried = workspace.submit(again)
 
     messages = [failed_message(job) for job in jobs]
     assert "exit code 4" in messages[0]
@@ -110,16 +113,11 @@ def test_programs_that_end_before_training_fail_with_the_reason(workspace: Works
     assert "'no-such-program' cannot be started: No such file or directory" in messages[2]
     assert "adascale-agent" in messages[3]
     assert [job.status()["failures"] for job in jobs] == [1, 1, 1, 1]
-
-
-def test_the_same_failure_before_the_first_step_is_retried_once(workspace: Workspace) -> None:
-    manifest = single_replica("again", backoffLimit=5)
-    worker_of(manifest)["command"] = ["python", "-c", "import sys; print('there is no data'); sys.exit(4)"]
-    job = workspace.submit(manifest)
-    message = failed_message(job, "ProgramFailed")
+    # With backoffLimit left, it is retried once.
+    message = failed_message(retried, "ProgramFailed")
     assert message.startswith("The program has failed twice in the same way before its first step. Replica 0")
     assert "there is no data\n" in message
-    assert job.status()["failures"] == 2, job.report()
+    assert retried.status()["failures"] == 2, retried.report()
 
 
 def test_what_keeps_pods_from_starting_is_in_the_condition(system: System, workspace: Workspace) -> None:
@@ -134,10 +132,19 @@ def test_what_keeps_pods_from_starting_is_in_the_condition(system: System, works
     unset = single_replica("unset")
     worker_of(unset)["envFrom"] = [{"configMapRef": {"name": "no-such-map"}}]
     unmounted = single_replica("unmounted")
-    pod = unmounted["spec"]["template"]["spec"]
-    pod["volumes"].append({"name": "settings", "configMap": {"name": "no-such-volume-map"}})
+    unmounted["spec"]["template"]["spec"]["volumes"].append(
+        {"name": "settings", "configMap": {"name": "no-such-volume-map"}}
+    )
     worker_of(unmounted)["volumeMounts"].append({"name": "settings", "mountPath": "/settings"})
     unshared = job_manifest("unshared", checkpoint={"path": "/state"})
+    # Two volumes of one claim in the user's template: the kubelet mounts only one of them.
+    system.storage.claim(workspace.namespace, "twice")
+    stuck = single_replica("stuck")
+    for name in ("first", "second"):
+        stuck["spec"]["template"]["spec"]["volumes"].append(
+            {"name": name, "persistentVolumeClaim": {"claimName": "twice"}}
+        )
+        worker_of(stuck)["volumeMounts"].append({"name": name, "mountPath": f"/{name}"})
     mistaken = single_replica("mistaken")
     worker_of(mistaken)["volumeMounts"].append({"name": "no-such-volume", "mountPath": "/data"})
 
@@ -152,6 +159,7 @@ def test_what_keeps_pods_from_starting_is_in_the_condition(system: System, works
             unset,
             unmounted,
             unshared,
+            stuck,
             mistaken,
         )
     }
@@ -168,6 +176,17 @@ def test_what_keeps_pods_from_starting_is_in_the_condition(system: System, works
     assert '"no-such-volume-map" not found' in not_running_message(jobs["unmounted"], "ContainerStartFailed")
     assert "worker mounts no volume at /state" in failed_message(jobs["unshared"], "InvalidSpec")
     assert "no-such-volume" in failed_message(jobs["mistaken"], "InvalidSpec")
+    condition = jobs["stuck"].wait_for_condition(
+        "Running", "ContainerCreating", "ContainerStartFailed", status="False", timeout=180
+    )
+    if condition["reason"] == "ContainerCreating":
+        [pod] = jobs["stuck"].pods().values()
+        assert condition["message"].startswith(
+            f"pod {pod.metadata.name} has been in ContainerCreating for more than "
+        )
+        assert f" on node {pod.spec.node_name}" in condition["message"]
+    else:
+        assert "second" in condition["message"] or "first" in condition["message"]
     for job in jobs.values():
         status = job.status()
         assert (status["replicas"], status["failures"], status["disruptions"]) == (0, 0, 0)
@@ -185,6 +204,7 @@ def test_a_job_trains_on_as_many_replicas_as_a_quota_allows(system: System, work
     system.core.create_namespaced_resource_quota(workspace.namespace, quota)
     job = workspace.submit(job_manifest())
     job.wait_until_training(2)
+    first = job.uids()
     message = job.wait_for_condition("Rescaling", "QuotaExceeded")["message"]
     assert message.startswith("2 -> ")
     assert "exceeded quota: pods" in message
@@ -199,6 +219,7 @@ def test_a_job_trains_on_as_many_replicas_as_a_quota_allows(system: System, work
     system.core.patch_namespaced_resource_quota("pods", workspace.namespace, hard)
     late.wait_until_training(1, timeout=300)
     job.wait_until_training(4, timeout=300)
+    assert first.items() < job.uids().items()
     assert job.status()["disruptions"] == 0
 
 
@@ -224,28 +245,3 @@ def test_a_template_that_mounts_the_checkpoint_claim_by_a_volume_of_its_own_trai
     with pytest.raises(AssertionError, match="Read-only file system"):
         job.run_in(0, "open('/data/new', 'w')")
     job.wait_for_event("TemplateOverridden")
-
-
-def test_a_pod_that_stays_in_container_creating_is_named_in_the_condition(
-    system: System, workspace: Workspace
-) -> None:
-    """Two volumes of one claim in the user's template: the kubelet mounts only one of them."""
-    system.storage.claim(workspace.namespace, "twice")
-    manifest = single_replica("stuck")
-    pod = manifest["spec"]["template"]["spec"]
-    for name in ("first", "second"):
-        pod["volumes"].append({"name": name, "persistentVolumeClaim": {"claimName": "twice"}})
-        worker_of(manifest)["volumeMounts"].append({"name": name, "mountPath": f"/{name}"})
-    job = workspace.submit(manifest)
-    condition = job.wait_for_condition(
-        "Running", "ContainerCreating", "ContainerStartFailed", status="False", timeout=180
-    )
-    if condition["reason"] == "ContainerCreating":
-        [stuck] = job.pods().values()
-        assert condition["message"].startswith(
-            f"pod {stuck.metadata.name} has been in ContainerCreating for more than "
-        )
-        assert f" on node {stuck.spec.node_name}" in condition["message"]
-    else:
-        assert "second" in condition["message"] or "first" in condition["message"]
-    assert job.status()["failures"] == 0

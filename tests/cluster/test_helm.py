@@ -20,7 +20,7 @@ from adascale_core import names
 from cluster.conftest import DEPLOY, Kubectl, fresh_namespace
 from cluster.system import JobUnderTest, System, Workspace, job_manifest, succeeded, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.disturbs]
+pytestmark = pytest.mark.cluster
 
 RELEASE = "adascale"
 
@@ -105,6 +105,7 @@ def test_a_job_trains_with_an_installed_release(workspace: Workspace, namespace:
         job.delete()
 
 
+@pytest.mark.disturbs
 @pytest.mark.release
 @pytest.mark.timeout(1800)
 def test_a_job_trains_while_a_release_is_installed_upgraded_rolled_back_and_uninstalled(

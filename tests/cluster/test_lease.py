@@ -83,7 +83,7 @@ def took_over(first: Operator, second: Operator) -> float:
     return second.moments[0] - first.moments[-1]
 
 
-def test_a_second_operator_waits_and_takes_over_when_the_first_is_killed(start: Start) -> None:
+def test_another_operator_waits_and_takes_over_when_the_first_is_killed_or_stops(start: Start) -> None:
     first = start("first")
     wait_until(first.works, "the first operator to get the lease")
     second = start("second")
@@ -93,18 +93,13 @@ def test_a_second_operator_waits_and_takes_over_when_the_first_is_killed(start: 
     first.process.kill()
     wait_until(second.works, "the second operator to get the lease")
     assert took_over(first, second) > 2
-
-
-def test_a_second_operator_takes_over_when_the_first_stops(start: Start) -> None:
-    first = start("first")
-    wait_until(first.works, "the first operator to get the lease")
-    second = start("second")
-    wait_until(lambda: first.moments[-1] - first.moments[0] > 3, "the first operator to have worked on")
-    assert not second.works()
-    first.process.send_signal(signal.SIGTERM)
-    assert first.process.wait() == 0
-    wait_until(second.works, "the second operator to get the lease")
-    assert took_over(first, second) > 0
+    third = start("third")
+    wait_until(lambda: second.moments[-1] - second.moments[0] > 3, "the second operator to have worked on")
+    assert not third.works()
+    second.process.send_signal(signal.SIGTERM)
+    assert second.process.wait() == 0
+    wait_until(third.works, "the third operator to get the lease")
+    assert took_over(second, third) > 0
 
 
 def test_an_operator_that_was_paused_has_lost_the_lease(start: Start) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from adascale_core import names
 from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manifest, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -89,14 +88,10 @@ def test_a_job_that_loses_replicas_continues_with_the_state_of_the_others(worksp
     job.delete()
 
 
-@pytest.mark.disturbs
-def test_evicted_and_drained_pods_save_their_state_and_no_step_is_repeated(
-    system: System, workspace: Workspace
-) -> None:
+def test_evicted_pods_save_their_state_and_no_step_is_repeated(system: System, workspace: Workspace) -> None:
     """Only evicted pods save: first all pods at the same time, then a single pod."""
     checkpoint = {"claimName": "shared", "intervalSeconds": 3600}
-    # A node is drained of pods by their labels, in all namespaces.
-    job = workspace.submit(on_two_replicas(name=workspace.namespace, checkpoint=checkpoint))
+    job = workspace.submit(on_two_replicas(checkpoint=checkpoint))
     job.wait_until_training(2)
     first = job.uids()
     wait_until(lambda: (latest := job.view()["latest"]) and latest["step"] > job.entered(), "steps")
@@ -114,20 +109,7 @@ def test_evicted_and_drained_pods_save_their_state_and_no_step_is_repeated(
     assert not set(first.values()) & set(second.values())
 
     wait_until(lambda: job.view()["latest"]["step"] > again, "steps")
-    drained = job.pods()[1]
-    selector = f"{names.LABEL_JOB}={job.name}"
-    try:
-        job.kubectl(
-            "drain",
-            drained.spec.node_name,
-            f"--pod-selector={selector}",
-            "--delete-emptydir-data",
-            "--timeout=60s",
-            timeout=80,
-        )
-    finally:
-        uncordon = ("uncordon", drained.spec.node_name)
-        wait_until(lambda: system.kubectl(*uncordon).returncode == 0, "the node to take pods again")
+    evict(job.pods()[1])
     again = wait_until_training_continues(job, 2)
     # The replica that stays has the state; its reports are some steps old.
     assert again >= last_step_before(job)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 import yaml
@@ -15,6 +14,7 @@ from kubernetes import client
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import API_AUDIENCE, job_audience
 from api.client import Answer, Client, ServiceProcess, a_registration, a_report
+from cluster.conftest import fresh_namespace
 from cluster.system import wait_until
 
 REPORT = a_report().to_json()
@@ -35,11 +35,8 @@ TokenOf = Callable[..., str]
 
 @pytest.fixture
 def other_namespace(api_client: client.ApiClient) -> Iterator[str]:
-    core = client.CoreV1Api(api_client)
-    name = f"test-{uuid4().hex[:10]}"
-    core.create_namespace(client.V1Namespace(metadata=client.V1ObjectMeta(name=name)))
-    yield name
-    core.delete_namespace(name)
+    with fresh_namespace(api_client) as name:
+        yield name
 
 
 @pytest.fixture
