@@ -28,7 +28,7 @@ settings.register_profile(
     "without-deadline",
     settings.get_profile("default"),
     deadline=None,
-    max_examples=examples(50),
+    max_examples=examples(25),
     derandomize=bool(os.environ.get("CI")),
     print_blob=True,
 )

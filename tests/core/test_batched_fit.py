@@ -62,7 +62,6 @@ def assert_same(found: StepTimeModel | None, expected: StepTimeModel | None) -> 
 
 
 @given(st.lists(questions, min_size=1, max_size=6))
-@settings(max_examples=examples(25))
 def test_models_of_many_jobs_are_those_of_each_job(
     drawn: Sequence[tuple[Sequence[StepTime], Sequence[StepTime]]],
 ) -> None:

@@ -352,7 +352,7 @@ def equal_demands(draw: st.DrawFn) -> dict[str, Demand]:
 
 
 @given(some_nodes, equal_demands(), some_counts)
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50))
 def test_equal_replicas_fit_if_any_packing_exists(
     nodes: Sequence[Node], demands: Mapping[str, Demand], counts: Mapping[str, int]
 ) -> None:

@@ -8,7 +8,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.batch.gain import GradientEstimate
@@ -18,7 +18,6 @@ from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_utility import JobState, JobUtility
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.views.decision import LimitKind
-from support.examples import examples
 from support.job_states import CLEAR, NOISY, NOW, OF_SAMPLES, job, job_states, unmeasured
 
 ALL = (1, 2, 4, 8)
@@ -217,7 +216,6 @@ def test_the_explanation_says_which_count_meets_the_deadline(left: float, text: 
     ),
     st.integers(0, 24),
 )
-@settings(max_examples=examples(60), deadline=None)
 def test_deadlines_that_are_not_worth_anything_change_no_count(
     jobs: Sequence[JobState], capacity: int
 ) -> None:
@@ -228,7 +226,6 @@ def test_deadlines_that_are_not_worth_anything_change_no_count(
 
 
 @given(job_states("a"), st.integers(1, 24), st.floats(1.0, 1e5))
-@settings(max_examples=examples(60), deadline=None)
 def test_a_job_alone_meets_its_deadline_if_a_count_that_it_may_have_does(
     state: JobState, capacity: int, left: float
 ) -> None:

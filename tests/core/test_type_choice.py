@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.decision.decide import DecisionProblem
@@ -148,7 +148,6 @@ DECISIONS_UNTIL_REST = 3
 
 
 @given(workloads())
-@settings(max_examples=25)
 def test_what_holds_for_any_jobs(drawn: tuple[list[Node], list[TypeOptions]]) -> None:
     nodes, jobs = drawn
     sizes = {node.name: node.free[GPU] for node in nodes}
@@ -186,7 +185,6 @@ def _decided(each: TypeOptions, kind: str, count: int) -> TypeOptions:
 
 
 @given(workloads())
-@settings(max_examples=25)
 def test_the_choice_is_near_the_best_of_all_choices(drawn: tuple[list[Node], list[TypeOptions]]) -> None:
     """Of all jobs without replicas, so that nothing but the utilities of counts matters."""
     nodes, jobs = drawn
