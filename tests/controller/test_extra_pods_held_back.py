@@ -11,6 +11,7 @@ from adascale_controller.job_definition import OpportunisticSettings
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import JobRefusal, QueueView
 from adascale_controller.operator.observe.pods import END_DEADLINE, Pod, PodExit, PodProblem
+from adascale_controller.operator.reconcile.reconciler import ADMISSION_TIME
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.admission_reader import RETRY_INTERVAL
 from adascale_controller.operator.schedule import placement_backoff
@@ -120,19 +121,34 @@ def test_a_job_of_extra_pods_that_somebody_suspends_stays_suspended(cluster: Clu
     assert cluster.world.status["replicas"] == 4
 
 
-def test_extra_pods_that_their_queue_does_not_admit_keep_no_nodes_for_long(cluster: Cluster) -> None:
+def test_extra_pods_that_their_queue_does_not_admit_keep_no_nodes_and_train_once_it_does(
+    cluster: Cluster,
+) -> None:
     world = cluster.world
     world.submit(opportunistic={**SPOT, "queueName": "spare"})
     for _ in range(2):
         world.run_cycles(15)
-        assert "digits-extra" in cluster.sizes
-        assert cluster.world.condition("Rescaling")["reason"] == "ExtraPodsSuspended"
+        assert world.condition("Rescaling")["reason"] == "ExtraPodsSuspended"
+        assert world.status["desiredReplicas"] == 4
         world.now += placement_backoff.TIMEOUT_TRAINING
         world.run_cycles(5)
-        assert cluster.sizes == {"digits": 1}
-        assert (cluster.world.status["replicas"], cluster.world.status["desiredReplicas"]) == (1, 1)
-        assert "waits to be admitted in LocalQueue spare" in cluster.world.condition("Rescaling")["message"]
-        world.now += 2 * placement_backoff.FIRST_PAUSE
+        assert (world.status["replicas"], world.status["desiredReplicas"]) == (1, 1)
+        assert "waits to be admitted in LocalQueue spare" in world.condition("Rescaling")["message"]
+        waiting = world.objects[Resource.JOBS]["digits-extra"]
+        world.now += placement_backoff.FIRST_PAUSE
+    assert waiting["spec"]["suspend"]
+    world.write(Resource.JOBS, {**waiting, "spec": {**waiting["spec"], "suspend": False}})
+    world.run_cycles(5)
+    assert world.status["replicas"] == 4
+    assert world.objects[Resource.JOBS]["digits-extra"]["metadata"]["uid"] == waiting["metadata"]["uid"]
+
+
+def test_extra_pods_that_are_admitted_though_nobody_wants_them_leave_their_queue() -> None:
+    made = job((1, 1), opportunistic=SETTINGS)
+    extra = indexed_job(3, uid="extra-uid", first=1, of="digits", queue="spare", started_at=NOW)
+    admitted = observed(made, view((1, 1), (1, 1)), indexed_job(1), [pod(0)], extra_job=extra)
+    assert not actions_for(admitted, 1).delete_extra_job
+    assert actions_for(replace(admitted, now=NOW + ADMISSION_TIME), 1).delete_extra_job
 
 
 @pytest.mark.parametrize(

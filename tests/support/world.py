@@ -373,6 +373,11 @@ class World:
 
     def control_jobs(self) -> None:
         """Create the pods that Indexed Jobs lack, and delete those that are too many."""
+        for raw in list(self._active_jobs().values()):
+            status, suspended = raw.get("status") or {}, bool(raw["spec"].get("suspend"))
+            if bool(status.get("startTime")) == suspended:
+                started = None if suspended else timestamp(self.now)
+                self.write(Resource.JOBS, {**raw, "status": {**status, "startTime": started}})
         active = self._active_jobs()
         for raw in active.values():
             if raw["spec"].get("manualSelector"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from types import MappingProxyType
 from typing import Self
 
@@ -69,6 +70,8 @@ class IndexedJob:
     first: int = 0  # the index of the replica of its first pod: 0, or for extra pods the number of others
     of: str | None = None  # the name of the AdaScaleJob that it was made for, by its label
     created_at: float = 0.0  # seconds since 1970
+    # when the Job controller has started or resumed it, in seconds since 1970; infinite before
+    started_at: float = 0.0
     leaves_pods: bool = False  # whether it is being deleted without its pods
     suspended_by_operator: bool = False
     queue: str | None = None  # the LocalQueue of Kueue that it is queued in. None if it is not queued.
@@ -109,6 +112,7 @@ class IndexedJob:
             first=first_replica(meta),
             of=(meta.get("labels") or {}).get(names.LABEL_JOB),
             created_at=seconds(meta.get("creationTimestamp")) or 0.0,
+            started_at=seconds((raw.get("status") or {}).get("startTime")) or inf,
             leaves_pods=ORPHAN_FINALIZER in (meta.get("finalizers") or ()),
             suspended_by_operator=names.ANNOTATION_SUSPENDED in annotations,
             queue=(meta.get("labels") or {}).get(QUEUE_NAME) or None,

@@ -36,6 +36,8 @@ GATE_TIMEOUT: Final = 5.0
 """Seconds from the creation of a pod until its Job is changed for it the first time."""
 MAX_GATE_PAUSE: Final = 600.0
 """Seconds between two such changes at most. They double, because others may gate the pod too."""
+ADMISSION_TIME: Final = 10.0
+"""Seconds for which extra pods that Kueue has just admitted are kept: the next decision counts them."""
 
 
 def reconcile(
@@ -425,11 +427,17 @@ def _deletes_extra_job(observed: ObservedJob, assessment: Assessment, size: int 
         # Suspended, Kueue would resume it.
         is_useless = extra.queue is not None or has_no_output
         return is_useless and not extra.finished and _stops_extra_job(observed, assessment)
-    # Whoever has suspended one that is in no queue finds it suspended.
-    is_kept = extra.suspended and extra.queue is None and assessment.phase is JobPhase.RUNNABLE
+    if size == 0:
+        # Whoever has suspended it finds it suspended. Kueue resumes it once there is quota.
+        is_kept = extra.suspended or observed.now < _admitted_until(extra)
+        return not is_kept or assessment.phase is not JobPhase.RUNNABLE or extra.failed is not None
     # See `_queues_again`.
     is_resized_in_queue = extra.suspended and extra.is_elastic and size not in (None, extra.parallelism)
-    return (size == 0 and not is_kept) or is_resized_in_queue or extra.failed is not None
+    return is_resized_in_queue or extra.failed is not None
+
+
+def _admitted_until(extra: IndexedJob) -> float:
+    return -inf if extra.queue is None else extra.started_at + ADMISSION_TIME
 
 
 def _stops_extra_job(observed: ObservedJob, assessment: Assessment) -> bool:
@@ -560,6 +568,7 @@ def next_deadline(observed: ObservedJob, assessment: Assessment) -> float:
         *_loss_times(observed),
         *_registration_times(observed),
         *(due for _, due in stale_gates(observed)),
+        *_admission_times(observed),
         *_expiry_times(observed, assessment),
         *_target_times(observed, assessment),
     )
@@ -581,6 +590,12 @@ def _loss_times(observed: ObservedJob) -> Iterator[float]:
 def _registration_times(observed: ObservedJob) -> Iterator[float]:
     if observed.registrations_due is not None:
         yield observed.registrations_due
+
+
+def _admission_times(observed: ObservedJob) -> Iterator[float]:
+    extra = observed.own_extra_job
+    if extra is not None and observed.now < _admitted_until(extra):
+        yield _admitted_until(extra)
 
 
 def _expiry_times(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
