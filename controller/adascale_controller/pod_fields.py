@@ -1,4 +1,4 @@
-"""Finds fields of pods that Kubernetes does not have, such as misspelt ones: a cluster drops them silently.
+"""Finds fields of pods that Kubernetes does not have, such as misspelt ones.
 
 `make crd` generates the table of fields from the Kubernetes client, which a run on one machine need not have.
 The operator asks the API server instead, which may be newer.
