@@ -16,6 +16,7 @@ import torch
 from adascale import ElasticTrainer
 from adascale_worker.process import exit as shutdown
 from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from support.agent_job import Job
 from support.members import Members
 from support.service import Service
 
@@ -46,6 +47,14 @@ def service(service_of_all_tests: Service) -> Service:
     if not service_of_all_tests.is_running:
         service_of_all_tests.start()
     return service_of_all_tests
+
+
+@pytest.fixture
+def job(tmp_path: Path, service: Service) -> Iterator[Job]:
+    """A job with agents, which end after the test."""
+    running = Job(tmp_path, service)
+    yield running
+    running.end()
 
 
 @pytest.fixture

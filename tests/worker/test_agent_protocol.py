@@ -154,7 +154,7 @@ def test_trainers_stay_while_the_job_grows_and_shrinks(job: Job) -> None:
     assert (job.service.job()["failures"], job.service.job()["disruptions"]) == (0, 0)
 
 
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("lost", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_others_stay_when_a_trainer_is_killed_and_its_replacement_joins(job: Job, lost: int) -> None:
     job.service.allocate(1, 3)
     job.start(0, 1, 2)

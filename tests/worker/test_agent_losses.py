@@ -1,0 +1,275 @@
+"""Trainers and agents that are killed or slow, and those that take their places."""
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from adascale_core.names import SNAPSHOT_FILE
+from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
+from adascale_worker.state.checkpoints.store import CheckpointInfo
+from support.agent_job import LONG, Job
+from support.launch import AgentProcess, Journal, Replicas, wait_until
+
+
+def has_exited(pid: int) -> bool:
+    """Whether a process does not exist, or is a zombie."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return True
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_costs_no_step(job: Job) -> None:
+    job.service.allocate(1, 2)
+    job.start(0, 1, **LONG)
+    job.wait_for_training(1, replicas=2, steps=5)
+    os.kill(job.trainer_pid(1), signal.SIGKILL)
+    job.wait_for_training(2, replicas=2)
+    before, after = job.journal.attempts(0)
+    assert before.steps[-1].step == after.header["step"]
+    assert before.header["pid"] == after.header["pid"], "the other trainer stays"
+    view = job.service.job()
+    assert (view["failures"], view["disruptions"]) == (0, 1)
+    assert all(agent.process.poll() is None for agent in job.agents)
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_only_trainer_costs_a_step_at_most(job: Job) -> None:
+    """It is killed twice. The only checkpoint is of the first steps."""
+    options = {
+        "BOUNDS": json.dumps({"batch_size": 12}),
+        "ADASCALE_CHECKPOINT_INTERVAL": 1000,
+        "SNAPSHOT_SHARE": 1,
+    }
+    finish = job.folder / "finish"
+    job.service.allocate(1, 1)
+    (agent,) = job.start(
+        0,
+        **options,
+        EPOCHS=10**6,
+        FINISH_FILE=finish,
+        STEP_SECONDS=0.1,
+        ADASCALE_CHECKPOINT_DIR=job.folder / "other-checkpoints",
+    )
+    for generation in (1, 2):
+        job.wait_for_training(generation, steps=5)
+        os.kill(job.trainer_pid(0), signal.SIGKILL)
+    job.wait_for_training(3)
+    finish.touch()
+    assert agent.wait() == 0, job.logs()
+    first, second, third = job.journal.attempts()
+    for before, after in ((first, second), (second, third)):
+        assert before.header["pid"] != after.header["pid"]
+        assert before.steps[-1].step - 1 <= after.header["step"] <= before.steps[-1].step
+        assert after.header["restored"]
+    steps = job.journal.effective()
+    epochs, rest = divmod(len(steps), 4)
+    assert rest == 0
+    assert sorted(steps) == list(range(1, len(steps) + 1)), "every step exactly once"
+    undisturbed = Replicas(1, job.folder, **options, EPOCHS=epochs, JOURNAL=job.folder / "undisturbed")
+    assert undisturbed.wait()[0] == [0]
+    assert job.journal.weights() == Journal(job.folder / "undisturbed").weights()
+    view = job.service.job()
+    assert (view["failures"], view["disruptions"]) == (0, 2)
+
+
+@pytest.mark.slow
+def test_a_spare_continues_from_the_copy_of_the_only_trainer(job: Job) -> None:
+    """The trainer is killed, then the next one with its agent, as with a pod. The checkpoint is of step 1."""
+    same = {
+        "BOUNDS": json.dumps({"batch_size": 12}),
+        "ADASCALE_CHECKPOINT_INTERVAL": 1000,
+        "SNAPSHOT_SHARE": 1,
+    }
+    finish = job.folder / "finish"
+    options = {**same, "EPOCHS": 10**6, "FINISH_FILE": finish, "STEP_SECONDS": 0.1}
+    job.service.allocate(1, 1, spares=1)
+    job.start(0, **options)
+    # The program makes its first weights with a seed of each replica.
+    job.wait_for_training(1)
+    job.start(1, **options)
+
+    def wait_for_copies(generation: int) -> int:
+        """Wait until the spare has a copy of this generation, and return its step."""
+        job.wait_for_training(generation, steps=5)
+        begin = job.journal.attempts()[-1].header["step"]
+        spare = job.agents[1 - job.journal.attempts()[-1].header["replica"]]
+
+        def step_of_copy() -> int:
+            info = newest_copy(spare)
+            return info.step if info and info.generation == generation and info.step > begin + 2 else 0
+
+        step: int = wait_until(step_of_copy, "a copy in the memory of the spare", pause=0.2)
+        return step
+
+    wait_for_copies(1)
+    os.kill(job.trainer_pid(0), signal.SIGKILL)
+    copied = wait_for_copies(2)
+    lost = job.agents.pop()
+    lost.end()
+    job.wait_for_training(3)
+    finish.touch()
+    assert job.agents[0].wait() == 0, job.logs()
+
+    first, second, third = job.journal.attempts()
+    assert first.steps[-1].step - 1 <= second.header["step"] <= first.steps[-1].step
+    assert copied <= third.header["step"] <= second.steps[-1].step
+    assert [attempt.header["replica"] for attempt in (first, second, third)] == [0, 1, 0]
+    steps = job.journal.effective()
+    assert sorted(steps) == list(range(1, len(steps) + 1)), "every step exactly once"
+    epochs, rest = divmod(len(steps), 4)
+    assert rest == 0
+    for epoch in range(epochs):
+        taken = [index for number in range(1, 5) for index in steps[4 * epoch + number][0].indices]
+        assert sorted(taken) == list(range(48)), "every sample exactly once"
+    undisturbed = Replicas(
+        1,
+        job.folder,
+        **same,
+        EPOCHS=epochs,
+        JOURNAL=job.folder / "undisturbed",
+        ADASCALE_CHECKPOINT_DIR=job.folder / "other-checkpoints",
+    )
+    assert undisturbed.wait()[0] == [0]
+    assert job.journal.weights() == Journal(job.folder / "undisturbed").weights()
+
+
+def newest_copy(agent: AgentProcess) -> CheckpointInfo | None:
+    """Return the description of the newest copy of the state in the memory of an agent."""
+    descriptors = filter(is_snapshot_file, Path(f"/proc/{agent.process.pid}/fd").iterdir())
+    paths = {path.stat().st_ino: str(path) for path in descriptors}
+    kept = SnapshotMemory([*paths.values()]).newest() if paths else None
+    return kept.info if kept is not None else None
+
+
+def is_snapshot_file(path: Path) -> bool:
+    """Whether the descriptor of a process at this path is of a file for copies."""
+    try:
+        return SNAPSHOT_FILE in str(path.readlink())
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_killed_trainer_whose_replacement_is_the_next_spare(job: Job) -> None:
+    job.service.allocate(1, 2, spares=1)
+    job.start(0, 1, 2, **{**LONG, "BOUNDS": json.dumps({"batch_size": 12})})
+    killed = []
+    for generation in (1, 2):
+        job.wait_for_training(generation, replicas=2, steps=5)
+        members = [member["replica"] for member in job.service.job()["active"]["members"]]
+        (spare,) = {0, 1, 2} - set(members)
+        wait_until(lambda spare=spare: job.replica(spare)["state"] == "waiting", "a spare waits")  # type: ignore[misc]
+        rank = generation % 2
+        killed.append(job.trainer_pid(rank))
+        os.kill(killed[-1], signal.SIGKILL)
+        wait_until(lambda number=generation + 1: job.generation() == number, "the next generation")  # type: ignore[misc]
+        view = job.service.job()
+        assert [member["replica"] for member in view["active"]["members"]] == [members[1 - rank], spare]
+        assert view["desired"] == {"generation": generation + 1, "replicas": 2, "spares": 1, "failed": False}
+    job.wait_for_training(3, replicas=2, steps=8)
+    view = job.service.job()
+    assert (view["failures"], view["disruptions"], view["active"]["generation"]) == (0, 2, 3)
+    # What a process was killed before it could record is the end of its share of one step.
+    counted = range(1, min(job.journal.last_step(rank) for rank in (0, 1)) + 1)
+    # Training goes on, so this has all steps that are counted.
+    steps, lost = job.journal.effective(), job.journal.last_steps_of(killed)
+    for first in counted[: len(counted) - 3 : 4]:
+        numbers = range(first, first + 4)
+        taken = Counter(index for number in numbers for record in steps[number] for index in record.indices)
+        assert max(taken.values()) == 1, "no sample is repeated"
+        assert len(taken) == 48 or lost & {number - 1 for number in numbers}, "no sample is lost"
+
+
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_slow_replica_at_the_cost_of_no_step(job: Job) -> None:
+    options = {**LONG, "BOUNDS": json.dumps({"batch_size": 12}), "EPOCHS": 250, "STEP_SECONDS": 0.004}
+    job.service.allocate(1, 2, spares=1)
+    job.start(0, **options)
+    job.start(1, **{**options, "STEP_SECONDS": 0.06})
+    job.wait_for_training(1, replicas=2)
+    job.start(2, **options)
+    assert [agent.wait() for agent in job.agents] == [0, 0, 0], job.logs()
+    view = job.service.job()
+    assert [member["replica"] for member in view["active"]["members"]] == [0, 2], job.logs()
+    assert view["active"]["slow_replacement"]["replica"] == 1
+    assert view["desired"] == {"generation": 2, "replicas": 2, "spares": 1, "failed": False}
+    assert (view["complete"], view["failures"], view["disruptions"]) == (True, 0, 0)
+    for rank in (0, 1):
+        before, after = job.journal.attempts(rank)
+        assert after.header["step"] == before.steps[-1].step, "no step is made twice"
+    assert len({attempt.header["pid"] for attempt in job.journal.attempts(0)}) == 1, "the trainer stays"
+    steps = job.journal.effective()
+    assert sorted(steps) == list(range(1, 1001))
+    for first in range(1, 1001, 4):
+        taken = [index for step in range(first, first + 4) for each in steps[step] for index in each.indices]
+        assert sorted(taken) == list(range(48)), "each sample exactly once"
+    undisturbed = Replicas(2, job.folder, **{**options, "JOURNAL": job.folder / "alone", "STEP_SECONDS": 0})
+    assert undisturbed.wait()[0] == [0, 0]
+    assert job.journal.weights() == Journal(job.folder / "alone").weights()
+
+
+@pytest.mark.slow
+def test_the_trainer_of_a_killed_agent_exits_and_another_agent_can_replace_it(job: Job) -> None:
+    job.service.allocate(1, 2)
+    _, second = job.start(0, 1, **LONG)
+    job.wait_for_training(1, replicas=2)
+    trainer = job.trainer_pid(1)
+    second.process.kill()
+    second.wait()
+    job.agents.remove(second)
+    wait_until(lambda: has_exited(trainer), "the exit of the orphaned trainer")
+    job.start(1, **LONG)
+    job.wait_for_training(2, replicas=2)
+    assert job.service.job()["failures"] == 0
+
+
+@pytest.mark.slow
+def test_after_sigterm_the_others_keep_the_state_and_the_last_replica_saves_it(job: Job) -> None:
+    job.service.allocate(1, 2)
+    first, second = job.start(0, 1, **{**LONG, "ADASCALE_CHECKPOINT_INTERVAL": 1000})
+    job.wait_for_training(1, replicas=2, steps=3)
+    second.process.terminate()
+    assert second.wait() == 75
+    job.service.allocate(job.service.job()["desired"]["generation"] + 1, 1)
+    job.wait_for_training(job.service.job()["desired"]["generation"])
+    before, after = job.journal.attempts(0)
+    left_at = before.steps[-1].step
+    assert after.header["step"] == left_at, "no step is made twice"
+    assert job.service.job()["disruptions"] == 1, "a replica that leaves is in no later generation"
+    assert job.saved_step() < left_at, "the first step of the job, which is always saved"
+    first.process.terminate()
+    assert first.wait() == 75
+    assert job.saved_step() == job.journal.last_step()
+
+
+@pytest.mark.slow
+def test_losses_that_are_more_frequent_than_checkpoints_do_not_stop_progress(job: Job) -> None:
+    """The time of a checkpoint counts over the restarts of all trainers, so the next one is saved in time."""
+    job.service.allocate(1, 2)
+    # The ten steps of each life take a fraction of the interval.
+    job.start(0, 1, **{**LONG, "STEP_SECONDS": 0.1, "ADASCALE_CHECKPOINT_INTERVAL": 8})
+    killed: set[int] = set()
+    restored: list[int] = []
+
+    def train() -> bool:
+        latest = [attempts[-1] for attempts in map(job.journal.attempts, (0, 1)) if attempts]
+        alive = [attempt for attempt in latest if attempt.header["pid"] not in killed]
+        return len(alive) == 2 and all(len(attempt.steps) >= 10 for attempt in alive)
+
+    # From the start, from the first checkpoint, and from a later one.
+    while len(set(restored)) < 3:
+        assert len(restored) < 10, f"training continues from the same checkpoints: {restored}"
+        wait_until(lambda: train() or job.has_failed_agent(), f"ten steps after {restored}")
+        assert not job.has_failed_agent(), job.logs()
+        restored.append(job.journal.attempts()[-1].header["step"])
+        for pid in (job.trainer_pid(0), job.trainer_pid(1)):
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+    assert restored == sorted(restored)
