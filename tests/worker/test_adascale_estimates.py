@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from adascale_worker.adascale import AdaScale
 from worker.adascale_problem import backward
 
-DIMENSIONS = 6
+DIMENSIONS = 60
+"""With more dimensions, fewer steps show a bias."""
 TRUE = torch.linspace(0.1, 0.6, DIMENSIONS, dtype=torch.float64)
 NOISE = torch.linspace(0.5, 1.5, DIMENSIONS, dtype=torch.float64)
 GRAD_SQR = float((TRUE**2).sum())
@@ -62,7 +63,7 @@ def within_confidence(samples: list[float], truth: float) -> bool:
 )
 def test_estimates_are_unbiased(scale: int, micro: int) -> None:
     """At any scale and number of micro-gradients; a single one suffices if the true gradient is constant."""
-    steps = 1200 if scale == 1 else max(1600 // scale, 120)
+    steps = 150 if scale == 1 else max(200 // scale, 40)
     sqrs, variances = single_estimates(scale, micro, steps)
     assert within_confidence(sqrs, GRAD_SQR)
     assert within_confidence(variances, GRAD_VAR)
@@ -73,7 +74,7 @@ def test_the_gain_converges_to_the_true_gain() -> None:
     weight = nn.Parameter(torch.zeros(DIMENSIONS, dtype=torch.float64))
     optimizer = AdaScale(torch.optim.SGD([weight], lr=0.1), scale=16.0, num_gradients_to_accumulate=4)
     gradients = noisy_gradients(4.0, seed=3)
-    for _ in range(600):
+    for _ in range(200):
         for _ in range(4):
             backward((weight * next(gradients)).sum() / 4)
         optimizer.step()
@@ -100,7 +101,7 @@ def test_the_bias_of_the_difference_estimate_is_as_documented() -> None:
 
 def test_the_difference_estimate_equals_that_of_micro_gradients_up_to_its_bias() -> None:
     """A quadratic loss with noise, so the true gradient changes."""
-    hessian, scale, lr, steps = 0.3, 4.0, 0.02, 600
+    hessian, scale, lr, steps = 0.3, 4.0, 0.02, 200
     estimates = []
     for micro in (1, 4):
         weight = nn.Parameter(torch.zeros(DIMENSIONS, dtype=torch.float64))
@@ -108,7 +109,7 @@ def test_the_difference_estimate_equals_that_of_micro_gradients_up_to_its_bias()
             torch.optim.SGD([weight], lr=lr),
             scale=scale,
             num_gradients_to_accumulate=micro,
-            smoothing=0.995,
+            smoothing=0.98,
             sample_every=1,
         )
         gradients = noisy_gradients(scale / micro, seed=micro)
@@ -122,14 +123,13 @@ def test_the_difference_estimate_equals_that_of_micro_gradients_up_to_its_bias()
     (_, biased, biased_gain), (_, unbiased, unbiased_gain) = estimates
     # A step is lr * gain * g with E|g|^2 about grad_var / S, so the bias is below this bound.
     bound = (hessian * lr * scale) ** 2 * GRAD_VAR
-    noise = 4 * GRAD_VAR * math.sqrt(2 / DIMENSIONS / 200)
+    noise = 4 * GRAD_VAR * math.sqrt(2 / DIMENSIONS / 50)
     assert abs(biased - unbiased) < bound + noise
     assert abs(biased_gain - unbiased_gain) < 0.5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [4, 16])
-def test_sampling_changes_the_gain_by_less_than_its_noise(every: int) -> None:
+def test_sampling_changes_the_gain_by_less_than_its_noise() -> None:
     """The mean gain over runs differs by less than the spread of the runs."""
 
     def final_gain(every: int, seed: int) -> float:
@@ -150,6 +150,7 @@ def test_sampling_changes_the_gain_by_less_than_its_noise(every: int) -> None:
         return optimizer.gain()
 
     all_steps = [final_gain(1, seed) for seed in range(5)]
-    some_steps = [final_gain(every, seed) for seed in range(5)]
-    spread = statistics.stdev(all_steps + some_steps)
-    assert abs(statistics.mean(all_steps) - statistics.mean(some_steps)) < spread
+    for every in (4, 16):
+        some_steps = [final_gain(every, seed) for seed in range(5)]
+        spread = statistics.stdev(all_steps + some_steps)
+        assert abs(statistics.mean(all_steps) - statistics.mean(some_steps)) < spread

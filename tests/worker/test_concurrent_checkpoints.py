@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.checkpoint_manifest import Manifest
@@ -25,7 +25,6 @@ from adascale_storage import (
 from adascale_storage.folder import Folder
 from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.file import Snapshot
-from support.examples import examples
 
 INFO = CheckpointInfo(
     step=0, progress=0.0, epoch=0, replicas=4, generation=3, finished=False, saved_at=1.76e9
@@ -110,7 +109,6 @@ class Turns:
             return True
 
 
-@settings(max_examples=examples(25))
 @given(
     st.lists(st.sampled_from([100, 101]), min_size=2, max_size=6),
     st.lists(st.integers(0, 5), min_size=1, max_size=120),

@@ -50,15 +50,15 @@ def test_survivors_stay_in_their_processes_when_replicas_join_and_leave(
     make_members: Callable[..., Members],
 ) -> None:
     job = make_members(BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.01)
-    trainers = job.start(4)
-    for count in (1, 2, 4, 2, 1):
+    trainers = job.start(3)
+    for count in (1, 3, 2, 1):
         job.activate(trainers[:count])
         job.wait_step(job.last_step() + 5)
     assert len(job.finish()) == 1
     job.require_complete_stream()
     first = {record["file"] for record in job.records() if record["replicas"] == 1}
     assert len(first) == 1
-    assert {record["replicas"] for record in job.records()} == {1, 2, 4}
+    assert {record["replicas"] for record in job.records()} == {1, 2, 3}
 
 
 @pytest.mark.slow
@@ -86,8 +86,8 @@ def test_averages_of_weights_and_batchnorm_are_those_of_the_steps_over_changes_o
     make_members: Callable[..., Members],
 ) -> None:
     job = make_members(PROGRAM=AVERAGES, BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.01)
-    trainers = job.start(4)
-    for count in (1, 2, 4, 2):
+    trainers = job.start(3)
+    for count in (1, 3, 2):
         job.activate(trainers[:count])
         job.wait_step(job.last_step() + 5)
     job.finish()
@@ -115,7 +115,7 @@ def test_averages_of_weights_and_batchnorm_are_those_of_the_steps_over_changes_o
 @pytest.mark.parametrize(
     ("victim", "width", "gpus"),
     [
-        (1, 16, 0),
+        pytest.param(1, 16, 0, marks=pytest.mark.slow),
         (0, 50_000, 0),
         pytest.param(0, 50_000, 1, marks=pytest.mark.gpu, id="replicas share a GPU, with gloo"),
         pytest.param(0, 50_000, 2, marks=pytest.mark.gpu, id="a GPU for each replica, with NCCL"),
