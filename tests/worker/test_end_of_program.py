@@ -180,10 +180,8 @@ def test_a_rank_that_leaves_its_loop_alone_is_named_with_its_line(
 def test_sharded_replicas_that_train_different_parameters_stop_with_the_name_of_one(tmp_path: Path) -> None:
     ended = run(tmp_path, 4, END="freeze", ON_RANK=1, EPOCHS=10_000, ADASCALE_PROCESSES_PER_REPLICA=2)
     assert ended.returncode == 1, "torchrun's own code"
-    assert (
-        "adascale: the 2 replicas train different parameters after step 3: requires_grad of 'bias' is True on "
-        "rank 0 and False on rank 1"
-    ) in ended.stderr
+    message = "adascale: the 2 replicas train different parameters after step 3: requires_grad of 'bias'"
+    assert message in ended.stderr
 
 
 @pytest.mark.slow

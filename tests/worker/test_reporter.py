@@ -3,14 +3,14 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from adascale_client import MetricsServiceClient, ServiceError
+from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.registration import REPORTS_PER_POST
@@ -24,6 +24,7 @@ from adascale_worker.reporting import reports as reporter_module
 from adascale_worker.reporting.logged_metrics import require_metrics
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Reporter, Telemetry
+from adascale_worker.reporting.trackers import RunIdentity
 from support.launch import wait_until
 from support.service import TOKEN, Service
 from support.training import FIXED, MakeTrainer, network, samples, sgd, train
@@ -169,13 +170,15 @@ def test_close_returns_after_its_timeout_if_the_service_does_not_answer(service_
 class BusyService:
     """Asks for a long time between two requests."""
 
+    post_interval = 40.0
+
     def __init__(self) -> None:
         self.posted: list[list[int]] = []
 
     def post_gain(self, _job_id: str, reports: list[GainReport]) -> StoredReports:
         self.posted.append([report.step for report in reports])
         view = AllocationView(1, None, None, broken=False, complete=False)
-        return StoredReports(len(reports), 0, view, post_interval=40.0)
+        return StoredReports(len(reports), 0, view, post_interval=self.post_interval)
 
 
 def test_reports_are_collected_for_as_long_as_the_service_asks_for() -> None:
@@ -189,6 +192,40 @@ def test_reports_are_collected_for_as_long_as_the_service_asks_for() -> None:
     assert service.posted == [[1]]
     reporter.close()
     assert service.posted == [[1], [2, 3, 4]], "the end does not wait"
+
+
+class RefusingService(BusyService):
+    """Refuses what contains report 1, which others displace meanwhile."""
+
+    post_interval = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_called, self.is_full = threading.Event(), threading.Event()
+        self.displace: Callable[[], None] = lambda: None
+
+    def post_gain(self, job_id: str, reports: list[GainReport]) -> StoredReports:
+        self.is_called.set()
+        self.is_full.wait()
+        if reports[0].step == 1:
+            self.displace()
+            raise ServiceRefusedError("report 1 is invalid", 422)
+        return super().post_gain(job_id, reports)
+
+
+def test_after_an_invalid_report_was_displaced_requests_have_several_reports_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reporter_module, "MAX_QUEUED", 4)
+    service = RefusingService()
+    reporter = Reporter(service, "a.b")  # type: ignore[arg-type]
+    service.displace = lambda: [reporter.report(report(step)) for step in range(4, 9)]  # type: ignore[assignment, func-returns-value]
+    for step in range(4):
+        reporter.report(report(step))
+        assert service.is_called.wait(60), "the first request"
+    service.is_full.set()
+    reporter.close(60.0)
+    assert service.posted == [[0], [5], [6, 7], [8]]
 
 
 def test_a_trainer_without_an_agent_reports_every_step(
@@ -267,6 +304,46 @@ def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     assert not reporter.reports[-1].counts_samples
     telemetry.report(BatchPlan(1, 8, 1), TrainingProgress(counts_samples=True), FixedEstimates())  # type: ignore[arg-type]
     assert reporter.reports[-1].counts_samples
+
+
+class RecordingTracker:
+    """Records its calls. It takes a while to close."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def begin(self, run: str, step: int, progress: float) -> None:
+        self.calls.append(f"begin {run}")
+
+    def log(self, values: Mapping[str, float], step: int, progress: float) -> None:
+        self.calls.append(f"log {step}")
+
+    def close(self) -> None:
+        time.sleep(0.3)
+        self.calls.append("close")
+
+
+def test_another_rank_0_continues_the_run_of_a_tracker_after_the_one_before_has_closed_it() -> None:
+    trackers = [RecordingTracker(), RecordingTracker()]
+    groups = [ReplicaGroup(RankAssignment(rank, 2, 0, None, None), torch.device("cpu")) for rank in (0, 1)]
+    both = [
+        Telemetry(BatchBounds(8), group, lambda: None, HostClock(), tracker=tracker, run=RunIdentity("job"))
+        for group, tracker in zip(groups, trackers, strict=True)
+    ]
+
+    def begin_and_report(step: int) -> None:
+        for telemetry in both:
+            telemetry.begin_generation(BatchBounds(8))
+            telemetry.report(BatchPlan(2, 4, 1), TrainingProgress(step), FixedEstimates())  # type: ignore[arg-type]
+
+    begin_and_report(1)
+    wait_until(lambda: trackers[0].calls == ["begin job", "log 1"], "the run of the first rank 0")
+    groups[0].rank, groups[1].rank = 1, 0
+    begin_and_report(2)
+    wait_until(lambda: trackers[0].calls[-1] == "close", "the end of the run there")
+    assert trackers[1].calls == [], "the other one has time to close it"
+    both[1].close()
+    assert trackers[1].calls == ["begin job", "log 2", "close"], "the end does not wait"
 
 
 @pytest.mark.parametrize("value", [True, np.bool_(True), "1", None, np.ones(2), 1j, torch.ones(0)])

@@ -118,7 +118,7 @@ class Failing:
 
 def test_a_tracker_that_fails_does_not_end_training(capsys: pytest.CaptureFixture[str]) -> None:
     tracker = Failing()
-    run = TrackedRun(tracker, "job")
+    run = TrackedRun(tracker, RunIdentity("job"))
     for step in range(1, 2001):
         run.report(replace(REPORT, step=step))
     run.close()
@@ -134,7 +134,7 @@ def test_a_tracker_that_does_not_answer_delays_the_end_for_a_limited_time() -> N
         def begin(self, run: str, step: int, progress: float) -> None:
             time.sleep(60)
 
-    run = TrackedRun(Silent(), "job")
+    run = TrackedRun(Silent(), RunIdentity("job"))
     run.report(REPORT)
     began = time.monotonic()
     run.close(timeout=0.1)

@@ -104,6 +104,8 @@ class Reporter:
                 self._failing = False
                 print("adascale: the metrics service answers again", flush=True)
             backoff.reset()
+            # Newer reports may have displaced the invalid one.
+            max_reports = min(2 * max_reports, MAX_QUEUED)
             self._dequeue(reports)
             self._wait_for_next(answer.post_interval)
 
@@ -173,13 +175,14 @@ class Telemetry:
             if self._reporter is None:
                 self._reporter = self._make_reporter()
             if self._tracked is None and self._tracker is not None:
-                self._tracked = TrackedRun(self._tracker, self.run.id)
-        elif self._receivers():
-            # In the background: its last reports may wait for the service.
-            for each in self._receivers():
-                threading.Thread(target=each.close, name="adascale-last-reports", daemon=True).start()
-            self._reporter = self._tracked = None
-            self._metrics.clear()
+                self._tracked = TrackedRun(self._tracker, self.run)
+            return
+        self.run.is_taken_over = True
+        # In the background: its last reports may wait for the service.
+        for each in self._receivers():
+            threading.Thread(target=each.close, name="adascale-last-reports", daemon=True).start()
+        self._reporter = self._tracked = None
+        self._metrics.clear()
 
     def _receivers(self) -> list[Reporter | TrackedRun]:
         """Return what gets the reports of this replica; empty unless it is rank 0."""

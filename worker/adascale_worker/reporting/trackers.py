@@ -176,11 +176,19 @@ MAX_QUEUED = 1000
 """Reports that are queued while the tracker does not answer; further ones are dropped."""
 
 
+CLOSE_TIMEOUT = 10.0
+"""Seconds in which a replica that is no longer rank 0 closes its run."""
+HANDOVER_TIME = CLOSE_TIMEOUT + 2.0
+"""Seconds after which another rank 0 continues the run: closing it later would show it as finished."""
+
+
 class RunIdentity:
     """The id of the job's run in a tracker, a part of the state of training."""
 
     def __init__(self, identity: str | None = None) -> None:
         self.id = identity or secrets.token_hex(8)
+        self.is_taken_over = False
+        """Whether another replica may have had the run."""
 
     def state_dict(self) -> Any:
         """Return the id."""
@@ -189,14 +197,17 @@ class RunIdentity:
     def load_state_dict(self, state: Any) -> None:
         """Continue the run of the job whose state is restored."""
         self.id = state
+        self.is_taken_over = True
 
 
 class TrackedRun:
     """A run in a tracker, as long as this replica is rank 0."""
 
-    def __init__(self, tracker: Tracker, run: str) -> None:
+    def __init__(self, tracker: Tracker, run: RunIdentity) -> None:
         self._tracker = tracker
-        self._run = run
+        self._run = run.id
+        self._delay = HANDOVER_TIME if run.is_taken_over else 0.0
+        self._is_closing = threading.Event()
         self._queue: queue.Queue[GainReport | None] = queue.Queue(MAX_QUEUED)
         self._thread = threading.Thread(target=self._send, name="adascale-tracker", daemon=True)
         self._thread.start()
@@ -207,8 +218,9 @@ class TrackedRun:
         with suppress(queue.Full):
             self._queue.put_nowait(report)
 
-    def close(self, timeout: float = 10.0) -> None:
+    def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
         """Send what is queued, and close the run. May be called again."""
+        self._is_closing.set()
         if self._thread.is_alive():
             try:
                 self._queue.put(None, timeout=timeout)
@@ -217,6 +229,7 @@ class TrackedRun:
             self._thread.join(timeout)
 
     def _send(self) -> None:
+        self._is_closing.wait(self._delay)
         has_begun, step = False, -1
         sent: set[str] = set()
         try:
