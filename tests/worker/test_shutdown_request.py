@@ -4,10 +4,13 @@ import os
 import pty
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from adascale_worker.process.shutdown_request import ShutdownRequest
+from support.training import FIXED, MakeTrainer, network, sgd
 
 NUMBER = signal.SIGUSR1
 """A signal that nothing else uses here."""
@@ -63,6 +66,17 @@ def test_a_second_ctrl_c_interrupts_also_if_a_shell_has_started_the_process_in_t
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, original)
+
+
+def test_a_program_that_trains_in_a_thread_is_told_that_no_signal_saves_it(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    trainer, model = make_trainer(**FIXED, checkpoint_dir=tmp_path), network()
+    with (
+        pytest.warns(RuntimeWarning, match="trains in a thread, where Python handles no signals"),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        pool.submit(trainer.program_reentry, model, sgd(model)).result()
 
 
 def install_before(process: Process) -> None:

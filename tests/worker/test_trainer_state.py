@@ -28,6 +28,7 @@ from support.training import (
     FIXED,
     MakeTrainer,
     adamw,
+    entered,
     equal,
     learn,
     network,
@@ -190,7 +191,7 @@ def test_results_reported_before_and_after_the_final_checkpoint_are_in_its_manif
 
 
 def test_a_result_is_a_number_or_text(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    given = {
+    given: dict[str, Any] = {
         "a": torch.tensor(0.5),
         "b": torch.tensor([7]),
         "c": numpy.float32(0.5),
@@ -201,10 +202,9 @@ def test_a_result_is_a_number_or_text(make_trainer: MakeTrainer, tmp_path: Path)
         "h": torch.tensor(float("inf")),
     }
     expected = {"a": 0.5, "b": 7, "c": 0.5, "d": 7, "e": 1, "f": "large", "g": "nan", "h": "inf"}
-    trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0, scale_invariant_steps=6)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(
+        make_trainer, **FIXED, checkpoint_dir=tmp_path, checkpoint_interval=0, scale_invariant_steps=6
+    )
     trainer.report_result(**given)
     train(trainer, model, optimizer)
     assert manifest(tmp_path)["result"] == expected
@@ -315,10 +315,7 @@ def train_and_signal(
 def test_a_shutdown_signal_saves_after_the_current_step_and_exits(
     make_trainer: MakeTrainer, tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = make_trainer(**ACCUMULATING, checkpoint_dir=tmp_path)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **ACCUMULATING, checkpoint_dir=tmp_path)
     with pytest.raises(SystemExit) as exited:
         train_and_signal(trainer, model, optimizer, number, within=4)
     assert exited.value.code == 128 + number
@@ -332,10 +329,7 @@ def test_the_state_is_saved_before_the_handler_of_the_program_ends_it(
     def handle(_number: int, _frame: object) -> NoReturn:
         sys.exit(f"exit at step {manifest(tmp_path)['step']}")
 
-    trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **FIXED, checkpoint_dir=tmp_path)
     original = signal.signal(signal.SIGTERM, handle)
     try:
         with pytest.raises(SystemExit, match="exit at step 3"):
@@ -360,10 +354,9 @@ def test_a_program_that_nohup_has_started_ignores_the_end_of_its_terminal(
 def test_ctrl_c_interrupts_at_once_after_the_final_checkpoint(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path, scale_invariant_steps=6)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(
+        make_trainer, **FIXED, checkpoint_dir=tmp_path, scale_invariant_steps=6
+    )
     train(trainer, model, optimizer)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -394,6 +387,12 @@ Enter = Callable[[ElasticTrainer], object]
 def with_other_model(trainer: ElasticTrainer) -> object:
     model = nn.Linear(6, 2)
     return trainer.program_reentry(model, sgd(model))
+
+
+def with_a_compiled_model(trainer: ElasticTrainer) -> object:
+    model: Any = torch.compile(network())
+    optimizer = sgd(model)
+    return trainer.program_reentry(model, optimizer, StepLR(optimizer, 1))
 
 
 def with_other_groups(trainer: ElasticTrainer) -> object:
@@ -462,6 +461,10 @@ def with_a_model_that_refuses_its_state(trainer: ElasticTrainer) -> object:
         (
             with_other_model,
             r"from another model: weight is missing; bias is missing; 0.weight is not in",
+        ),
+        (
+            with_a_compiled_model,
+            r"changed the names of one of the two: .* by model\.compile\(\), which k",
         ),
         (with_other_groups, "was saved from another optimizer: .*parameter groups"),
         (with_other_scheduler, "was saved with a StepLR, program_reentry got a CosineAnnealingLR"),
@@ -537,10 +540,9 @@ def test_a_checkpoint_of_another_batch_size_is_an_error(make_trainer: MakeTraine
 def test_changed_bounds_apply_after_reentry(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     plans = []
     for upper in (12, 4):
-        trainer = make_trainer(batch_size=12, local_bsz_bounds=(2, upper), checkpoint_dir=tmp_path)
-        model = network()
-        optimizer = sgd(model)
-        trainer.program_reentry(model, optimizer)
+        trainer, model, optimizer = entered(
+            make_trainer, batch_size=12, local_bsz_bounds=(2, upper), checkpoint_dir=tmp_path
+        )
         plans.append((trainer.get_local_bsz(), trainer.accumulation))
         with pytest.raises(SystemExit):
             train_and_signal(trainer, model, optimizer, signal.SIGTERM, within=0)

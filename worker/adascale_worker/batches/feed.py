@@ -54,6 +54,13 @@ _RANDOM_ORDER = (
 )
 
 
+ONE_DATA_SET = (
+    "a job trains on one data set. To train on several, pass them as one, such as "
+    "torch.utils.data.ConcatDataset([first, second]). For evaluation, use trainer.evaluation, or a "
+    "DataLoader of your own"
+)
+
+
 class DataFeed:
     """Checks data sets, and loads micro-batches from the position in the data."""
 
@@ -211,8 +218,7 @@ class DataFeed:
                 )
             if self._is_open:
                 raise DatasetError(
-                    f"the data set has {order.length} samples, but had {before} before: a job trains on one "
-                    "data set. For evaluation, use a DataLoader of your own"
+                    f"the data set has {order.length} samples, but had {before} before: {ONE_DATA_SET}"
                 )
             place = f"{seen} of the {before} samples of pass {number} (counted from 0) have been seen"
             if not allow_other_length:
@@ -229,6 +235,7 @@ class DataFeed:
                 f"{self._origin.number} and epoch {progress.epoch} begin now with the present data set"
             )
         elif not self._is_open and self._kind not in (None, order.kind) and consumed % order.length:
+            self._comparison.forget_order()
             self._print(
                 f"the order of samples was {self._kind}, and is now {order.kind}: in the rest of this pass, "
                 "samples may be repeated or left out"
@@ -240,10 +247,7 @@ class DataFeed:
         words = _IN_WORDS.get(self._kind or "")
         before = words.replace("is", "was", 1) if words else f"had {self._length} samples by index"
         if self._is_open:
-            raise DatasetError(
-                f"the data set {present}, but {before} before: a job trains on one data set. For evaluation, "
-                "use a DataLoader of your own"
-            )
+            raise DatasetError(f"the data set {present}, but {before} before: {ONE_DATA_SET}")
         if not allow:
             raise DatasetError(
                 f"the data set {present}, but {before} when the checkpoint was saved. To continue with the "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,7 @@ from adascale_worker.process.device_clock import clock_of
 from adascale_worker.process.exit import UncaughtErrorHandler
 from adascale_worker.process.gpu_monitor import monitor_of
 from adascale_worker.process.shutdown_request import ShutdownRequest
+from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
 from adascale_worker.program.learning_rates import LearningRates
 from adascale_worker.program.module_attributes import ModuleAttributes
@@ -343,6 +345,11 @@ class Training:
         if self.membership is not None:
             shutdown_request.install(signal.SIGTERM)
         elif self._replica.checkpointing.enabled:
+            if threading.current_thread() is not threading.main_thread():
+                warn_user(
+                    "the program trains in a thread, where Python handles no signals: SIGTERM and Ctrl-C end "
+                    "it without a checkpoint. Call program_reentry and train in the main thread"
+                )
             # Of a terminal that is closed, unless the program was started by nohup.
             hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
             shutdown_request.install(signal.SIGTERM, signal.SIGINT, *hangup)

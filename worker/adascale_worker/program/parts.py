@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -180,6 +181,12 @@ def require_program(
             raise WorkerError(
                 f"the module {name!r} ({type(module).__name__}) of the model has sparse=True, and AdaScale "
                 "needs dense gradients: make it with sparse=False"
+            )
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(value):
+            raise WorkerError(
+                f"{name!r} of the model has no shape yet, as in LazyLinear: call the model once with a "
+                "batch, before program_reentry"
             )
     if lr_scheduler is None:
         return

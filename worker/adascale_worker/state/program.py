@@ -22,7 +22,7 @@ from adascale_worker.program.optimizers import Optimizers, SchedulerSet
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.state.tree import flatten
-from adascale_worker.torch_private.modules import EXTRA_STATE_SUFFIX
+from adascale_worker.torch_private.modules import COMPILED, EXTRA_STATE_SUFFIX
 
 
 class Stateful(Protocol):
@@ -203,10 +203,15 @@ def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
     ]
     if differences:
         more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+        remedy = "Use the model that it was saved from"
+        if {name.replace(COMPILED, "") for name in current} == {name.replace(COMPILED, "") for name in saved}:
+            remedy = (
+                "torch.compile(model) has changed the names of one of the two: compile the model as before, "
+                "and by model.compile(), which keeps the names, to be free to change it"
+            )
         raise UnusableCheckpointError(
             f"the checkpoint was saved from another model: {'; '.join(differences[:5])}{more}. "
-            "Use the model that it was saved from, or start from scratch (adascale run --fresh, or another "
-            "checkpoint folder)"
+            f"{remedy}, or start from scratch (adascale run --fresh, or another checkpoint folder)"
         )
     try:
         model.load_state_dict(saved)

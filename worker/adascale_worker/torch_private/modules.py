@@ -74,6 +74,8 @@ def communication_hooks(ddp: DistributedDataParallel) -> list[Callable[..., Any]
     return [hook for hook, _ in hooks]
 
 
+COMPILED = "_orig_mod."
+"""The part of a name in a model's state that `torch.compile(model)` adds."""
 EXTRA_STATE_SUFFIX: str = private_part(
     torch.nn.modules.module, "_EXTRA_STATE_KEY_SUFFIX", "to restore the extra state of modules"
 )

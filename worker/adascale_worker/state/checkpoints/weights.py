@@ -29,9 +29,7 @@ from adascale_worker.errors import CheckpointError
 from adascale_worker.state.checkpoints.store import CheckpointStore
 from adascale_worker.state.file import TYPE_NAMES, encode_header
 from adascale_worker.state.tree import memory_of
-
-_COMPILED = "_orig_mod."
-"""The part of a name that `torch.compile` adds."""
+from adascale_worker.torch_private.modules import COMPILED
 
 
 def plain_weights(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -40,7 +38,7 @@ def plain_weights(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     Tensors that share memory, such as tied weights, become copies of their own, which the format requires.
     """
     return {
-        name.replace(_COMPILED, ""): torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(
+        name.replace(COMPILED, ""): torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(
             value.detach()
         )
         for name, value in state_dict.items()
