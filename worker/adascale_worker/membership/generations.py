@@ -99,11 +99,11 @@ class Membership:
         self._shutdown_request = shutdown_request
         self._state = state
         self._links: MembershipLinks | None = None
-        """Of the generation that this trainer is in, or has failed to enter."""
+        """The links of the generation that this trainer is in, or has failed to enter."""
         self._next_links: MembershipLinks | None = None
-        """Of the newest assignment, until it is entered."""
+        """The links of the newest assignment, until this trainer enters its generation."""
         self._earlier_links: list[MembershipLinks] = []
-        """Of generations that this trainer has left while other members may not have."""
+        """The links of generations that this trainer has left, and other members may not have left."""
         self._tried = 0
         """The newest generation that this trainer has tried to enter."""
         self._void = 0
@@ -173,7 +173,7 @@ class Membership:
         self._void = generation
         if generation == self._tried:
             self._group.fail()
-        # The program may be in its own code for long.
+        # Now, because the main thread may run code of the program for long.
         self._report_holding(self._step)
 
     # -- losses -------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class Membership:
         if self._links is not None:
             self._earlier_links.append(self._links)
             self._links = None
-        # Nobody trains in a generation that was not formed, and its links take the connections of others.
+        # No member trains in a generation that was not formed, and its links accept those of later ones.
         self._close_earlier_links(lambda links: links.formation is None)
         self._tried = assignment.generation
         secret = self._secret_of(assignment)
@@ -275,7 +275,7 @@ class Membership:
         if len(assignment.members) > 1:
             links = self._next_links
             if links is None or links.assignment is not assignment:
-                raise PeersLostError  # a newer one has arrived
+                raise PeersLostError  # a newer assignment has arrived
             self._next_links = None
         self._left.clear()
         self._links = links
@@ -295,7 +295,7 @@ class Membership:
                 links.announce_store(port)
             else:
                 self._channel.wait(POLL)
-        # All members have left the previous generation, so nothing is lost on its connections.
+        # All members have left the previous generation, so nobody needs its connections.
         self._close_earlier_links()
         joining.release_group()
         self._group.form(assignment, store, formation, secret)
@@ -421,21 +421,21 @@ class FollowingMembership(_ReplicaMembership):
 
     @property
     def change_is_pending(self) -> bool:
-        """False: what the leader requests counts."""
+        """False: the leader requests changes."""
         return False
 
     @property
     def newest_generation(self) -> int:
-        """0: what the leader knows counts."""
+        """0: the leader gets the assignments."""
         return 0
 
     @property
     def is_released(self) -> bool:
-        """False: what the leader knows counts."""
+        """False: the leader gets the assignments."""
         return False
 
     def wait_for_generation(self, generation: int) -> None:
-        """Do not wait: the leader does, before it shares what follows."""
+        """Do not wait: the leader waits, before it shares its next decision."""
 
     def join(self, joining: Joining) -> None:
         """Enter the generation that the leader enters."""

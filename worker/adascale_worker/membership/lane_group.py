@@ -1,10 +1,9 @@
 """The replicas of a generation, if a replica has several processes.
 
-Process j of all replicas is lane j. Gradients and the state are exchanged over the lanes, by all processes at
-the same time. All else is decided once, in lane 0, by the leaders: each shares the result with the other
-processes of its replica. So all processes of a replica do the same after the same call, and learn at the same
-call that members are lost: what happens in one of them alone counts when `settle` or the next decision is
-reached.
+Lane j consists of process j of each replica. Gradients and the state are exchanged over all lanes at the same
+time. Everything else is decided in lane 0, by the leaders, and each leader shares the result with the other
+processes of its replica. So all processes of a replica continue alike after each call, and find out in the
+same call that members are lost: a failure in one process takes effect at the next `settle` or decision.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class LaneGroup(ReplicaGroup):
     """The replicas, as one of the processes of a replica sees them.
 
     A collective method is called by all processes of all replicas. `average`, `send`, `receive` and `wait`
-    are those of this process's lane alone; their failures count at the next `settle`.
+    communicate in the lane of this process only, and their failures take effect at the next `settle`.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class LaneGroup(ReplicaGroup):
         """Whether the processes of this replica have agreed that members are lost."""
         self._is_deciding = False
         self._path: str | None = None
-        """Of a file of the processes of this replica, if an agent has started them."""
+        """Of the file in which the processes of this replica find each other; None without an agent."""
 
     @property
     def is_main(self) -> bool:
@@ -83,9 +82,7 @@ class LaneGroup(ReplicaGroup):
         self.own.form(store, backend_of(self._device, share_a_gpu=self._share_a_gpu), timeout)
 
     def form_replica_at(self, path: str | None) -> None:
-        """Initialize torch's default process group, of processes that an agent has started on
-        this machine.
-        """
+        """Initialize torch's default process group, of the processes that an agent has started here."""
         self._require_no_group()
         self._path = path
         store: Any = dist.HashStore() if path is None else dist.FileStore(path, self.processes)  # type: ignore[attr-defined]
@@ -115,9 +112,7 @@ class LaneGroup(ReplicaGroup):
             ) from error
 
     def form(self, assignment: Assignment, store: TCPStore | None, formation: Formation, secret: str) -> None:
-        """Form the lanes of a generation. See `ReplicaGroup.form`; the leader begins, and the
-        others follow.
-        """
+        """Form the lanes of a generation: the leader begins, the others follow. See `ReplicaGroup.form`."""
         if self.own.is_leader:
             states = [None if state is None else list(state) for state in formation.states]
             self.own.share(
@@ -190,9 +185,7 @@ class LaneGroup(ReplicaGroup):
         return self._is_lost
 
     def settle(self, *, failed: bool = False) -> None:
-        """Raise an error if one of the processes of this replica has failed to communicate, on
-        all of them.
-        """
+        """Raise an error on all processes of this replica if one of them has failed to communicate."""
         if self.own.any(failed or self._failed or self._is_lost):
             self._lose()
             raise PeersLostError
@@ -212,13 +205,13 @@ class LaneGroup(ReplicaGroup):
 
     @property
     def messages_within(self) -> ReplicaMessages | None:
-        """For threads beside the main one: messages between the processes of this replica; None with one."""
+        """Messages between the processes of this replica, for background threads; None with one process."""
         return self.own.messages
 
     def commit(self) -> None:
         """See `ReplicaGroup.commit`.
 
-        On the host, every collective call was waited for, and its failure agreed on.
+        On the host, each collective call was waited for, and its failure is known to all processes.
         """
         if self._device.type == "cpu":
             return
@@ -233,7 +226,7 @@ class LaneGroup(ReplicaGroup):
         self._is_lost = True
 
     def _watch(self, has_ended: Callable[[], bool]) -> None:
-        """Do not watch the main thread, which also waits for the other processes of its replica."""
+        """Watch nothing: the main thread also waits for the other processes of its replica."""
 
     def _save_beside(self) -> bool:
         return False
@@ -243,7 +236,7 @@ class LaneGroup(ReplicaGroup):
             abort_process_group(self._lane)
 
     def be_alone(self) -> None:
-        """Let this replica save its state by itself, because its generation has ended. It leaves next."""
+        """Let this replica save its state alone: its generation has ended, and it leaves."""
         super().be_alone()
         self._is_lost = False
 

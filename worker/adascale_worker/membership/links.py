@@ -33,19 +33,19 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.process.environment import package_version
 
 MIN_ARRIVAL_TIMEOUT: Final = 10.0
-"""Seconds within which a member must connect while a generation is formed; more with a long peer timeout."""
+"""Seconds for a member to connect while a generation is formed; more if the peer timeout is long."""
 RECONNECT_INTERVAL: Final = 0.02
 """Seconds between two attempts to connect to rank 0, which may get the assignment a little later."""
 PATIENT_RECONNECT_INTERVAL: Final = 0.2
 """The same, after a second of attempts."""
 BROKEN_RECONNECT_INTERVAL: Final = 1.0
-"""The same, while members of a broken generation wait for the next one, at most: half of it is random."""
+"""The same, in a broken generation, whose members wait for the next one; at random from half of this on."""
 MAX_LINE: Final = 1 << 20
 """Bytes of a message."""
 MAX_HANDSHAKE_LINE: Final = 4096
 """Bytes of a message of a connection that is not authenticated."""
 MAX_PENDING: Final = 256
-"""Connections that are not authenticated, in addition to one of each member."""
+"""Maximum number of connections that are not authenticated, in addition to one of each member."""
 
 StateNumber = tuple[int, int, int]
 """Which state a member has: the generation in which it was last equal on all members, the step, and the
@@ -70,7 +70,7 @@ class Formation:
 
     @property
     def sources(self) -> list[int]:
-        """The ranks with the latest state, which the others get. Empty if nobody has a state."""
+        """The ranks with the latest state, which the others get. Empty if no member has a state."""
         latest = max((state for state in self.states if state is not None), default=None)
         return [rank for rank, state in enumerate(self.states) if latest is not None and state == latest]
 
@@ -156,7 +156,7 @@ class MembershipLinks:
         """On rank 0: let all members form the group."""
 
         def command() -> None:
-            # The members are connected. The next generation accepts its own connections.
+            # All members are connected, and the links of the next generation use the same listener.
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(self._listener)
             states = tuple(self._arrived[rank] for rank in range(len(self.assignment.members)))
@@ -198,7 +198,7 @@ class MembershipLinks:
         while True:
             now = time.monotonic()
             if now - last > self._peer_timeout / 2:
-                # This process was stopped itself, perhaps together with the others.
+                # This process was suspended itself, so the silence of the others means nothing.
                 for link in self._links.values():
                     link.heard_at = now
             last = now
@@ -222,7 +222,7 @@ class MembershipLinks:
                 return
             checked_at = time.monotonic()
             if checked_at - now <= self._peer_timeout / 2:
-                # Otherwise this process was stopped while it waited, and messages may be unread.
+                # Otherwise this process was suspended while it waited, and messages may be unread.
                 self._check_silence(checked_at)
 
     def _on_ready(self, data: Any) -> None:
@@ -256,7 +256,7 @@ class MembershipLinks:
             return
         timeout = max(MIN_ARRIVAL_TIMEOUT, 2 * self._peer_timeout)
         if self._arrived[self.assignment.rank] is None:
-            # A member without state has time: nobody can lose a step by its waiting.
+            # A member without state waits longer, because no step is lost by that.
             timeout *= 6
         if now - since > timeout:
             others = range(1, len(self.assignment.members)) if self._is_coordinator else [0]
@@ -385,7 +385,7 @@ class MembershipLinks:
             )
         )
         if not is_member:
-            # Of another generation: it connects again when its agent has the assignment.
+            # It is in another generation, and connects again when its agent has the assignment.
             self._drop(link)
             return
         if message["version"] != package_version():

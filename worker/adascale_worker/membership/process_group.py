@@ -355,9 +355,9 @@ class ReplicaGroup:
             generation = self.generation
         gloo.shut_down(sockets)
         if before is None:
-            # What waits while a group is formed has a timeout.
+            # While a group is formed, each wait has a timeout.
             self._watch(lambda: not self._failed or self.generation != generation)
-        # The others have to know of it, also if the next call takes long.
+        # Before the next call, which may take long.
         if self._observer is not None:
             self._observer.peers_lost()
         with self._aborting:
@@ -365,7 +365,7 @@ class ReplicaGroup:
                 try:
                     self._abort()
                 except RuntimeError as error:
-                    # What waits for the lost peer on the GPU ends with this process then (see above).
+                    # Kernels that wait for the lost peer then end with this process.
                     print(f"adascale: NCCL was not aborted: {error}", file=sys.stderr, flush=True)
 
     def _watch(self, has_ended: Callable[[], bool]) -> None:
@@ -384,7 +384,7 @@ class ReplicaGroup:
             return self._observer.save_beside()
 
     def be_alone(self) -> None:
-        """Let this replica save its state by itself, because its generation has ended. It leaves next."""
+        """Let this replica save its state alone: its generation has ended, and it leaves."""
         self.rank, self.replicas, self._failed = 0, 1, False
 
     def is_failure(self, error: BaseException) -> bool:
@@ -440,7 +440,7 @@ class ReplicaGroup:
 
     @property
     def messages_within(self) -> ReplicaMessages | None:
-        """For threads beside the main one: messages between the processes of this replica; None with one."""
+        """Messages between the processes of this replica, for background threads; None with one process."""
         return None
 
     def commit(self) -> None:

@@ -1,24 +1,29 @@
 """The processes of this replica, which share one copy of the model. They stay the same until it ends.
 
-They are torch's default process group. What the replicas exchange is decided in process 0 of each, the
-leader, which shares the result here, so that all processes of a replica do the same.
+They are torch's default process group. Process 0, the leader, exchanges with the other replicas, and shares
+the result here, so that all processes of a replica continue alike.
 
-What is killed ends the replica at once, because the agent waits for its processes. One that is frozen keeps
-its connections open, and the others wait for it in the collective calls of FSDP, so each checks whether the
-others run.
+When a process is killed, the agent ends the replica at once. A frozen process keeps its connections open, and
+the others wait for it in the collective calls of FSDP, so each process checks whether the others run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from adascale_core.failures import EXIT_PEER_LOST
 from adascale_worker.torch_private.distributed import (
     nccl_options,
     process_group_beside,
@@ -27,15 +32,6 @@ from adascale_worker.torch_private.distributed import (
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-import contextlib
-import json
-import os
-import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Final
-
-from adascale_core.failures import EXIT_PEER_LOST
 
 SMALL = 1024
 """Bytes of a message that is exchanged in one collective call."""
@@ -121,7 +117,7 @@ because time passes also while this process is frozen."""
 class ProcessWatch:
     """Shows the other processes of a replica that this one runs, and checks whether they run.
 
-    Each has a file, whose time of modification it changes. The file exists from `start` to `stop`.
+    Each process has a file, which exists from `start` to `stop`, and changes its time of modification.
     """
 
     def __init__(
@@ -148,14 +144,14 @@ class ProcessWatch:
     def _run(self) -> None:
         seen: dict[int, tuple[int, int]] = {}
         while not self._is_stopped.wait(self._timeout / CHECKS):
-            # Without the file, the agent has ended, or this process is about to.
+            # The file is missing if the agent has ended, or this process ends.
             with contextlib.suppress(OSError):
                 os.utime(self._own)
             for other in self._others:
                 try:
                     changed = self._files[other].stat().st_mtime_ns
                 except OSError:
-                    seen.pop(other, None)  # It has not begun, or has stopped.
+                    seen.pop(other, None)  # That process has not begun, or has stopped.
                     continue
                 before, checks = seen.get(other, (changed, 0))
                 seen[other] = changed, checks + 1 if changed == before else 0

@@ -24,16 +24,16 @@ def is_fully_sharded(model: torch.nn.Module | None) -> bool:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Let the parameters of a model be its shards: they are whole after a forward pass without gradients."""
+    """Replace whole parameters of a model, after a forward pass without gradients, by their shards."""
     for module in model.modules():
         if is_fully_sharded(module):
             module.reshard()  # type: ignore[operator]
 
 
 class ShardedParameterGroup:
-    """The parameters of a module that FSDP2 reduces the gradients of together.
+    """The parameters of a module whose gradients FSDP2 reduces together.
 
-    Public interfaces show neither the gradients of this rank nor which backward passes were synchronised.
+    Public interfaces show neither the gradients of this rank nor which backward passes were synchronized.
     """
 
     def __init__(self, module: FSDPModule, group: Any) -> None:
@@ -53,25 +53,25 @@ class ShardedParameterGroup:
 
     @property
     def shard_sizes(self) -> list[int]:
-        """For each parameter, the elements that a rank has of it, with padding."""
+        """The number of elements of each parameter that a rank has, with padding."""
         return [parameter.padded_sharded_param_size.numel() for parameter in self._parameters]
 
     @property
     def shard_count(self) -> int:
-        """Ranks that one copy of the parameters is spread over."""
+        """Number of ranks over which one copy of the parameters is sharded."""
         return int(self._parameters[0].sharded_param.device_mesh.size(-1))
 
     @property
     def gradient_divisor(self) -> float | None:
-        """What gradients are divided by in place of the number of ranks; None if it is that.
+        """The divisor of the gradients that the program has set; None for the number of ranks.
 
-        None also with versions of torch that had it elsewhere.
+        None also with versions of torch that have it in another place.
         """
         return getattr(self._group, "gradient_divide_factor", None)
 
     @property
     def has_trainable_parameter(self) -> bool:
-        """Whether not all parameters are frozen."""
+        """Whether at least one parameter is trained."""
         return any(parameter.requires_grad for parameter in self.parameters)
 
     @property
@@ -81,10 +81,10 @@ class ShardedParameterGroup:
         return private_part(self._group, "_partial_reduce_output", purpose) is not None
 
     def on_post_backward(self, before: Callable[[bool], None], after: Callable[[bool], None]) -> None:
-        """Call functions around the end of the group's part in each backward pass.
+        """Call functions before and after `post_backward`, which ends the group's part of a backward pass.
 
-        FSDP2 calls its method `post_backward` there, on passes with and without a reduce-scatter. An
-        exception of that method leaves out `after`.
+        FSDP2 calls it in passes with and without a reduce-scatter. If it raises an error, `after` is not
+        called.
         """
         group = self._group
         post_backward = private_part(group, "post_backward", "to count the backward passes of fully_shard")
@@ -141,7 +141,7 @@ def sharded_parameter_groups(model: torch.nn.Module) -> list[ShardedParameterGro
 
 
 def _parameter_groups_of(module: FSDPModule) -> Sequence[Any]:
-    """FSDP2's own objects. Older versions have at most one object for each module, under another name."""
+    """Return FSDP2's own objects: in older versions at most one for each module, under another name."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         groups: Sequence[Any] = state._fsdp_param_groups
@@ -151,7 +151,7 @@ def _parameter_groups_of(module: FSDPModule) -> Sequence[Any]:
 
 
 def reduce_scatter_predivisor(ranks: int, dtype: torch.dtype) -> int:
-    """Return what FSDP2 has divided gradients by before the reduce-scatter.
+    """Return the number by which FSDP2 divides gradients before the reduce-scatter.
 
     About the square root of `ranks` for float16, to avoid an overflow; 1 for types with a wide range.
     """
