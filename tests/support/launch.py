@@ -111,8 +111,10 @@ class Journal:
         return (self.folder / f"weights-rank{rank}").read_text()
 
 
-def run_python(*arguments: object, replicas: int = 0, timeout: float = 110, **environ: object) -> str:
-    """Run a Python program that must succeed, and return its output.
+def run_program(
+    *arguments: object, replicas: int = 0, timeout: float = 110, **environ: object
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program until it ends.
 
     Args:
         arguments: the program and its arguments.
@@ -120,7 +122,7 @@ def run_python(*arguments: object, replicas: int = 0, timeout: float = 110, **en
         timeout: in seconds.
         environ: variables beside those of this process.
     """
-    run = subprocess.run(
+    return subprocess.run(
         [*(torchrun(replicas) if replicas else PYTHON), *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in environ.items()}},
         capture_output=True,
@@ -128,6 +130,11 @@ def run_python(*arguments: object, replicas: int = 0, timeout: float = 110, **en
         timeout=timeout,
         check=False,
     )
+
+
+def run_python(*arguments: object, **options: Any) -> str:
+    """Run a Python program that must succeed, see `run_program`, and return its output."""
+    run = run_program(*arguments, **options)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 

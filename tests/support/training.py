@@ -48,6 +48,14 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
     )
 
 
+def entered(make_trainer: MakeTrainer, **options: Any) -> tuple[ElasticTrainer, nn.Module, torch.optim.SGD]:
+    """Return a trainer after program_reentry, the network, and its optimizer."""
+    trainer, model = make_trainer(**options), network()
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    return trainer, model, optimizer
+
+
 def learn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Do a forward and a backward pass."""
     loss = nn.functional.cross_entropy(model(x), y)

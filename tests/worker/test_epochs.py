@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ import pytest
 from adascale import ElasticTrainer
 from adascale.errors import AdaScaleError, InvalidJobError, WorkerError
 from adascale_core.failures import EXIT_INVALID_PROGRAM
-from support.fast_python import PYTHON, torchrun
+from support.launch import run_program
 from support.training import MakeTrainer, equal, learn, network, parameters_of, samples, sgd, train
 
 TESTS = Path(__file__).parents[1]
@@ -315,22 +314,9 @@ def test_a_loop_before_program_reentry_is_an_error(make_trainer: MakeTrainer) ->
 # -- the end of the program ---------------------------------------------------------------------------------
 
 
-def run(folder: Path, ranks: int = 1, **environ: object) -> subprocess.CompletedProcess[str]:
-    command = [*(torchrun(2) if ranks == 2 else PYTHON), str(TESTS / "support" / "programs" / "epochs.py")]
-    return subprocess.run(
-        command,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(TESTS),
-            "ADASCALE_CHECKPOINT_DIR": str(folder),
-            **{name: str(value) for name, value in environ.items()},
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def run(folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    program = TESTS / "support" / "programs" / "epochs.py"
+    return run_program(program, PYTHONPATH=TESTS, ADASCALE_CHECKPOINT_DIR=folder, **options)
 
 
 def require_saved_end(folder: Path, epochs: int) -> None:
@@ -346,7 +332,7 @@ def test_a_program_that_leaves_its_last_epoch_saves_the_end_of_training(tmp_path
 
 
 def test_ranks_that_leave_their_last_epoch_save_the_end_of_training(tmp_path: Path) -> None:
-    ended = run(tmp_path, ranks=2, AT=2, END="break")
+    ended = run(tmp_path, replicas=2, AT=2, END="break")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("ends after 18 steps") == 2
     require_saved_end(tmp_path, epochs=3)
@@ -354,7 +340,7 @@ def test_ranks_that_leave_their_last_epoch_save_the_end_of_training(tmp_path: Pa
 
 @pytest.mark.slow
 def test_ranks_whose_data_loop_is_left_make_up_for_it_in_the_next_epoch(tmp_path: Path) -> None:
-    ended = run(tmp_path, ranks=2, AT=1, END="break the data loop")
+    ended = run(tmp_path, replicas=2, AT=1, END="break the data loop")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("ends after 18 steps") == 2
 

@@ -21,6 +21,7 @@ from support.training import (
     FIXED,
     MakeTrainer,
     adversarial,
+    entered,
     equal,
     learn,
     network,
@@ -103,10 +104,7 @@ def test_statistics_are_made_again_and_the_step_of_the_change_is_left_out(
 
 def test_a_parameter_that_is_frozen_in_a_step_keeps_its_value(make_trainer: MakeTrainer) -> None:
     """The gradients of its earlier micro-batches, and the momentum of gradients of zero, do not change it."""
-    trainer = make_trainer(**ACCUMULATING)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **ACCUMULATING)
     before = None
     for number, (_, x, y) in enumerate(trainer.dataloader(samples())):
         if number == 4:
@@ -209,10 +207,7 @@ def test_a_change_that_is_undone_before_the_step_changes_nothing(
     """Adversarial training: the inner forward pass, with all parameters frozen, keeps the gradients."""
 
     def run(*, toggles: bool) -> nn.Module:
-        trainer = make_trainer(**bounds)
-        model = network()
-        optimizer = sgd(model)
-        trainer.program_reentry(model, optimizer)
+        trainer, model, optimizer = entered(make_trainer, **bounds)
         for _, x, y in trainer.dataloader(samples()):
             optimizer.zero_grad()
             learn(model, x, y)
@@ -232,10 +227,7 @@ def test_a_change_that_is_undone_before_the_step_changes_nothing(
 def test_the_gain_is_estimated_although_each_step_freezes_and_unfreezes(
     make_trainer: MakeTrainer, bounds: dict[str, object]
 ) -> None:
-    trainer = make_trainer(**bounds)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **bounds)
     for _, x, y in trainer.dataloader(samples()):
         freeze(model, FIRST)
         moved = adversarial(model, x)
@@ -252,10 +244,7 @@ def test_the_gain_is_estimated_although_each_step_freezes_and_unfreezes(
 def test_a_parameter_that_is_frozen_after_the_forward_pass_is_frozen_in_that_step(
     make_trainer: MakeTrainer,
 ) -> None:
-    trainer = make_trainer(**ACCUMULATING)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **ACCUMULATING)
     before = None
     for number, (_, x, y) in enumerate(trainer.dataloader(samples())):
         optimizer.zero_grad()
@@ -354,7 +343,7 @@ def options_of(changes: dict[str, list[str]], bounds: dict[str, object], epochs:
     }
 
 
-@pytest.mark.parametrize("name", ["steps", "epochs", "micro-batches", "nothing for a moment"])
+@pytest.mark.parametrize("name", ["epochs", "micro-batches", "nothing for a moment"])
 def test_two_replicas_freeze_and_unfreeze_as_a_plain_loop(
     make_members: Callable[..., Members], name: str
 ) -> None:
@@ -367,9 +356,7 @@ def test_two_replicas_freeze_and_unfreeze_as_a_plain_loop(
     assert "Warning" not in job.output()
 
 
-@pytest.mark.parametrize(
-    ("inside", "bounds"), [("examples", BOUNDS), ("examples", MICRO_BATCHES), ("part", BOUNDS)]
-)
+@pytest.mark.parametrize(("inside", "bounds"), [("examples", MICRO_BATCHES), ("part", BOUNDS)])
 def test_two_replicas_freeze_and_unfreeze_inside_each_step(
     make_members: Callable[..., Members], inside: str, bounds: dict[str, object]
 ) -> None:
@@ -413,7 +400,7 @@ def test_gradients_that_would_not_be_averaged_are_refused(
     assert error in job.output()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_replica_that_joins_after_a_change_trains_what_the_others_train(
     make_members: Callable[..., Members], victim: int
 ) -> None:

@@ -6,36 +6,20 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from support.fast_python import PYTHON
-from support.launch import wait_until
+from support.launch import run_program, wait_until
 from support.training import MakeTrainer, network, sgd
 
 TESTS = Path(__file__).parents[1]
 
 
-def run(
-    ends: str, state: Path | None = None, python: Sequence[str] = PYTHON
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*python, str(TESTS / "support" / "programs" / "ends.py")],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(TESTS),
-            "ENDS": ends,
-            "STATE": str(state or ""),
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def run(ends: str, state: Path | None = None) -> subprocess.CompletedProcess[str]:
+    program = TESTS / "support" / "programs" / "ends.py"
+    return run_program(program, PYTHONPATH=TESTS, ENDS=ends, STATE=state or "")
 
 
 @pytest.mark.slow
@@ -55,7 +39,7 @@ def test_an_error_that_the_user_can_correct_is_printed_without_a_traceback(
 
 
 def test_an_error_of_the_program_is_printed_with_its_traceback() -> None:
-    ended = run("error", python=[sys.executable])
+    ended = run("error")
     assert ended.returncode == 1
     assert "Traceback" in ended.stderr
     assert "ArithmeticError: raised by the program" in ended.stderr
@@ -132,19 +116,15 @@ ElasticTrainer(batch_size=8, max_batch_size=4)
 """
 
 
-def run_code(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PYTHON, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-
-
 def test_a_fast_exit_runs_finally_blocks_and_exit_functions_of_the_program() -> None:
-    ended = run_code(EXITS)
+    ended = run_program("-c", EXITS)
     assert ended.returncode == 75
     assert ended.stdout.splitlines() == ["a finally block of the program", "an exit function of the program"]
 
 
 @pytest.mark.slow
 def test_an_error_caused_by_a_lost_peer_has_its_own_exit_code() -> None:
-    ended = run_code(LOSES_A_PEER)
+    ended = run_program("-c", LOSES_A_PEER)
     assert ended.returncode == 76
     assert "lost the connection to a peer in communication of the program" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -152,8 +132,8 @@ def test_an_error_caused_by_a_lost_peer_has_its_own_exit_code() -> None:
 
 @pytest.mark.slow
 def test_a_trainer_used_before_program_reentry_says_so_without_a_traceback() -> None:
-    ended = run_code(
-        "from adascale import ElasticTrainer\nElasticTrainer(batch_size=8).dataloader([0] * 8)\n"
+    ended = run_program(
+        "-c", "from adascale import ElasticTrainer\nElasticTrainer(batch_size=8).dataloader([0] * 8)\n"
     )
     assert ended.returncode == 78, ended.stderr
     assert "call program_reentry(model, optimizer) first" in ended.stderr, ended.stderr
@@ -161,7 +141,7 @@ def test_a_trainer_used_before_program_reentry_says_so_without_a_traceback() -> 
 
 
 def test_an_error_in_the_constructor_is_printed_without_a_traceback() -> None:
-    ended = run_code(FAILS_IN_THE_CONSTRUCTOR)
+    ended = run_program("-c", FAILS_IN_THE_CONSTRUCTOR)
     assert ended.returncode == 78
     assert ended.stderr.startswith("adascale: max_batch_size 4 is less than batch_size 8"), ended.stderr
     assert "Traceback" not in ended.stderr

@@ -12,17 +12,14 @@ from adascale_worker.errors import UnusableCheckpointError, WorkerError
 from adascale_worker.process import environment
 from adascale_worker.reporting.progress import TrainingProgress
 from support.members import Members
-from support.training import FIXED, MakeTrainer, network, sgd, train
+from support.training import FIXED, MakeTrainer, entered, network, sgd, train
 
-SAMPLES = 6000
-"""The first replica alone takes 10 s for them."""
+SAMPLES = 1200
+"""The first replica alone takes 5 s for them."""
 
 
 def test_training_ends_in_the_batch_with_the_last_sample(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(batch_size=8, train_samples=60)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, batch_size=8, train_samples=60)
     assert (trainer.train_samples, trainer.scale_invariant_steps) == (60, 8)
     train(trainer, model, optimizer, epochs=range(1))
     assert (trainer.samples, trainer.progress, trainer.finished) == (48, 6.0, False)
@@ -51,10 +48,7 @@ def test_progress_is_that_of_the_samples_whatever_the_gain_is_without_a_rounding
 
 
 def test_a_program_that_ends_too_early_is_reported_in_samples(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**FIXED, train_samples=480)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **FIXED, train_samples=480)
     train(trainer, model, optimizer, epochs=range(1))
     assert trainer._replica.job.unfinished == "48 of 480 samples"
 
@@ -91,10 +85,7 @@ def test_a_job_cannot_change_what_its_progress_counts(
     after: dict[str, int],
     message: str,
 ) -> None:
-    trainer = make_trainer(**FIXED, **before, checkpoint_dir=tmp_path)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **FIXED, **before, checkpoint_dir=tmp_path)
     train(trainer, model, optimizer, epochs=range(2))
     assert trainer.finished
     changed = make_trainer(**FIXED, **after, checkpoint_dir=tmp_path)
@@ -107,10 +98,7 @@ def test_an_edit_of_a_running_job_may_change_the_samples_but_not_leave_them_out(
 ) -> None:
     monkeypatch.setenv("ADASCALE_TRAIN_SAMPLES", "480")
     monkeypatch.setenv("ADASCALE_SCALE_INVARIANT_STEPS", "")  # restored after what `adopt` sets
-    trainer = make_trainer(**FIXED)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **FIXED)
     train(trainer, model, optimizer, epochs=range(1))
     job = trainer._replica.job
     job.adopt({"ADASCALE_TRAIN_SAMPLES": "96"})
@@ -133,7 +121,7 @@ def test_a_job_that_grows_ends_at_its_samples_with_its_schedule_in_progress(
         "local_bsz_bounds": [12, 12],
         "train_samples": SAMPLES,
     }
-    job = make_members(BOUNDS=json.dumps(bounds), EVALUATES="finished", STEP_SECONDS=0.02)
+    job = make_members(BOUNDS=json.dumps(bounds), EVALUATES="finished", STEP_SECONDS=0.05)
     trainers = job.start(2)
     job.activate(trainers[:1])
     job.wait_step(6)

@@ -177,6 +177,7 @@ def test_the_newest_checkpoint_is_exported_with_the_names_of_the_model(
         assert opened.metadata()["format"] == "pt"
 
 
+@pytest.mark.slow
 def test_the_command_exports_a_job_by_its_name(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     folder, model = StateDir(tmp_path / "state"), network()
     folder.create()

@@ -1,11 +1,12 @@
 """A training program that communicates itself, beside the trainer: a framework, metrics, groups of its own.
 
 Each step adds a line to <JOURNAL>/<ADASCALE_REPLICA, default 0>.jsonl; FINISH_FILE ends training. Without an
-agent it makes STEPS steps.
+agent it makes STEPS steps. METRICS=1 adds a metric of torchmetrics, whose import takes two seconds.
 """
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
-from torchmetrics import MeanMetric
 
 from adascale import ElasticTrainer
 from adascale_worker.errors import WorkerError
@@ -24,7 +24,11 @@ trainer = ElasticTrainer(batch_size=12, local_bsz_bounds=(2, 12), device=acceler
 model = nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 state = trainer.program_reentry(model, optimizer)
-mean = MeanMetric()
+mean: Any = None
+if os.environ.get("METRICS") == "1":
+    from torchmetrics import MeanMetric
+
+    mean = MeanMetric()
 folder = Path(os.environ["JOURNAL"])
 folder.mkdir(exist_ok=True)
 finish = Path(os.environ.get("FINISH_FILE", "nothing"))
@@ -54,8 +58,9 @@ with (folder / f"{os.environ.get('ADASCALE_REPLICA', '0')}.jsonl").open("w", buf
             dist.all_reduce(total, group=group)
             each = [torch.zeros_like(index) for _ in range(dist.get_world_size())]
             dist.all_gather(each, index)
-            mean.reset()
-            mean.update(index)
+            if mean is not None:
+                mean.reset()
+                mean.update(index)
             journal.write(
                 json.dumps(
                     {
@@ -65,7 +70,7 @@ with (folder / f"{os.environ.get('ADASCALE_REPLICA', '0')}.jsonl").open("w", buf
                         "sizes": [dist.get_world_size(), trainer.replica_group.size()],
                         "indices": torch.cat(each).tolist(),
                         "total": int(total),
-                        "mean": float(mean.compute()),
+                        "mean": None if mean is None else float(mean.compute()),
                         "framework": [str(accelerator.distributed_type), accelerator.num_processes],
                         "refusal": refusal,
                     }
@@ -74,6 +79,7 @@ with (folder / f"{os.environ.get('ADASCALE_REPLICA', '0')}.jsonl").open("w", buf
             )
             if finish.exists() or trainer.steps == int(os.environ.get("STEPS", "0")):
                 trainer.finish("enough")
+            time.sleep(0.02)
         trainer.step(epoch)
         if trainer.finished:
             break
