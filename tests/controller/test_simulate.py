@@ -94,6 +94,8 @@ def test_every_job_completes(files: Path) -> None:
     assert results["makespan"] >= results["p99_completion_time"]
     assert results["gpu_hours"] > 0
     assert results["restarts_per_job"] >= 0
+    assert "deadlines_met_share" not in results
+    assert {job["deadline"] for job in results["jobs"]} == {None}
 
 
 def test_the_same_seed_gives_the_same_results(files: Path) -> None:
@@ -148,7 +150,7 @@ def test_a_change_is_prepared_while_training_continues(files: Path) -> None:
 
 def test_a_job_starts_although_the_multiple_of_the_interval_is_rounded(files: Path) -> None:
     """0.9 / 0.3 is 3, and 3 * 0.3 is less than 0.9."""
-    submission = replace(read_workload(files / "workload.csv", files / "profiles")[0], time=0.9)
+    submission = replace(read_workload(files / "workload.csv", files / "profiles")[1], time=0.9, replicas=1)
     job = simulate([submission], Scripted((0,)), SimulationSettings([4], interval=0.3))[0]
     assert job.started_at == pytest.approx(0.9)
 
@@ -495,8 +497,9 @@ def test_the_setting_changes_the_results_of_the_decision(files: Path) -> None:
         text = run(files, "--nodes", "2", "--noise", "0", "--output", "json", *arguments)
         return [job["completed"] for job in json.loads(text)["jobs"]]
 
-    assert completed("--fairness", "0") == completed()
-    assert completed("--fairness", "1") != completed()
+    default = completed()
+    assert completed("--fairness", "0") == default
+    assert completed("--fairness", "1") != default
 
 
 @pytest.mark.parametrize("command", [["simulate", "workload.csv"], ["operator"]])

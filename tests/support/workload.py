@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 from types import MappingProxyType
 
@@ -31,7 +31,7 @@ def write_profiles(folder: Path, types: Mapping[str, float] = MappingProxyType({
     for (name, (size, epochs, steps)), (kind, factor) in product(APPLICATIONS.items(), types.items()):
         rows = []
         for nodes in (1, 2, 3, 4):
-            for placement in product(range(1, 5), repeat=nodes):
+            for placement in combinations_with_replacement(range(1, 5), nodes):
                 sync = 0.0 if sum(placement) == 1 else 0.01 if nodes == 1 else 0.08
                 rows += [
                     (
