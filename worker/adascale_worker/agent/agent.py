@@ -206,7 +206,7 @@ class Agent:
 
     @property
     def _instance(self) -> str:
-        """The present trainer, or the last one."""
+        """The id of the present trainer, or of the last one."""
         return f"{self._agent}.{self._trainers}"
 
     @property
@@ -235,7 +235,7 @@ class Agent:
             port=(status.port if status else None) or 0,
             exit_code=code,
             log=log,
-            # The next generation is later.
+            # The service gives the next generation a greater number.
             assigned=max(self._assigned, status.saved if status else 0),
             step=status.step if status else None,
             lost=status.lost if status else (),
@@ -285,7 +285,7 @@ class Agent:
         self._link_check = LinkCheck(self._replica)
         active = self._view.active
         others_train = active is not None and bool(active.indices - {self._replica})
-        # Those that start last are the spares.
+        # The replicas that start last become the spares.
         may_be_spare = desired.spares > 0
         environ = {
             **self._environ,

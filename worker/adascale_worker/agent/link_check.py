@@ -1,7 +1,7 @@
 """The check before a replica joins others: does it reach a member that trains?
 
-Members wait for one that cannot connect to them until it is taken for lost, and it would be tried again and
-again. So it is registered only when it can connect.
+The members of a generation wait for one that cannot connect until it is taken for lost, and would do so again
+in the next generation. So a replica is registered only when it can connect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from adascale_worker.errors import ReplicaCheckError
 CONNECT_TIMEOUT: Final = 1.0
 """Seconds for one connection."""
 PATIENCE: Final = HEARTBEAT_TIMEOUT + 10.0
-"""Seconds after which a member that trains counts as out of reach. Its loss is noticed before."""
+"""Seconds after which a member counts as unreachable. If it were lost, that would be noticed earlier."""
 
 
 class LinkCheck:
@@ -34,8 +34,8 @@ class LinkCheck:
     def passes(self, view: AllocationView, *, is_current: bool) -> bool:
         """Connect to the member of rank 0, and return whether the replica may be registered.
 
-        Without a generation that runs there is nobody to connect to, and nobody who would wait. If the
-        replica is a member of it, its earlier trainer is lost, which the service learns by the registration.
+        Without a running generation there is no member to connect to. If the replica is itself a member, its
+        earlier trainer is lost, and the registration reports that to the service.
         """
         member = None if self._passed else self._member(view)
         if member is None or view.active is None:

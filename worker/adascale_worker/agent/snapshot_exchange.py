@@ -163,7 +163,7 @@ class SnapshotServer:
         self._sending = threading.Lock()
         """Held while a copy is sent: the trainer needs the other place."""
         self._known: tuple[SnapshotPlace, int, StateNumber] | None = None
-        """The number of the state in a place, at the number of its copy."""
+        """A place, the number of its copy, and the number of the state in that copy."""
         self._connections = threading.Semaphore(MAX_CONNECTIONS)
         self._listener = listen(address)
         self._listener.setblocking(True)
@@ -204,7 +204,7 @@ class SnapshotServer:
             self._connections.release()
 
     def _answer(self, channel: SnapshotChannel, after: StateNumber | None) -> None:
-        """Send the newest copy if its state is later than `after`, and nobody else gets one."""
+        """Send the newest copy if its state is later than `after` and no other connection gets a copy now."""
         if not self._sending.acquire(blocking=False):
             channel.announce(0, 0)
             return
@@ -235,7 +235,7 @@ class SnapshotServer:
 def _send(channel: SnapshotChannel, place: SnapshotPlace) -> None:
     """Send the copy in a locked place.
 
-    It is copied first, since what a connection refers to can change until the other end has it.
+    Each part is copied first, because the place may be written again before the other end has received it.
     """
     length, document_bytes = sum(place.lengths), place.lengths[1]
     channel.announce(length, document_bytes)
@@ -251,11 +251,11 @@ def _send(channel: SnapshotChannel, place: SnapshotPlace) -> None:
 SHARE: Final = 0.1
 """The largest share of the time in which copies are transferred. Training goes on meanwhile."""
 POLL: Final = 0.1
-"""Seconds between two requests, at least."""
+"""Minimum seconds between two requests."""
 CONNECT_TIMEOUT: Final = 1.0
 """Seconds for one connection."""
 TIMEOUT: Final = 5.0
-"""Seconds in which nothing arrives after which a connection is given up."""
+"""Seconds without a byte after which a connection is given up."""
 RECONNECT: Final = 1.0
 """Seconds between two connections."""
 FAILURES: Final = 10
@@ -345,9 +345,9 @@ class _Transfers:
         """Held while a copy is received."""
         self._connection: socket.socket | None = None
         self._failures = 0
-        """Connections that have failed, before the first one that has not."""
+        """Number of connections that have failed before one succeeded."""
         self._is_known = False
-        """Whether a connection has not failed."""
+        """Whether a connection has succeeded."""
         self._has_reported = False
         threading.Thread(target=self._run, name="adascale-snapshots", daemon=True).start()
 

@@ -1,7 +1,7 @@
 """The copies of the state in the memory of an agent: of its own trainer, or of the only one that trains.
 
 A trainer that is the only member writes them itself. While the trainer waits for a generation, the agent
-gets those of the agent of the only member. So there is one writer at a time.
+gets the copies of the only member from its agent. So there is one writer at a time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from adascale_core.rendezvous.instruction import others_keep_state, snapshot_sou
 from adascale_worker.agent.snapshot_exchange import SnapshotReceiver, SnapshotServer
 
 _COUNT = 2
-"""A copy is written over the older one of two."""
+"""Number of files: a copy replaces the older one of two."""
 _MFD_NOEXEC_SEAL: Final = 0x8
 """Of linux/memfd.h, since Linux 6.3: the file can never be executed."""
 
 
 def make_snapshot_files() -> str:
-    """Make files without a name, in memory, and return their paths, separated by colons; empty if it cannot.
+    """Make files without a name, in memory, and return their paths, separated by colons; empty on failure.
 
     This process keeps them open. Unlike files in /dev/shm, only the memory of the container limits them.
     """
@@ -65,7 +65,7 @@ class Snapshots:
 
     @property
     def port(self) -> int:
-        """Where the agents of other replicas get copies; 0 if nowhere."""
+        """The port at which the agents of other replicas get copies; 0 without copies."""
         return self._server.port if self._server is not None else 0
 
     def follow(self, view: AllocationView) -> None:

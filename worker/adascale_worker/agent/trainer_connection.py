@@ -148,7 +148,7 @@ class TrainerSocket:
                 )
 
     def stop(self) -> None:
-        """Delete the socket, and end the calls of other threads when they have accepted who has connected."""
+        """Delete the socket, and end the calls of other threads, which first accept waiting connections."""
         shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

@@ -9,8 +9,8 @@ RESCALE_GRACE = 600.0
 REPLACED_GRACE = 3.0
 """Seconds that a trainer may take to exit when the others have taken it for lost and keep the state.
 
-It is frozen, as a rule, and the job has a replica less until another trainer is started. One that runs exits
-within milliseconds, after what the program does at its end."""
+Usually it is frozen, and the job has one replica less until another trainer is started. A trainer that runs
+exits within milliseconds, after the exit functions of the program."""
 KILL_INTERVAL = 10.0
 """Seconds after which a trainer that has survived SIGKILL (in uninterruptible sleep) is killed again."""
 
@@ -50,13 +50,13 @@ def release_grace(*, was_lost: bool, last: bool) -> float:
 
 
 MAX_DELAY = 30.0
-"""Seconds."""
+"""Maximum seconds before the next trainer is started."""
 
 
 class RestartBackoff:
-    """Delays trainers that follow others which were killed before they had finished a step.
+    """Delays the start of a trainer after others that were killed before they had finished a step.
 
-    Such an end may repeat itself, as when the program exceeds the memory of its container.
+    It may be killed for the same reason, for example because the program exceeds the memory of its container.
     """
 
     def __init__(self) -> None:
@@ -68,5 +68,5 @@ class RestartBackoff:
             self._fruitless = 0
             return 0.0
         self._fruitless += 1
-        # Bounded, because floats are.
+        # The exponent is bounded, because a float overflows.
         return min(2.0 ** min(self._fruitless - 2, 30), MAX_DELAY) if self._fruitless > 1 else 0.0

@@ -1,8 +1,8 @@
-"""The choice of a replica's device, and its check: does it compute and remember correctly?
+"""The choice of a replica's device, and the check of its arithmetic and memory.
 
 Products of matrices of small integers are exact in each precision, in any order of additions, so every
-correct device has the same ones. They are compared with products of integers, which the CPU computes. The
-check does not change the state of random generators, nor the program's settings.
+correct device computes the same. They are compared with products of integers, which the CPU computes. The
+check changes neither the state of random generators nor the program's settings.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LIMITS: Final = {torch.float32: 100, torch.float16: 2, torch.bfloat16: 1}
 whose factors have the 8 bits that TensorFloat-32 and bfloat16 keep, and at most 2**11 and 2**8 in the others.
 """
 _GPU_MEMORY: Final = 256 << 20
-"""Bytes of a GPU's memory that are written and read, at most. More than its caches."""
+"""Maximum bytes of a GPU's memory that are written and read: more than its caches have."""
 _FREE_SHARE: Final = 10
-"""Of free memory, a tenth at most is used."""
+"""The check uses at most one part in this many of the free memory."""
 _OTHER_MEMORY: Final = 8 << 20
 """Bytes of memory on other devices. A container with little memory has room for it."""
 _CHUNK: Final = 1 << 20
@@ -44,7 +44,7 @@ def find_fault(device: torch.device) -> str | None:
     operation of the check.
     """
     if device.type == "cuda":
-        # An error of what the program has started before is the program's.
+        # So that errors of earlier work of the program are not taken for those of the check.
         torch.cuda.synchronize(device)
     fault = _fault(device)
     return None if fault is None else f"{_describe(device)} has failed its check: {fault}"
@@ -101,7 +101,7 @@ def _wrong_product(device: torch.device, dtype: torch.dtype) -> str | None:
         torch.randint(-limit, limit + 1, (_SIZE, _SIZE), generator=generator, dtype=torch.int32, device="cpu")
         for _ in range(2)
     )
-    # With these counts all multiprocessors of a large GPU, and several cores of a CPU, have a part.
+    # With these counts all multiprocessors of a large GPU, and several cores of a CPU, compute a part.
     count = 8 if device.type == "cuda" else 2
     left, right, expected = (
         block.to(dtype).to(device).repeat(repeats)

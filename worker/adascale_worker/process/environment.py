@@ -48,8 +48,7 @@ class RankAssignment:
     rank: int  # index of the replica, from 0
     replicas: int  # number of replicas (the world size)
     local_rank: int  # index of the replica on its machine
-    # master_addr, master_port: address of rank 0. None if not set.
-    master_addr: str | None
+    master_addr: str | None  # the address of rank 0, and its port; None if not set
     master_port: int | None
     local_replicas: int = 1  # number of replicas on its machine; 1 if unknown
 
@@ -231,9 +230,7 @@ def read_process(environ: Mapping[str, str], processes: int) -> int:
 
 
 def divide_into_replicas(assignment: RankAssignment, processes: int) -> tuple[RankAssignment, int]:
-    """Return the rank of a replica among replicas of several processes, and the index of the
-    process in it.
-    """
+    """Return the rank of the replica of this process, of several processes each, and the index in it."""
     replicas, rest = divmod(assignment.replicas, processes)
     if rest:
         raise EnvironmentVariableError(

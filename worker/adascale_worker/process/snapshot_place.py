@@ -24,13 +24,13 @@ _HEADER: Final = struct.Struct("<QQQ")
 _HEADER_START: Final = 8
 _CONTENT_START: Final = 4096
 _BUFFERS: Final = 512
-"""Of one call of the kernel, which takes at most 1024."""
+"""Maximum number of buffers in a system call, which takes at most 1024."""
 _BATCH_BYTES: Final = 1 << 20
 """From this length on, parts are written without waiting for more of them."""
 LARGEST_PART: Final = 0.25
-"""The largest part of the memory that training has never used, as far as known, that copies take."""
+"""The maximum share that copies take of the memory which was never used so far."""
 MARGIN: Final = 0.1
-"""Memory that must be left later on, in parts of a state."""
+"""Memory that must remain free beside the copies, as a fraction of the size of a state."""
 
 StateNumber = tuple[int, int, int]
 """Incarnation, generation and step of a state: larger for a later job of a name, a later generation, a later
@@ -86,7 +86,7 @@ class SnapshotPlace:
 
     @contextmanager
     def locked(self, *, exclusively: bool) -> Iterator[bool]:
-        """Lock the place, without waiting, and yield whether nobody else has locked it.
+        """Try to lock the place, without waiting, and yield whether that has succeeded.
 
         The kernel unlocks it when the process ends.
         """

@@ -72,7 +72,7 @@ def _unit(counts_samples: bool) -> str:
 
 
 WINDOW = 60.0
-"""Seconds of training: what was measured so long ago has 1/e of the weight of the newest."""
+"""Seconds of training after which a measurement has 1/e of the weight of a new one."""
 
 
 class Goodput:
@@ -94,7 +94,7 @@ class Goodput:
         if before is not None and step > before and made > 0 and step_time > 0:
             seconds = (step - before) * step_time
             kept = math.exp(-seconds / WINDOW)
-            # The steps of this report have a steady rate, and the earlier ones of them weigh less too.
+            # The rate is constant within a report, and its earlier steps weigh less too.
             weight = WINDOW * (1 - kept)
             self._made = kept * self._made + weight * made / seconds
             self._seconds = kept * self._seconds + weight

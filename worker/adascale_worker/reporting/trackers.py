@@ -214,7 +214,7 @@ class TrackedRun:
 
     def report(self, report: GainReport) -> None:
         """Queue a report. Does not wait for the tracker."""
-        # It is full if the tracker does not answer; its thread prints why when the call fails.
+        # The queue is full if the tracker does not answer; its thread prints the reason when its call fails.
         with suppress(queue.Full):
             self._queue.put_nowait(report)
 
