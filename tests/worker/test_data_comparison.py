@@ -248,8 +248,9 @@ def test_an_order_that_changes_inside_a_pass_is_refused() -> None:
     replica.load(range(40), order=of_order(2))
 
 
-def resumed(data: Any, state: dict[str, Any], epoch: int, **arguments: Any) -> DataFeed:
+def resumed(data: Any, state: dict[str, Any], epoch: int, consumed: int = 0, **arguments: Any) -> DataFeed:
     replica = Replica()
+    replica.progress.consumed = consumed
     replica.feed.load_state_dict(state)
     replica.feed.begin_from_checkpoint()
     replica.progress.epoch = epoch
@@ -275,6 +276,18 @@ def test_the_data_after_a_restart_are_compared_with_the_checkpoint(
     replica.load(split(1))
     with pytest.raises(DatasetError, match="than when the checkpoint was saved"):
         resumed(split(2), replica.feed.state_dict(), 5)
+
+
+def test_another_order_after_a_restart_is_refused_unless_it_is_of_another_kind() -> None:
+    replica = Replica()
+    replica.load(range(40), order=of_order(1))
+    replica.progress.consumed = 20
+    state = replica.feed.state_dict()
+    resumed(range(40), state, 0, consumed=20, order=of_order(1))
+    with pytest.raises(DatasetError, match=r"has changed: .* when the checkpoint was saved .*allow_other"):
+        resumed(range(40), state, 0, consumed=20, order=of_order(2))
+    resumed(range(40), state, 0, consumed=20, order=of_order(2), allow_other_length=True)
+    resumed(range(40), state, 0, consumed=20)
 
 
 def test_data_that_the_program_makes_for_each_epoch_may_differ_after_a_restart() -> None:

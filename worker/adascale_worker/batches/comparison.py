@@ -34,6 +34,10 @@ CAUSES = (
     "Usual causes are random_split without generator=torch.Generator().manual_seed(0), labels numbered in "
     "the order of a set of strings, or files in the order of os.listdir or glob: use sorted(...)"
 )
+_CONTINUE = (
+    "To continue with the present data, call trainer.dataloader(dataset, allow_other_length=True). To start "
+    "from scratch, use adascale run --fresh, or another checkpoint folder"
+)
 _SAME = "Each replica needs the same samples in the same order, and the trainer shares them out"
 
 
@@ -66,6 +70,11 @@ class DataComparison:
     def forget(self) -> None:
         """Compare nothing with the data before, because others are trained now."""
         self._record = None
+
+    def forget_order(self) -> None:
+        """Do not compare the order with the one before."""
+        if self._record is not None:
+            self._record.order = []
 
     def requests(self, sequence: SampleSequence, consumed: int) -> list[int]:
         """Return the indices of the samples to fetch for `compare`."""
@@ -107,7 +116,8 @@ class DataComparison:
         if self._compared is None or self._compared[0] != self._place[0]:
             self._compare_replicas(sequence, record, fetch)
         if before is not None:
-            if before.number == number and len(before.order) == len(order) and before.order != order:
+            is_accepted = self._awaits_checkpoint and allow_others
+            if before.number == number and before.order not in ([], order) and not is_accepted:
                 self._refuse_order(sequence, number, order, before.order)
             if self._awaits_checkpoint:
                 self._compare_checkpoint(before, record, fetch, allow_others=allow_others)
@@ -207,9 +217,7 @@ class DataComparison:
         what = f"sample {index} of the data set is another one than when the checkpoint was saved"
         if not allow_others:
             raise DatasetError(
-                f"{what}. To continue exactly, use the data set from before. {CAUSES}. To continue with the "
-                "present data, call trainer.dataloader(dataset, allow_other_length=True). To start from "
-                "scratch, use adascale run --fresh, or another checkpoint folder"
+                f"{what}. To continue exactly, use the data set from before. {CAUSES}. {_CONTINUE}"
             )
         record.is_stable = False
         if self._group.is_main:
@@ -231,10 +239,12 @@ class DataComparison:
         self, sequence: SampleSequence, number: int, order: list[int], before: list[int]
     ) -> NoReturn:
         index, earlier = next(pair for pair in zip(order, before, strict=True) if pair[0] != pair[1])
-        when = "when the checkpoint was saved" if self._awaits_checkpoint else "before"
+        when, remedy = "before", _remedy(sequence)
+        if self._awaits_checkpoint:
+            when, remedy = "when the checkpoint was saved", f"{remedy}. {_CONTINUE}"
         raise DatasetError(
             f"the order of the samples has changed: at one place of pass {number} is sample {index} now, and "
-            f"{when} was sample {earlier}. {_remedy(sequence)}"
+            f"{when} was sample {earlier}. {remedy}"
         )
 
     # -- the state ----------------------------------------------------------------------------------------
