@@ -178,7 +178,7 @@ MAX_QUEUED = 1000
 
 CLOSE_TIMEOUT = 10.0
 """Seconds in which a replica that is no longer rank 0 closes its run."""
-HANDOVER_TIME = CLOSE_TIMEOUT + 2.0
+HANDOVER_TIME = CLOSE_TIMEOUT + 5.0
 """Seconds after which another rank 0 continues the run: closing it later would show it as finished."""
 
 
