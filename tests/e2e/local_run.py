@@ -87,7 +87,7 @@ def adascale(
 
 
 def adascale_in_process(
-    *arguments: object, entry: Callable[[], NoReturn] = main, **environ: str
+    *arguments: object, entry: Callable[[], NoReturn] = main, cwd: Path | None = None, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line in this process, which saves the time of starting another."""
     command = ["adascale", *map(str, arguments)]
@@ -97,7 +97,7 @@ def adascale_in_process(
         mock.patch.dict(os.environ, _environ(**environ), clear=True),
         redirect_stdout(stdout),
         redirect_stderr(stderr),
-        chdir(ROOT),
+        chdir(cwd or ROOT),
     ):
         try:
             entry()

@@ -65,7 +65,8 @@ def test_a_program_that_ends_before_its_required_steps_fails_the_job(tmp_path: P
     job = write(tmp_path / "job.yaml", {"END": "exit"}, scaleInvariantSteps=100_000)
     run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 1
-    assert "adascale: the program ended at progress 3 of 100,000 scale-invariant steps" in run.stdout
+    output = "adascale: the program ended at progress 3 of 100,000 scale-invariant steps"
+    assert run.stdout.count(output) == 1
     assert (
         "failed on replica 0 (exit code 78); it is not restarted, because it would fail again" in run.stdout
     )
@@ -75,8 +76,8 @@ def test_a_program_that_ends_before_its_required_steps_fails_the_job(tmp_path: P
 def test_the_same_failure_before_the_first_step_is_shown_at_once_and_restarted_once(
     tmp_path: Path, state: Path
 ) -> None:
-    output = "SyntaxError: invalid syntax"
-    job = write_job(tmp_path / "job.yaml", ["python", "-c", "for x in"])
+    output = "[red]the last line\n"
+    job = write_job(tmp_path / "job.yaml", ["python", "-c", "raise SystemExit('[red]the last line')"])
     run = adascale("run", job, "--state-dir", state, "--port", 0)
     assert run.returncode == 1
     before, first, second = run.stdout.split("The last lines of its output:")
@@ -84,16 +85,7 @@ def test_the_same_failure_before_the_first_step_is_shown_at_once_and_restarted_o
     assert output in first
     assert ", twice in the same way before its first step" in first
     assert output in second
-
-
-def test_a_program_that_must_be_changed_is_not_restarted(tmp_path: Path, state: Path) -> None:
-    output = "finished without calling program_reentry of an ElasticTrainer"
-    job = write_job(tmp_path / "job.yaml", ["python", "-c", "print('trained')"])
-    run = adascale("run", job, "--state-dir", state, "--port", 0)
-    assert run.returncode == 1
-    assert "(exit code 78); it is not restarted, because it would fail again" in run.stdout
-    assert " ".join(run.stdout.split()).count(output) == 1
-    assert "Traceback" not in run.stdout
+    assert "No checkpoint was saved" in second
 
 
 @pytest.mark.slow

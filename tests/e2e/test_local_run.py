@@ -19,6 +19,7 @@ from adascale_controller.local.state_dir import StateDir
 from adascale_core.names import SIGNAL_REPEAT_INTERVAL
 from e2e.local_run import (
     PACED,
+    Run,
     adascale,
     adascale_in_process,
     running,
@@ -118,42 +119,7 @@ def saved_progress(output: str) -> int:
     return int(saved[1].replace(",", ""))
 
 
-@pytest.mark.slow
-def test_sigterm_saves_and_stops_too(tmp_path: Path, state: Path) -> None:
-    with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
-        run.wait_for_trainer()
-        run.send_signal(signal.SIGTERM)
-        assert run.wait_for_exit() == 143
-        assert "Received SIGTERM: saving and stopping" in run.output
-        assert run.processes() == []
-
-
-def test_a_second_ctrl_c_stops_without_saving(tmp_path: Path, state: Path) -> None:
-    with running(write_light_job(tmp_path / "job.yaml", "stubborn"), state) as run:
-        run.wait_for_trainer()
-        run.send_signal(signal.SIGINT)
-        run.wait_for_output("saving")
-        began = time.monotonic()
-        wait_until(lambda: time.monotonic() > began + SIGNAL_REPEAT_INTERVAL, "the time of a second signal")
-        run.send_signal(signal.SIGINT)
-        assert run.wait_for_exit(10) == 130
-        assert "Killed immediately: replica 0" in run.output
-        wait_until(lambda: all(has_exited(pid) for pid in run.processes()), "the exit of all processes")
-
-
 # -- the user's program ----------------------------------------------------------------------------------
-
-
-def test_a_job_fails_when_the_failures_of_its_program_exceed_backoff_limit(
-    tmp_path: Path, state: Path
-) -> None:
-    job = write_light_job(tmp_path / "job.yaml", "exit", "3", backoffLimit=1)
-    run = adascale("run", job, "--state-dir", state, "--port", 0)
-    assert run.returncode == 1
-    assert "failed on replica 0 (exit code 3): failure 1, backoffLimit is 1; restarting in 1 s" in run.stdout
-    assert "failed on replica 0 (exit code 3): 2 failures exceed backoffLimit (1)" in run.stdout
-    assert "[red]the last line\n" in run.stdout
-    assert "No checkpoint was saved" in run.stdout
 
 
 @pytest.mark.slow
@@ -218,14 +184,74 @@ def test_a_job_fails_at_its_deadline(tmp_path: Path, state: Path) -> None:
 # -- one folder, one run ---------------------------------------------------------------------------------
 
 
-def test_a_second_run_in_the_same_folder_is_an_error(tmp_path: Path, state: Path) -> None:
-    job = write_light_job(tmp_path / "job.yaml", "sleep")
-    with running(job, state) as run:
+def test_a_run_keeps_an_early_request_is_alone_in_its_folder_and_replaces_killed_processes(
+    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adascale_controller.cli.local_commands.ANSWER_TIMEOUT", 0.2)
+    job = write_light_job(tmp_path / "job.yaml", "sleep", minReplicas=1, maxReplicas=2)
+    with running(job, state, "--replicas", 2) as run:
+        wait_until(lambda: read_runs(StateDir(state)), "the start of the run")
+        run.send_signal(signal.SIGSTOP)  # as if its start took longer than the command waits
+        scaled = adascale_in_process("scale", "test", "--replicas", 1, "--state-dir", state)
+        assert scaled.stdout == (
+            "test has not answered within 0.2 s. The request for at most 1 replica is kept, and carried out "
+            "as soon as the run reads it\n"
+        ), scaled.stderr
+        run.send_signal(signal.SIGCONT)
+        run.wait_for_output("Scaled to at most 1 replica, was 2")
+        require_refused_beside(run, job)
+        require_replaced_processes(run)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait_for_exit() == 143
+        assert "Received SIGTERM: saving and stopping" in run.output
+        assert run.processes() == []
+
+
+def require_refused_beside(run: Run, job: Path) -> None:
+    """Start a second run in the folder of a run."""
+    second = adascale_in_process("run", job, "--state-dir", run.state)
+    assert second.returncode == 2
+    assert f"is in use by another run (process {run.process.pid})" in second.stderr
+
+
+def require_replaced_processes(run: Run) -> None:
+    """Kill the service of a run, then its trainer, then its agent."""
+    trainer, before = run.wait_for_trainer(), run.job()
+    os.kill(run.pid("service"), signal.SIGKILL)
+    run.wait_for_output("The metrics service exited (killed by SIGKILL); restarting it at the same address")
+    wait_until(lambda: run.job().get("active") == before["active"], "the answer of the restarted service")
+    assert not has_exited(trainer)
+    os.kill(trainer, signal.SIGKILL)
+    run.wait_for_output("training restarts from the last checkpoint")
+    replacement = run.wait_for_trainer()
+    assert replacement != trainer
+    os.kill(run.pid("agent"), signal.SIGKILL)
+    run.wait_for_output("The agent of replica 0 was lost (killed by SIGKILL); restarting it")
+    wait_until(lambda: has_exited(replacement), "the exit of its trainer")
+    assert run.wait_for_trainer() != replacement
+    assert run.job()["failures"] == 0
+
+
+def test_a_run_that_does_not_save_in_time_is_stopped_by_a_second_signal(tmp_path: Path, state: Path) -> None:
+    with running(write_light_job(tmp_path / "job.yaml", "stubborn"), state) as run:
         run.wait_for_trainer()
-        second = adascale_in_process("run", job, "--state-dir", state)
-        assert second.returncode == 2
-        assert f"is in use by another run (process {run.process.pid})" in second.stderr
-        assert run.process.poll() is None
+        for _ in range(2):
+            failed = adascale_in_process("stop", "test", "--state-dir", state, "--timeout", 0.3)
+            assert failed.returncode == 1
+            assert failed.stderr == (
+                "adascale: job test has not ended within 0.3 s: wait longer with --timeout, or stop it "
+                f"without saving with `kill {run.process.pid}`\n"
+            )
+        (listed,) = json.loads(adascale_in_process("list", "--state-dir", state, "-o", "json").stdout)
+        assert listed["state"] == "Stopping"
+        run.wait_for_output("Received SIGTERM: saving and stopping")
+        began = time.monotonic()
+        wait_until(lambda: time.monotonic() > began + SIGNAL_REPEAT_INTERVAL, "the time of a second signal")
+        assert "Killed" not in run.output
+        run.send_signal(signal.SIGINT)
+        assert run.wait_for_exit(10) == 143
+        assert "Killed immediately: replica 0" in run.output
+        wait_until(lambda: all(has_exited(pid) for pid in run.processes()), "the exit of all processes")
 
 
 @pytest.mark.slow
@@ -362,24 +388,6 @@ def test_two_stops_at_once_do_not_prevent_saving(tmp_path: Path, state: Path) ->
         assert "Killed" not in run.output
 
 
-@pytest.mark.slow
-def test_a_stop_that_takes_too_long_is_an_error(tmp_path: Path, state: Path) -> None:
-    job = write_light_job(tmp_path / "job.yaml", "stubborn")
-    with running(job, state) as run:
-        run.wait_for_trainer()
-        failed = adascale_in_process("stop", "test", "--state-dir", state, "--timeout", 0.5)
-        assert failed.returncode == 1
-        assert failed.stderr == (
-            "adascale: job test has not ended within 0.5 s: wait longer with --timeout, or stop it without "
-            f"saving with `kill {run.process.pid}`\n"
-        )
-        (listed,) = json.loads(adascale_in_process("list", "--state-dir", state, "-o", "json").stdout)
-        assert listed["state"] == "Stopping"
-        again = adascale_in_process("stop", "test", "--state-dir", state, "--timeout", 0.5)
-        assert again.returncode == 1
-        assert "Killed" not in run.output
-
-
 def test_a_folder_of_another_job_is_an_error(tmp_path: Path, state: Path) -> None:
     folder = StateDir(state)
     folder.create()
@@ -392,42 +400,6 @@ def test_a_folder_of_another_job_is_an_error(tmp_path: Path, state: Path) -> Non
         assert "contains the state of job default.test, not of default.other" in run.stderr
     assert folder.database.exists()
     assert [record.job for record in read_runs(folder)] == ["default.test"]
-
-
-# -- kills -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_killed_service_is_restarted_at_the_same_address(tmp_path: Path, state: Path) -> None:
-    with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
-        trainer, service = run.wait_for_trainer(), run.pid("service")
-        before = run.job()
-        os.kill(service, signal.SIGKILL)
-        run.wait_for_output(
-            "The metrics service exited (killed by SIGKILL); restarting it at the same address"
-        )
-        wait_until(lambda: run.job().get("active") == before["active"], "the answer of the restarted service")
-        assert not has_exited(trainer)
-
-
-@pytest.mark.slow
-def test_a_killed_agent_is_restarted(tmp_path: Path, state: Path) -> None:
-    with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
-        trainer = run.wait_for_trainer()
-        os.kill(run.pid("agent"), signal.SIGKILL)
-        run.wait_for_output("The agent of replica 0 was lost (killed by SIGKILL); restarting it")
-        wait_until(lambda: has_exited(trainer), "the exit of its trainer")
-        assert run.wait_for_trainer() != trainer
-        assert run.job()["failures"] == 0
-
-
-def test_a_killed_trainer_is_restarted(tmp_path: Path, state: Path) -> None:
-    with running(write_light_job(tmp_path / "job.yaml", "sleep"), state) as run:
-        trainer = run.wait_for_trainer()
-        os.kill(trainer, signal.SIGKILL)
-        run.wait_for_output("training restarts from the last checkpoint")
-        assert run.wait_for_trainer() != trainer
-        assert run.job()["failures"] == 0
 
 
 # -- the whole loop --------------------------------------------------------------------------------------
@@ -486,23 +458,6 @@ def test_a_job_is_scaled_back_if_a_new_replica_fails_its_check(tmp_path: Path, s
         given_up = "-> 1: replica 1 has failed its check 2 times in a row; it is tried again in 60 s"
         run.wait_for_output(given_up, timeout=150.0)
         assert run.job()["failures"] == 0
-
-
-def test_a_request_to_scale_before_training_begins_is_kept_and_carried_out(
-    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("adascale_controller.cli.local_commands.ANSWER_TIMEOUT", 0.2)
-    job = write_light_job(tmp_path / "job.yaml", "sleep", minReplicas=1, maxReplicas=2)
-    with running(job, state, "--replicas", 2) as run:
-        wait_until(lambda: read_runs(StateDir(state)), "the start of the run")
-        run.send_signal(signal.SIGSTOP)  # as if its start took longer than the command waits
-        scaled = adascale_in_process("scale", "test", "--replicas", 1, "--state-dir", state)
-        assert scaled.stdout == (
-            "test has not answered within 0.2 s. The request for at most 1 replica is kept, and carried out "
-            "as soon as the run reads it\n"
-        ), scaled.stderr
-        run.send_signal(signal.SIGCONT)
-        run.wait_for_output("Scaled to at most 1 replica, was 2")
 
 
 @pytest.mark.slow

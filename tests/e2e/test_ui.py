@@ -15,7 +15,7 @@ import pytest
 
 from api.client import Client
 from api.events import Events
-from e2e.local_run import TIMEOUT, adascale, running, write_paced_job
+from e2e.local_run import TIMEOUT, adascale, adascale_in_process, running, write_light_job, write_paced_job
 
 
 @contextmanager
@@ -85,24 +85,16 @@ def test_a_run_is_shown_while_it_trains_and_after_its_end(tmp_path: Path) -> Non
     assert "job test is not running: omit --watch to show its last gain" in watched.stderr
 
 
-def test_a_run_that_cannot_have_its_port_has_not_begun(tmp_path: Path) -> None:
-    job = write_paced_job(tmp_path / "job.yaml", pace=0.005)
+def test_commands_whose_port_is_taken_end_with_a_message(tmp_path: Path) -> None:
+    job = write_light_job(tmp_path / "job.yaml", "sleep")
     environ = {"XDG_STATE_HOME": str(tmp_path / "home")}
     with page(environ) as (client, _):
-        port = client.port
-        refused = call(environ, "run", job, "--state-dir", tmp_path / "state", "--port", port)
-        assert refused.returncode == 2
-        assert f"cannot listen on port {port}: address already in use" in refused.stderr
-    listed = call(environ, "list", "--state-dir", tmp_path)
-    assert listed.stdout == ""
-
-
-def test_the_page_ends_with_a_message_if_its_port_is_taken(tmp_path: Path) -> None:
-    environ = {"XDG_STATE_HOME": str(tmp_path / "home")}
-    with page(environ) as (client, _):
-        second = call(environ, "ui", "--port", client.port)
-    assert second.returncode == 2
-    assert second.stderr.startswith(f"adascale: cannot listen on port {client.port}: address already in use")
+        for command in (("run", job, "--state-dir", tmp_path / "state"), ("ui",)):
+            refused = adascale_in_process(*command, "--port", client.port, cwd=tmp_path, **environ)
+            assert refused.returncode == 2
+            assert f"cannot listen on port {client.port}: address already in use" in refused.stderr
+    listed = adascale_in_process("list", "--state-dir", tmp_path)
+    assert listed.stdout == "", "the run has not begun"
 
 
 @pytest.mark.slow
