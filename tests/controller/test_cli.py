@@ -27,7 +27,6 @@ from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.views.decision import DecisionView
 from adascale_core.views.gain import GainView
-from e2e.local_run import adascale as adascale_process
 from e2e.local_run import adascale_in_process as adascale
 from e2e.local_run import write_job
 from support.fast_python import PYTHON
@@ -101,7 +100,7 @@ def test_help_lists_every_option() -> None:
 
 
 def test_version_shows_the_version() -> None:
-    assert adascale_process("--version").stdout == "adascale 0.1.0\n"
+    assert adascale("--version").stdout == "adascale 0.1.0\n"
 
 
 def test_an_unknown_option_is_an_error_that_suggests_one() -> None:

@@ -21,8 +21,11 @@ users: [{{name: me, user: {{token: none}}}}]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("options", [[], ["--lease-namespace", "default"]], ids=["alone", "with a lease"])
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [(signal.SIGTERM, []), (signal.SIGINT, ["--lease-namespace", "default"])],
+    ids=["alone", "with a lease"],
+)
 def test_the_operator_stops_at_once_while_the_api_server_does_not_answer(
     number: int, options: list[str], tmp_path: Path
 ) -> None:

@@ -211,9 +211,9 @@ class OperatorMachine(RuleBasedStateMachine):
             world.suspend_job(suspend=False)
         for name in self.types:
             world.add_node(name)
-        world.run_cycles()
+        world.run_cycles(30)
         world.now += MAX_PAUSE
-        world.run_cycles()
+        world.run_cycles(30)
         world.run_cycles(1)
         assert world.writes == [], "a write is repeated without end"
         world.full = True

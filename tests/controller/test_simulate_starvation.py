@@ -33,7 +33,7 @@ def applications(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Profiled
 
 @pytest.mark.slow
 @given(workloads, clusters, costs, st.sampled_from(PlacementMode))
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(10))
 def test_a_job_starts_as_soon_as_a_place_is_left_by_earlier_jobs_and_runs_to_its_end(
     applications: dict[str, ProfiledApplication],
     drawn: Sequence[tuple[int, str]],
