@@ -7,9 +7,7 @@ the operator, and whether the operator is killed there.
 from __future__ import annotations
 
 import asyncio
-import atexit
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -34,6 +32,7 @@ from adascale_core.failures import EXIT_REFUSED, TerminationMessage
 from adascale_core.messages.registration import ReplicaState
 from support.fake_cluster import FakeCluster, Object
 from support.fake_service import FakeAgent, FakeService
+from support.inline_loop import run_inline
 
 RESOURCES = (Resource.ADASCALEJOBS, Resource.JOBS, Resource.PODS)
 GRACE_PERIOD = 30
@@ -44,44 +43,6 @@ UNSCHEDULABLE = {
     "reason": "Unschedulable",
     "message": "0/1 nodes are available: 1 Insufficient cpu.",
 }
-
-
-class InlineExecutor(ThreadPoolExecutor):
-    """Runs each call at once, so that a cycle starts no threads."""
-
-    def submit(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
-        """Run a call. Returns its result."""
-        done: Future[Any] = Future()
-        try:
-            done.set_result(call(*arguments, **options))
-        except BaseException as error:  # noqa: BLE001
-            done.set_exception(error)
-        return done
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop without threads."""
-    loop = asyncio.new_event_loop()
-    loop.set_default_executor(InlineExecutor())
-    return loop
-
-
-RUNNER = asyncio.Runner(loop_factory=new_loop)
-"""Runs the cycles of all worlds. A loop for each cycle would take most of the time."""
-atexit.register(RUNNER.close)
-
-
-def run_cycle(cycle: Coroutine[Any, Any, None]) -> None:
-    """Run a cycle of an operator, and cancel the tasks that it leaves."""
-    loop = RUNNER.get_loop()
-    try:
-        RUNNER.run(cycle)
-    finally:
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            loop.run_until_complete(asyncio.wait(tasks))
 
 
 class KilledError(BaseException):
@@ -165,7 +126,7 @@ class World:
             metrics=self.metrics,
             clock=lambda: self.now,
         )
-        run_cycle(self._operator.list_all())
+        run_inline(self._operator.list_all())
         self._undelivered = []
 
     def cycle(self) -> None:
@@ -174,7 +135,7 @@ class World:
         self.writes = []
         full, self.full = self.full, False
         try:
-            run_cycle(self._operator.cycle(full=full))
+            run_inline(self._operator.cycle(full=full))
         except KilledError:
             self.kill_before = None
             self.start_operator()
