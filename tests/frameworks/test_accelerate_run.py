@@ -89,7 +89,6 @@ def require_evaluations(folder: Path) -> None:
             assert results.setdefault(each["epoch"], each["results"]) == each["results"]
 
 
-@pytest.mark.release
 @pytest.mark.slow
 def test_replicas_join_and_leave_and_one_is_killed(make_members: Callable[..., Members]) -> None:
     job = make_members("job", BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.01)
@@ -184,6 +183,7 @@ def test_under_torchrun_the_replicas_communicate(tmp_path: Path) -> None:
     require_evaluations(tmp_path / "journal")
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_adascale_run_trains_on_one_two_and_one_replicas_with_a_kill(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_early_stopping_ends_training_on_all_replicas(make_job: Callable[..., Me
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [3, 5, 6])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.release), 5, 6])
 def test_one_replica_ends_training_on_all(make_job: Callable[..., Members], step: int) -> None:
     """Inside an epoch of 6 steps, so late that they agree after its last step, and in the last step."""
     fixed = json.dumps({"max_batch_size": 8, "local_bsz_bounds": [4, 4]})

@@ -18,6 +18,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "lightning_job.py
 STEPS = 3_000
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_program_of_lightning_grows_and_survives_a_kill_under_adascale_run(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
