@@ -139,6 +139,14 @@ def run_python(*arguments: object, **options: Any) -> str:
     return run.stdout
 
 
+def has_exited(pid: int) -> bool:
+    """Whether a process does not exist, or is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return True
+
+
 def free_port() -> int:
     """Return a port on which no process listens.
 

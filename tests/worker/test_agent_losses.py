@@ -12,16 +12,7 @@ from adascale_core.names import SNAPSHOT_FILE
 from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
 from adascale_worker.state.checkpoints.store import CheckpointInfo
 from support.agent_job import LONG, Job
-from support.launch import AgentProcess, Journal, Replicas, wait_until
-
-
-def has_exited(pid: int) -> bool:
-    """Whether a process does not exist, or is a zombie."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return True
+from support.launch import AgentProcess, Journal, Replicas, has_exited, wait_until
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_survivors_continue_at_changing_sizes(make_members: Callable[..., Member
     assert {record["replicas"] for record in job.records()} == {1, 2, 4}
 
 
-@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("others", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_error_between_the_two_parts_of_a_step_leaves_the_state_from_before_it(
     make_members: Callable[..., Members], tmp_path: Path, others: int
 ) -> None:
@@ -121,7 +121,7 @@ def test_an_error_between_the_two_parts_of_a_step_leaves_the_state_from_before_i
     assert job.require_complete_stream() == 16
 
 
-@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("replica", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_batch_that_does_not_fit_into_the_second_part_is_repeated_in_smaller_batches(
     make_members: Callable[..., Members], replica: int
 ) -> None:

@@ -25,6 +25,7 @@ ELASTIC = json.dumps({"batch_size": 12, "max_batch_size": 48, "local_bsz_bounds"
 OPTIONS = {"PROGRAM": PROGRAM, "ADASCALE_PROCESSES_PER_REPLICA": 2, "EPOCHS": 3}
 
 
+@pytest.mark.slow
 def test_survivors_stay_in_their_processes_when_replicas_join_and_leave(
     make_members: Callable[..., Members],
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launch import run_program, wait_until
+from support.launch import has_exited, run_program, wait_until
 from support.training import MakeTrainer, network, sgd
 
 TESTS = Path(__file__).parents[1]
@@ -167,13 +167,6 @@ def start_forking(state: Path, **environ: str) -> subprocess.Popen[str]:
     )
 
 
-def has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 @pytest.mark.slow
 def test_a_program_that_forks_saves_on_sigterm_and_leaves_no_process(tmp_path: Path) -> None:
     with start_forking(tmp_path) as program:
@@ -186,7 +179,7 @@ def test_a_program_that_forks_saves_on_sigterm_and_leaves_no_process(tmp_path: P
             assert program.returncode == 128 + signal.SIGTERM, output
             assert output.count("adascale: saved a checkpoint at step") == 1
             assert steps_saved(tmp_path)
-            wait_until(lambda: all(map(has_ended, pids)), "the end of all its processes", 10)
+            wait_until(lambda: all(map(has_exited, pids)), "the end of all its processes", 10)
         finally:
             kill_session(program)
 

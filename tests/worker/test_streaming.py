@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,31 +10,16 @@ from typing import Any
 
 import pytest
 
-from support.fast_python import PYTHON, torchrun
+from support.launch import run_program
 from support.members import Members
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
 PROGRAM = PROGRAMS / "streams.py"
 
 
-def run(folder: Path, *, replicas: int = 1, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
-    return subprocess.run(
-        [*(torchrun(replicas) if replicas > 1 else PYTHON), str(PROGRAM)],
-        env={
-            **inherited,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OUT": str(folder / "out"),
-            "CHECKPOINTS": str(folder / "checkpoints"),
-            **environ,
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_program(PROGRAM, OUT=folder / "out", CHECKPOINTS=folder / "checkpoints", **options)
 
 
 def result(folder: Path, rank: int = 0) -> dict[str, Any]:
