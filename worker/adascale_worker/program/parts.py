@@ -182,8 +182,8 @@ def require_program(
                 f"the module {name!r} ({type(module).__name__}) of the model has sparse=True, and AdaScale "
                 "needs dense gradients: make it with sparse=False"
             )
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(value):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
             raise WorkerError(
                 f"{name!r} of the model has no shape yet, as in LazyLinear: call the model once with a "
                 "batch, before program_reentry"
