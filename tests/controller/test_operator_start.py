@@ -6,14 +6,9 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from adascale_controller.cli.app import app
@@ -21,42 +16,11 @@ from adascale_controller.operator.runtime import main
 from adascale_controller.operator.runtime.health import Health, OperatorMetrics
 from adascale_controller.operator.runtime.main import UnusableClusterError, _require_version
 from adascale_controller.operator.types.workload import OperatorSettings
+from support.api_server import serving
 from support.fake_cluster import FakeCluster
 from support.world import World
 
-
-@contextmanager
-def api_server(answers: dict[str, str]) -> Iterator[str]:
-    """An API server that has these answers by path, and 404 else. Yields its URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = answers.get(self.path.partition("?")[0])
-            self.send_response(404 if body is None else 200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write((body or "404 page not found").encode())
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.do_GET()
-
-        def log_message(self, *_args: object) -> None:
-            """Log nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-ALLOWED = {REVIEWS: '{"status": {"allowed": true}}'}
 
 
 def test_the_operator_needs_a_version_of_kubernetes() -> None:
@@ -69,19 +33,14 @@ def test_the_operator_needs_a_version_of_kubernetes() -> None:
 
 
 def test_the_operator_ends_with_one_sentence_on_a_cluster_that_it_can_not_use(tmp_path: Path) -> None:
-    with api_server({"/version": '{"major": "1", "minor": "31+"}', **ALLOWED}) as url:
-        kubeconfig = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "c", "cluster": {"server": url}}],
-            "users": [{"name": "u", "user": {}}],
-            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
-            "current-context": "x",
-        }
-        (tmp_path / "config").write_text(yaml.safe_dump(kubeconfig))
+    with serving() as server:
+        server.installed = False
+        server.answers["GET", "/version"] = (200, {"major": "1", "minor": "31+"})
+        server.answers["POST", REVIEWS] = (201, {"status": {"allowed": True}})
+        kubeconfig = server.write_kubeconfig(tmp_path / "config")
         done = subprocess.run(
             [sys.executable, "-m", "adascale_controller", "operator", "--api-url", "http://127.0.0.1:9"],
-            env={**os.environ, "KUBECONFIG": str(tmp_path / "config")},
+            env={**os.environ, "KUBECONFIG": str(kubeconfig)},
             capture_output=True,
             text=True,
             timeout=60,

@@ -30,12 +30,12 @@ CREATED = "2026-11-27T04:00:00Z"
 class ApiServer:
     """An API server.
 
-    Args:
+    Attributes:
         service: the address of the metrics service behind it; None if it cannot be reached.
     """
 
-    def __init__(self, service: str | None = None) -> None:
-        self.service = service
+    def __init__(self) -> None:
+        self.service: str | None = None
         self.jobs: dict[tuple[str, str], Object] = {}
         self.denied: set[tuple[str, str]] = set()
         """Pairs of a verb and a resource."""
@@ -44,7 +44,6 @@ class ApiServer:
         self.answers: dict[tuple[str, str], tuple[int, Object]] = {}
         """Answers to requests by method and path, in place of its own."""
         self.requests: list[tuple[str, str, dict[str, str]]] = []
-        self._numbers = 0
         handler = type("Handler", (_Handler,), {"api": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -80,11 +79,6 @@ class ApiServer:
         file.write_text(yaml.safe_dump(document))
         return file
 
-    def number(self) -> str:
-        """Return a number that it has not returned before."""
-        self._numbers += 1
-        return str(self._numbers)
-
     def add_job(
         self, name: str, namespace: str = "default", *, status: Object | None = None, **spec: Any
     ) -> Object:
@@ -93,7 +87,7 @@ class ApiServer:
             "apiVersion": names.GROUP_VERSION,
             "kind": names.KIND,
             "metadata": {
-                "name": name, "namespace": namespace, "uid": f"uid-{self.number()}", "generation": 1,
+                "name": name, "namespace": namespace, "uid": f"uid-{len(self.jobs)}", "generation": 1,
                 "creationTimestamp": CREATED,
             },
             "spec": {"batchSize": 4, "maxReplicas": 4, **spec},
@@ -104,9 +98,9 @@ class ApiServer:
 
 
 @contextmanager
-def serving(service: str | None = None) -> Iterator[ApiServer]:
+def serving() -> Iterator[ApiServer]:
     """An API server, for the duration of the context."""
-    server = ApiServer(service)
+    server = ApiServer()
     try:
         yield server
     finally:
@@ -132,6 +126,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self._answer()
+
     def _answer(self) -> None:
         target = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(target.query).items()}
@@ -148,10 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(error.code, error.body)
 
     def _route(self, path: list[str]) -> None:
-        if path[:3] == ["apis", names.API_GROUP, names.API_VERSION]:
-            if not self.api.installed:
-                self._send_bytes(404, b"404 page not found\n", "text/plain")
-                return
+        if path[:3] == ["apis", names.API_GROUP, names.API_VERSION] and self.api.installed:
             namespace, name = path[4], path[6:]
             self._check("get" if name else "list", names.PLURAL, names.API_GROUP, namespace)
             if not name:
@@ -163,9 +158,11 @@ class _Handler(BaseHTTPRequestHandler):
                 message = f'{names.PLURAL}.{names.API_GROUP} "{name[0]}" not found'
                 raise _StatusError(404, message)
             self._send(200, job)
-        elif path[4] == "services":
+        elif path[4:5] == ["services"]:
             self._check("get", "services/proxy", "", path[3])
             self._proxy(path[5], "/".join(path[7:]))
+        else:
+            self._send_bytes(404, b"404 page not found\n", "text/plain")
 
     def _proxy(self, service: str, path: str) -> None:
         if service.removeprefix("https:") != f"{names.API_SERVICE}:{names.DEFAULT_API_PORT}":
