@@ -13,17 +13,13 @@ from torch import nn
 from adascale import ElasticTrainer
 from adascale_worker.errors import DatasetError
 from support.members import Members
-from support.training import FIXED, MakeTrainer, learn, network, samples, sgd
+from support.training import FIXED, MakeTrainer, entered, learn, samples
 
 pytestmark = pytest.mark.usefixtures("durable_checkpoints")
 
 
 def resumed(make_trainer: MakeTrainer, folder: Path) -> tuple[ElasticTrainer, nn.Module, torch.optim.SGD]:
-    trainer = make_trainer(**FIXED, epochs=4, checkpoint_dir=folder, checkpoint_interval=0)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
-    return trainer, model, optimizer
+    return entered(make_trainer, **FIXED, epochs=4, checkpoint_dir=folder, checkpoint_interval=0)
 
 
 def train_until(

@@ -24,6 +24,7 @@ from support.training import (
     MakeTrainer,
     adamw,
     concatenate,
+    entered,
     equal,
     learn,
     network,
@@ -243,10 +244,7 @@ def test_the_first_steps_are_whole_then_some_are_divided(make_trainer: MakeTrain
 
 
 def test_no_gradient_is_copied(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**OPTIONS)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **OPTIONS)
     seen = set()
     for epoch in range(8):
         for _, x, y in trainer.dataloader(samples()):
@@ -291,10 +289,7 @@ def test_batch_norm_gets_at_least_two_samples(
 
 def test_a_program_with_two_backward_passes_per_batch_gets_whole_batches(make_trainer: MakeTrainer) -> None:
     """As sharpness-aware minimization, whose zero_grad() would delete the first half of a step."""
-    trainer = make_trainer(**OPTIONS)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **OPTIONS)
     sizes: list[int] = []
     for epoch in range(4):
         for _, x, y in trainer.dataloader(samples()):
@@ -308,10 +303,7 @@ def test_a_program_with_two_backward_passes_per_batch_gets_whole_batches(make_tr
 
 
 def test_a_second_backward_pass_that_begins_later_is_refused_with_the_way(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**OPTIONS)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **OPTIONS)
 
     def train() -> None:
         for epoch in range(2):
@@ -352,10 +344,7 @@ def test_steps_of_several_optimizers_are_divided_if_each_makes_a_step_per_batch(
 def test_a_step_that_is_left_out_in_a_part_is_left_out_as_a_whole(
     make_trainer: MakeTrainer, part: int
 ) -> None:
-    trainer = make_trainer(**OPTIONS)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **OPTIONS)
     stream: list[list[int]] = []
     for epoch in range(3):
         for index, x, y in trainer.dataloader(samples()):
@@ -374,10 +363,7 @@ def test_a_step_that_is_left_out_in_a_part_is_left_out_as_a_whole(
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
 def test_worker_processes_load_the_parts_of_steps(make_trainer: MakeTrainer, options: dict[str, Any]) -> None:
-    trainer = make_trainer(**OPTIONS)
-    model = network()
-    optimizer = sgd(model)
-    trainer.program_reentry(model, optimizer)
+    trainer, model, optimizer = entered(make_trainer, **OPTIONS)
     data, seen, sizes = samples(), [], []
     if options:
         options = {**options, "multiprocessing_context": "fork"}
@@ -398,10 +384,7 @@ def test_weights_of_micro_batches_hold_in_divided_steps(make_trainer: MakeTraine
     """With weights, a divided step is that of the whole batch, however valid samples are distributed."""
 
     def run(**options: Any) -> Sequence[torch.Tensor]:
-        trainer = make_trainer(**OPTIONS, **options)
-        model = network()
-        optimizer = sgd(model)
-        trainer.program_reentry(model, optimizer)
+        trainer, model, optimizer = entered(make_trainer, **OPTIONS, **options)
         for epoch in range(4):
             for index, x, y in trainer.dataloader(samples()):
                 optimizer.zero_grad()
