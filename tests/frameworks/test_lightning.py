@@ -503,6 +503,20 @@ def _weighted() -> WeightedRandomSampler:
     return WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
 
 
+def test_what_a_hook_adds_and_cannot_be_saved_is_refused() -> None:
+    class Adds(Steps):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["made"] = [SimpleNamespace()]
+
+    module = Adds()
+    parts: dict[str, Any] = {"loggers": [], "callbacks": [], "datamodule": None, "lightning_module": module}
+    states = LightningStates(SimpleNamespace(**parts, current_epoch=0, global_step=1))
+    assert states.state_dict()["checkpoint"] == {"callbacks": {}}, "before training, no hook is called"
+    states.begin()
+    with pytest.raises(WorkerError, match=r"\['made'\]\[0\] is of type types.SimpleNamespace.* Leave out"):
+        states.state_dict()
+
+
 def test_the_program_says_which_package_it_uses_if_it_imports_both() -> None:
     with pytest.raises(WorkerError, match="imported both"):
         ElasticStrategy()

@@ -8,6 +8,8 @@ from io import StringIO
 from typing import Any
 
 from adascale_frameworks.lightning.loops import plain
+from adascale_worker.errors import UnsupportedStateError, WorkerError
+from adascale_worker.state.tree import flatten
 
 _VERSION = "_version"
 """Where Lightning's loggers for files keep the number of their run."""
@@ -21,6 +23,7 @@ class LightningStates:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._has_begun = False
+        self._is_checked = False
         self._restored: dict[str, Any] = {}
 
     def begin(self) -> None:
@@ -37,8 +40,12 @@ class LightningStates:
         }
         if trainer.datamodule is not None:
             checkpoint[type(trainer.datamodule).__qualname__] = trainer.datamodule.state_dict()
+        checkpoint = plain(self._with_hooks(checkpoint) if self._has_begun else checkpoint)
+        if self._has_begun and not self._is_checked:
+            self._is_checked = True
+            _require_supported(checkpoint)
         return {
-            "checkpoint": plain(self._with_hooks(checkpoint) if self._has_begun else checkpoint),
+            "checkpoint": checkpoint,
             "versions": [each.version if hasattr(each, _VERSION) else None for each in trainer.loggers],
         }
 
@@ -103,6 +110,17 @@ class LightningStates:
             writer = getattr(logger, _WRITER, None)
             if _is_of_csv(writer):
                 _continue_csv(writer)
+
+
+def _require_supported(checkpoint: dict[str, Any]) -> None:
+    try:
+        flatten(checkpoint)
+    except UnsupportedStateError as error:
+        raise WorkerError(
+            "the checkpoint of Lightning has a value that on_save_checkpoint, or state_dict of the data "
+            f"module, has added: {error.path} {error.problem}. Leave out what does not change in training, "
+            "because each replica makes it itself"
+        ) from error
 
 
 def _is_of_csv(writer: Any) -> bool:
