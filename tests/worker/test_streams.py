@@ -111,8 +111,7 @@ def test_the_plan_is_chosen_again_inside_an_epoch_of_a_stream(
     assert trainer.samples == 8 * 25
 
 
-@pytest.mark.parametrize("kind", ["plain", "states", "shards"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "workers"), [("plain", 0), ("states", 2), ("shards", 0)])
 @pytest.mark.usefixtures("durable_checkpoints")
 def test_a_stream_continues_from_a_checkpoint_bit_for_bit(
     make_trainer: MakeTrainer, tmp_path: Path, kind: str, workers: int

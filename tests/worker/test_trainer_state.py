@@ -343,9 +343,7 @@ def test_a_program_that_nohup_has_started_ignores_the_end_of_its_terminal(
 ) -> None:
     original = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        trainer = make_trainer(**FIXED, checkpoint_dir=tmp_path)
-        model = network()
-        trainer.program_reentry(model, sgd(model))
+        entered(make_trainer, **FIXED, checkpoint_dir=tmp_path)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, original)
@@ -364,9 +362,7 @@ def test_ctrl_c_interrupts_at_once_after_the_final_checkpoint(
 
 def test_signal_handlers_are_unchanged_without_a_checkpoint_folder(make_trainer: MakeTrainer) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    trainer = make_trainer(**FIXED)
-    model = network()
-    trainer.program_reentry(model, sgd(model))
+    entered(make_trainer, **FIXED)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
