@@ -205,15 +205,15 @@ class OperatorMachine(RuleBasedStateMachine):
         world.meanwhile = lambda: None
         world.node_slots = 100
         if world.is_suspended_by_others:
-            world.run_cycles(30)
+            world.run_cycles()
         # Its Job may be deleted meanwhile, with an AdaScaleJob that was deleted.
         if world.is_suspended_by_others:
             world.suspend_job(suspend=False)
         for name in self.types:
             world.add_node(name)
-        world.run_cycles(30)
+        world.run_cycles()
         world.now += MAX_PAUSE
-        world.run_cycles(30)
+        world.run_cycles()
         world.run_cycles(1)
         assert world.writes == [], "a write is repeated without end"
         world.full = True
@@ -348,7 +348,7 @@ def test_a_job_falls_back_to_the_count_that_fits_on_a_full_node() -> None:
     world.run_cycles(5)
     running = world.condition("Running")
     assert (running["status"], running["reason"]) == ("False", "Unschedulable")
-    world.run_cycles(30)
+    world.run_cycles()
     assert world.status["replicas"] == 2
     rescaling = world.condition("Rescaling")
     assert rescaling["message"].startswith("4 replicas could not be scheduled: 0/1 nodes are available")
@@ -447,7 +447,7 @@ def test_a_job_of_an_earlier_operator_whose_pods_are_on_two_types_is_moved_to_on
     world.schedule_pods()
     assert len(set.union(*world.nodes_of_jobs().values())) == 2
     world.node_slots = 4
-    world.run_cycles(30)
+    world.run_cycles()
     assert (world.status["replicas"], len(set.union(*world.nodes_of_jobs().values()))) == (4, 1)
     assert names.ANNOTATION_ACCELERATOR in world.indexed_job["metadata"]["annotations"]
 
@@ -481,7 +481,7 @@ def test_pods_from_before_tls_stay_until_their_template_changes() -> None:
     assert world.indexed_job["metadata"]["uid"] == indexed_job
     assert api_urls(world) == {"http://api"}
     world.edit(template={"spec": {"containers": [world.worker(2)]}})
-    world.run_cycles(60)
+    world.run_cycles()
     assert len(world.live_pods) == 3
     assert api_urls(world) == {"https://api"}
 
@@ -500,7 +500,7 @@ def test_pods_that_could_not_reach_the_service_are_replaced(
     assert api_urls(world) == {before}
     world.api_url, world.require_tls = after, require_tls
     world.start_operator()
-    world.run_cycles(60)
+    world.run_cycles()
     assert len(world.live_pods) == 2
     assert api_urls(world) == {after}
     assert [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING] * 2

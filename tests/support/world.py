@@ -553,7 +553,7 @@ class World:
             and all((agent.generation, member) in there for member in agent.members)
         }
 
-    def run_cycles(self, cycles: int = 60) -> None:
+    def run_cycles(self, cycles: int = 30) -> None:
         """Run everything in turn, without new failures or edits."""
         for _ in range(cycles):
             self.collect_garbage()
