@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
+import pytest
 import urllib3
 
 from adascale_core.messages.registration import Registration, ReplicaState
@@ -23,6 +24,8 @@ from support.fast_python import PYTHON, Program
 
 TOKEN = "the-token-of-these-tests"
 TIMEOUT = 30.0
+MEMORY_LIMIT = 512 * 1024
+"""KiB: the limit in deploy/base/api.yaml."""
 
 REPORT = GainReport(
     generation=1, step=1, progress=2.0, epoch=0, replicas=2, local_bsz=8, accumulation=1, scale=4.0, gain=2.0,
@@ -207,6 +210,14 @@ class ServiceProcess:
     def _has_port(self) -> bool:
         # Tests write "1" as the port of an earlier service.
         return self._port_file.exists() and self._port_file.read_text() != "1\n"
+
+    def peak_memory(self) -> int:
+        """Return the maximum of its resident memory so far, in KiB."""
+        status = Path(f"/proc/{self.pid}/status")
+        if not status.exists():
+            pytest.skip("needs /proc")
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1])
 
     def log(self) -> str:
         """Return its output."""

@@ -90,7 +90,9 @@ def test_commands_whose_port_is_taken_end_with_a_message(tmp_path: Path) -> None
     environ = {"XDG_STATE_HOME": str(tmp_path / "home")}
     with page(environ) as (client, _):
         for command in (("run", job, "--state-dir", tmp_path / "state"), ("ui",)):
-            refused = adascale_in_process(*command, "--port", client.port, cwd=tmp_path, **environ)
+            refused = adascale_in_process(
+                *command, "--port", client.port, cwd=tmp_path, XDG_STATE_HOME=environ["XDG_STATE_HOME"]
+            )
             assert refused.returncode == 2
             assert f"cannot listen on port {client.port}: address already in use" in refused.stderr
     listed = adascale_in_process("list", "--state-dir", tmp_path)

@@ -1,0 +1,261 @@
+"""Large jobs, and clients that do not read what they requested, take bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import ssl
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from adascale_api.data.database import Database
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import jobs, replicas
+from adascale_api.http.protocol import MAX_HEAD
+from adascale_api.service.job_feed import MAX_CLIENTS, MAX_JOBS
+from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import ReplicaState
+from adascale_core.rendezvous.rendezvous import Rendezvous
+from api.client import MEMORY_LIMIT, TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
+from api.events import Events
+from support.certificates import TlsFiles, tls_files
+
+
+async def store_large_jobs(path: Path, count: int) -> None:
+    """Store jobs with 16 logs of 64 KiB each, and as many of 1,024 replicas each."""
+    database = Database(f"sqlite:///{path}")
+    for number in range(count):
+        failed = [a_registration(rank, ReplicaState.FAILED, log="x" * 65_536) for rank in range(16)]
+        await asyncio.gather(
+            *(
+                database.write(
+                    partial(replicas.register, job_id=f"default.{number:03}", registration=each, now=0.0)
+                )
+                for each in failed
+            )
+        )
+    state = Rendezvous(replicas={rank: a_registration(rank) for rank in range(1024)}, complete=True)
+
+    def store_state(transaction: Transaction, job_id: str) -> None:
+        job = jobs.lock_or_create(transaction, job_id, 0.0)
+        jobs.apply(transaction, job, lambda _state, *, declared: state)
+
+    for number in range(count):
+        await database.write(partial(store_state, job_id=f"default.large-{number:03}"))
+    await database.close()
+
+
+@pytest.mark.slow
+def test_pages_of_large_jobs_take_bounded_memory(tmp_path: Path) -> None:
+    count = 100
+    asyncio.run(store_large_jobs(tmp_path / "service.db", count))
+    names = {f"default.{number:03}" for number in range(count)}
+    names |= {f"default.large-{number:03}" for number in range(count)}
+    with ServiceProcess(tmp_path, own_interpreter=True) as service, Client(service.port) as client:
+        cursor = client.get("/jobs?limit=1")["cursor"]
+        for token in (None, TOKEN):
+            listed: set[str] = set()
+            logs = 0
+            after: str | None = ""
+            with Client(service.port, token) as reader:
+                while after is not None:
+                    page = reader.get(f"/jobs?limit=1000&after={after}")
+                    listed |= {job["id"] for job in page["jobs"]}
+                    logs += sum(bool(replica["log"]) for job in page["jobs"] for replica in job["replicas"])
+                    after = page["next"]
+            assert listed == names
+            assert logs == (16 * count if token else 0)
+        for name in names:
+            client.put(f"/jobs/{name}/allocation", {"generation": 1, "replicas": 1})
+        changed: set[str] = set()
+        while changed != names:
+            answer = client.get(f"/changes?since={cursor}&limit=1000")
+            changed |= {job["id"] for job in answer["jobs"]}
+            assert answer["cursor"] != cursor
+            cursor = answer["cursor"]
+        assert service.peak_memory() < MEMORY_LIMIT / 2
+        assert "Traceback" not in service.log()
+
+
+@pytest.fixture(params=["http", "https"])
+def tls(request: pytest.FixtureRequest, tmp_path: Path) -> TlsFiles | None:
+    """The certificate of a service with TLS, or None without TLS."""
+    return tls_files(tmp_path / "tls") if request.param == "https" else None
+
+
+def with_tls(connection: socket.socket, tls: TlsFiles | None) -> socket.socket:
+    """Return a connection with TLS, if the service has a certificate."""
+    if tls is None:
+        return connection
+    return ssl.create_default_context(cafile=str(tls.ca)).wrap_socket(connection, server_hostname="localhost")
+
+
+def unread_answer(
+    port: int, path: str, token: str | None = None, tls: TlsFiles | None = None
+) -> socket.socket:
+    """Return a connection whose answer has begun, and which has room for little of it."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", port))
+    connection = with_tls(connection, tls)
+    header = f"Authorization: Bearer {token}\r\n" if token else ""
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
+    assert connection.recv(1) == b"H"
+    return connection
+
+
+@pytest.mark.slow
+def test_answers_that_nobody_reads_take_bounded_memory_and_are_closed(
+    tmp_path: Path, tls: TlsFiles | None
+) -> None:
+    count, clients = 100, 80
+    asyncio.run(store_large_jobs(tmp_path / "service.db", count))
+    options = tls.options if tls else ()
+    with ServiceProcess(tmp_path, *options, own_interpreter=True) as service, ExitStack() as stack:
+        for _ in range(clients):
+            path = "/jobs?limit=1000&after=default.large"
+            stack.enter_context(unread_answer(service.port, path, tls=tls))
+        with Client(service.port) as client:
+            assert client.get("/healthz") == {"status": "ok"}
+            closed = re.compile(r"^adascale_connections_closed_total (\S+)$", re.MULTILINE)
+
+            def most_are_closed() -> bool:
+                found = closed.search(client.call("GET", "/metrics").body)
+                return found is not None and float(found[1]) >= clients / 2
+
+            wait_until(most_are_closed, "the end of unread answers")
+        assert service.peak_memory() < MEMORY_LIMIT / 2
+
+
+async def store_jobs(path: Path, count: int) -> None:
+    """Store jobs without replicas."""
+    database = Database(f"sqlite:///{path}")
+
+    def declare(first: int, transaction: Transaction) -> None:
+        for number in range(first, min(first + 500, count)):
+            jobs.declare(transaction, f"default.job-{number}", JobSpec(8, max_replicas=2), 0.0)
+
+    for first in range(0, count, 500):
+        await database.write(partial(declare, first))
+    await database.close()
+
+
+@pytest.mark.slow
+def test_all_kinds_of_costly_requests_at_once_take_bounded_memory(tmp_path: Path) -> None:
+    asyncio.run(store_large_jobs(tmp_path / "service.db", 100))
+    asyncio.run(store_jobs(tmp_path / "service.db", 3000))
+    with (
+        ServiceProcess(tmp_path, own_interpreter=True) as service,
+        Client(service.port) as client,
+        ExitStack() as stack,
+    ):
+
+        def send(number: int, text: bytes) -> socket.socket:
+            """Send on a new connection, from one of 8 addresses."""
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(30)
+            connection.bind((f"127.0.5.{1 + number % 8}", 0))
+            connection.connect(("127.0.0.1", service.port))
+            with suppress(ConnectionResetError, BrokenPipeError):
+                connection.sendall(text)
+            return connection
+
+        def get(path: str) -> bytes:
+            return f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
+
+        version = client.put("/jobs/held/allocation", {"generation": 1, "replicas": 1})["version"]
+        for number in range(12_000):
+            send(number, get(f"/jobs/held/allocation?version={version}&wait=60") + b"\r\n")
+        for number in range(3000):
+            send(number, get("/jobs/held") + b"A: " + b"a" * (MAX_HEAD - 1000))
+        body = b"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n" + b" " * 999_999
+        for number in range(60):
+            send(number, get("/jobs/held/gain").replace(b"GET", b"POST") + body)
+        follow = b"GET /events HTTP/1.1\r\nHost: x\r\n"
+        for number in range(2 * MAX_CLIENTS):
+            send(number, (get("/events") if number % 2 else follow) + b"\r\n")
+        for number in range(120):
+            unread = send(number, get("/jobs?limit=1000&after=default.large") + b"\r\n")
+            with suppress(ConnectionResetError):
+                unread.recv(1, socket.MSG_PEEK)
+        assert client.post_gain("held", a_report())["stored"] == 1
+        assert client.get("/jobs/held")["version"] == version
+        # The connections of a pod take memory of the kernel besides, about 60 MiB.
+        assert service.peak_memory() < MEMORY_LIMIT - 60 * 1024
+        assert "Traceback" not in service.log()
+
+
+@pytest.mark.slow
+def test_an_event_takes_bounded_memory_however_many_clients_follow(tmp_path: Path) -> None:
+    asyncio.run(store_jobs(tmp_path / "service.db", MAX_JOBS))
+    with ServiceProcess(tmp_path) as service, ExitStack() as stack:
+        first = Events(service.port)
+        stack.callback(first.close)
+        kind, data = first.next()
+        assert (kind, len(data["jobs"])) == ("all", MAX_JOBS)
+        before = service.peak_memory()
+        followers = [
+            stack.enter_context(unread_answer(service.port, "/events", token=token))
+            for token in (TOKEN, None)
+            for _ in range(MAX_CLIENTS - 1)
+        ]
+        for follower in followers:
+            received = b""
+            while b"event: all" not in received:
+                part = follower.recv(100)
+                assert part, "the stream has ended"
+                received += part
+        with Client(service.port) as client:
+            assert client.get("/healthz") == {"status": "ok"}
+        assert service.peak_memory() - before < 50 * 1024
+
+
+@pytest.mark.slow
+def test_clients_that_do_not_read_their_events_are_disconnected(tmp_path: Path, tls: TlsFiles | None) -> None:
+    with (
+        ServiceProcess(tmp_path, *(tls.options if tls else ())) as service,
+        Client(service.port) as client,
+        ExitStack() as stack,
+    ):
+        for number in range(300):
+            client.put(f"/jobs/job-{number}", JobSpec(8, max_replicas=2).to_json())
+        for _ in range(MAX_CLIENTS):
+            stack.enter_context(unread_answer(service.port, "/events", tls=tls))
+        before = service.peak_memory()
+
+        def train() -> None:
+            step = 0
+            while not stopped.is_set():
+                step += 1
+                for number in range(300):
+                    client.post_gain(f"job-{number}", a_report(step))
+
+        def is_free() -> bool:
+            events = Events(service.port)
+            events.close()
+            return events.answer.status == 200
+
+        stopped = threading.Event()
+        with ThreadPoolExecutor(1) as threads:
+            training = threads.submit(train)
+            try:
+                deadline = time.monotonic() + 120
+                while not is_free():
+                    assert time.monotonic() < deadline
+                    assert not training.done()
+                    # What closed connections leave until the next garbage collection is not measured here.
+                    time.sleep(0.1)
+            finally:
+                stopped.set()
+            training.result()
+        assert service.peak_memory() - before < 50 * 1024
+        assert "Traceback" not in service.log()
