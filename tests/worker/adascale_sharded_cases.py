@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from adascale.errors import UnsupportedOptimizerError
 from adascale_worker.adascale import AdaScale
-from worker.adascale_cases import Groups, Loop, plain
+from worker.adascale_comparison import Groups, Loop, plain
 from worker.adascale_problem import (
     backward,
     batches,
