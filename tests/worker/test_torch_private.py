@@ -4,7 +4,7 @@ import ast
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,8 +172,8 @@ def test_each_kind_of_use_is_found(line: str, found: str | None, tmp_path: Path)
 
 def _private_names_of_torch(file: Path) -> set[str]:
     """Return the private names that a module of `torch_private` mentions and does not define."""
-    tree = ast.parse(file.read_text())
-    return {name for _, name in _mentions(tree)} - _defined(tree)
+    nodes = [*ast.walk(ast.parse(file.read_text()))]
+    return {name for _, name in _mentions(nodes)} - _defined(nodes)
 
 
 def _uses(file: Path, private: set[str]) -> list[str]:
@@ -181,10 +181,10 @@ def _uses(file: Path, private: set[str]) -> list[str]:
 
     That is an import of a private module of torch, and a private attribute that the file does not define.
     """
-    tree = ast.parse(file.read_text())
-    allowed = _defined(tree) | OF_THE_STANDARD_LIBRARY
-    found = [(line, name) for line, name in _mentions(tree) if name in private]
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(ast.parse(file.read_text()))]
+    allowed = _defined(nodes) | OF_THE_STANDARD_LIBRARY
+    found = [(line, name) for line, name in _mentions(nodes) if name in private]
+    for node in nodes:
         if isinstance(node, ast.Attribute) and _is_private_attribute(node) and node.attr not in allowed:
             found.append((node.lineno, node.attr))
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -194,9 +194,9 @@ def _uses(file: Path, private: set[str]) -> list[str]:
     return [f"{file.name}:{line}: {name}" for line, name in sorted(set(found))]
 
 
-def _mentions(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _mentions(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each private attribute, and of each string that is a private name."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and _is_private_attribute(node):
             yield node.lineno, node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_private(node.value):
@@ -212,10 +212,10 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name.isidentifier() and name != "_"
 
 
-def _defined(tree: ast.Module) -> set[str]:
+def _defined(nodes: Sequence[ast.AST]) -> set[str]:
     """Return the names of functions, classes, fields and attributes of `self` that a file defines."""
     names = set[str]()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -223,7 +223,8 @@ def _defined(tree: ast.Module) -> set[str]:
         elif (
             isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)
-            and ast.unparse(node.value) == "self"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
         ):
             names.add(node.attr)
     return names
