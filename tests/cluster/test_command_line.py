@@ -84,7 +84,10 @@ def test_a_job_is_read_with_the_commands_and_changed_with_the_lines_of_kubectl(
         assert "decided" in explained
         assert re.search(r"^REPLICA +STATE", succeeded(adascale("status", "paced", "--cluster")), re.M)
 
-        logs = succeeded(person("logs", "-l", f"{names.LABEL_JOB}=paced", "--prefix", "--tail=-1"))
+        read_logs = ("logs", "-l", f"{names.LABEL_JOB}=paced", "--prefix", "--tail=-1")
+        # kubectl refuses while the container of a pod is created.
+        wait_until(lambda: person(*read_logs).returncode == 0, "the logs of all pods", 120)
+        logs = succeeded(person(*read_logs))
         assert re.search(r"^\[pod/paced-0-\w+/worker\] enters generation \d+ at step \d+$", logs, re.M), logs
 
         succeeded(person("scale", "adascalejob/paced", "--replicas=1"))
