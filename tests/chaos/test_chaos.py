@@ -13,6 +13,8 @@ from chaos.schedule import Fault, Kind, Schedule, draw, undisturbed
 STEPS = 100
 
 
+# `.ci/run` calls the harness with more faults.
+@pytest.mark.release
 @pytest.mark.slow
 def test_what_must_hold_holds_after_faults() -> None:
     assert Harness().run(draw(4, faults=5)) == []

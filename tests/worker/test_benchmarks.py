@@ -51,6 +51,7 @@ def test_without_a_gpu_the_device_cuda_is_refused_in_one_line(
 IN_STEPS = "AdaScale, 0.8, in steps"
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_the_ramp_is_trained_in_pieces_and_reported(tmp_path: Path) -> None:
     folders = ("--size", "tiny", "--out", tmp_path, "--states", tmp_path / "states")
@@ -77,6 +78,7 @@ def test_the_ramp_is_trained_in_pieces_and_reported(tmp_path: Path) -> None:
     assert (tmp_path / "ramp.tiny.svg").read_text().count("doubling") == 1
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_the_critical_batch_size_is_measured_in_pieces_and_reported(tmp_path: Path) -> None:
     folders = ("--size", "tiny", "--out", tmp_path, "--states", tmp_path / "states")
