@@ -25,7 +25,7 @@ def test_a_failure_is_reported_with_its_assertion_and_example(tmp_path: Path) ->
     (tmp_path / "test_numbers.py").write_text(PROGRAM)
     environ = {**os.environ, "PYTHONPATH": str(TESTS), "ADASCALE_TEST_REPORT": str(tmp_path / "report")}
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", tmp_path],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path],
         env=environ,
         capture_output=True,
         text=True,

@@ -222,7 +222,7 @@ def require_replaced_processes(run: Run) -> None:
     wait_until(lambda: run.job().get("active") == before["active"], "the answer of the restarted service")
     assert not has_exited(trainer)
     os.kill(trainer, signal.SIGKILL)
-    run.wait_for_output("training restarts from the last checkpoint")
+    run.wait_for_output(" was lost")
     replacement = run.wait_for_trainer()
     assert replacement != trainer
     os.kill(run.pid("agent"), signal.SIGKILL)
