@@ -47,7 +47,7 @@ class ElasticDataLoader:
         self,
         loader: DataLoader[Any],
         begin: Callable[[ElasticDataLoader], Iterator[Any]],
-        device: torch.device | None,  # of the batches; None: where the loader has made them
+        device: torch.device | None,  # of the batches. None if they stay where the loader makes them
     ) -> None:
         if isinstance(loader.dataset, IterableDataset):
             raise DatasetError(

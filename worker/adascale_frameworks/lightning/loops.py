@@ -112,7 +112,7 @@ class Counts:
     def logged_steps(self, interval: int, after: float | None = None) -> int:
         """Return the number of the step that is logged, from 0: that of a crossed multiple of `interval`.
 
-        `after` is the progress at the end of the step; None: now, at the end of the last step.
+        `after` is the progress at the end of the step. None if that is the last step, which has ended.
         """
         before, end = (self.before, self.after) if after is None else (self.after, after)
         return (_last_crossed(interval, int(before), int(end)) or int(end)) - 1

@@ -80,7 +80,7 @@ class ReplicaGroup:
         device: torch.device,
         *,
         is_elastic: bool = False,  # whether membership changes, which an agent controls
-        peer_timeout: float | None = None,  # seconds of silence after which a member is lost; None: never
+        peer_timeout: float | None = None,  # seconds until a silent member is lost. None for no limit
     ) -> None:
         self.rank = assignment.rank
         self.replicas = assignment.replicas

@@ -157,7 +157,7 @@ class FiniteWeights:
             self.are_finite()
 
     def check_step(self, step: int, *, gradients_are_finite: bool | None) -> None:
-        """Check the weights after a step, if there is a reason to; None: its gradients were not measured."""
+        """Check the weights if gradients were not finite, or not measured (None) for several steps."""
         self._unmeasured_steps = self._unmeasured_steps + 1 if gradients_are_finite is None else 0
         if self._steps == 0 and gradients_are_finite is not False:
             if self._unmeasured_steps < UNMEASURED_STEPS:
