@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.job_definition import OpportunisticSettings
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import JobRefusal, QueueView
 from adascale_controller.operator.observe.pods import END_DEADLINE, Pod, PodExit, PodProblem
@@ -21,11 +20,9 @@ from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import Resource, timestamp
 from adascale_controller.operator.types.workload import (
     ELASTIC_JOB,
-    QUEUE_NAME,
-    Queueing,
 )
 from adascale_core import names
-from controller.conftest import Cluster
+from controller.conftest import SETTINGS, SPOT, WAITING, Cluster
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import (
     NOW,
@@ -41,10 +38,6 @@ from support.observed_jobs import (
 from support.world import GPU, GRACE_PERIOD
 
 Object = dict[str, Any]
-SPOT = {"priorityClassName": "spot"}
-QUEUED = Queueing({QUEUE_NAME: "gpus"})
-SETTINGS = OpportunisticSettings("spot")
-WAITING = pod(1, uid="waiting", node=None, phase="Pending", has_started=False)
 
 
 # -- PriorityClasses ---------------------------------------------------------------------------------------

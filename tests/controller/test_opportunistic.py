@@ -19,7 +19,6 @@ from adascale_controller.operator.types.workload import (
     ELASTIC_JOB,
     QUEUE_NAME,
     PodSettings,
-    Queueing,
     Workload,
     template_digest,
 )
@@ -27,7 +26,7 @@ from adascale_controller.validation import validate_document
 from adascale_core import names
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.views.decision import LimitKind, LimitView
-from controller.conftest import Cluster
+from controller.conftest import QUEUED, SETTINGS, SPOT, Cluster
 from support.observed_jobs import (
     NOW,
     SPEC,
@@ -42,10 +41,6 @@ from support.observed_jobs import (
 from support.world import GPU
 
 Object = dict[str, Any]
-SPOT = {"priorityClassName": "spot"}
-QUEUED = Queueing({QUEUE_NAME: "gpus"})
-SETTINGS = OpportunisticSettings("spot")
-WAITING = pod(1, uid="waiting", node=None, phase="Pending", has_started=False)
 
 
 # -- the two Indexed Jobs ----------------------------------------------------------------------------------

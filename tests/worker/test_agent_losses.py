@@ -14,6 +14,9 @@ from adascale_worker.state.checkpoints.store import CheckpointInfo
 from support.agent_job import LONG, Job
 from support.launch import AgentProcess, Journal, Replicas, has_exited, wait_until
 
+COPIED = {"BOUNDS": json.dumps({"batch_size": 12}), "ADASCALE_CHECKPOINT_INTERVAL": 1000, "SNAPSHOT_SHARE": 1}
+"""A trainer whose state is copied after each step, and saved after the first only."""
+
 
 @pytest.mark.slow
 def test_a_killed_trainer_costs_no_step(job: Job) -> None:
@@ -33,16 +36,11 @@ def test_a_killed_trainer_costs_no_step(job: Job) -> None:
 @pytest.mark.slow
 def test_the_loss_of_the_only_trainer_costs_a_step_at_most(job: Job) -> None:
     """It is killed twice. The only checkpoint is of the first steps."""
-    options = {
-        "BOUNDS": json.dumps({"batch_size": 12}),
-        "ADASCALE_CHECKPOINT_INTERVAL": 1000,
-        "SNAPSHOT_SHARE": 1,
-    }
     finish = job.folder / "finish"
     job.service.allocate(1, 1)
     (agent,) = job.start(
         0,
-        **options,
+        **COPIED,
         EPOCHS=10**6,
         FINISH_FILE=finish,
         STEP_SECONDS=0.1,
@@ -63,7 +61,7 @@ def test_the_loss_of_the_only_trainer_costs_a_step_at_most(job: Job) -> None:
     epochs, rest = divmod(len(steps), 4)
     assert rest == 0
     assert sorted(steps) == list(range(1, len(steps) + 1)), "every step exactly once"
-    undisturbed = Replicas(1, job.folder, **options, EPOCHS=epochs, JOURNAL=job.folder / "undisturbed")
+    undisturbed = Replicas(1, job.folder, **COPIED, EPOCHS=epochs, JOURNAL=job.folder / "undisturbed")
     assert undisturbed.wait()[0] == [0]
     assert job.journal.weights() == Journal(job.folder / "undisturbed").weights()
     view = job.service.job()
@@ -73,13 +71,8 @@ def test_the_loss_of_the_only_trainer_costs_a_step_at_most(job: Job) -> None:
 @pytest.mark.slow
 def test_a_spare_continues_from_the_copy_of_the_only_trainer(job: Job) -> None:
     """The trainer is killed, then the next one with its agent, as with a pod. The checkpoint is of step 1."""
-    same = {
-        "BOUNDS": json.dumps({"batch_size": 12}),
-        "ADASCALE_CHECKPOINT_INTERVAL": 1000,
-        "SNAPSHOT_SHARE": 1,
-    }
     finish = job.folder / "finish"
-    options = {**same, "EPOCHS": 10**6, "FINISH_FILE": finish, "STEP_SECONDS": 0.1}
+    options = {**COPIED, "EPOCHS": 10**6, "FINISH_FILE": finish, "STEP_SECONDS": 0.1}
     job.service.allocate(1, 1, spares=1)
     job.start(0, **options)
     # The program makes its first weights with a seed of each replica.
@@ -122,7 +115,7 @@ def test_a_spare_continues_from_the_copy_of_the_only_trainer(job: Job) -> None:
     undisturbed = Replicas(
         1,
         job.folder,
-        **same,
+        **COPIED,
         EPOCHS=epochs,
         JOURNAL=job.folder / "undisturbed",
         ADASCALE_CHECKPOINT_DIR=job.folder / "other-checkpoints",

@@ -20,13 +20,13 @@ from support.training import (
     FIXED,
     MakeTrainer,
     adamw,
-    concatenate,
     equal,
     learn,
     network,
     parameters_of,
     samples,
     sgd,
+    train_without,
 )
 
 Change = Callable[[nn.Module], object]
@@ -510,13 +510,7 @@ def test_a_step_is_the_mean_over_the_micro_batches_that_are_not_left_out(
         loss = nn.functional.cross_entropy(model(x), y)
         (trainer.weighted(loss, len(x)) if weighted else loss).backward()
         optimizer.step()
-    for step in range(len(batches) // 3):
-        kept = [batches[each] for each in range(3 * step, 3 * step + 3) if each not in bad]
-        if 3 * step + 2 not in bad:
-            _, x, y = samples(36)[concatenate(kept)]
-            plain_optimizer.zero_grad()
-            learn(plain, x, y)
-            plain_optimizer.step()
+    train_without(bad, plain, plain_optimizer, batches)
     for found, expected in zip(parameters_of(model), parameters_of(plain), strict=True):
         assert torch.allclose(found, expected, atol=1e-6)
     assert trainer.steps == 3

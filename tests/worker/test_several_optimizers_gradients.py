@@ -16,12 +16,12 @@ from support.training import (
     ACCUMULATING,
     FIXED,
     MakeTrainer,
-    concatenate,
     equal,
     learn,
     network,
     samples,
     sgd,
+    train_without,
 )
 
 PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "heads.py"
@@ -191,13 +191,7 @@ def test_each_optimizer_has_the_mean_over_the_micro_batches_that_are_not_left_ou
             optimizers[name].zero_grad()
             learn(model, x, y)
             optimizers[name].step()
-    for step in range(len(batches) // 3):
-        kept = [batches[each] for each in range(3 * step, 3 * step + 3) if each not in bad]
-        if 3 * step + 2 not in bad:
-            _, x, y = samples(36)[concatenate(kept)]
-            plain_optimizer.zero_grad()
-            learn(plain, x, y)
-            plain_optimizer.step()
+    train_without(bad, plain, plain_optimizer, batches)
     for model in models.values():
         for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.allclose(found, expected, atol=1e-6)
