@@ -5,7 +5,8 @@ from adascale_core.batch.plans import valid_replicas
 from adascale_core.messages.allocation import AllocationView
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport, StepTime
-from adascale_core.performance.throughput import StepTimeModel, predict
+from adascale_core.performance.goodput_table import predict
+from adascale_core.performance.throughput import StepTimeModel
 from api.client import Client, ServiceProcess, a_report
 
 SPEC = JobSpec(8, max_batch_size=64, local_bsz_bounds=(4, 32), min_replicas=1, max_replicas=6)
@@ -125,7 +126,7 @@ def test_the_predictions_are_those_of_the_core(client: Client, job: str) -> None
     client.post_gain(job, a_report(3, generation=1, local_bsz=16, step_time=9.0, accelerator="another type"))
     estimate = GradientEstimate(0.25, 3.0, grad_sqr_error=0.1)
     expected = predict(SPEC.bounds, valid_replicas(SPEC.bounds, 6), estimate, model)
-    assert all(each.gain_range[0] < each.gain_range[1] for each in expected.values() if each.scale > 1.0)
+    assert all(each.gain_range[0] < each.gain_range[1] for each in expected if each.scale > 1.0)
     assert client.get(f"/jobs/{job}/gain")["predictions"] == [
         {
             "replicas": prediction.plan.replicas,
@@ -139,7 +140,7 @@ def test_the_predictions_are_those_of_the_core(client: Client, job: str) -> None
             "gain_low": prediction.gain_range[0],
             "gain_high": prediction.gain_range[1],
         }
-        for prediction in expected.values()
+        for prediction in expected
     ]
 
 

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 
 from adascale_core.batch.gain import GradientEstimate
-from adascale_core.batch.plans import DEFAULT_EFFICIENCY, BatchBounds, EfficiencyBound, candidate_plans
+from adascale_core.batch.plans import (
+    DEFAULT_EFFICIENCY,
+    BatchBounds,
+    EfficiencyBound,
+    Prediction,
+    candidate_plans,
+    plan_batch,
+)
 from adascale_core.decision.decide import decide
 from adascale_core.decision.job_utility import (
     HORIZON,
@@ -18,8 +25,8 @@ from adascale_core.decision.job_utility import (
     JobState,
     JobUtility,
 )
-from adascale_core.performance.goodput_table import MAX_PLANS
-from adascale_core.performance.throughput import Prediction, StepTimeModel, predict
+from adascale_core.performance.goodput_table import MAX_PLANS, predict
+from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Demand, Node
 from support.decision_cases import GPU, counts, gpus, on
@@ -431,18 +438,25 @@ def test_predictions_are_those_of_the_plan_that_a_trainer_chooses(state: JobStat
         return
     for count, goodput in zip(utility.table.counts, utility.table.one_node, strict=True):
         if len(candidate_plans(state.bounds, count)) <= MAX_PLANS:
-            predicted = predict(state.bounds, [count], state.estimate, utility.model, state.efficiency)
-            assert goodput == pytest.approx(predicted[count].goodput)
+            plan = plan_batch(
+                state.bounds,
+                count,
+                estimate=state.estimate.cautious,
+                throughput=utility.model.throughput,
+                efficiency=state.efficiency,
+            )
+            gain = state.estimate.cautious.gain(plan.scale(state.bounds))
+            assert goodput == pytest.approx(gain * utility.model.throughput(plan))
 
 
 def test_a_prediction_has_an_efficiency_and_a_goodput() -> None:
     model = StepTimeModel.fit(job("a", 2).step_times)
     assert model is not None
-    prediction = predict(ANY, [2], NOISY, model)[2]
+    prediction = predict(ANY, [2], NOISY, model)[0]
     assert prediction.scale == prediction.plan.scale(ANY)
     assert prediction.gain == NOISY.gain(prediction.scale)
     assert prediction.efficiency == NOISY.efficiency(prediction.scale)
-    assert prediction.goodput == prediction.gain / prediction.step_time
+    assert prediction.goodput == pytest.approx(prediction.gain / prediction.step_time)
     assert Prediction(prediction.plan, 4.0, 3.0, 0.5, (2.0, 4.0)).goodput == 4.0
 
 

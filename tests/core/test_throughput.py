@@ -1,17 +1,19 @@
 """Step time models: fitted to measurements, with cautious priors where measurements are missing."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from statistics import mean
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.messages.reports import StepTime
-from adascale_core.performance.throughput import StepTimeModel
+from adascale_core.performance.throughput import MAX_BATCH, StepTimeModel, fit_all
+from support.examples import examples
 
 plans = st.builds(BatchPlan, st.integers(1, 64), st.integers(1, 4096), st.integers(1, 16))
 
@@ -225,3 +227,63 @@ def test_4096_measurements_are_fitted_within_the_timeout() -> None:
     model = StepTimeModel.fit(measured(truth, *table))
     assert model is not None
     assert model.step_time(BatchPlan(32, 128)) == pytest.approx(truth.step_time(BatchPlan(32, 128)), rel=0.01)
+
+
+# -- many jobs at once ----------------------------------------------------------------------------------
+
+step_times = st.builds(
+    StepTime,
+    replicas=st.integers(1, 64),
+    local_bsz=st.integers(1, 512),
+    accumulation=st.integers(1, 8),
+    step_time=st.floats(0.01, 10.0),
+    nodes=st.integers(1, 4),
+    sync_time=st.none() | st.floats(0.0, 1.0),
+)
+truths = st.builds(
+    StepTimeModel,
+    fixed=st.floats(0.001, 1),
+    per_sample=st.floats(1e-4, 0.1),
+    sync=st.floats(1e-4, 1),
+    sync_per_replica=st.floats(1e-5, 0.1),
+    node_sync=st.floats(1e-4, 2),
+    node_sync_per_replica=st.floats(1e-5, 0.1),
+    overlap=st.floats(1, 10),
+)
+
+
+@st.composite
+def noisy(draw: st.DrawFn) -> Sequence[StepTime]:
+    """Draw the measurements of a job: of a model, with noise."""
+    truth = draw(truths)
+    plans = draw(st.lists(st.tuples(st.integers(1, 32), st.integers(1, 256), st.integers(1, 4)), max_size=8))
+    return tuple(
+        StepTime(*plan, truth.step_time(BatchPlan(*plan), nodes) * draw(st.floats(0.9, 1.1)), nodes=nodes)
+        for plan, nodes in zip(plans, draw(st.lists(st.integers(1, 3), min_size=8)), strict=False)
+    )
+
+
+questions = st.tuples(
+    st.lists(step_times, max_size=40).map(tuple) | noisy(), st.just(()) | noisy().map(tuple)
+)
+
+
+@given(st.lists(questions, min_size=1, max_size=6), st.lists(questions, max_size=3))
+@settings(max_examples=examples(50))
+def test_a_model_does_not_depend_on_the_jobs_that_are_fitted_with_it(
+    drawn: Sequence[tuple[Sequence[StepTime], Sequence[StepTime]]],
+    others: Sequence[tuple[Sequence[StepTime], Sequence[StepTime]]],
+) -> None:
+    alone = [StepTimeModel.fit(*question) for question in drawn]
+    assert fit_all([*others, *drawn])[len(others) :] == alone
+
+
+def test_more_jobs_than_fit_into_a_batch_keep_their_order() -> None:
+    measured = [((StepTime(1, 8, 1, 0.01 * (i + 1)),), ()) for i in range(MAX_BATCH + 1)]
+    times = [model.step_time(BatchPlan(1, 8)) for model in fit_all(measured) if model is not None]
+    assert times == pytest.approx([0.01 * (i + 1) for i in range(MAX_BATCH + 1)])
+
+
+def test_without_measurements_a_job_has_the_model_of_its_template_or_none() -> None:
+    template = (StepTime(2, 8, 1, 0.5),)
+    assert fit_all([((), template), ((), ())]) == [StepTimeModel.fit(template), None]

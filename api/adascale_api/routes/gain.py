@@ -18,7 +18,8 @@ from adascale_api.service.service import Service
 from adascale_core.batch.plans import EfficiencyBound, valid_replicas
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport, StepTime
-from adascale_core.performance.throughput import StepTimeModel, predict
+from adascale_core.performance.goodput_table import predict
+from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.views.gain import GainView, HistoryView, PredictionView, StoredReports
 
 router = APIRouter(prefix="/jobs/{job}/gain", tags=["gain"])
@@ -147,4 +148,4 @@ def _predictions(
     counts = [count for count in valid_replicas(spec.bounds, spec.max_replicas) if count >= spec.min_replicas]
     efficiency = EfficiencyBound(spec.efficiency_target, report.counts_samples)
     predicted = predict(spec.bounds, counts, report.estimate, model, efficiency)
-    return [PredictionView.of(prediction) for prediction in predicted.values()]
+    return [PredictionView.of(prediction) for prediction in predicted]

@@ -22,9 +22,8 @@ from adascale_core.decision.type_choice import TypeChoice, TypeOptions
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.reports import StepTime
-from adascale_core.performance.batched_fit import fit_all
 from adascale_core.performance.goodput_table import PlanGrid, goodputs
-from adascale_core.performance.throughput import StepTimeModel
+from adascale_core.performance.throughput import StepTimeModel, fit_all
 from adascale_core.placement.capacity import NodeCapacity, NodeSlots, free_slots
 from adascale_core.placement.packing import Demand, Node
 from adascale_core.views.jobs import JobView

@@ -193,6 +193,31 @@ class BatchPlan:
         return BatchPlan(self.replicas * processes, self.local_bsz // processes, self.accumulation)
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted performance of a replica count."""
+
+    plan: BatchPlan
+    scale: float
+    gain: float  # steps at `batch_size` per step
+    step_time: float  # seconds per optimizer step
+    # the gains at one standard error of the estimate; twice `gain` if the error is not known
+    gain_range: tuple[float, float]
+
+    @property
+    def efficiency(self) -> float:
+        """gain / scale."""
+        return self.gain / self.scale
+
+    @property
+    def goodput(self) -> float:
+        """Steps at `batch_size` per second: throughput times gain (Qiao et al. 2021, section 3).
+
+        With the lower gain of the range, which decides.
+        """
+        return self.gain_range[0] / self.step_time
+
+
 TOLERANCE = 1e-9
 """Relative rounding error of an efficiency."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from adascale_core.performance.goodput_table import Floats
+from adascale_core.performance.throughput import Floats
 
 Flags = npt.NDArray[np.bool_]
 

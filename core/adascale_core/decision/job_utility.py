@@ -23,21 +23,20 @@ from adascale_core.batch.plans import (
     TOLERANCE,
     BatchBounds,
     EfficiencyBound,
+    Prediction,
     is_valid_replicas,
 )
 from adascale_core.decision.deadline import DeadlineOutlook, Feasibility
 from adascale_core.messages.reports import StepTime
 from adascale_core.names import DEFAULT_FAIRNESS
-from adascale_core.performance.batched_fit import fit_all
 from adascale_core.performance.goodput_table import (
-    Floats,
     Goodputs,
     PlanGrid,
     candidate_counts,
     goodputs,
     smallest_scales,
 )
-from adascale_core.performance.throughput import NOISE, Prediction, StepTimeModel
+from adascale_core.performance.throughput import NOISE, Floats, StepTimeModel, fit_all
 
 
 @dataclass(frozen=True)
@@ -431,15 +430,12 @@ class JobUtility:
 
     def prediction(self, count: int) -> Prediction | None:
         """Return the prediction for a count; None if there is none."""
-        goodput = self.goodput(count)
-        if self.table is None or goodput is None:
+        if self.table is None or count not in self.table.counts:
             return None
         on_one_node = self.node_size is None or count <= self.node_size
-        plan = self.table.plan(self.table.counts.index(count), on_one_node=on_one_node)
-        scale = plan.scale(self.job.bounds)
         assert self.job.estimate is not None
-        gain, between = self.job.estimate.gain(scale), self.job.estimate.gain_range(scale)
-        return Prediction(plan, scale, gain, between[0] / goodput, between)
+        index = self.table.counts.index(count)
+        return self.table.prediction(index, self.job.estimate, on_one_node=on_one_node)
 
     @cached_property
     def _leaves_present_count(self) -> bool:

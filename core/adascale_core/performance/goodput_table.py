@@ -1,11 +1,8 @@
-"""The predicted goodput of many replica counts at once.
-
-It is `throughput.predict` for arrays, with the same kinds of plans. NumPy makes it a hundred times faster,
-and decisions take most of their time here.
-"""
+"""The predicted goodput of many replica counts at once: decisions take most of their time here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,16 +12,17 @@ import numpy.typing as npt
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import (
+    DEFAULT_EFFICIENCY,
     TOLERANCE,
     BatchBounds,
     BatchPlan,
+    EfficiencyBound,
+    Prediction,
     batch_choice,
     candidate_plans,
     valid_replicas,
 )
-from adascale_core.performance.throughput import StepTimeModel
-
-Floats = npt.NDArray[np.float64]
+from adascale_core.performance.throughput import Floats, StepTimeModel, overlapped
 
 MAX_PLANS = 32
 """Plans that are considered for a count."""
@@ -77,15 +75,11 @@ class PlanGrid:
         rows = [candidate_plans(bounds, count, MAX_PLANS) for count in counts]
         width = max(map(len, rows), default=1)
         padded = [row + [row[-1]] * (width - len(row)) for row in rows]
-        shape = (len(counts), width)
-        return cls(
-            np.array(counts, dtype=np.float64).reshape(-1, 1),
-            np.array([[plan.local_bsz for plan in row] for row in padded], dtype=np.float64).reshape(shape),
-            np.array([[plan.accumulation for plan in row] for row in padded], dtype=np.float64).reshape(
-                shape
-            ),
-            np.array([[plan.scale(bounds) for plan in row] for row in padded]).reshape(shape),
-        )
+        numbers = [
+            [(each.local_bsz, each.accumulation, each.scale(bounds)) for each in row] for row in padded
+        ]
+        local_bsz, accumulation, scale = np.array(numbers).reshape(len(counts), width, 3).transpose(2, 0, 1)
+        return cls(np.array(counts, dtype=np.float64).reshape(-1, 1), local_bsz, accumulation, scale)
 
     @cached_property
     def gain_bounds(self) -> tuple[Floats, Floats]:
@@ -135,6 +129,28 @@ class Goodputs:
         """Return the best plan of the count at an index."""
         return self.grid.plan(index, int(self.columns[0 if on_one_node else 1][index]))
 
+    def prediction(self, index: int, estimate: GradientEstimate, *, on_one_node: bool = True) -> Prediction:
+        """Return the prediction for the count at an index, by the estimate that is not cautious."""
+        plan = self.plan(index, on_one_node=on_one_node)
+        column = int(self.columns[0 if on_one_node else 1][index])
+        scale = float(self.grid.scale[index, column])
+        between = estimate.gain_range(scale)
+        goodput = float((self.one_node if on_one_node else self.several_nodes)[index])
+        return Prediction(plan, scale, estimate.gain(scale), between[0] / goodput, between)
+
+
+def predict(
+    bounds: BatchBounds,
+    counts: Sequence[int],
+    estimate: GradientEstimate,
+    model: StepTimeModel,
+    efficiency: EfficiencyBound = DEFAULT_EFFICIENCY,
+) -> list[Prediction]:
+    """Return the prediction for each of some valid counts, on one node."""
+    least = efficiency.least_at_goodput
+    table = goodputs(bounds, tuple(counts), estimate.cautious, model, least_efficiency=least)
+    return [table.prediction(index, estimate) for index in range(len(counts))]
+
 
 def goodputs(
     bounds: BatchBounds,
@@ -175,20 +191,10 @@ def _step_times(grid: PlanGrid, model: StepTimeModel) -> tuple[Floats, Floats]:
     """Return the seconds of a step of each plan, on one node and on several."""
     compute = model.fixed + model.per_sample * grid.local_bsz
     before = (grid.accumulation - 1) * compute
-    one, several = (before + _last(compute, _sync(grid, model, nodes), model.overlap) for nodes in (1, 2))
+    sync = []
+    for nodes in (1, 2):
+        first, second = model.sync_time(2, nodes), model.sync_time(3, nodes)
+        several = first + (second - first) * (grid.replicas - 2)
+        sync.append(np.where(grid.replicas > 1, several, 0.0))
+    one, several = (before + overlapped(compute, each, model.overlap) for each in sync)
     return one, several
-
-
-def _sync(grid: PlanGrid, model: StepTimeModel, nodes: int) -> Floats:
-    first, second = model.sync_time(2, nodes), model.sync_time(3, nodes)
-    sync = first + (second - first) * (grid.replicas - 2)
-    return np.where(grid.replicas > 1, sync, 0.0)
-
-
-def _last(compute: Floats, sync: Floats, overlap: float) -> Floats:
-    """Return the seconds of the last micro-batch, with the communication that is not hidden."""
-    if overlap <= 1.0:
-        return compute + sync
-    larger, smaller = np.maximum(compute, sync), np.minimum(compute, sync)
-    result: Floats = larger * (1 + (smaller / larger) ** overlap) ** (1 / overlap)
-    return result

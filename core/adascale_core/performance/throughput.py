@@ -21,20 +21,20 @@ other jobs with the same template, their model is the prior.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from math import exp, log
-from typing import Final, Self
+from math import log
+from operator import attrgetter
+from typing import Final
 
-from adascale_core.batch.gain import GradientEstimate
-from adascale_core.batch.plans import (
-    DEFAULT_EFFICIENCY,
-    BatchBounds,
-    BatchPlan,
-    EfficiencyBound,
-    plan_batch,
-)
+import numpy as np
+import numpy.typing as npt
+
+from adascale_core.batch.plans import BatchPlan
 from adascale_core.messages.reports import StepTime
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 
 MIN_STEP_TIME, MAX_STEP_TIME = 1e-9, 1e9
 """Seconds; measurements outside of these bounds are ignored."""
@@ -56,9 +56,11 @@ LIMIT = 30.0
 
 # The parameters, as logarithms: fixed, per_sample, sync, sync_per_replica, node_sync, node_sync_per_replica
 # and overlap.
-_PRIOR: Final = (log(0.5), log(0.5), log(2e-3), log(5e-5), log(4e-3), log(1e-4), log(1.0))
-_SPREAD: Final = (1.0, 1.0, 2.5, 2.5, 2.5, 2.5, 0.3)
-_TEMPLATE_SPREAD: Final = (0.1, 0.1, 0.2, 0.2, 0.2, 0.2, 0.1)
+_PRIOR: Final = np.array([log(0.5), log(0.5), log(2e-3), log(5e-5), log(4e-3), log(1e-4), log(1.0)])
+_SPREAD: Final = np.array([1.0, 1.0, 2.5, 2.5, 2.5, 2.5, 0.3])
+_TEMPLATE_SPREAD: Final = np.array([0.1, 0.1, 0.2, 0.2, 0.2, 0.2, 0.1])
+MAX_BATCH = 512
+"""Fits at once, so that their arrays stay in the processor's caches."""
 LINK_SPREAD = 1.5
 """How far communication between nodes is from that on one node, where only one of both is measured."""
 
@@ -93,28 +95,26 @@ class StepTimeModel:
 
     def step_time(self, plan: BatchPlan, nodes: int = 1) -> float:
         """Predicted seconds per optimizer step."""
-        compute = self.compute_time(plan.local_bsz)
-        last = _overlapped(compute, self.sync_time(plan.replicas, nodes), self.overlap)
+        compute, sync = self.compute_time(plan.local_bsz), self.sync_time(plan.replicas, nodes)
+        larger, smaller = max(compute, sync), min(compute, sync)
+        last = float(larger * (1 + (smaller / larger) ** self.overlap) ** (1 / self.overlap))
         return (plan.accumulation - 1) * compute + last
 
     def throughput(self, plan: BatchPlan, nodes: int = 1) -> float:
         """Predicted optimizer steps per second."""
         return 1 / self.step_time(plan, nodes)
 
-    @classmethod
-    def fit(cls, measurements: Sequence[StepTime], template: Sequence[StepTime] = ()) -> Self | None:
+    @staticmethod
+    def fit(measurements: Sequence[StepTime], template: Sequence[StepTime] = ()) -> StepTimeModel | None:
         """Return the most probable model; None without measurements."""
-        fitted = _fit(usable(tuple(measurements)), usable(tuple(template)))
-        return None if fitted is None else cls(**vars(fitted))
+        return _fit_one(tuple(measurements), tuple(template))
 
 
-def _overlapped(compute: float, sync: float, overlap: float) -> float:
-    if sync <= 0.0:
-        return compute
-    if overlap <= 1.0:
-        return compute + sync
-    larger, smaller = max(compute, sync), min(compute, sync)
-    return float(larger * (1 + (smaller / larger) ** overlap) ** (1 / overlap))
+def overlapped(compute: Floats, sync: Floats, overlap: float | Floats) -> Floats:
+    """Return the seconds of computation with the communication that it does not hide."""
+    larger, smaller = np.maximum(compute, sync), np.minimum(compute, sync)
+    last: Floats = larger * (1 + (smaller / larger) ** overlap) ** (1 / overlap)
+    return last
 
 
 @lru_cache(maxsize=16384)
@@ -152,301 +152,241 @@ def _order(measured: StepTime) -> tuple[int, int, int, int, float]:
     )
 
 
+Measured = tuple[Sequence[StepTime], Sequence[StepTime]]
+"""The step times of a job, and of other jobs with the same template."""
+
+
+def fit_all(measured: Iterable[Measured]) -> list[StepTimeModel | None]:
+    """Return `StepTimeModel.fit` of each element. A model does not depend on the others."""
+    pairs = [(usable(tuple(job)), usable(tuple(template))) for job, template in measured]
+    templates = list({template: None for _, template in pairs if template})
+    priors = dict(zip(templates, _solve([(each, None) for each in templates]), strict=True))
+    own = iter(_solve([(job, priors.get(template)) for job, template in pairs if job]))
+    return [next(own) if job else priors.get(template) for job, template in pairs]
+
+
 @lru_cache(maxsize=16384)
-def _fit(measurements: tuple[StepTime, ...], template: tuple[StepTime, ...]) -> StepTimeModel | None:
-    if not measurements:
-        return _fit(template, ()) if template else None
-    problem = FitProblem.of(measurements, _fit(template, ()) if template else None)
-    return problem.model(problem.solve())
+def _fit_one(measurements: tuple[StepTime, ...], template: tuple[StepTime, ...]) -> StepTimeModel | None:
+    return fit_all([(measurements, template)])[0]
+
+
+_Question = tuple[tuple[StepTime, ...], StepTimeModel | None]
+"""Measurements, and the model that is the prior; None for the general prior."""
+_row = attrgetter("replicas", "nodes", "local_bsz", "accumulation", "step_time")
+_NO_TEMPLATE: Final = StepTimeModel(1.0, 1.0)
+_parameters = attrgetter(
+    "fixed", "per_sample", "sync", "sync_per_replica", "node_sync", "node_sync_per_replica", "overlap"
+)
 
 
 @dataclass(frozen=True)
-class FitProblem:
-    """A fit in units of a reference micro-batch, in which all parameters are of the order of 1."""
+class _Problems:
+    """Fits in units of the first micro-batch of a job, in which all parameters are of the order of 1.
 
-    seconds: float
-    samples: int
-    # replicas, nodes, size of a micro-batch in units of the reference, micro-batches, logarithm of the
-    # step time
-    rows: Sequence[tuple[int, int, float, int, float]]
-    # prior, spread: mean and standard deviation of each parameter's logarithm
-    prior: Sequence[float]
-    spread: Sequence[float]
-    is_linked: bool  # whether communication on one node and between nodes are tied together
-    separates_batch_size: bool  # whether the measurements cover two local batch sizes
+    Arrays have an element per job in the last dimension. Those with a row per measurement are padded.
+    """
+
+    # is_parallel, is_between_nodes: whether a row has several replicas, and on several nodes
+    is_parallel: Flags
+    is_between_nodes: Flags
+    further: Floats  # replicas beyond the second
+    size: Floats  # samples of a micro-batch, in units of the first
+    accumulation: Floats
+    time: Floats  # the logarithm of the step time
+    weight: Floats  # 0 for padding
+    # prior, precision: mean and inverse standard deviation of each parameter's logarithm, of shape (7, jobs)
+    prior: Floats
+    precision: Floats
+    # the inverse standard deviation of the link between communication on one node and between nodes, of
+    # shape (jobs,); 0 if they are not tied together, with a template
+    link: Floats
+    # seconds, samples: of the first micro-batch, of shape (jobs,)
+    seconds: Floats
+    samples: Floats
 
     @classmethod
-    def of(cls, measurements: Sequence[StepTime], template: StepTimeModel | None) -> FitProblem:
-        """Return the problem."""
-        first = measurements[0]
-        separates = len({each.local_bsz for each in measurements}) > 1
-        seconds, samples = first.step_time / first.accumulation, first.local_bsz
-        rows = [
-            (
-                each.replicas,
-                each.nodes,
-                each.local_bsz / samples,
-                each.accumulation,
-                log(each.step_time / seconds),
-            )
-            for each in measurements
-        ]
-        if template is None:
-            return cls(
-                seconds, samples, rows, _PRIOR, _SPREAD, is_linked=True, separates_batch_size=separates
-            )
-        node_sync = template.sync if template.node_sync is None else template.node_sync
-        per_replica = template.node_sync_per_replica
-        values = (
-            template.fixed,
-            template.per_sample * samples,
-            template.sync,
-            template.sync_per_replica,
-            node_sync,
-            template.sync_per_replica if per_replica is None else per_replica,
-        )
-        prior = [log(max(value / seconds, 1e-12)) for value in values]
+    def of(cls, questions: Sequence[_Question]) -> _Problems:
+        most = max(len(times) for times, _ in questions)
+        padded = [[*times, *[times[-1]] * (most - len(times))] for times, _ in questions]
+        rows = np.array([[_row(each) for each in times] for times in padded], dtype=np.float64)
+        replicas, nodes, local_bsz, accumulation, step_time = np.ascontiguousarray(rows.transpose(2, 1, 0))
+        seconds, samples = step_time[0] / accumulation[0], local_bsz[0]
+        lengths = np.array([len(times) for times, _ in questions])
+        has_template = np.array([model is not None for _, model in questions])
+        given = np.array([_parameters(model or _NO_TEMPLATE) for _, model in questions], dtype=np.float64).T
+        given[1] *= samples
+        # A model without measurements on several nodes has None there, which is not a number.
+        given[4:6] = np.where(np.isnan(given[4:6]), given[2:4], given[4:6])
+        given[:6] = np.maximum(given[:6] / seconds, 1e-12)
+        prior = np.where(has_template, np.log(given), _PRIOR[:, None])
+        spread = np.where(has_template, _TEMPLATE_SPREAD[:, None], _SPREAD[:, None])
         return cls(
+            replicas > 1,
+            (replicas > 1) & (nodes > 1),
+            np.maximum(replicas - 2, 0.0),
+            local_bsz / samples,
+            accumulation,
+            np.log(step_time / seconds),
+            (np.arange(most)[:, None] < lengths).astype(np.float64),
+            prior,
+            1 / spread,
+            np.where(has_template, 0.0, 1 / LINK_SPREAD),
             seconds,
             samples,
-            rows,
-            [*prior, log(template.overlap)],
-            _TEMPLATE_SPREAD,
-            is_linked=False,
-            separates_batch_size=separates or template.separates_batch_size,
         )
 
-    def solve(self) -> Sequence[float]:
-        """Return the most probable parameters, by damped Gauss-Newton steps (Levenberg 1944, Marquardt 1963).
+    def take(self, jobs: npt.NDArray[np.intp]) -> _Problems:
+        """Return the problems of some jobs."""
+        return _Problems(*(getattr(self, field.name)[..., jobs] for field in fields(self)))
 
-        `batched_fit` does the same for many problems at once.
-        """
-        x = self.start()
-        damping = DAMPING
-        matrix, column, error = self._normal_equations(x)
-        for _ in range(ITERATIONS):
-            if (x[6] <= 0.0 and column[6] < 0.0) or (x[6] >= log(MAX_OVERLAP) and column[6] > 0.0):
-                _fix(matrix, column, 6)
-            step = _solve(matrix, column, 1 + damping)
-            trial = [min(max(value + change, -LIMIT), LIMIT) for value, change in zip(x, step, strict=True)]
-            trial[6] = min(max(trial[6], 0.0), log(MAX_OVERLAP))
-            new_matrix, new_column, new_error = self._normal_equations(trial)
-            if new_error < error:
-                is_small = error - new_error < PRECISION * (1 + new_error)
-                x, matrix, column, error = trial, new_matrix, new_column, new_error
-                damping = max(damping / 10, MIN_DAMPING)
-                if is_small:
-                    break
-            else:
-                damping *= 10
-                if damping > MAX_DAMPING:
-                    break
-        return x
-
-    def model(self, x: Sequence[float]) -> StepTimeModel:
-        """Return the model of some parameters."""
-        fixed, per_sample, sync, per_replica, node_sync, node_per_replica, overlap = map(exp, x)
-        nodes = {row[1] > 1 for row in self.rows if row[0] > 1}
-        if self.is_linked and True not in nodes:
-            # Communication between nodes is not faster than on one node, unless it was measured to be.
-            node_sync, node_per_replica = max(node_sync, sync), max(node_per_replica, per_replica)
-        elif self.is_linked and False not in nodes:
-            sync, per_replica = min(sync, node_sync), min(per_replica, node_per_replica)
-        return StepTimeModel(
-            self.seconds * fixed,
-            self.seconds * per_sample / self.samples,
-            self.seconds * sync,
-            self.seconds * per_replica,
-            self.separates_batch_size,
-            self.seconds * node_sync,
-            self.seconds * node_per_replica,
-            overlap,
-        )
-
-    def start(self) -> list[float]:
+    def start(self) -> Floats:
         """Return where to start: the prior, with communication from what computation does not explain.
 
         A parameter that is much too small has no influence, so a search could not leave it.
         """
-        x = list(self.prior)
-        alone = [exp(row[4]) / row[3] for row in self.rows if row[0] == 1]
-        compute = min(alone, default=exp(x[0]) + exp(x[1]))
-        for first, between_nodes in ((2, False), (4, True)):
-            rows = [row for row in self.rows if row[0] > 1 and (row[1] > 1) is between_nodes]
-            rest = [exp(row[4]) - row[3] * compute for row in rows]
-            mean = sum(rest) / len(rest) if rest else 0.0
-            if mean > exp(x[first]):
-                x[first + 1] += log(mean) - x[first]
-                x[first] = log(mean)
+        x, times = self.prior.copy(), np.exp(self.time)
+        alone = np.where(self.is_parallel, np.inf, times / self.accumulation).min(axis=0)
+        compute = np.where(np.isfinite(alone), alone, np.exp(x[0]) + np.exp(x[1]))
+        for first, is_measured in (
+            (2, self.is_parallel & ~self.is_between_nodes),
+            (4, self.is_between_nodes),
+        ):
+            weight = self.weight * is_measured
+            mean = sum(weight * (times - self.accumulation * compute)) / np.maximum(sum(weight), 1.0)
+            more = np.maximum(np.log(np.maximum(mean, 1e-300)) - x[first], 0.0)
+            x[first : first + 2] += more
         return x
 
-    def _normal_equations(self, x: Sequence[float]) -> tuple[list[list[float]], list[float], float]:
-        """Return the matrix (its lower triangle) and right-hand side of a step from `x`, and the total error.
-
-        Residuals are weighted against outliers.
-        """
-        fixed, per_sample, sync, per_replica, node_sync, node_per_replica, overlap = map(exp, x)
-        matrix = [[0.0] * 7 for _ in range(7)]
-        column = [0.0] * 7
-        error = 0.0
-        for i, (value, mean, spread) in enumerate(zip(x, self.prior, self.spread, strict=True)):
-            residual = (mean - value) / spread
-            matrix[i][i] = 1 / spread**2
-            column[i] = residual / spread
-            error += residual * residual
-        if self.is_linked:
-            for near, far in ((2, 4), (3, 5)):
-                residual = (x[near] - x[far] - (self.prior[near] - self.prior[far])) / LINK_SPREAD
-                matrix[near][near] += 1 / LINK_SPREAD**2
-                matrix[far][far] += 1 / LINK_SPREAD**2
-                matrix[far][near] -= 1 / LINK_SPREAD**2
-                column[near] -= residual / LINK_SPREAD
-                column[far] += residual / LINK_SPREAD
-                error += residual * residual
-        row_0, row_1, row_6 = matrix[0], matrix[1], matrix[6]
-        for replicas, nodes, size, accumulation, measured in self.rows:
-            compute = fixed + per_sample * size
-            # The derivatives of the logarithm of the step time are called by_<index of the parameter>.
-            if replicas == 1:
-                total = accumulation * compute
-                by_0, by_1 = fixed / compute, per_sample * size / compute
-            else:
-                first, constant, slope = (
-                    (2, sync, per_replica) if nodes < 2 else (4, node_sync, node_per_replica)
-                )
-                slope *= replicas - 2
-                communication = constant + slope
-                last = _overlapped(compute, communication, overlap)
-                total = (accumulation - 1) * compute + last
-                of_compute = (accumulation - 1 + (compute / last) ** (overlap - 1)) / total
-                by_0, by_1 = of_compute * fixed, of_compute * per_sample * size
-            residual = (measured - log(total)) / NOISE
-            spread = (1 + (residual / OUTLIER) ** 2) ** 0.5
-            weight = 1 / (spread * NOISE)
-            error += 2 * OUTLIER**2 * (spread - 1)
-            left = by_0 * weight
-            column[0] += left * residual
-            row_0[0] += left / NOISE * by_0
-            left = by_1 * weight
-            column[1] += left * residual
-            left /= NOISE
-            row_1[0] += left * by_0
-            row_1[1] += left * by_1
-            if replicas == 1:
-                continue
-            of_sync = (communication / last) ** (overlap - 1) / total
-            share = (compute / last) ** overlap
-            entropy = -(_xlogx(share) + _xlogx(1 - share)) / overlap
-            by_first, by_second, by_6 = of_sync * constant, of_sync * slope, -last * entropy / total
-            second = first + 1
-            left = by_first * weight
-            column[first] += left * residual
-            left /= NOISE
-            row = matrix[first]
-            row[0] += left * by_0
-            row[1] += left * by_1
-            row[first] += left * by_first
-            left = by_second * weight
-            column[second] += left * residual
-            left /= NOISE
-            row = matrix[second]
-            row[0] += left * by_0
-            row[1] += left * by_1
-            row[first] += left * by_first
-            row[second] += left * by_second
-            left = by_6 * weight
-            column[6] += left * residual
-            left /= NOISE
-            row_6[0] += left * by_0
-            row_6[1] += left * by_1
-            row_6[first] += left * by_first
-            row_6[second] += left * by_second
-            row_6[6] += left * by_6
+    def normal_equations(self, x: Floats) -> tuple[Floats, Floats, Floats]:
+        """Return the matrices, right-hand sides and total errors of a step from `x`."""
+        matrix = np.zeros((7, *x.shape))
+        diagonal = np.arange(7)
+        residual = (self.prior - x) * self.precision
+        matrix[diagonal, diagonal] = self.precision**2
+        column = residual * self.precision
+        error = np.sum(residual * residual, axis=0)
+        for near, far in ((2, 4), (3, 5)):
+            tied = (x[near] - x[far] - (self.prior[near] - self.prior[far])) * self.link
+            for i, sign in ((near, 1.0), (far, -1.0)):
+                matrix[i, i] += self.link**2
+                column[i] -= sign * tied * self.link
+            matrix[far, near] = matrix[near, far] = -(self.link**2)
+            error = error + tied * tied
+        derivatives, rest = self._derivatives(x)
+        residual = rest / NOISE
+        spread = np.sqrt(1 + (residual / OUTLIER) ** 2)
+        weighted = derivatives * (self.weight / spread / NOISE)
+        # Row by row, so that a sum does not depend on the padding.
+        for i in range(len(rest)):
+            column += weighted[:, i] * residual[i]
+            matrix += weighted[:, None, i] * (derivatives[None, :, i] / NOISE)
+            error = error + 2 * OUTLIER**2 * self.weight[i] * (spread[i] - 1)
         return matrix, column, error
 
+    def _derivatives(self, x: Floats) -> tuple[Floats, Floats]:
+        """Return the derivatives of the logarithm of each step time, and what it leaves."""
+        fixed, per_sample, sync, per_replica, node_sync, node_per_replica, overlap = np.exp(x)
+        of_samples = per_sample * self.size
+        compute = fixed + of_samples
+        far = self.is_between_nodes
+        constant = np.where(self.is_parallel, np.where(far, node_sync, sync), 0.0)
+        slope = np.where(far, node_per_replica, per_replica) * self.further
+        communication = constant + slope
+        last = overlapped(compute, communication, overlap)
+        total = (self.accumulation - 1) * compute + last
+        of_compute = (self.accumulation - 1 + (compute / last) ** (overlap - 1)) / total
+        of_sync = (communication / last) ** (overlap - 1) / total
+        share = np.minimum((compute / last) ** overlap, 1.0)
+        entropy = -(_xlogx(share) + _xlogx(1 - share)) / overlap
+        by_constant, by_slope = of_sync * constant, of_sync * slope
+        derivatives = np.array(
+            [
+                of_compute * fixed,
+                of_compute * of_samples,
+                np.where(far, 0.0, by_constant),
+                np.where(far, 0.0, by_slope),
+                np.where(far, by_constant, 0.0),
+                np.where(far, by_slope, 0.0),
+                -last * entropy / total,
+            ]
+        )
+        return derivatives, self.time - np.log(total)
 
-def _xlogx(share: float) -> float:
-    return share * log(share) if share > 1e-12 else 0.0
+    def models(self, x: Floats) -> list[StepTimeModel]:
+        """Return the models of some parameters."""
+        values = np.exp(x)
+        is_measured = self.weight > 0
+        near = (self.is_parallel & ~self.is_between_nodes & is_measured).any(axis=0)
+        far = (self.is_between_nodes & is_measured).any(axis=0)
+        # Communication between nodes is not faster than on one node, unless it was measured to be.
+        is_tied = self.link > 0
+        slower, faster = np.maximum(values[2:4], values[4:6]), np.minimum(values[2:4], values[4:6])
+        values[4:6] = np.where(is_tied & ~far, slower, values[4:6])
+        values[2:4] = np.where(is_tied & far & ~near, faster, values[2:4])
+        values[:6] *= self.seconds
+        values[1] /= self.samples
+        separates = (self.size != 1.0).any(axis=0).tolist()
+        return [
+            StepTimeModel(
+                fixed, per_sample, sync, per_replica, separate, node_sync, node_per_replica, overlap
+            )
+            for (fixed, per_sample, sync, per_replica, node_sync, node_per_replica, overlap), separate in zip(
+                values.T.tolist(), separates, strict=True
+            )
+        ]
 
 
-def _fix(matrix: list[list[float]], column: list[float], index: int) -> None:
-    """Keep an element of the solution at its present value, a bound."""
-    for i in range(len(column)):
-        matrix[i][index] = matrix[index][i] = 0.0
-    matrix[index][index] = 1.0
-    column[index] = 0.0
+def _solve(questions: Sequence[_Question]) -> list[StepTimeModel]:
+    """Return the most probable models, by damped Gauss-Newton steps (Levenberg 1944, Marquardt 1963)."""
+    models: list[StepTimeModel] = []
+    for begin in range(0, len(questions), MAX_BATCH):
+        batch = questions[begin : begin + MAX_BATCH]
+        given = _Problems.of(batch)
+        models += given.models(_most_probable(given))
+    return [
+        replace(model, separates_batch_size=True)
+        if prior is not None and prior.separates_batch_size
+        else model
+        for model, (_, prior) in zip(models, questions, strict=True)
+    ]
 
 
-def _solve(matrix: list[list[float]], column: list[float], damping: float) -> list[float]:
-    """Return x with `matrix` x = `column`, for a positive definite matrix, by Cholesky's decomposition."""
-    size = len(column)
-    lower: list[list[float]] = []
-    solution: list[float] = []
-    for i in range(size):
-        row = matrix[i][: i + 1]
-        row[i] *= damping
-        value = column[i]
-        for j, other in enumerate(lower):
-            if row[j]:
-                entry = row[j] = row[j] / other[j]
-                value -= entry * solution[j]
-                for k in range(j + 1, i):
-                    row[k] -= entry * lower[k][j]
-                row[i] -= entry * entry
-        row[i] = row[i] ** 0.5
-        lower.append(row)
-        solution.append(value / row[i])
-    for i in reversed(range(size)):
-        value = solution[i] = solution[i] / lower[i][i]
-        for j in range(i):
-            solution[j] -= lower[i][j] * value
+def _most_probable(given: _Problems) -> Floats:
+    """Return the most probable parameters of each problem, of shape (7, jobs)."""
+    solution = given.start()
+    jobs = np.arange(solution.shape[1])
+    x, damping = solution.copy(), np.full(len(jobs), DAMPING)
+    matrix, column, error = given.normal_equations(x)
+    most = log(MAX_OVERLAP)
+    for _ in range(ITERATIONS):
+        bound = ((x[6] <= 0.0) & (column[6] < 0.0)) | ((x[6] >= most) & (column[6] > 0.0))
+        trial = np.clip(x + _step(matrix, column, 1 + damping, bound), -LIMIT, LIMIT)
+        trial[6] = np.clip(trial[6], 0.0, most)
+        new_matrix, new_column, new_error = given.normal_equations(trial)
+        better = new_error < error
+        small = better & (error - new_error < PRECISION * (1 + new_error))
+        x = np.where(better, trial, x)
+        matrix, column = np.where(better, new_matrix, matrix), np.where(better, new_column, column)
+        error = np.where(better, new_error, error)
+        damping = np.where(better, np.maximum(damping / 10, MIN_DAMPING), damping * 10)
+        ended = small | (damping > MAX_DAMPING)
+        solution[:, jobs] = x
+        if ended.any():
+            left = np.flatnonzero(~ended)
+            if not len(left):
+                break
+            given, jobs, x, damping = given.take(left), jobs[left], x[:, left], damping[left]
+            matrix, column, error = matrix[:, :, left], column[:, left], error[left]
     return solution
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The predicted performance of a replica count."""
-
-    plan: BatchPlan
-    scale: float
-    gain: float  # steps at `batch_size` per step
-    step_time: float  # seconds per optimizer step
-    # the gains at one standard error of the estimate; twice `gain` if the error is not known
-    gain_range: tuple[float, float]
-
-    @property
-    def efficiency(self) -> float:
-        """gain / scale."""
-        return self.gain / self.scale
-
-    @property
-    def goodput(self) -> float:
-        """Steps at `batch_size` per second: throughput times gain (Qiao et al. 2021, section 3).
-
-        With the lower gain of the range, which decides.
-        """
-        return self.gain_range[0] / self.step_time
+def _step(matrix: Floats, column: Floats, damping: Floats, bound: Flags) -> Floats:
+    """Return the solution of each system; without a change of the overlap where it is at a bound."""
+    left, right = matrix.transpose(2, 0, 1).copy(), column.T.copy()
+    left[:, np.arange(7), np.arange(7)] *= damping[:, None]
+    left[bound, 6, :6] = left[bound, :6, 6] = right[bound, 6] = 0.0
+    return np.linalg.solve(left, right[..., None])[..., 0].T.astype(np.float64)
 
 
-def predict(
-    bounds: BatchBounds,
-    counts: Iterable[int],
-    estimate: GradientEstimate,
-    model: StepTimeModel,
-    efficiency: EfficiencyBound = DEFAULT_EFFICIENCY,
-) -> dict[int, Prediction]:
-    """Return the prediction for each replica count."""
-    predictions = {}
-    for count in counts:
-        plan = plan_batch(
-            bounds,
-            count,
-            estimate=estimate.cautious,
-            throughput=model.throughput,
-            efficiency=efficiency,
-        )
-        scale = plan.scale(bounds)
-        predictions[count] = Prediction(
-            plan, scale, estimate.gain(scale), model.step_time(plan), estimate.gain_range(scale)
-        )
-    return predictions
+def _xlogx(share: Floats) -> Floats:
+    return share * np.log(np.maximum(share, 1e-12))

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from adascale_core.batch.plans import Prediction
 from adascale_core.messages import Message
 from adascale_core.messages.allocation import AllocationView
 from adascale_core.messages.reports import GainReport
-from adascale_core.performance.throughput import Prediction
 
 
 @dataclass(frozen=True)
