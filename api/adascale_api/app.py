@@ -21,7 +21,7 @@ from adascale_api.bodies import (
 from adascale_api.data.database import Database
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.request_body import REFERENCE, BodyLimit
-from adascale_api.routes import allocation, gain, jobs, logs, page, probes, runs
+from adascale_api.routes import allocation, gain, jobs, logs, page, probes
 from adascale_api.routes.common import add_error_handlers
 from adascale_api.routes.runs import RunPaths
 from adascale_api.service.prometheus import RequestMetrics
@@ -126,9 +126,9 @@ def create_runs_app(services: RunServices) -> ASGIApp:
     app = FastAPI(
         title="AdaScale runs", lifespan=lifespan, redirect_slashes=False, openapi_url=None, docs_url=None
     )
-    app.state.runs = services
+    app.state.service = services
     add_error_handlers(app)
     decisions = allocation.decision_router
-    for router in (runs.router, page.files_router, gain.router, decisions, jobs.router, logs.router):
+    for router in (page.router, page.files_router, gain.router, decisions, jobs.router, logs.router):
         app.include_router(router)
     return RunPaths(app, services)

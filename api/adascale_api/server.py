@@ -79,7 +79,7 @@ def serve_runs(path: Path, authorizer: Authorizer | None) -> AppFactory:
 
     def make(limits: ConnectionLimits) -> ServedApp:
         runs = RunServices(path, authorizer, limits)
-        return ServedApp(create_runs_app(runs), runs.stop, f"runs of {path}")
+        return ServedApp(create_runs_app(runs), lambda: None, f"runs of {path}")
 
     return make
 

@@ -114,6 +114,21 @@ class Client:
         """Post reports, and return the body of the answer."""
         return self._ok(self.call("POST", f"/jobs/{job}/gain", [report.to_json() for report in reports]))
 
+    def summaries(self) -> dict[str, Any]:
+        """Return the summaries of all jobs, by id."""
+        return {summary["id"]: summary for summary in self.get("/summaries")["jobs"]}
+
+    def summary(self, job: str, condition: Callable[[Any], Any] = lambda _: True) -> Any:
+        """Return the summary of a job once it fulfils a condition."""
+        found: list[Any] = []
+
+        def is_there() -> bool:
+            found[:] = [summary] if (summary := self.summaries().get(job)) else []
+            return bool(found) and bool(condition(found[0]))
+
+        wait_until(is_there, f"the summary of {job}")
+        return found[0]
+
     def register(self, job: str, registration: Registration) -> Any:
         """Register a replica, and return the body of the answer."""
         return self.put(f"/jobs/{job}/replicas/{registration.replica}", registration.to_json())

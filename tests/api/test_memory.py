@@ -6,9 +6,6 @@ import asyncio
 import re
 import socket
 import ssl
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -18,13 +15,13 @@ import pytest
 from adascale_api.data.database import Database
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, replicas
+from adascale_api.http.connection_limits import MAX_DATA
 from adascale_api.http.protocol import MAX_HEAD
-from adascale_api.service.job_feed import MAX_CLIENTS, MAX_JOBS
+from adascale_api.service.summaries import MAX_JOBS
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.rendezvous.rendezvous import Rendezvous
 from api.client import MEMORY_LIMIT, TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
-from api.events import Events
 from support.certificates import TlsFiles, tls_files
 
 
@@ -180,9 +177,8 @@ def test_all_kinds_of_costly_requests_at_once_take_bounded_memory(tmp_path: Path
         body = b"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n" + b" " * 999_999
         for number in range(60):
             send(number, get("/jobs/held/gain").replace(b"GET", b"POST") + body)
-        follow = b"GET /events HTTP/1.1\r\nHost: x\r\n"
-        for number in range(2 * MAX_CLIENTS):
-            send(number, (get("/events") if number % 2 else follow) + b"\r\n")
+        for number in range(120):
+            send(number, b"GET /summaries HTTP/1.1\r\nHost: x\r\n\r\n")
         for number in range(120):
             unread = send(number, get("/jobs?limit=1000&after=default.large") + b"\r\n")
             with suppress(ConnectionResetError):
@@ -195,67 +191,14 @@ def test_all_kinds_of_costly_requests_at_once_take_bounded_memory(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_event_takes_bounded_memory_however_many_clients_follow(tmp_path: Path) -> None:
+def test_the_summaries_take_bounded_memory_however_many_clients_ask(tmp_path: Path) -> None:
     asyncio.run(store_jobs(tmp_path / "service.db", MAX_JOBS))
-    with ServiceProcess(tmp_path) as service, ExitStack() as stack:
-        first = Events(service.port)
-        stack.callback(first.close)
-        kind, data = first.next()
-        assert (kind, len(data["jobs"])) == ("all", MAX_JOBS)
+    with ServiceProcess(tmp_path) as service, Client(service.port) as client, ExitStack() as stack:
+        found = client.get("/summaries")
+        assert (len(found["jobs"]), found["truncated"]) == (MAX_JOBS, True)
         before = service.peak_memory()
-        followers = [
-            stack.enter_context(unread_answer(service.port, "/events", token=token))
-            for token in (TOKEN, None)
-            for _ in range(MAX_CLIENTS - 1)
-        ]
-        for follower in followers:
-            received = b""
-            while b"event: all" not in received:
-                part = follower.recv(100)
-                assert part, "the stream has ended"
-                received += part
-        with Client(service.port) as client:
-            assert client.get("/healthz") == {"status": "ok"}
-        assert service.peak_memory() - before < 50 * 1024
-
-
-@pytest.mark.slow
-def test_clients_that_do_not_read_their_events_are_disconnected(tmp_path: Path, tls: TlsFiles | None) -> None:
-    with (
-        ServiceProcess(tmp_path, *(tls.options if tls else ())) as service,
-        Client(service.port) as client,
-        ExitStack() as stack,
-    ):
-        for number in range(300):
-            client.put(f"/jobs/job-{number}", JobSpec(8, max_replicas=2).to_json())
-        for _ in range(MAX_CLIENTS):
-            stack.enter_context(unread_answer(service.port, "/events", tls=tls))
-        before = service.peak_memory()
-
-        def train() -> None:
-            step = 0
-            while not stopped.is_set():
-                step += 1
-                for number in range(300):
-                    client.post_gain(f"job-{number}", a_report(step))
-
-        def is_free() -> bool:
-            events = Events(service.port)
-            events.close()
-            return events.answer.status == 200
-
-        stopped = threading.Event()
-        with ThreadPoolExecutor(1) as threads:
-            training = threads.submit(train)
-            try:
-                deadline = time.monotonic() + 120
-                while not is_free():
-                    assert time.monotonic() < deadline
-                    assert not training.done()
-                    # What closed connections leave until the next garbage collection is not measured here.
-                    time.sleep(0.1)
-            finally:
-                stopped.set()
-            training.result()
-        assert service.peak_memory() - before < 50 * 1024
+        for _ in range(200):
+            stack.enter_context(unread_answer(service.port, "/summaries"))
+        assert client.get("/healthz") == {"status": "ok"}
+        assert service.peak_memory() - before < MAX_DATA // 1024 + 30 * 1024
         assert "Traceback" not in service.log()

@@ -1,28 +1,19 @@
-"""The page over HTTP: its files, the stream of jobs, generations and use of replicas."""
+"""The page over HTTP: its files, the summaries of jobs, generations and use of replicas."""
 
+import asyncio
 import json
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
 import pytest
 
-from adascale_api.errors import UnavailableError
-from adascale_api.service.job_feed import MAX_CLIENTS, Followers
+from adascale_api.service.summaries import Summaries
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
+from adascale_core.views.job_summary import JobSummary
 from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
-from api.events import Events
-
-
-@pytest.fixture
-def events(service: ServiceProcess) -> Iterator[Events]:
-    opened = Events(service.port)
-    yield opened
-    opened.close()
 
 
 def train(client: Client, job: str, replicas: int) -> None:
@@ -93,107 +84,75 @@ def test_fastapis_viewers_which_load_scripts_of_other_hosts_are_not_served(clien
     assert client.call("GET", path).status == 404
 
 
-# -- the stream of jobs ----------------------------------------------------------------------------------
+# -- the summaries of jobs -------------------------------------------------------------------------------
 
 
-def test_the_stream_has_all_jobs_and_then_those_that_change(client: Client, job: str, events: Events) -> None:
+def test_a_summary_follows_its_job(client: Client, job: str) -> None:
     train(client, job, 2)
-    summary = events.of_job(job)
-    while summary["state"] != "Running":
-        summary = events.of_job(job)
+    summary = client.summary(job, lambda summary: summary["state"] == "Running")
     assert (summary["replicas"], summary["desired"], summary["latest"]) == (2, 2, None)
     client.post_gain(job, a_report(10, progress=400.0, goodput=20.0))
-    summary = events.of_job(job)
+    summary = client.summary(job, lambda summary: summary["latest"])
     assert summary["latest"]["step"] == 10
     assert summary["seconds_left"] == pytest.approx(30.0)
     client.call("DELETE", f"/jobs/{job}")
-    while job not in events.next()[1]["deleted"]:
-        pass
+    wait_until(lambda: job not in client.summaries(), "the deletion")
 
 
-def test_a_second_client_gets_all_jobs_first(
-    service: ServiceProcess, client: Client, job: str, events: Events
-) -> None:
-    train(client, job, 1)
-    events.of_job(job)
-    second = Events(service.port)
-    kind, data = second.next()
-    second.close()
-    assert kind == "all"
-    assert job in {summary["id"] for summary in data["jobs"]}
-    assert data["truncated"] is False
+def test_summaries_that_a_client_has_are_not_sent_again(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path) as service, Client(service.port, None) as page:
+        first = page.call("GET", "/summaries")
+        assert first.body == {"jobs": [], "truncated": False, "interval": 2.0}
+        etag = {"If-None-Match": first.headers["etag"]}
+        assert page.call("GET", "/summaries", headers=etag).status == 304
+        with Client(service.port) as client:
+            client.post_gain("a", a_report())
+        wait_until(lambda: page.call("GET", "/summaries", headers=etag).status == 200, "a change")
 
 
-def test_the_stream_has_neither_addresses_nor_logs(client: Client, job: str, events: Events) -> None:
+def test_clients_that_ask_together_share_a_read() -> None:
+    reads = 0
+
+    async def read() -> dict[str, JobSummary]:
+        nonlocal reads
+        reads += 1
+        await asyncio.sleep(0)
+        if reads == 1:
+            raise ZeroDivisionError
+        return {}
+
+    async def ask() -> None:
+        summaries = Summaries(read)
+        for result in await asyncio.gather(*(summaries.get() for _ in range(9)), return_exceptions=True):
+            assert isinstance(result, ZeroDivisionError)
+        first, *others = await asyncio.gather(*(summaries.get() for _ in range(9)))
+        assert all(other is first for other in others)
+
+    asyncio.run(ask())
+    assert reads == 2, "an error is tried again"
+
+
+def test_the_summaries_have_neither_addresses_nor_logs(client: Client, job: str) -> None:
     client.put(f"/jobs/{job}/allocation", {"generation": 1, "replicas": 1})
     client.register(job, a_registration(address="10.9.8.7"))
     failed = a_registration(replica_state=ReplicaState.FAILED, generation=1, log="secret text", exit_code=1)
     client.register(job, failed)
-    text = json.dumps(events.of_job(job))
+    text = json.dumps(client.summary(job, lambda summary: summary["state"] == "Failed"))
     assert "10.9.8.7" not in text
     assert "secret text" not in text
 
 
-@pytest.mark.slow
-def test_one_address_does_not_keep_others_from_the_stream(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path) as service, ExitStack() as stack:
-
-        def follow(*options: str) -> Events:
-            return stack.enter_context(closing(Events(service.port, *options)))
-
-        opened = [follow() for _ in range(MAX_CLIENTS)]
-        for each in opened:
-            assert each.next()[0] == "all"
-        refused = follow()
-        assert refused.answer.status == 503
-        reader = follow(TOKEN)
-        assert reader.next()[0] == "all"
-        other = follow("", "127.0.0.2")
-        assert other.next()[0] == "all"
-        with pytest.raises(StopIteration):
-            opened[0].next()
-        for each in opened:
-            each.close()
-        wait_until(lambda: follow().answer.status == 200, "room for another client")
-        with Client(service.port) as client:
-            client.put("/jobs/a", JobSpec(8, max_replicas=2).to_json())
-        for each in (reader, other):
-            assert each.of_job("default.a")["id"] == "default.a"
-
-
-def test_the_places_of_followers_are_shared_fairly_by_address() -> None:
-    followers = Followers(4)
-    first, second, *_ = [followers.add("a") for _ in range(4)]
-    with pytest.raises(UnavailableError):
-        followers.add("a")
-    followers.add("b")
-    followers.add("b")
-    assert [first.is_ended, second.is_ended] == [True, True]
-    for address in ("a", "b"):
-        with pytest.raises(UnavailableError):
-            followers.add(address)
-    third = followers.add("c")
-    assert len(followers) == 4
-    for each in (first, third):
-        followers.remove(each)
-    assert len(followers) == 3, "the place of the first was taken"
-    followers.add("a")
-
-
-def test_a_protected_page_has_no_data_without_a_token_and_its_stream_ends_with_the_service(
-    tmp_path: Path,
-) -> None:
+def test_a_protected_page_has_no_data_without_a_token(tmp_path: Path) -> None:
     environ = {"ADASCALE_TOKEN": TOKEN, "ADASCALE_READ_TOKEN": "the-read-token"}
     with ServiceProcess(tmp_path, "--protect-reads", environ=environ) as service:
         with Client(service.port, None) as anyone:
             assert anyone.call("GET", "/").status == 200
             assert anyone.call("GET", "/page/main.js").status == 200
-            for path in ("/events", "/usage", "/jobs/a/generations"):
+            for path in ("/summaries", "/usage", "/jobs/a/generations"):
                 assert anyone.call("GET", path).status == 401
-        stream = Events(service.port, "the-read-token")
-        assert stream.next()[0] == "all"
+        with Client(service.port, "the-read-token") as reader:
+            assert reader.summaries() == {}
         assert service.stop() == 0
-        stream.close()
         assert "Traceback" not in service.log()
 
 

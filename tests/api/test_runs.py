@@ -21,8 +21,7 @@ from adascale_api.service.run_services import MAX_OPEN, RunServices
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.views.job_summary import JobStateName, RunEntry, RunView
-from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report
-from api.events import Events
+from api.client import TOKEN, Client, ServiceProcess, a_registration, a_report, wait_until
 
 READ_TOKEN = "the-read-token-of-these-tests"
 ENVIRON = {"ADASCALE_TOKEN": TOKEN, "ADASCALE_READ_TOKEN": READ_TOKEN}
@@ -98,20 +97,11 @@ def client(shown: ServiceProcess, listed: Path) -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture
-def events(shown: ServiceProcess, listed: Path) -> Iterator[Events]:
-    events = Events(shown.port)
-    yield events
-    events.close()
-
-
-def test_an_ended_run_has_the_state_and_the_reason_of_its_list(
-    ended: RunEntry, client: Client, events: Events
-) -> None:
-    summary = events.of_job(ended.id)
+def test_an_ended_run_has_the_state_and_the_reason_of_its_list(ended: RunEntry, client: Client) -> None:
+    summary = client.summary(ended.id)
     # Its service has not learnt that it was killed.
     assert (summary["state"], summary["replicas"], summary["seconds_left"]) == ("Failed", 0, None)
-    assert (summary["run"]["reason"], summary["run"]["ended_at"]) == ("it has crashed", round(NOW - 10, 2))
+    assert (summary["run"]["reason"], summary["run"]["ended_at"]) == ("it has crashed", NOW - 10)
     assert client.get(f"/jobs/{ended.id}")["latest"]["step"] == 19
     assert client.get(f"/jobs/{ended.id}/gain/history")["total"] == 19
     assert len(client.get(f"/jobs/{ended.id}/generations")["generations"]) == 1
@@ -120,17 +110,15 @@ def test_an_ended_run_has_the_state_and_the_reason_of_its_list(
 
 
 def test_a_run_is_followed_while_its_own_service_writes(
-    tmp_path: Path, listed: Path, ended: RunEntry, client: Client, events: Events
+    tmp_path: Path, listed: Path, ended: RunEntry, client: Client
 ) -> None:
-    assert events.of_job(ended.id)["state"] == "Failed"
+    assert client.summary(ended.id)["state"] == "Failed"
     live = replace(ended, state=None, run=replace(ended.run, ended_at=None, reason=""))
     with ServiceProcess(tmp_path / "one") as service, Client(service.port) as run:
         write(listed, live)
-        while events.of_job(ended.id)["state"] != "Running":
-            pass
+        client.summary(ended.id, lambda summary: summary["state"] == "Running")
         run.post_gain(JOB, a_report(20, progress=40.0))
-        while events.of_job(ended.id)["latest"]["step"] != 20:
-            pass
+        client.summary(ended.id, lambda summary: summary["latest"]["step"] == 20)
         assert client.get(f"/jobs/{ended.id}")["latest"]["step"] == 20
         # A run that starts over has another file at the same place.
         run.call("DELETE", f"/jobs/{JOB}")
@@ -138,27 +126,23 @@ def test_a_run_is_followed_while_its_own_service_writes(
         file.unlink()
     with ServiceProcess(tmp_path / "one") as service, Client(service.port) as run:
         run.post_gain(JOB, a_report(1, progress=1.0))
-        while (events.of_job(ended.id)["latest"] or {}).get("step") != 1:
-            pass
+        client.summary(ended.id, lambda summary: (summary["latest"] or {}).get("step") == 1)
         assert client.get(f"/jobs/{ended.id}/gain/history")["total"] == 1
 
 
 def test_two_runs_of_a_job_are_shown_beside_each_other(
-    tmp_path: Path, trained: Path, listed: Path, ended: RunEntry, client: Client, events: Events
+    tmp_path: Path, trained: Path, listed: Path, ended: RunEntry, client: Client
 ) -> None:
     shutil.copytree(trained, tmp_path / "two")
     now = time.time()
     one = replace(ended, run=replace(ended.run, ended_at=now))
     two = entry(tmp_path / "two", "two", JobStateName.COMPLETE, ended_at=now)
     write(listed, one, two)
-    assert events.of_job(two.id)["state"] == "Complete"
+    assert client.summary(two.id)["state"] == "Complete"
     used = client.get("/usage?seconds=600&points=10")
     assert {each["name"] for each in used["largest"]} == {one.id, two.id}
     write(listed)
-    deleted: list[str] = []
-    while two.id not in deleted:
-        deleted = events.next()[1]["deleted"]
-    assert one.id in deleted
+    wait_until(lambda: not client.summaries(), "the end of both in the list")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +151,7 @@ def test_two_runs_of_a_job_are_shown_beside_each_other(
     ids=["missing", "damaged", "empty"],
 )
 def test_a_run_whose_database_cannot_be_read_is_listed_with_the_reason(
-    tmp_path: Path, listed: Path, ended: RunEntry, client: Client, events: Events, content: bytes | None,
+    tmp_path: Path, listed: Path, ended: RunEntry, client: Client, content: bytes | None,
     problem: str,
 ) -> None:  # fmt: skip
     (tmp_path / "bad").mkdir()
@@ -175,7 +159,7 @@ def test_a_run_whose_database_cannot_be_read_is_listed_with_the_reason(
         (tmp_path / "bad" / "service.db").write_bytes(content)
     bad = entry(tmp_path / "bad", "bad", JobStateName.STOPPED)
     write(listed, ended, bad)
-    summary = events.of_job(bad.id)
+    summary = client.summary(bad.id)
     assert summary["state"] == "Stopped"
     assert problem in summary["run"]["reason"]
     answer = client.call("GET", f"/jobs/{bad.id}")
@@ -186,7 +170,7 @@ def test_a_run_whose_database_cannot_be_read_is_listed_with_the_reason(
 
 
 def test_a_database_with_values_of_another_program_does_not_hide_other_runs(
-    tmp_path: Path, trained: Path, listed: Path, ended: RunEntry, events: Events
+    tmp_path: Path, trained: Path, listed: Path, ended: RunEntry, client: Client
 ) -> None:
     shutil.copytree(trained, tmp_path / "changed")
     with closing(sqlite3.connect(tmp_path / "changed" / "service.db")) as database:
@@ -194,12 +178,8 @@ def test_a_database_with_values_of_another_program_does_not_hide_other_runs(
         database.commit()
     changed = entry(tmp_path / "changed", "changed", JobStateName.STOPPED, ended_at=NOW)
     write(listed, changed, replace(ended, run=replace(ended.run, reason="another reason")))
-    reasons: dict[str, str] = {}
-    while reasons.get(ended.id) != "another reason" or changed.id not in reasons:
-        kind, data = events.next()
-        assert kind != "problem", data
-        reasons |= {job["id"]: job["run"]["reason"] for job in data["jobs"]}
-    assert "can't be read" in reasons[changed.id]
+    assert "can't be read" in client.summary(changed.id)["run"]["reason"]
+    client.summary(ended.id, lambda summary: summary["run"]["reason"] == "another reason")
 
 
 def test_the_id_of_a_job_is_that_of_its_newest_run(
@@ -246,17 +226,15 @@ def test_a_folder_with_a_name_that_is_no_text_is_shown(
 
 
 def test_a_list_that_is_damaged_for_a_moment_is_a_problem_for_that_moment(
-    listed: Path, client: Client, events: Events
+    listed: Path, client: Client
 ) -> None:
     text = listed.read_text()
     listed.write_text("[")
-    kind, problem = events.next()
-    while kind != "problem":
-        kind, problem = events.next()
-    assert "the list of runs" in problem
+    wait_until(lambda: client.call("GET", "/summaries").status == 503, "the problem")
+    assert "the list of runs" in client.call("GET", "/summaries").body["error"]
     assert client.call("GET", "/jobs/digits").status == 503
     listed.write_text(text)
-    assert events.next() == ("problem", "")
+    assert client.get("/summaries")["jobs"]
 
 
 @pytest.mark.usefixtures("listed")

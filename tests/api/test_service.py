@@ -15,10 +15,8 @@ from adascale_api.data.database import Committed, Database, DatabaseError
 from adascale_api.data.job import JobCache, StoredJob, UnreadableJobError
 from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store import jobs, reports
-from adascale_api.service import job_feed
 from adascale_api.service import service as service_module
 from adascale_api.service.changes import ChangeNotifier
-from adascale_api.service.job_feed import JobFeed, read_summaries
 from adascale_api.service.service import JobRetention, Remover, Service, Settings, repeat
 from adascale_core.messages import registration as registrations
 from adascale_core.messages.allocation import Allocation, AllocationView
@@ -538,32 +536,6 @@ def test_rows_of_deleted_jobs_are_removed_after_any_error(
         await asyncio.wait_for(removed.wait(), 30)
         await remover.close()
         database.write = write  # type: ignore[method-assign]
-
-    with_database(url, use)
-    assert "ZeroDivisionError" in caplog.text
-
-
-def test_the_events_continue_after_any_error(
-    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(job_feed, "MIN_INTERVAL", 0.0)
-
-    async def use(database: Database) -> None:
-        read = database.read
-
-        async def fail(*_arguments: Any, **_options: Any) -> Any:
-            database.read = read  # type: ignore[method-assign]
-            raise ZeroDivisionError
-
-        database.read = fail  # type: ignore[method-assign]
-        subscription = JobFeed(partial(read_summaries, database)).connect("127.0.0.1", is_reader=True)
-        events = subscription.events()
-        received = b""
-        async with asyncio.timeout(30):
-            while b"event: all" not in received:
-                received += await anext(events)
-        assert b"the jobs can't be read" in received
-        subscription.end()
 
     with_database(url, use)
     assert "ZeroDivisionError" in caplog.text

@@ -1,4 +1,4 @@
-// The page: its views by the hash of the address, the stream of jobs, the token and the theme.
+// The page: its views by the hash of the address, the jobs that they show, the token and the theme.
 
 import { setText } from "./dom.js";
 import { clock, duration } from "./format.js";

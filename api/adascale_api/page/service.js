@@ -3,8 +3,6 @@
 const TOKEN = "adascale-read-token";
 const MAX_DELAY = 15000;
 const TIMEOUT = 15000;
-// The service sends a comment after 15 s without a change.
-const MAX_SILENCE = 40000;
 
 export class ServiceError extends Error {
   constructor(message, status) {
@@ -28,10 +26,10 @@ export async function get(path, signal = new AbortController().signal) {
   return answer.json();
 }
 
-async function request(path, signal) {
+async function request(path, signal, headers = {}) {
   const token = getToken();
-  const answer = await fetch(path, { headers: token ? { Authorization: `Bearer ${token}` } : {}, signal, cache: "no-store" });
-  if (answer.ok) return answer;
+  const answer = await fetch(path, { headers: token ? { Authorization: `Bearer ${token}`, ...headers } : headers, signal, cache: "no-store" });
+  if (answer.ok || answer.status === 304) return answer;
   let message = answer.statusText;
   try {
     message = (await answer.json()).error;
@@ -41,7 +39,7 @@ async function request(path, signal) {
   throw new ServiceError(message, answer.status);
 }
 
-// Follows the summaries of all jobs. The browser's EventSource cannot send a token, so the stream is read by fetch.
+// Follows the summaries of all jobs: asks for them again and again, and gets them if they have changed.
 export class JobStream {
   constructor({ onJobs, onStatus }) {
     this.onJobs = onJobs;
@@ -63,66 +61,39 @@ export class JobStream {
   }
 
   async run(signal) {
-    let delay = 1000;
+    let delay = 0;
+    let interval = 2000;
+    let etag = null; // of the jobs that the page has; null if it may have missed changes
     while (!signal.aborted) {
-      // A connection that is lost without a word ends too.
-      const connection = new AbortController();
-      let silence = 0;
-      const heard = () => {
-        clearTimeout(silence);
-        silence = setTimeout(() => connection.abort(), MAX_SILENCE);
-      };
       try {
-        heard();
-        const answer = await request("events", AbortSignal.any([signal, connection.signal]));
-        delay = 1000;
-        await this.read(answer.body.pipeThrough(new TextDecoderStream()).getReader(), heard);
+        const answer = await request("summaries", AbortSignal.any([signal, AbortSignal.timeout(TIMEOUT)]), etag ? { "If-None-Match": etag } : {});
+        if (answer.status === 200) {
+          const list = await answer.json();
+          interval = list.interval * 1000;
+          this.update(list, etag === null);
+          etag = answer.headers.get("etag");
+        }
+        this.lastAnswer = Date.now() / 1000;
+        this.onStatus("live", "");
+        delay = interval;
       } catch (error) {
         if (signal.aborted) return;
         const isRefused = error.status === 401 || error.status === 403;
         this.onStatus(isRefused ? "refused" : "lost", error instanceof ServiceError ? error.message : "The metrics service does not answer.");
         if (isRefused) return this.stop();
-      } finally {
-        clearTimeout(silence);
+        etag = null;
+        delay = Math.min(Math.max(delay * 2, interval), MAX_DELAY);
       }
       await new Promise((resolve) => setTimeout(resolve, delay));
-      delay = Math.min(delay * 2, MAX_DELAY);
     }
   }
 
-  async read(reader, heard) {
-    let parts = [];
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
-      heard();
-      this.lastAnswer = Date.now() / 1000;
-      if (!value.includes("\n\n") && !(value.startsWith("\n") && parts.length)) {
-        parts.push(value);
-        continue;
-      }
-      const events = (parts.join("") + value).split("\n\n");
-      parts = [events.pop()];
-      for (const event of events) this.handle(event);
-    }
-  }
-
-  handle(event) {
-    const fields = Object.fromEntries(event.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]));
-    if (!fields.data) return;
-    const data = JSON.parse(fields.data);
-    if (fields.event === "problem") {
-      // An empty text: the jobs can be read again.
-      this.onStatus(data ? "lost" : "live", data);
-      return;
-    }
-    const isFirst = fields.event === "all";
-    if (isFirst) this.jobs = new Map();
+  update(list, isFirst) {
+    const before = this.jobs;
     this.isRead = true;
-    for (const job of data.jobs) this.jobs.set(job.id, job);
-    for (const id of data.deleted) this.jobs.delete(id);
-    this.isTruncated = data.truncated;
-    this.onStatus("live", "");
-    this.onJobs(this.jobs, isFirst ? null : new Set([...data.jobs.map((job) => job.id), ...data.deleted]));
+    this.jobs = new Map(list.jobs.map((job) => [job.id, job]));
+    this.isTruncated = list.truncated;
+    const isSame = (id) => JSON.stringify(before.get(id)) === JSON.stringify(this.jobs.get(id));
+    this.onJobs(this.jobs, isFirst ? null : new Set([...before.keys(), ...this.jobs.keys()].filter((id) => !isSame(id))));
   }
 }

@@ -6,15 +6,13 @@ from functools import cache
 from importlib.resources import files
 from typing import Annotated
 
-from fastapi import APIRouter, HTTPException, Query, Request, Response
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 
-from adascale_api.data.sql import Transaction
-from adascale_api.data.store import jobs
-from adascale_api.routes.common import READER, Address, MayReadAll, ServiceOf, errors
-from adascale_api.service.job_feed import Subscription
-from adascale_core.views.usage import UsageGroup, UsageView, usage
+from adascale_api.routes.common import READER, errors
+from adascale_api.service.run_services import RunServices
+from adascale_api.service.service import Service
+from adascale_api.service.summaries import SummaryList
+from adascale_core.views.usage import UsageGroup, UsageView
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -40,6 +38,15 @@ LISTED = 8
 router = APIRouter(tags=["page"])
 files_router = APIRouter()
 """The files of the page, which hold no data."""
+
+
+async def _shown(request: Request) -> Service | RunServices:
+    shown: Service | RunServices = request.app.state.service
+    return shown
+
+
+Shown = Annotated[Service | RunServices, Depends(_shown)]
+"""What the page shows: the jobs of a service, or runs."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ _files = cache(load_page)
 @files_router.get("/", include_in_schema=False)
 async def get_page(request: Request) -> Response:
     """The page. It holds no data: it reads them as any other client does."""
-    return _answer(request, _files()["index.html"])
+    return await get_page_file(request, "index.html")
 
 
 @files_router.get("/page/{name}", include_in_schema=False)
@@ -78,31 +85,21 @@ async def get_page_file(request: Request, name: str) -> Response:
     file = _files().get(name)
     if file is None:
         raise HTTPException(404)
-    return _answer(request, file)
+    return _answer(request, file.content, file.media_type, file.etag)
 
 
-@router.get("/events", include_in_schema=False)
-async def get_events(service: ServiceOf, address: Address, may_read_all: MayReadAll) -> Response:
-    """The summaries of all jobs and their changes, as server-sent events. Without logs and addresses."""
-    return EventStream(service.feed.connect(address, is_reader=may_read_all))
-
-
-class EventStream(StreamingResponse):
-    """The events of a subscription, which ends with the answer."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, subscription: Subscription) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(subscription.events(), headers=headers)
-        self._subscription = subscription
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until the client disconnects or loses its place."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._subscription.end()
+@router.get(
+    "/summaries",
+    summary="Read the summaries of all jobs",
+    dependencies=READER,
+    response_model=SummaryList,
+    responses={304: {"description": "They have the `ETag` of `If-None-Match`."}, **errors(401, 403, 503)},
+)
+async def get_summaries(shown: Shown, request: Request) -> Response:
+    """Returns what a list shows of the first 5,000 jobs, without logs and addresses. `interval` is the number
+    of seconds after which a page asks again."""
+    document = await shown.summaries.get()
+    return _answer(request, document.content, "application/json", document.etag)
 
 
 @router.get(
@@ -112,7 +109,7 @@ class EventStream(StreamingResponse):
     responses=errors(401, 403, 422, 503),
 )
 async def get_usage(
-    service: ServiceOf,
+    shown: Shown,
     seconds: Annotated[
         int, Query(ge=60, le=MAX_USAGE_SECONDS, description="The length of the time until now.")
     ] = 3600,
@@ -121,17 +118,11 @@ async def get_usage(
 ) -> UsageView:
     """Returns the mean number of replicas in each interval, for each of the jobs or namespaces that have used
     most, and for all others together."""
-    now = service.clock()
-
-    def query(transaction: Transaction) -> UsageView:
-        used = jobs.used_replicas(transaction, now - seconds, now)
-        return usage(used, now - seconds, now, points, LISTED, by)
-
-    return await service.database.read(query, is_long=True)
+    return await shown.usage(seconds, points, LISTED, by)
 
 
-def _answer(request: Request, file: PageFile) -> Response:
-    headers = {**HEADERS, "ETag": file.etag}
-    if request.headers.get("if-none-match") == file.etag:
+def _answer(request: Request, content: bytes, media_type: str, etag: str) -> Response:
+    headers = {**HEADERS, "ETag": etag}
+    if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
-    return Response(file.content, media_type=file.media_type, headers=headers)
+    return Response(content, media_type=media_type, headers=headers)

@@ -1,43 +1,10 @@
 """What `adascale ui` shows: the runs of state folders. It has what the page reads, and changes nothing."""
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adascale_api.errors import ErrorBody, UnavailableError
-from adascale_api.routes.common import SERVICE, Address, Token, error_response, may_read, response_to
-from adascale_api.routes.page import LISTED, MAX_POINTS, MAX_USAGE_SECONDS, EventStream
+from adascale_api.routes.common import SERVICE, error_response, response_to
 from adascale_api.service.run_services import RunNotFoundError, RunServices
-from adascale_core.views.usage import UsageGroup, UsageView
-
-router = APIRouter(tags=["page"])
-
-
-async def _runs(request: Request) -> RunServices:
-    runs: RunServices = request.app.state.runs
-    return runs
-
-
-Runs = Annotated[RunServices, Depends(_runs)]
-
-
-@router.get("/events", include_in_schema=False)
-async def get_events(runs: Runs, address: Address, token: Token) -> Response:
-    """The summaries of all runs and their changes, as server-sent events."""
-    is_reader = await may_read(runs, token, None, address)
-    return EventStream(runs.feed.connect(address, is_reader=is_reader))
-
-
-@router.get("/usage", include_in_schema=False)
-async def get_usage(
-    runs: Runs,
-    seconds: Annotated[int, Query(ge=60, le=MAX_USAGE_SECONDS)] = 3600,
-    points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = 240,
-    by: Annotated[UsageGroup, Query()] = UsageGroup.JOB,
-) -> UsageView:
-    """Returns the mean number of replicas in each interval, as the metrics service does."""
-    return await runs.usage(seconds, points, LISTED, by)
 
 
 class RunPaths:

@@ -26,8 +26,8 @@ from adascale_api.data.store import jobs, reports
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.errors import UnavailableError
 from adascale_api.http.connection_limits import ConnectionLimits
-from adascale_api.service.job_feed import JobFeed
 from adascale_api.service.service import Service, Settings
+from adascale_api.service.summaries import Summaries
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import DEFAULT_NAMESPACE
 from adascale_core.views.job_summary import JobStateName, JobSummary, RunEntry, summarize
@@ -96,17 +96,16 @@ class RunServices:
         self.authorizer = authorizer
         self.settings = Settings()
         self.connections = connections
-        self.feed = JobFeed(self.summaries)
+        self.summaries = Summaries(self._summaries)
         self.clock = clock
         self._path = path
         self._entries = {entry.id: entry for entry in read_entries(path)}
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._stored: dict[str, _Stored] = {}
         self._open: OrderedDict[str, OpenRun] = OrderedDict()
         self._replaced: list[OpenRun] = []
         self._opening = asyncio.Lock()
 
-    async def summaries(self) -> Mapping[str, JobSummary]:
+    async def _summaries(self) -> Mapping[str, JobSummary]:
         """Return the summary of each run, by its id."""
         await self._read_list()
         entries = self._entries
@@ -174,16 +173,9 @@ class RunServices:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Answer requests; on exit, close all databases."""
-        self._loop = asyncio.get_running_loop()
         yield
-        self.feed.close()
         for run in (*self._open.values(), *self._replaced):
             await run.service.database.close()
-
-    def stop(self) -> None:
-        """End all streams. May be called from a signal handler."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.feed.close)
 
     async def _read_list(self) -> None:
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from adascale_api.auth.authorization import Authorizer
 from adascale_api.data.database import Committed, Database
 from adascale_api.data.job import StoredJob
+from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, replicas
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.data.store.reports import Retention
@@ -26,12 +27,13 @@ from adascale_api.service.changes import (
     WaitLimit,
 )
 from adascale_api.service.heartbeat_monitor import HeartbeatMonitor
-from adascale_api.service.job_feed import JobFeed, read_summaries
 from adascale_api.service.prometheus import Metrics
+from adascale_api.service.summaries import Summaries, read_summaries
 from adascale_core.messages.registration import Registration
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import HEARTBEAT_INTERVAL
 from adascale_core.rendezvous.rendezvous import VersionMismatchError
+from adascale_core.views.usage import UsageGroup, UsageView, usage
 
 RETENTION_INTERVAL = 600.0
 """Seconds between two searches for old jobs."""
@@ -101,7 +103,7 @@ class Service:
         self.anonymous_waits = WaitLimit(MAX_ANONYMOUS_WAITS)
         self.anonymous_followers = WaitLimit(MAX_ANONYMOUS_FOLLOWERS)
         self.log = ChangeLog()
-        self.feed = JobFeed(partial(read_summaries, database))
+        self.summaries = Summaries(partial(read_summaries, database))
         self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
         self.metrics = Metrics(database.condition, self.connections)
         self.remover = Remover(database, settings.jobs, clock)
@@ -139,7 +141,6 @@ class Service:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.changes.close)
             self._loop.call_soon_threadsafe(self.log.close)
-            self._loop.call_soon_threadsafe(self.feed.close)
             self._loop.call_soon_threadsafe(self.database.stop)
 
     async def find_job(self, job_id: str) -> StoredJob:
@@ -183,6 +184,16 @@ class Service:
         if not transition.changed:
             self.heartbeats.settle(transition.job, without_log, registration.log)
         return transition.job
+
+    async def usage(self, seconds: float, points: int, largest: int, by: UsageGroup) -> UsageView:
+        """Return the replicas that jobs have used in the last `seconds`; see `usage` of the core."""
+        now = self.clock()
+
+        def query(transaction: Transaction) -> UsageView:
+            used = jobs.used_replicas(transaction, now - seconds, now)
+            return usage(used, now - seconds, now, points, largest, by)
+
+        return await self.database.read(query, is_long=True)
 
     def committed(self, committed: Committed) -> None:
         """Wake the requests that wait for these changes."""

@@ -1,0 +1,104 @@
+"""The summaries of all jobs as one JSON document, which the page reads again and again."""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from pydantic import TypeAdapter
+
+from adascale_api.data.database import Database
+from adascale_api.data.job import UnreadableJobError
+from adascale_api.data.sql import Transaction
+from adascale_api.data.store import jobs, reports
+from adascale_core.views.job_summary import JobSummary, summarize
+
+MAX_JOBS = 5000
+"""Jobs in the document, the first by id."""
+MAX_AGE = 0.5
+"""Seconds for which all clients get the same document."""
+INTERVAL = 2.0
+"""Seconds between two requests of a page."""
+BYTES_PER_SECOND = 128 * 1024
+"""Of a document, for a page: large documents are read, and asked for, less frequently."""
+PAGE_SIZE = 500
+"""Jobs that are read in one transaction."""
+
+logger = logging.getLogger(__name__)
+_list = TypeAdapter(list[JobSummary])
+
+
+@dataclass(frozen=True)
+class SummaryList:
+    """The summaries of all jobs."""
+
+    jobs: list[JobSummary]
+    truncated: bool  # whether there may be more jobs
+    interval: float  # seconds after which a page asks again
+
+
+@dataclass(frozen=True)
+class Document:
+    """A `SummaryList` as JSON."""
+
+    content: bytes
+    etag: str
+
+
+class Summaries:
+    """Reads the summaries once for all clients that ask at about the same time."""
+
+    def __init__(self, read: Callable[[], Awaitable[Mapping[str, JobSummary]]]) -> None:
+        self._read = read
+        self._task: asyncio.Task[Document] | None = None
+        self._expires_at = 0.0
+
+    async def get(self) -> Document:
+        """Return the document of at most `MAX_AGE` seconds ago; errors as for the read."""
+        now = asyncio.get_running_loop().time()
+        if self._task is None or (self._task.done() and (now >= self._expires_at or self._task.exception())):
+            self._task = asyncio.create_task(self._make())
+        # Other requests wait for the same read, so a request that is cancelled must not cancel it.
+        return await asyncio.shield(self._task)
+
+    async def _make(self) -> Document:
+        found = await self._read()
+        summaries = _list.dump_json(list(found.values()))
+        interval = max(INTERVAL, len(summaries) / BYTES_PER_SECOND)
+        content = b'{"jobs":%b,"truncated":%b,"interval":%.1f}' % (
+            summaries,
+            b"true" if len(found) >= MAX_JOBS else b"false",
+            interval,
+        )
+        age = max(MAX_AGE, interval - INTERVAL)
+        self._expires_at = asyncio.get_running_loop().time() + age
+        return Document(content, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+
+
+async def read_summaries(database: Database) -> dict[str, JobSummary]:
+    """Return the summaries of the first `MAX_JOBS` jobs of a database, by id."""
+    found: dict[str, JobSummary] = {}
+    after: str | None = ""
+    while after is not None and len(found) < MAX_JOBS:
+        page, after = await database.read(partial(_read_page, after=after), is_long=True)
+        found |= page
+    return found
+
+
+def _read_page(transaction: Transaction, after: str) -> tuple[dict[str, JobSummary], str | None]:
+    """Return a page of summaries, and the `after` of the next page; None after the last."""
+    page = jobs.list_jobs(transaction, after, PAGE_SIZE)
+    if not page.jobs:
+        return {}, page.next
+    latest = reports.latest_rows(transaction, after, page.jobs[-1].id)
+    summaries = {}
+    for job in page.jobs:
+        try:
+            report = reports.parse_report(job.id, latest.get(job.id))
+        except UnreadableJobError as error:
+            logger.error("%s", error)
+        else:
+            summaries[job.id] = summarize(job.id, job.spec, job.rendezvous, report, job.created_at)
+    return summaries, page.next
