@@ -7,11 +7,11 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from pydantic import BaseModel, create_model
+from pydantic import BaseModel
 
-from adascale_api.bodies import REPORT_FIELDS
+from adascale_api.bodies import GainReportBody
 
-Report: Any = create_model("Report", **REPORT_FIELDS)
+Report: Any = GainReportBody
 
 
 class Stored(BaseModel):

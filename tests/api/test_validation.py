@@ -1,4 +1,4 @@
-"""Bodies that are subclasses of messages of the core."""
+"""The body of a report."""
 
 import json
 from dataclasses import fields
@@ -6,7 +6,8 @@ from dataclasses import fields
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from adascale_api.bodies import REPORT_FIELDS, GainReportBody
+from adascale_api.bodies import GainReportBody
+from adascale_api.http.request_body import ReportsBody
 from adascale_api.routes.gain import GainResponse
 from adascale_core.messages.reports import GainReport
 from api.client import a_report
@@ -16,10 +17,8 @@ ADAPTER = TypeAdapter(GainReportBody)
 
 def test_a_parsed_report_is_the_message_with_its_defaults() -> None:
     required = {name: value for name, value in a_report(7).to_json().items() if value not in (None, {}, "")}
-    parsed = ADAPTER.validate_json(json.dumps(required))
-    assert isinstance(parsed, GainReport)
-    assert GainReport(**vars(parsed)) == GainReport(**required)
-    assert parsed.efficiency == parsed.gain / parsed.scale
+    (parsed,) = ReportsBody().parse(json.dumps(required).encode())
+    assert parsed == GainReport(**required)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +31,6 @@ def test_a_report_with_an_invalid_field_is_refused(field: str, value: object) ->
 
 def test_the_schemas_describe_each_field_of_a_report() -> None:
     names = [field.name for field in fields(GainReport)]
-    assert list(REPORT_FIELDS) == names
     properties = ADAPTER.json_schema()["properties"]
     assert properties["epoch"]["description"] == "The present epoch, from 0."
     assert all(properties[name]["description"] for name in names)

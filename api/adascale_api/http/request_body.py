@@ -8,14 +8,14 @@ OpenAPI document here and in `app`.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adascale_api.bodies import MAX_REPORTS, GainReportBody
+from adascale_api.bodies import MAX_REPORTS, GainReportBody, GainReports
 from adascale_api.errors import (
     BodyTooLargeError,
     FieldError,
@@ -24,6 +24,7 @@ from adascale_api.errors import (
     UnavailableError,
 )
 from adascale_api.http.connection_limits import ConnectionLimits
+from adascale_core import messages
 from adascale_core.messages.reports import GainReport
 
 MAX_BODY = 1024 * 1024
@@ -41,7 +42,7 @@ REFERENCE = "#/components/schemas/{model}"
 MAX_EXCERPT = 80
 """Characters of an invalid value in an answer."""
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=messages.Message)
 
 
 @contextmanager
@@ -102,10 +103,11 @@ def _refuse_size(got: str) -> None:
 
 
 class JsonBody(Generic[M]):
-    """A FastAPI dependency that parses the body as a model."""
+    """A FastAPI dependency that parses the body as a message."""
 
-    def __init__(self, model: type[M]) -> None:
-        self.model = model
+    def __init__(self, model: type[BaseModel], message: type[M]) -> None:
+        self._model = model
+        self._message = message
 
     async def __call__(self, request: Request) -> M:
         """Return the body."""
@@ -115,24 +117,20 @@ class JsonBody(Generic[M]):
         """Return the body in a text; errors as for a call."""
         _check_size(text, "an object")
         try:
-            return self.model.model_validate_json(text)
+            return self._message.from_json(self._model.model_validate_json(text).model_dump())
         except ValidationError as error:
             raise _invalid(error) from error
 
     @property
     def openapi(self) -> dict[str, Any]:
         """The members of the operation in the OpenAPI document that describe the body."""
-        return _request_body(_reference(self.model))
+        return _request_body(_reference(self._model))
 
 
 class ReportsBody:
     """A FastAPI dependency that parses the body as a report or a list of reports."""
 
-    _report = TypeAdapter(GainReportBody)
-    # The length is checked while the list is read, and reading ends at the first invalid report.
-    _reports = TypeAdapter(
-        Annotated[list[GainReportBody], Field(min_length=1, max_length=MAX_REPORTS, fail_fast=True)]
-    )
+    _reports: TypeAdapter[Any] = TypeAdapter(GainReports)
 
     async def __call__(self, request: Request) -> list[GainReport]:
         """Return the reports; errors as for `JsonBody`."""
@@ -142,11 +140,13 @@ class ReportsBody:
         """Return the reports in a text; errors as for `JsonBody`."""
         _check_size(text, f"1 to {MAX_REPORTS} reports")
         try:
-            if not text.lstrip(b" \t\r\n").startswith(b"["):
-                return [self._report.validate_json(text)]
-            return list(self._reports.validate_json(text))
+            is_list = text.lstrip(b" \t\r\n").startswith(b"[")
+            found = (
+                self._reports.validate_json(text) if is_list else [GainReportBody.model_validate_json(text)]
+            )
         except ValidationError as error:
             raise _invalid(error) from error
+        return [GainReport(**vars(each)) for each in found]
 
     @property
     def openapi(self) -> dict[str, Any]:

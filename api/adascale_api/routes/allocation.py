@@ -31,7 +31,8 @@ from adascale_api.routes.common import (
 )
 from adascale_api.service.service import Service
 from adascale_core.job_id import parse_job_id
-from adascale_core.messages.allocation import AllocationView, MemberView
+from adascale_core.messages.allocation import Allocation, AllocationView, MemberView
+from adascale_core.messages.registration import Registration
 from adascale_core.names import MAX_REPLICAS, MAX_STEPS
 from adascale_core.rendezvous.rendezvous import StaleAllocationError
 from adascale_core.views.decision import DecisionView
@@ -42,10 +43,10 @@ MAX_WAIT = 60.0
 router = APIRouter(prefix="/jobs/{job}", tags=["allocation"])
 _view = TypeAdapter(AllocationView)
 _member_view = TypeAdapter(MemberView)
-allocation_body = JsonBody(AllocationBody)
-registration_body = JsonBody(RegistrationBody)
+allocation_body = JsonBody(AllocationBody, Allocation)
+registration_body = JsonBody(RegistrationBody, Registration)
 decision_router = APIRouter(prefix="/jobs/{job}/decision", tags=["decision"])
-decision_body = JsonBody(DecisionBody)
+decision_body = JsonBody(DecisionBody, DecisionView)
 
 
 @router.put(
@@ -61,10 +62,9 @@ decision_body = JsonBody(DecisionBody)
     openapi_extra=allocation_body.openapi,
 )
 async def put_allocation(
-    service: ServiceOf, job: JobId, body: Annotated[AllocationBody, Depends(allocation_body)]
+    service: ServiceOf, job: JobId, desired: Annotated[Allocation, Depends(allocation_body)]
 ) -> AllocationView | Response:
     """The allocation becomes active once all its replicas are ready. Repeating the request has no effect."""
-    desired = body.to_allocation()
     try:
         transition = await service.database.write(
             partial(jobs.allocate, job_id=job, allocation=desired, now=service.clock()), job_id=job
@@ -134,7 +134,7 @@ async def put_replica(
     service: ServiceOf,
     job: JobId,
     replica: Annotated[int, Path(ge=0, lt=MAX_REPLICAS, description="Index of the replica, from 0.")],
-    body: Annotated[RegistrationBody, Depends(registration_body)],
+    body: Annotated[Registration, Depends(registration_body)],
 ) -> Response:
     """Agents repeat it as a heartbeat, at the interval in the answer, which grows with the number of
     replicas. A replica whose heartbeat has expired is absent. Answers with the job's generations, and with
@@ -142,16 +142,15 @@ async def put_replica(
     return Response(await register(service, job, replica, body), media_type="application/json")
 
 
-async def register(service: Service, job: str, replica: int, body: RegistrationBody) -> bytes:
+async def register(service: Service, job: str, replica: int, registration: Registration) -> bytes:
     """Store the registration of a replica, and return its `MemberView` as JSON.
 
     Raises:
         InvalidInputError: the path names another replica.
     """
-    if body.replica != replica:
-        expected = f"{replica}, the index in the path"
-        raise InvalidInputError([FieldError(field="replica", got=str(body.replica), expected=expected)])
-    registration = body.to_registration()
+    if registration.replica != replica:
+        got, expected = str(registration.replica), f"{replica}, the index in the path"
+        raise InvalidInputError([FieldError(field="replica", got=got, expected=expected)])
     stored = await service.register(job, registration)
     view = stored.rendezvous.member_view(stored.version, registration.instance)
     return _member_view.dump_json(replace(view, heartbeat_interval=service.heartbeats.interval))
@@ -175,14 +174,14 @@ class DecisionNotFoundError(JobNotFoundError):
     openapi_extra=decision_body.openapi,
 )
 async def put_decision(
-    service: ServiceOf, job: JobId, body: Annotated[DecisionBody, Depends(decision_body)]
+    service: ServiceOf, job: JobId, body: Annotated[DecisionView, Depends(decision_body)]
 ) -> None:
     """Replaces the last one. It explains the allocation, and does not change it."""
     if parse_job_id(body.job) != job:
         raise InvalidInputError(
             [FieldError(field="job", got=body.job, expected=f"{job}, the job in the path")]
         )
-    decision = body.to_decision(job)
+    decision = replace(body, job=job)
     await service.database.write(partial(jobs.store_decision, decision=decision), job_id=job, is_report=True)
 
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Query, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, TypeAdapter, create_model
 
-from adascale_api.bodies import REPORT_FIELDS
+from adascale_api.bodies import GainReportBody
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
 from adascale_api.data.store.jobs import JobNotFoundError
@@ -34,7 +34,7 @@ _LIMIT = (
 GainResponse = create_model(
     "GainResponse",
     __doc__="The latest report of a job, with predictions for other replica counts.",
-    **REPORT_FIELDS,
+    __base__=GainReportBody,
     job=Annotated[str, Field(description="The full job id.")],
     efficiency=Annotated[float, Field(description="gain / scale.")],
     local_bsz_limit=Annotated[int | None, Field(description=_LIMIT)],

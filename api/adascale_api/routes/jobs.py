@@ -31,7 +31,7 @@ from adascale_api.routes.common import (
 from adascale_api.service.service import Service
 from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import InvalidJobError
-from adascale_core.messages.job_spec import LocalBszLimit
+from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.registration import Registration
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.views.jobs import GenerationsView, JobChanges, JobList, JobView, ReplicaView
@@ -44,7 +44,7 @@ _STEP_TIME_SIZE = 150
 logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
-spec_body = JsonBody(JobSpecBody)
+spec_body = JsonBody(JobSpecBody, JobSpec)
 _job_list, _job_view = TypeAdapter(JobList), TypeAdapter(JobView)
 changes_router = APIRouter(tags=["jobs"])
 _job_changes = TypeAdapter(JobChanges)
@@ -97,10 +97,9 @@ async def get_job(service: ServiceOf, job: JobId, shows_all: MayReadAll) -> Resp
     openapi_extra=spec_body.openapi,
 )
 async def put_job(
-    service: ServiceOf, job: JobId, response: Response, body: Annotated[JobSpecBody, Depends(spec_body)]
+    service: ServiceOf, job: JobId, response: Response, spec: Annotated[JobSpec, Depends(spec_body)]
 ) -> JobView:
     """Predictions need the declaration. Bounds that no replica count satisfies are refused."""
-    spec = body.to_spec()
     if None not in (steps := spec.scale_invariant_steps, samples := spec.train_samples):
         raise InvalidJobError(
             f"scale_invariant_steps ({steps}) and train_samples ({samples}) are both set; set at most one of "
