@@ -8,19 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from api.client import Client
-from api.events import Events
+from api.client import Client, wait_until
 from e2e.local_run import TIMEOUT, adascale, adascale_in_process, running, write_light_job, write_paced_job
 
 
 @contextmanager
-def page(environ: dict[str, str], *options: object) -> Iterator[tuple[Client, Events]]:
-    """Start `adascale ui` in a folder without runs, and yield a client with its token, and its events."""
+def page(environ: dict[str, str], *options: object) -> Iterator[Client]:
+    """Start `adascale ui` in a folder without runs, and yield a client with its token."""
     with subprocess.Popen(
         [sys.executable, "-m", "adascale_controller", "ui", "--port", "0", *map(str, options)],
         cwd=Path(environ["XDG_STATE_HOME"]).parent,
@@ -34,8 +33,8 @@ def page(environ: dict[str, str], *options: object) -> Iterator[tuple[Client, Ev
             found = re.fullmatch(r"The page is http://127.0.0.1:(\d+)/#/\?token=(\S+)\n", line)
             assert found is not None
             port = int(found[1])
-            with Client(port, found[2]) as client, closing(Events(port)) as events:
-                yield client, events
+            with Client(port, found[2]) as client:
+                yield client
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 0
         finally:
@@ -54,21 +53,18 @@ def test_a_run_is_shown_while_it_trains_and_after_its_end(tmp_path: Path) -> Non
     state = tmp_path / "state"
     job = write_paced_job(tmp_path / "job.yaml", pace=0.005)
     environ = {"XDG_STATE_HOME": str(tmp_path / "home")}
-    with page(environ, "--state-dir", state) as (client, events):
-        assert events.next() == ("all", {"jobs": [], "deleted": [], "truncated": False})
+    with page(environ, "--state-dir", state) as client:
+        assert client.summaries() == {}
         with running(job, state, "--until", 400) as run:
             run.wait_for_step(5)
-            kind, data = events.next()
-            (first,) = data["jobs"]
-            assert kind == "changes"
-            assert first["id"].startswith("default.test~")
-            while events.of_job(first["id"])["state"] != "Running":
-                pass
+            wait_until(client.summaries, "the summary of the run")
+            (name,) = client.summaries()
+            assert name.startswith("default.test~")
+            client.summary(name, lambda summary: summary["state"] == "Running")
             assert client.get("/jobs/test")["latest"]["step"] >= 5
             assert run.wait_for_exit() == 0
         # Its service has ended with it.
-        while (ended := events.of_job(first["id"]))["run"]["ended_at"] is None:
-            pass
+        ended = client.summary(name, lambda summary: summary["run"]["ended_at"] is not None)
         assert ended["state"] == "Stopped"
         assert ended["run"]["folder"] == str(state)
         assert ended["run"]["ended_at"] >= ended["run"]["began_at"]
@@ -88,7 +84,7 @@ def test_a_run_is_shown_while_it_trains_and_after_its_end(tmp_path: Path) -> Non
 def test_commands_whose_port_is_taken_end_with_a_message(tmp_path: Path) -> None:
     job = write_light_job(tmp_path / "job.yaml", "sleep")
     environ = {"XDG_STATE_HOME": str(tmp_path / "home")}
-    with page(environ) as (client, _):
+    with page(environ) as client:
         for command in (("run", job, "--state-dir", tmp_path / "state"), ("ui",)):
             refused = adascale_in_process(
                 *command, "--port", client.port, cwd=tmp_path, XDG_STATE_HOME=environ["XDG_STATE_HOME"]
@@ -106,10 +102,8 @@ def test_all_runs_of_a_user_are_shown(tmp_path: Path) -> None:
     job = write_paced_job(tmp_path / "job.yaml", pace=0.005, command=program, backoffLimit=0)
     failed = call(environ, "run", job, "--state-dir", tmp_path / "deep" / "state", "--port", 0)
     assert failed.returncode == 1
-    with page(environ) as (_, events):
-        kind, data = events.next()
-        assert kind == "all"
-        (summary,) = data["jobs"]
+    with page(environ) as client:
+        (summary,) = client.summaries().values()
         assert summary["state"] == "Failed"
         assert "exit code 1" in summary["run"]["reason"]
     status = call(environ, "status", "test")
