@@ -461,7 +461,7 @@ def save_and_be_killed(survived):
     writer.start(state, info, {})
     assert reached.wait(60)
     if end == "lost peer" and operations == survived + 1:
-        shutdown._end_process(71)
+        shutdown.end_process(71)
     closing.set()
     checkpointing.close()
     os._exit(72 if operations > survived else 0)

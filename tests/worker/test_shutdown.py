@@ -85,24 +85,25 @@ def test_exiting_on_a_full_disk_is_an_error(small_disk: Path) -> None:
 
 EXITS = """
 import atexit
-from adascale_worker.process.exit import FastExit
+from adascale_worker.process.exit import ProcessExit
 
-fast_exit = FastExit()
+process_exit = ProcessExit()
 atexit.register(print, "an exit function of the program")
 try:
-    fast_exit.exit(75)
+    process_exit.exit(75)
 finally:
     print("a finally block of the program")
 """
 
 LOSES_A_PEER = """
-from adascale_worker.process.exit import FastExit, UncaughtErrorHandler
+from adascale_worker.loop.failures import Failures
+from adascale_worker.process.exit import ProcessExit
 
-class Training:
-    is_restarted = True
+class Channel:
+    "Of an agent."
 
 
-UncaughtErrorHandler(FastExit(), Training()).install()
+ProcessExit().install(Failures(Channel(), *[None] * 9))
 try:
     raise RuntimeError("[/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 except RuntimeError as error:

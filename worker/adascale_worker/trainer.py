@@ -44,7 +44,7 @@ from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.lane_group import LaneGroup
 from adascale_worker.process import environment
 from adascale_worker.process.download_lock import download_lock
-from adascale_worker.process.exit import ExitStatus, FastExit, UncaughtErrorHandler
+from adascale_worker.process.exit import ProcessExit
 from adascale_worker.process.settings import check_arguments, describe_differences
 from adascale_worker.program.hyperparameters import Choice, describe
 from adascale_worker.program.optimizers import OptimizerSet
@@ -150,8 +150,7 @@ class ElasticTrainer:
         device: torch.device | str | None = None,
         tracker: str | Tracker | None = None,
     ) -> None:
-        fast_exit, exit_status = FastExit(), ExitStatus()
-        self._uncaught_errors = UncaughtErrorHandler(fast_exit)
+        self._process_exit = ProcessExit()
         self._made: Training | None = None
         """What `program_reentry` has made, also if it has failed then."""
         self._training: Training | None = None
@@ -182,17 +181,17 @@ class ElasticTrainer:
             snapshot_files = environment.take_snapshot_files(os.environ)
             made = make_tracker(tracker)
             self._replica = make_replica(
-                arguments, channel, store, snapshot_files, device, seed, fast_exit, exit_status, made
+                arguments, channel, store, snapshot_files, device, seed, self._process_exit, made
             )
         except AdaScaleError as error:
             if channel is not None:
                 # A launcher in between may hide the exit code.
                 AgentChannel(channel).send(Exiting(exit_code(error)))
-            self._uncaught_errors.install()
+            self._process_exit.install()
             raise
         self.device = self._replica.device
         """The device of this replica's model and batches."""
-        fast_exit.before(self._release_at_exit)
+        self._process_exit.before(self._release_at_exit)
 
     # -- properties -------------------------------------------------------------------------------------
 
@@ -572,7 +571,7 @@ class ElasticTrainer:
             UnsupportedOptimizerError: AdaScale does not support the optimizer.
             ReplicaCheckError: the device computes wrong results, so this replica does not join the others.
         """
-        self._uncaught_errors.install()
+        self._process_exit.install()
         if self._training is not None:
             raise WorkerError(
                 "program_reentry was called before: call it once per trainer. To train several models, pass "
@@ -594,7 +593,6 @@ class ElasticTrainer:
             arguments = replace(arguments, scale_invariant_steps=None, train_samples=None)
         self._print_differences(arguments)
         self._print_restored(training, hyperparameters)
-        self._uncaught_errors.uninstall()
         training.install()
         self._training = training
         progress = self._replica.progress
@@ -638,7 +636,7 @@ class ElasticTrainer:
     def _require_training(self) -> Training:
         if self._training is None:
             # `program_reentry`, which installs it otherwise, was not called.
-            self._uncaught_errors.install()
+            self._process_exit.install()
             raise WorkerError(
                 "the trainer has no model and no optimizer: call program_reentry(model, optimizer) first"
             )
@@ -936,27 +934,26 @@ class ElasticTrainer:
             self._made.close()
         replica.group.close()
         replica.shutdown_request.uninstall()
-        self._uncaught_errors.uninstall()
-        replica.exit_status.uninstall()
+        self._process_exit.uninstall()
 
     def _release_at_exit(self) -> None:
         """Do what the end of the process requires.
 
         A program that ends before its training does fails: by itself it would exit with code 0.
         """
-        replica, fast_exit, status = self._replica, self._replica.fast_exit, self._replica.exit_status
+        replica, process_exit = self._replica, self._process_exit
         channel = replica.agent.channel if replica.agent is not None else None
         if self._made is not None:
             self._made.stop_watchdog()
-        if self._training is not None and fast_exit.code is None and not status.failed:
+        if self._training is not None and process_exit.code is None and not process_exit.failed:
             failure = self._training.ending.end_of_program(self._training.epochs.left)
             if failure is not None:
                 print(f"adascale: {failure}", file=sys.stderr)
-                fast_exit.code = exit_code(failure)
+                process_exit.code = exit_code(failure)
             elif channel is not None:
                 channel.send(Finished())
         if channel is not None:
-            channel.send(Exiting(status.code if fast_exit.code is None else fast_exit.code))
+            channel.send(Exiting(process_exit.status))
         if self._best_weights is not None:
             self._best_weights.close()
         replica.checkpointing.close()

@@ -14,6 +14,7 @@ from adascale_core import names
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_REENTRY, TerminationMessage
 from adascale_worker.errors import exit_code
+from adascale_worker.process.exit import end_process
 
 _DESCRIPTION = f"""\
 Run a training program as one replica of an elastic job.
@@ -51,14 +52,12 @@ def main() -> NoReturn:
     parser.add_argument(
         "command", nargs="+", metavar="PROGRAM", help="the training program and its arguments"
     )
-    code = _run(parser.parse_args().command)
     # Without waiting for the threads of the heartbeat, which may wait for the service.
-    sys.stdout.flush()
-    os._exit(code)
+    end_process(_run(parser.parse_args().command))
 
 
 def _exit(_number: int, _frame: FrameType | None) -> NoReturn:
-    os._exit(EXIT_REENTRY)
+    end_process(EXIT_REENTRY)
 
 
 def _run(command: list[str]) -> int:

@@ -98,8 +98,7 @@ def _prepare(parent: int, *, in_background: bool) -> Callable[[], None] | None:
             os.setpriority(os.PRIO_PROCESS, 0, BACKGROUND_NICE)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            # The agent died before the call of prctl.
-            os._exit(1)
+            raise ProcessLookupError("the agent has ended before the call of prctl")
 
     return prepare
 

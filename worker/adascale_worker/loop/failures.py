@@ -9,6 +9,7 @@ from types import TracebackType
 
 import torch
 
+from adascale_core.failures import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST
 from adascale_core.messages.channel import Limited, Stalled
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.gradients.step_failure import is_out_of_memory, kind_of, release_memory
@@ -18,9 +19,12 @@ from adascale_worker.loop.step_watchdog import Stall
 from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.exit import end_process
+from adascale_worker.process.user_code import raising_line
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.program import ProgramState
 from adascale_worker.state.saving import StateSaving
+from adascale_worker.torch_private.distributed import is_lost_peer
 
 MAX_REASON = 200
 """Characters of torch's own message about a lack of memory that are printed."""
@@ -97,24 +101,41 @@ class Failures:
     saving: StateSaving
     progress: TrainingProgress
 
-    @property
-    def is_restarted(self) -> bool:
-        """Whether an agent starts the program again."""
-        return self.channel is not None
-
-    @property
-    def knows_peers(self) -> bool:
-        """Whether a lost connection means that a peer has ended.
-
-        An NCCL error before the first step can mean a wrong configuration.
-        """
-        return self.steps.counter.has_stepped or self.steps.models.device.type == "cpu"
+    def end_after(self, error: BaseException, trace: TracebackType | None) -> int | None:
+        """Print what an error means that another process continues after, and return the exit code for it;
+        None for any other error."""
+        line = raising_line(trace)
+        if is_lost_peer(error):
+            if self.channel is not None:
+                # Without exit functions, which could wait for the lost peer for ever.
+                end_process(
+                    EXIT_PEER_LOST,
+                    "lost the connection to a peer in communication of the program itself; exiting to join "
+                    "the next generation",
+                )
+            # An NCCL error before the first step can mean a wrong configuration.
+            if self.steps.counter.has_stepped or self.steps.models.device.type == "cpu":
+                reason = str(error).splitlines()[0]
+                print(
+                    "adascale: lost the connection to another replica, whose output says why it has ended "
+                    f"({line}): {reason}",
+                    file=sys.stderr,
+                )
+                return EXIT_PEER_LOST
+        if not self._leave_short_of_memory(error, trace):
+            return None
+        print(
+            f"adascale: {type(error).__name__} was raised outside of the model ({line}), so this process "
+            "ends, and another one continues with smaller batches",
+            file=sys.stderr,
+        )
+        return EXIT_OUT_OF_MEMORY
 
     def announce_failure(self) -> None:
         """Announce that an error of the program ends this replica, and so its loop."""
         self.departures.fail()
 
-    def leave_short_of_memory(self, error: BaseException, trace: TracebackType | None) -> bool:
+    def _leave_short_of_memory(self, error: BaseException, trace: TracebackType | None) -> bool:
         """Prepare the end of the process after an error of the program that the lack of memory has caused.
 
         With an agent, another process continues with smaller batches, from the state of the others. Rank 0

@@ -28,7 +28,7 @@ from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.generations import LeaveError, Membership
 from adascale_worker.membership.links import Formation
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.exit import FastExit
+from adascale_worker.process.exit import ProcessExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Telemetry
@@ -65,7 +65,7 @@ class Generations:
     snapshots: AgentSnapshots
     shortage: MemoryShortage
     shutdown_request: ShutdownRequest
-    fast_exit: FastExit
+    process_exit: ProcessExit
     _assignment: Assignment | None = field(default=None, init=False)
 
     # -- the first generation -----------------------------------------------------------------------------
@@ -321,6 +321,6 @@ class Generations:
         self.telemetry.close()
         self.release_group()
         # The handler may end the program.
-        self.fast_exit.code = code
+        self.process_exit.code = code
         self.shutdown_request.call_program_handler()
-        self.fast_exit.exit(code)
+        self.process_exit.exit(code)

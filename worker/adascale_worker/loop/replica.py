@@ -25,7 +25,7 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.membership.replica_processes import ReplicaProcesses
 from adascale_worker.process import environment
 from adascale_worker.process.device import select_device
-from adascale_worker.process.exit import ExitStatus, FastExit
+from adascale_worker.process.exit import ProcessExit
 from adascale_worker.process.settings import resolve_settings
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process.sockets import listen
@@ -53,8 +53,7 @@ class Replica:
     tracker: Tracker | None  # gets the reports too
     run: RunIdentity  # in the tracker
     shutdown_request: ShutdownRequest
-    fast_exit: FastExit
-    exit_status: ExitStatus
+    process_exit: ProcessExit
 
 
 def make_replica(
@@ -64,8 +63,7 @@ def make_replica(
     snapshot_files: Sequence[str],
     device: torch.device | str | None,
     seed: int,
-    fast_exit: FastExit,
-    exit_status: ExitStatus,
+    process_exit: ProcessExit,
     tracker: Tracker | None,
 ) -> Replica:
     """Make the parts of a trainer that need no model, and form its process group unless an agent does."""
@@ -129,8 +127,7 @@ def make_replica(
         tracker=tracker,
         run=RunIdentity(_run_of_job(incarnation)),
         shutdown_request=shutdown_request,
-        fast_exit=fast_exit,
-        exit_status=exit_status,
+        process_exit=process_exit,
     )
 
 

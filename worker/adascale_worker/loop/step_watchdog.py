@@ -21,6 +21,7 @@ from types import FrameType
 
 from adascale_core.failures import EXIT_SINGLE_REPLICA
 from adascale_core.names import WAITS_FOR_OTHERS
+from adascale_worker.process.exit import end_process
 from adascale_worker.process.user_code import is_own, location
 from adascale_worker.reporting.progress import StepTimer
 
@@ -121,13 +122,9 @@ class StepWatchdog:
 
     def _end_if_explained(self) -> None:
         failure = self._explain()
-        if failure is None:
-            return
-        sys.stderr.write(f"adascale: {failure}\n")
-        sys.stderr.flush()
-        sys.stdout.flush()
-        # The main thread does not return from the collective call.
-        os._exit(EXIT_SINGLE_REPLICA)
+        if failure is not None:
+            # The main thread does not return from the collective call.
+            end_process(EXIT_SINGLE_REPLICA, failure)
 
     def _is_long(self, seconds: float) -> bool:
         if self._timeout is not None and seconds >= self._timeout:

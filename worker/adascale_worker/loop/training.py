@@ -50,7 +50,6 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
 from adascale_worker.process.device import find_fault
 from adascale_worker.process.device_clock import clock_of
-from adascale_worker.process.exit import UncaughtErrorHandler
 from adascale_worker.process.gpu_monitor import monitor_of
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process.user_code import warn_user
@@ -226,7 +225,7 @@ class Training:
             snapshots=snapshots,
             shortage=shortage,
             shutdown_request=shutdown_request,
-            fast_exit=replica.fast_exit,
+            process_exit=replica.process_exit,
         )
         self.ending = Ending(
             job=job,
@@ -283,7 +282,6 @@ class Training:
         )
         self._backward_guard = BackwardGuard(gradients.failure, gradients.accumulation)
         self._other_parallelism = models.other_parallelism
-        self.uncaught_errors = UncaughtErrorHandler(replica.fast_exit, self._failures)
         self._watchdog = StepWatchdog(
             telemetry.step_timer,
             lambda: loop.trains,
@@ -340,7 +338,6 @@ class Training:
         self._other_optimizers.install()
         self._other_parallelism.install()
         self._watchdog.start()
-        self.uncaught_errors.install()
         shutdown_request = self._replica.shutdown_request
         if self.membership is not None:
             shutdown_request.install(signal.SIGTERM)
@@ -353,7 +350,7 @@ class Training:
             # Of a terminal that is closed, unless the program was started by nohup.
             hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
             shutdown_request.install(signal.SIGTERM, signal.SIGINT, *hangup)
-        self._replica.exit_status.install(self._failures.announce_failure)
+        self._replica.process_exit.install(self._failures)
 
     def stop_watchdog(self) -> None:
         """Do not observe the main thread any more. May be called again."""
@@ -369,7 +366,6 @@ class Training:
         self.stop_watchdog()
         self._other_optimizers.uninstall()
         self._other_parallelism.uninstall()
-        self.uncaught_errors.uninstall()
 
 
 def _membership(

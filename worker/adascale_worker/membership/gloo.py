@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from adascale_core.failures import EXIT_PEER_LOST, EXIT_REENTRY
+from adascale_worker.process.exit import end_process
 
 _DESCRIPTORS = Path("/proc/self/fd")
 
@@ -219,7 +220,5 @@ def _end_process(save: Callable[[], bool]) -> None:
         if save():
             code = EXIT_REENTRY
     finally:
-        sys.stderr.flush()
-        sys.stdout.flush()
         # The main thread does not return to Python.
-        os._exit(code)
+        end_process(code)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adascale_core.failures import EXIT_PEER_LOST
+from adascale_worker.process.exit import end_process
 from adascale_worker.torch_private.distributed import (
     nccl_options,
     process_group_beside,
@@ -160,14 +161,12 @@ class ProcessWatch:
                     return
 
     def _end_process(self, other: int) -> None:
-        sys.stderr.write(
-            f"adascale: process {other} of this replica has shown no sign of life for {self._timeout:g} s: "
-            "ending the replica, so that another one joins the others\n"
-        )
-        sys.stderr.flush()
-        sys.stdout.flush()
         # The main thread waits for the other process.
-        os._exit(EXIT_PEER_LOST)
+        end_process(
+            EXIT_PEER_LOST,
+            f"process {other} of this replica has shown no sign of life for {self._timeout:g} s: ending the "
+            "replica, so that another one joins the others",
+        )
 
 
 MESSAGE_TIMEOUT = timedelta(hours=24)
