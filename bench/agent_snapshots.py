@@ -34,10 +34,10 @@ from adascale_storage.folder import Folder
 from adascale_worker.agent import snapshot_exchange
 from adascale_worker.agent.snapshot_exchange import SnapshotReceiver, SnapshotServer
 from adascale_worker.agent.snapshots import make_snapshot_files
-from adascale_worker.state import saving
-from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
-from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state import state as state_module
 from adascale_worker.state.file import Snapshot
+from adascale_worker.state.snapshot_memory import SnapshotMemory
+from adascale_worker.state.store import CheckpointInfo, CheckpointStore
 
 BATCH = 64
 INFO = CheckpointInfo(step=1, progress=1.0, epoch=0, replicas=1, generation=1, finished=False, saved_at=0.0)
@@ -50,7 +50,7 @@ def tiny() -> tuple[nn.Module, TensorDataset]:
 
 def measure_steps(blocks: int, steps: int) -> None:
     """Print what copies cost."""
-    saving.SNAPSHOT_DELAY = 0.0
+    state_module.SNAPSHOT_DELAY = 0.0
     trainer = ElasticTrainer(batch_size=BATCH, device="cpu")
     memory = SnapshotMemory(make_snapshot_files().split(":"))
     trainer._replica = replace(trainer._replica, snapshot_memory=memory)
@@ -58,7 +58,7 @@ def measure_steps(blocks: int, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     trainer.program_reentry(model, optimizer)
     assert trainer._training is not None
-    snapshots, own = trainer._training.batches.snapshots, memory.save
+    state, own = trainer._training.state, memory.save
     copies: list[float] = []
 
     def save(*arguments: Any) -> None:
@@ -69,7 +69,7 @@ def measure_steps(blocks: int, steps: int) -> None:
 
     def block(*, with_copies: bool) -> float:
         """Train some steps, and return the processor time that they take."""
-        snapshots._memory = memory if with_copies else None
+        state._memory = memory if with_copies else None
         begun = time.process_time()
         for _ in range(steps):
             x, y = next(batches)

@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from adascale import ElasticTrainer
-from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.state.schedule import Checkpointing
 
 BATCH = 8
 
@@ -47,14 +47,14 @@ class StallTimer:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.writer: CheckpointWriter | None = None
-        own = CheckpointWriter.start
+        self.writer: Checkpointing | None = None
+        own = Checkpointing.start
 
-        def start(writer: CheckpointWriter, *arguments: Any) -> None:
+        def start(writer: Checkpointing, *arguments: Any) -> None:
             self.writer = writer
             own(writer, *arguments)
 
-        CheckpointWriter.start = start  # type: ignore[method-assign, assignment]
+        Checkpointing.start = start  # type: ignore[method-assign, assignment]
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written."""
@@ -87,7 +87,7 @@ def measure(width: int, rounds: int, folder: Path, device_type: str) -> dict[str
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     trainer.program_reentry(model, optimizer)
-    saved_at_boundary = trainer._training.batches.saving.save  # type: ignore[union-attr]
+    saved_at_boundary = trainer._training.state.save  # type: ignore[union-attr]
     stalls: dict[str, list[float]] = {"ours": [], "async": [], "copy": []}
     if device.type == "cuda":
         stalls["beside"] = []
@@ -118,7 +118,7 @@ def measure(width: int, rounds: int, folder: Path, device_type: str) -> dict[str
         stalls["copy"].append(end_of_launched(device) - begin)
 
     timer = StallTimer()
-    trainer._training.batches.saving.save = save  # type: ignore[union-attr, method-assign]
+    trainer._training.state.save = save  # type: ignore[union-attr, method-assign]
     data = torch.randn(4 * BATCH * (rounds + 2), width)
     for x in trainer.dataloader(data):
         optimizer.zero_grad()

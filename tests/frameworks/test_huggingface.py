@@ -26,7 +26,7 @@ from adascale_core.batch.plans import InvalidBoundsError
 from adascale_core.errors import InvalidJobError
 from adascale_frameworks.huggingface import private
 from adascale_worker.errors import DatasetError, UnsupportedOptimizerError, WorkerError
-from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.state.schedule import Checkpointing
 from frameworks.huggingface_problem import (
     VOCABULARY,
     Classes,
@@ -413,13 +413,13 @@ class Counter(TrainerCallback):  # type: ignore[misc]
 def test_training_continues_from_the_checkpoint_of_the_job(
     make_elastic: MakeElastic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = CheckpointWriter.start
+    start = Checkpointing.start
 
-    def start_and_wait(writer: CheckpointWriter, *values: Any) -> None:
+    def start_and_wait(writer: Checkpointing, *values: Any) -> None:
         start(writer, *values)
         writer.wait()
 
-    monkeypatch.setattr(CheckpointWriter, "start", start_and_wait)
+    monkeypatch.setattr(Checkpointing, "start", start_and_wait)
 
     def make(folder: str, *callbacks: TrainerCallback) -> Any:
         options = {"max_steps": 12, "eval_strategy": "steps", "eval_steps": 4, "logging_steps": 3}

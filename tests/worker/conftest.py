@@ -15,7 +15,7 @@ import torch
 
 from adascale import ElasticTrainer
 from adascale_worker.process import exit as shutdown
-from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.state.schedule import Checkpointing
 from support.agent_job import Job
 from support.members import Members
 from support.service import Service
@@ -95,13 +95,13 @@ def make_members(tmp_path: Path) -> Iterator[Callable[..., Members]]:
 @pytest.fixture
 def durable_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes trainers wait for each periodic checkpoint, so that a test knows which is the last one."""
-    start = CheckpointWriter.start
+    start = Checkpointing.start
 
-    def start_and_wait(writer: CheckpointWriter, *arguments: Any) -> None:
+    def start_and_wait(writer: Checkpointing, *arguments: Any) -> None:
         start(writer, *arguments)
         writer.wait()
 
-    monkeypatch.setattr(CheckpointWriter, "start", start_and_wait)
+    monkeypatch.setattr(Checkpointing, "start", start_and_wait)
 
 
 @pytest.fixture

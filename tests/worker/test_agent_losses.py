@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from adascale_core.names import SNAPSHOT_FILE
-from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
-from adascale_worker.state.checkpoints.store import CheckpointInfo
+from adascale_worker.state.snapshot_memory import SnapshotMemory
+from adascale_worker.state.store import CheckpointInfo
 from support.agent_job import LONG, Job
 from support.launch import AgentProcess, Journal, Replicas, has_exited, wait_until
 

@@ -16,11 +16,11 @@ from adascale import ElasticTrainer
 from adascale_storage.folder import Folder
 from adascale_worker.agent.snapshots import make_snapshot_files
 from adascale_worker.errors import UnusableCheckpointError
-from adascale_worker.state import saving
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
-from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
-from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state import state as state_module
 from adascale_worker.state.file import Snapshot
+from adascale_worker.state.schedule import Checkpointing
+from adascale_worker.state.snapshot_memory import SnapshotMemory
+from adascale_worker.state.store import CheckpointInfo, CheckpointStore
 from support.training import FIXED, MakeTrainer, adamw, equal, learn, network, parameters_of, samples
 
 
@@ -61,8 +61,8 @@ def run(
     make_trainer: MakeTrainer, paths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Outcome]:
     """Trains from one step to another, as one process after the other of the same agent does."""
-    monkeypatch.setattr(saving, "SNAPSHOT_SHARE", 1.0)
-    monkeypatch.setattr(saving, "SNAPSHOT_DELAY", 0.0)
+    monkeypatch.setattr(state_module, "SNAPSHOT_SHARE", 1.0)
+    monkeypatch.setattr(state_module, "SNAPSHOT_DELAY", 0.0)
 
     def run(
         begins: int,
@@ -213,7 +213,7 @@ def test_after_a_lack_of_memory_copies_are_made_again(
 def test_memory_is_not_taken_in_the_first_minute(
     run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "SNAPSHOT_DELAY", 3600.0)
+    monkeypatch.setattr(state_module, "SNAPSHOT_DELAY", 3600.0)
     run(0, 3)
     run(0, 1)
 

@@ -23,8 +23,8 @@ from adascale_storage import (
 )
 from adascale_storage.folder import Folder
 from adascale_worker.errors import CheckpointError
-from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.file import Snapshot, StateFileLayout
+from adascale_worker.state.store import CheckpointInfo, CheckpointStore
 from support.fast_python import PYTHON
 
 INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
@@ -412,9 +412,9 @@ import torch
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import exit as shutdown
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
-from adascale_worker.state.checkpoints.writer import CheckpointWriter
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+from adascale_worker.state.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.schedule import Checkpointing
+from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.file import Snapshot
 from adascale_storage.folder import Folder
 
@@ -455,11 +455,11 @@ def save_and_be_killed(survived):
         store.save(snapshot, info)
         os._exit(0)
     group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
-    checkpointing = Checkpointing(directory, 1.0, group)
-    checkpointing._writer = writer = CheckpointWriter(store, 1.0, lambda _: reached.set())
+    checkpointing = Checkpointing(store, 1.0, group)
     sys.addaudithook(watch)
-    writer.start(state, info, {})
-    assert reached.wait(60)
+    checkpointing.start(state, info)
+    while not reached.wait(0.01) and not checkpointing.wait(0.0):
+        pass
     if end == "lost peer" and operations == survived + 1:
         shutdown.end_process(71)
     closing.set()

@@ -24,8 +24,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 import torch
-from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
-from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.environment import RankAssignment
+from adascale_worker.state.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.schedule import Checkpointing
 from adascale_storage.folder import Folder
 
 def status(name):
@@ -35,21 +37,21 @@ def status(name):
 action, directory, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 info = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
-manifests = []
+group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
 # Once with a small state before, which imports and initializes all that is needed.
-small = CheckpointWriter(CheckpointStore(Folder(directory / "small")), 1.0, manifests.append)
-small.start({"weights": torch.ones(1000)}, info, {}, ())
+small = Checkpointing(CheckpointStore(Folder(directory / "small")), 1.0, group)
+small.start({"weights": torch.ones(1000)}, info)
 assert small.wait(60)
 assert CheckpointStore(Folder(directory / "small")).load() is not None
 before = status("VmRSS:")
 store = CheckpointStore(Folder(directory / "large"))
 if action == "save":
     weights = [torch.ones(count // 4) for _ in range(4)]
-    writer = CheckpointWriter(store, 1.0, manifests.append)
+    checkpointing = Checkpointing(store, 1.0, group)
     for step in (1, 2):
-        writer.start({"weights": weights}, replace(info, step=step), {}, weights)
-        assert writer.wait(120)
-    assert len(manifests) == 3
+        checkpointing.start({"weights": weights}, replace(info, step=step), weights)
+        assert checkpointing.wait(120)
+    assert checkpointing.manifest.number == 2
 else:
     state, _ = store.load()
     assert all(bool((each == 1).all()) for each in state["weights"])

@@ -13,17 +13,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from adascale_core.checkpoint_manifest import Manifest
 from adascale_storage import Part, StorageError
 from adascale_storage.folder import Folder
 from adascale_worker.errors import CheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.state.checkpoints import checkpointing as checkpointing_module
-from adascale_worker.state.checkpoints import writer as checkpoint_writer
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
-from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
-from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.state import schedule
 from adascale_worker.state.file import Snapshot
+from adascale_worker.state.schedule import Checkpointing
+from adascale_worker.state.store import CheckpointInfo, CheckpointStore
 
 INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
 
@@ -55,13 +52,8 @@ def folder(tmp_path: Path) -> ControlledFolder:
 
 
 @pytest.fixture
-def saved() -> list[Manifest]:
-    return []
-
-
-@pytest.fixture
-def writer(folder: ControlledFolder, saved: list[Manifest]) -> Iterator[CheckpointWriter]:
-    writer = CheckpointWriter(CheckpointStore(folder, chunk_bytes=4000), 1.0, saved.append)
+def writer(folder: ControlledFolder) -> Iterator[Checkpointing]:
+    writer = Checkpointing(CheckpointStore(folder, chunk_bytes=4000), 1.0, group_of())
     yield writer
     folder.permits.release(1000)
     assert writer.wait(60)
@@ -73,58 +65,55 @@ def load(folder: Folder) -> dict[str, Any]:
     return loaded[0]
 
 
-def test_what_is_saved_is_the_state_at_the_start(
-    writer: CheckpointWriter, folder: ControlledFolder, saved: list[Manifest]
-) -> None:
+def test_what_is_saved_is_the_state_at_the_start(writer: Checkpointing, folder: ControlledFolder) -> None:
     weights = torch.ones(5000)
     numbers = [1, 2]
     state = {"weights": weights, "numbers": numbers}
-    writer.start(state, INFO, {})
+    writer.start(state, INFO)
     assert folder.began.wait(60)
     weights.zero_()
     numbers.append(3)
     assert writer.is_busy
-    assert saved == []
+    assert writer.manifest is None
     folder.permits.release(1000)
     assert writer.wait(60)
-    assert [manifest.step for manifest in saved] == [7]
+    assert writer.manifest is not None
+    assert writer.manifest.step == 7
     loaded = load(folder)
     assert torch.equal(loaded["weights"], torch.ones(5000))
     assert loaded["numbers"] == [1, 2]
 
 
-def test_only_one_checkpoint_is_written_at_a_time(
-    writer: CheckpointWriter, folder: ControlledFolder, saved: list[Manifest]
-) -> None:
-    writer.start({"number": 1}, INFO, {})
+def test_only_one_checkpoint_is_written_at_a_time(writer: Checkpointing, folder: ControlledFolder) -> None:
+    writer.start({"number": 1}, INFO)
     assert folder.began.wait(60)
-    writer.start({"number": 2}, INFO, {})
+    writer.start({"number": 2}, INFO)
     folder.permits.release(1000)
     assert writer.wait(60)
-    assert (len(saved), load(folder)["number"]) == (1, 1)
+    assert (CheckpointStore(folder).numbers(), load(folder)["number"]) == ([1], 1)
 
 
 def test_a_durable_save_gives_up_the_one_that_is_being_written(
-    writer: CheckpointWriter, folder: ControlledFolder, saved: list[Manifest]
+    writer: Checkpointing, folder: ControlledFolder
 ) -> None:
-    writer.start({"weights": torch.ones(5000), "number": 1}, INFO, {})
+    writer.start({"weights": torch.ones(5000), "number": 1}, INFO)
     assert folder.began.wait(60)
     thread = threading.Timer(0.05, folder.permits.release, args=[1000])
     thread.start()
-    manifest = writer.save({"weights": torch.ones(5000), "number": 2}, replace(INFO, step=8), {})
+    writer.save(replace(INFO, step=8), lambda: {"weights": torch.ones(5000), "number": 2}, durable=True)
     thread.join()
-    assert (manifest.number, load(folder)["number"]) == (1, 2)
-    assert saved == [manifest]
+    assert writer.manifest is not None
+    assert (writer.manifest.number, load(folder)["number"]) == (1, 2)
     assert len(list(folder.directory.iterdir())) == 2
 
 
 def test_a_failure_is_reported_once_until_a_checkpoint_is_saved(
-    writer: CheckpointWriter, folder: ControlledFolder, capsys: pytest.CaptureFixture[str]
+    writer: Checkpointing, folder: ControlledFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder.permits.release(1000)
     for failure in ("the disk is full", "the disk is full", None, "the disk is full"):
         folder.failure = failure
-        writer.start({"number": 1}, INFO, {})
+        writer.start({"number": 1}, INFO)
         assert writer.wait(60)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3, lines
@@ -134,45 +123,46 @@ def test_a_failure_is_reported_once_until_a_checkpoint_is_saved(
     assert "the disk is full; the last checkpoint, of step 7, is unchanged" in lines[2]
 
 
-def test_a_durable_save_raises_its_failure(writer: CheckpointWriter, folder: ControlledFolder) -> None:
+def test_a_durable_save_raises_its_failure(writer: Checkpointing, folder: ControlledFolder) -> None:
     folder.permits.release(1000)
     folder.failure = "the disk is full"
     with pytest.raises(CheckpointError, match="the disk is full"):
-        writer.save({"number": 1}, INFO, {})
+        writer.save(INFO, lambda: {"number": 1}, durable=True)
 
 
 def test_memory_is_released_while_a_checkpoint_is_written_and_used_by_the_next(
-    writer: CheckpointWriter, folder: ControlledFolder, saved: list[Manifest]
+    writer: Checkpointing, folder: ControlledFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not writer.release_memory(60)
-    writer.start({"weights": torch.ones(5000)}, INFO, {})
+    writer.release_memory()
+    writer.start({"weights": torch.ones(5000)}, INFO)
     copy = weakref.ref(writer._snapshot)
     assert folder.began.wait(60)
-    assert writer.release_memory(0.0), "the storage does not answer"
+    with monkeypatch.context() as patch:
+        patch.setattr(schedule, "MAX_WAIT_FOR_MEMORY", 0.0)
+        writer.release_memory()  # the storage does not answer
     assert copy() is not None
     assert writer.is_busy
     folder.permits.release(1000)
     assert writer.wait(60)
     assert copy() is None
-    assert saved == []
-    writer.start({"weights": torch.ones(3000)}, INFO, {})
+    assert writer.manifest is None
+    writer.start({"weights": torch.ones(3000)}, INFO)
     assert writer.wait(60)
     assert len(load(folder)["weights"]) == 3000
-    assert not writer.release_memory(60), "it is written"
 
 
 def test_a_slow_storage_is_reported_once(
-    writer: CheckpointWriter,
+    writer: Checkpointing,
     folder: ControlledFolder,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    writer.start({"number": 1}, INFO, {})
+    writer.start({"number": 1}, INFO)
     assert folder.began.wait(60)
     assert writer.is_busy
     assert capsys.readouterr().out == ""
     later = time.monotonic() + 100
-    monkeypatch.setattr(checkpoint_writer, "time", SimpleNamespace(monotonic=lambda: later))
+    monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: later))
     assert writer.is_busy
     assert writer.is_busy
     output = capsys.readouterr().out
@@ -224,22 +214,20 @@ def test_a_job_without_a_checkpoint_saves_its_first_step(tmp_path: Path) -> None
 def test_a_checkpoint_that_is_given_up_for_its_memory_is_followed_by_another(
     tmp_path: Path, folder: ControlledFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointing_module, "open_storage", lambda _: folder)
+    monkeypatch.setattr(schedule, "open_storage", lambda _: folder)
     checkpointing = checkpointing_in(tmp_path, 1000.0)
-    writer = checkpointing._writer
-    assert writer is not None
     checkpointing.save(INFO, lambda: {"weights": torch.ones(5000)})
     assert folder.began.wait(60)
 
     def answer_after_cancellation() -> None:
-        assert writer._cancelled.wait(60)
+        assert checkpointing._cancelled.wait(60)
         folder.permits.release(1000)
 
     thread = threading.Thread(target=answer_after_cancellation)
     thread.start()
     checkpointing.release_memory()
     thread.join()
-    assert writer.wait(60)
+    assert checkpointing.wait(60)
     assert checkpointing.load() is None
     assert checkpointing.is_due
     checkpointing.save(INFO, lambda: {"number": 2})
@@ -295,10 +283,10 @@ class FailingFolder(Folder):
 
 
 def test_a_failed_checkpoint_is_not_saved_until_the_next_one_is(tmp_path: Path) -> None:
-    writer = CheckpointWriter(CheckpointStore(FailingFolder(tmp_path, 1)), 1000.0, lambda _: None)
+    writer = Checkpointing(CheckpointStore(FailingFolder(tmp_path, 1)), 1000.0, group_of())
     assert not writer.last_is_unsaved
     for is_unsaved in (True, False):
-        writer.start({"number": 1}, INFO, {})
+        writer.start({"number": 1}, INFO)
         assert writer.wait(60)
         assert writer.last_is_unsaved == is_unsaved
 
@@ -310,7 +298,7 @@ def failing_checkpointing(
     max_attempts: float = math.inf,
 ) -> tuple[Checkpointing, FailingFolder, Any]:
     folder, group = FailingFolder(directory, failures), group_of()
-    monkeypatch.setattr(checkpointing_module, "open_storage", lambda _: folder)
+    monkeypatch.setattr(schedule, "open_storage", lambda _: folder)
     return Checkpointing(directory, 1000.0, group, lambda: folder.attempts > max_attempts), folder, group
 
 
@@ -361,7 +349,7 @@ def test_waiting_for_a_storage_ends(end: str, tmp_path: Path, monkeypatch: pytes
     max_attempts = 4 if end == "the process is terminated" else math.inf
     checkpointing, _, group = failing_checkpointing(tmp_path, 10**9, monkeypatch, max_attempts)
     if end == "the time is over":
-        monkeypatch.setattr(checkpointing_module, "MAX_WAIT_FOR_STORAGE", 0.3)
+        monkeypatch.setattr(schedule, "MAX_WAIT_FOR_STORAGE", 0.3)
     elif end == "a replica is lost":
         group.has_failed = True
     with pytest.raises(CheckpointError, match="the server does not answer"):

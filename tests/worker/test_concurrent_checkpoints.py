@@ -23,8 +23,8 @@ from adascale_storage import (
     StorageFullError,
 )
 from adascale_storage.folder import Folder
-from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.file import Snapshot
+from adascale_worker.state.store import CheckpointInfo, CheckpointStore
 
 INFO = CheckpointInfo(
     step=0, progress=0.0, epoch=0, replicas=4, generation=3, finished=False, saved_at=1.76e9

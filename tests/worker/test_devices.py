@@ -19,8 +19,8 @@ from adascale_core.checkpoint_manifest import Manifest
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.program.weight_checks import FiniteWeights
-from adascale_worker.state.checkpoints.store import CheckpointStore
 from adascale_worker.state.file import Snapshot
+from adascale_worker.state.store import CheckpointStore
 from adascale_worker.state.tree import flatten, on_host
 from e2e.local_run import adascale, write_job
 from support.fast_python import PYTHON
@@ -309,15 +309,14 @@ def test_a_checkpoint_that_is_written_beside_training_is_of_its_step(
     optimizer = make(model.parameters(), **options)
     trainer = make_trainer(**FIXED, device=device, checkpoint_dir=tmp_path, checkpoint_interval=1e-6)
     trainer.program_reentry(model, optimizer)
-    writer = trainer._replica.checkpointing._writer
-    assert writer is not None
+    checkpointing = trainer._replica.checkpointing
     expected: dict[int, list[Tensor]] = {}
     for epoch in range(4):
         for _, x, y in trainer.dataloader(samples()):
             learn(model, optimizer, x.to(device), y.to(device))
             expected[trainer.steps] = flattened([model.state_dict(), optimizer.state_dict()["state"]])
             # The checkpoint of the step before, so that the next one is due.
-            wait_until(lambda: not writer.is_busy, "the end of a checkpoint")
+            wait_until(lambda: not checkpointing.is_busy, "the end of a checkpoint")
         trainer.step(epoch)
     trainer.close()
     # Where a gradient is kept for the next step, none is saved.

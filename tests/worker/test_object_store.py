@@ -32,11 +32,10 @@ from adascale_storage import (
 from adascale_worker.errors import CheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
-from adascale_worker.state.checkpoints import writer as checkpoint_writer
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
-from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
-from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.state import schedule
 from adascale_worker.state.file import Snapshot
+from adascale_worker.state.schedule import Checkpointing
+from adascale_worker.state.store import CheckpointInfo, CheckpointStore
 from support import s3
 from support.fast_python import PYTHON
 from support.sharded_states import Replica, require_part
@@ -45,6 +44,7 @@ from support.training import FIXED, MakeTrainer, learn, network, samples, sgd
 pytest.importorskip("s3fs", reason="s3fs is not installed")
 
 INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
+GROUP = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
 PART = 5 * 2**20
 """Smallest part of a multipart upload in S3."""
 
@@ -291,9 +291,9 @@ def test_an_upload_that_cannot_be_completed_leaves_no_parts(
 def test_a_checkpoint_that_is_cancelled_leaves_no_object(store: CheckpointStore) -> None:
     save(store, 1)
     names = set(store.storage.names())
-    writer = CheckpointWriter(store, 1.0, lambda _: None)
-    writer.start(state_of(2, LARGE), INFO, {})
-    writer.save(state_of(3), INFO, {})
+    checkpointing = Checkpointing(store, 1.0, GROUP)
+    checkpointing.start(state_of(2, LARGE), INFO)
+    checkpointing.save(INFO, lambda: state_of(3), durable=True)
     assert loaded_number(store) == 3
     assert len(set(store.storage.names()) - names) == 2
 
@@ -394,7 +394,7 @@ def test_a_trainer_continues_while_writes_are_refused_and_saves_again_later(
 def test_a_trainer_continues_while_a_slow_server_takes_its_checkpoints(
     begin_training: Callable[[nn.Module], Training], proxy: s3.Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_writer, "MIN_DELAY", 0.0)
+    monkeypatch.setattr(schedule, "MIN_DELAY", 0.0)
     monkeypatch.setitem(object_store._OPTIONS["s3"]["config_kwargs"], "read_timeout", 60)
     # Its state is uploaded in two parts.
     training = begin_training(
@@ -423,8 +423,8 @@ KILLED = """
 import json, os, signal, sys
 from types import SimpleNamespace
 import torch
-from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+from adascale_worker.state.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.file import Snapshot
 from adascale_storage import object_store, open_storage
 
@@ -529,7 +529,7 @@ def test_an_unusable_url_is_an_error(url: str, complaint: str) -> None:
         open_storage(url)
     assert "secret" not in str(raised.value)
     with pytest.raises(CheckpointError, match=complaint):
-        Checkpointing(url, 1.0, ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu")))
+        Checkpointing(url, 1.0, GROUP)
 
 
 def test_a_client_that_is_not_installed_is_an_error_that_names_its_package(

@@ -6,18 +6,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from adascale_core.checkpoint_manifest import Manifest, state_of
+from adascale_core.checkpoint_manifest import state_of
 from adascale_storage import Part, StorageFullError, WriteCancelledError
 from adascale_storage.folder import Folder
 from adascale_worker.errors import CheckpointError, StorageUnavailableError, WorkerError
-from adascale_worker.state.checkpoints.store import CheckpointStore
-from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.shards import Division
+from adascale_worker.state.store import CheckpointStore
 from support.sharded_states import DIVISIONS, INFO, Replica, part_of, require_part, shards_of, whole_of
 
 
@@ -178,9 +180,10 @@ def test_a_state_that_cannot_be_saved_on_one_process_is_an_error_of_the_program_
 ) -> None:
     replica = FolderReplica(tmp_path, 2)
 
-    def save(each: int) -> Manifest:
-        writer = CheckpointWriter(replica.stores[each], 60.0, lambda _: None, replica.processes[each])
-        return writer.save({"counter": object() if each == process else 1}, INFO, {})
+    def save(each: int) -> None:
+        group = cast(ReplicaGroup, SimpleNamespace(rank=0, broadcast=lambda value: value))
+        checkpointing = Checkpointing(replica.stores[each], 60.0, group)
+        checkpointing.save(INFO, lambda: {"counter": object() if each == process else 1}, durable=True)
 
     with pytest.raises(WorkerError, match="counter") as raised:
         replica.run(save)

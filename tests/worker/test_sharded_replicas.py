@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from adascale_worker.state.checkpoints.weights import export
+from adascale_worker.state.weights import export
 from support.fast_python import PYTHON
 from support.launch import free_port
 

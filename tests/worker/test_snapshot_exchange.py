@@ -24,8 +24,8 @@ from adascale_worker.agent.snapshot_exchange import (
 )
 from adascale_worker.agent.snapshots import Snapshots, make_snapshot_files
 from adascale_worker.process.snapshot_place import SnapshotPlace
-from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
-from adascale_worker.state.checkpoints.store import CheckpointInfo
+from adascale_worker.state.snapshot_memory import SnapshotMemory
+from adascale_worker.state.store import CheckpointInfo
 from support.launch import free_port, wait_until
 
 KEY = "secret"

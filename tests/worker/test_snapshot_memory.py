@@ -16,9 +16,9 @@ from adascale_storage.folder import Folder
 from adascale_worker.agent.snapshots import make_snapshot_files
 from adascale_worker.errors import CheckpointError
 from adascale_worker.process.resource_limits import unused_memory
-from adascale_worker.state.checkpoints.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
-from adascale_worker.state.checkpoints.store import CheckpointInfo, CheckpointStore
 from adascale_worker.state.file import Snapshot
+from adascale_worker.state.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
+from adascale_worker.state.store import CheckpointInfo, CheckpointStore
 from support.fast_python import Program
 from support.launch import wait_until
 
@@ -31,8 +31,8 @@ WRITER = """
 import sys
 import torch
 from dataclasses import replace
-from adascale_worker.state.checkpoints.snapshot_memory import SnapshotMemory
-from adascale_worker.state.checkpoints.store import CheckpointInfo
+from adascale_worker.state.snapshot_memory import SnapshotMemory
+from adascale_worker.state.store import CheckpointInfo
 
 memory = SnapshotMemory(sys.argv[1].split(":"))
 large, small = [torch.empty(2**20) for _ in range(8)], [torch.empty(10) for _ in range(600)]

@@ -15,7 +15,7 @@ from adascale_controller.local.checkpoints import delete_checkpoints
 from adascale_controller.local.run_history import RunRecord, record_start
 from adascale_controller.local.state_dir import StateDir
 from adascale_worker.errors import CheckpointError, WorkerError
-from adascale_worker.state.checkpoints.weights import export, main
+from adascale_worker.state.weights import export, main
 from e2e.local_run import adascale
 from support.training import FIXED, MakeTrainer, learn, network, samples, sgd, train
 

@@ -52,8 +52,8 @@ from adascale_worker.program.parts import Models, OptimizersByName, SchedulersBy
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.reporting.logged_metrics import plain_result, require_metrics
 from adascale_worker.reporting.trackers import Tracker, make_tracker
-from adascale_worker.state.checkpoints.weights import BestWeights
 from adascale_worker.state.program import Stateful, require_choice, require_stateful
+from adascale_worker.state.weights import BestWeights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -599,7 +599,7 @@ class ElasticTrainer:
         if self.finished:
             self._end_restored_training(training)
         return ReentryState(
-            progress.epoch, progress.step, progress.progress, restored=training.held.was_restored
+            progress.epoch, progress.step, progress.progress, restored=training.state.was_restored
         )
 
     def _end_restored_training(self, training: Training) -> None:
@@ -620,7 +620,7 @@ class ElasticTrainer:
 
     def _print_restored(self, training: Training, hyperparameters: Choice) -> None:
         """Print what differs from the state that was restored."""
-        if not (training.held.was_restored and self.is_main):
+        if not (training.state.was_restored and self.is_main):
             return
         if training.program.differences:
             print(f"adascale: {describe(training.program.differences, hyperparameters)}", flush=True)

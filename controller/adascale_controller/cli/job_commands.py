@@ -210,7 +210,7 @@ def export(
         sys.executable,
         "-P",
         "-m",
-        "adascale_worker.state.checkpoints.weights",
+        "adascale_worker.state.weights",
         str(source),
         str(file),
     ]

@@ -6,17 +6,17 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from adascale_worker.state.saving import StateSaving
+from adascale_worker.state.state import State
 
-save = StateSaving.save
+save = State.save
 
 
-def die(saving: StateSaving, **options: Any) -> None:
+def die(state: State, **options: Any) -> None:
     if options.get("final"):
         os.kill(os.getpid(), signal.SIGKILL)
-    save(saving, **options)
+    save(state, **options)
 
 
 if os.environ["REPLICA"] == os.environ["DIES"]:
-    StateSaving.save = die  # type: ignore[method-assign, assignment]
+    State.save = die  # type: ignore[method-assign, assignment]
 runpy.run_path(str(Path(__file__).with_name("members.py")), run_name="__main__")

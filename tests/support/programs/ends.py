@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from adascale import ElasticTrainer
-from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.state.schedule import Checkpointing
 from support.training import samples
 
 
@@ -29,13 +29,13 @@ class Ballast:
 
 def write_at_once() -> None:
     """Wait for each periodic checkpoint to be written."""
-    start = CheckpointWriter.start
+    start = Checkpointing.start
 
-    def start_and_wait(writer: CheckpointWriter, *arguments: Any) -> None:
+    def start_and_wait(writer: Checkpointing, *arguments: Any) -> None:
         start(writer, *arguments)
         writer.wait()
 
-    CheckpointWriter.start = start_and_wait  # type: ignore[method-assign, assignment]
+    Checkpointing.start = start_and_wait  # type: ignore[method-assign, assignment]
 
 
 ends = os.environ["ENDS"]

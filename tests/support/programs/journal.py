@@ -22,13 +22,13 @@ from torch import nn
 
 from adascale import ElasticTrainer
 from adascale_worker.program import weight_checks
-from adascale_worker.state import saving
+from adascale_worker.state import state as state_module
 
 if "COMPARISON_INTERVAL" in os.environ:
     weight_checks.COMPARISON_INTERVAL = float(os.environ["COMPARISON_INTERVAL"])
 if "SNAPSHOT_SHARE" in os.environ:
-    saving.SNAPSHOT_SHARE = float(os.environ["SNAPSHOT_SHARE"])
-    saving.SNAPSHOT_DELAY = 0.0
+    state_module.SNAPSHOT_SHARE = float(os.environ["SNAPSHOT_SHARE"])
+    state_module.SNAPSHOT_DELAY = 0.0
 folder = Path(os.environ["JOURNAL"])
 trainer = ElasticTrainer(**json.loads(os.environ.get("BOUNDS", '{"batch_size": 8}')))
 

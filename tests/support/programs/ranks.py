@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from adascale import ElasticTrainer
 from adascale_worker.batches.order import SampleSequence
 from adascale_worker.errors import WorkerError
-from adascale_worker.state.checkpoints.writer import CheckpointWriter
+from adascale_worker.state.schedule import Checkpointing
 from worker import reference
 
 OUT = Path(os.environ["OUT"])
@@ -422,15 +422,15 @@ def saves() -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer.program_reentry(model, optimizer)
     saved: list[int] = []
-    writers: list[CheckpointWriter] = []
-    own = CheckpointWriter.start
+    writers: list[Checkpointing] = []
+    own = Checkpointing.start
 
-    def save(self: CheckpointWriter, state: dict[str, Any], *arguments: Any) -> Any:
+    def save(self: Checkpointing, state: dict[str, Any], *arguments: Any) -> Any:
         saved.append(state["progress"]["step"])
         writers.append(self)
         return own(self, state, *arguments)
 
-    CheckpointWriter.start = save  # type: ignore[method-assign, assignment]
+    Checkpointing.start = save  # type: ignore[method-assign, assignment]
     for number, (x, y) in enumerate(trainer.dataloader(dataset)):
         if number == 2:
             for writer in writers:

@@ -21,8 +21,8 @@ from adascale_worker.process.user_code import calling_line
 from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.program.weight_checks import WeightComparison
 from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
-from adascale_worker.state.saving import StateSaving
+from adascale_worker.state.schedule import Checkpointing
+from adascale_worker.state.state import State
 
 FINISH = "finish"
 """The event that a replica announces when it has called `finish`."""
@@ -33,16 +33,16 @@ FINISH_TIMEOUT = 30.0
 class FinishRequest:
     """The request to end training, which is ended after the next step for which the replicas agree."""
 
-    def __init__(self, progress: TrainingProgress, group: ReplicaGroup, saving: StateSaving) -> None:
+    def __init__(self, progress: TrainingProgress, group: ReplicaGroup, state: State) -> None:
         self._progress = progress
         self._group = group
-        self._saving = saving
+        self._state = state
         self._line = ""
         self.reason: str | None = None  # None without a request
 
     def make(self, reason: str) -> None:
         """Request the end of training."""
-        self._saving.require_finite_weights()
+        self._state.require_finite_weights()
         self.reason, self._line = reason, calling_line()
         self._group.announce(FINISH)
         self.save()
@@ -51,7 +51,7 @@ class FinishRequest:
         """Save the end of training on rank 0, because the program may end before the next step."""
         progress = self._progress
         progress.finish_reason = self.reason
-        self._saving.save_on_rank_0()
+        self._state.save_on_rank_0()
         progress.finish_reason = None
 
     def agree(self) -> None:
@@ -66,7 +66,7 @@ class FinishRequest:
         if not missing:
             return None
         # In place of the checkpoint of `finish`, which says that training is finished.
-        self._saving.save_on_rank_0()
+        self._state.save_on_rank_0()
         return WorkerError(
             f"rank {group.rank} called trainer.finish ({self._line}) and left its loop, but rank "
             f"{', '.join(map(str, missing))} did not call it. After trainer.finish(reason) on some of the "

@@ -25,8 +25,8 @@ from adascale_worker.process.user_code import calling_line
 from adascale_worker.program.weight_checks import WeightComparison
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Telemetry
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
-from adascale_worker.state.saving import StateSaving
+from adascale_worker.state.schedule import Checkpointing
+from adascale_worker.state.state import State
 
 
 @dataclass(eq=False, kw_only=True)
@@ -43,7 +43,7 @@ class Ending:
     evaluations: EvaluationSequence
     finish_request: FinishRequest
     comparison: WeightComparison
-    saving: StateSaving
+    state: State
     checkpointing: Checkpointing
     progress: TrainingProgress
     planner: BatchPlanner
@@ -113,7 +113,7 @@ class Ending:
         while True:
             try:
                 self.comparison.compare(self.progress.step, self.steps.passes_per_batch)
-                self.saving.save(final=True)
+                self.state.save(final=True)
                 break
             except PeersLostError:
                 self.generations.recover()
@@ -134,7 +134,7 @@ class Ending:
         self.telemetry.report_last(self.planner.plan, self.progress, self.steps.optimizer)
         if self.steps.counter.has_stepped and not self.checkpointing.has_final:
             try:
-                self.saving.require_finite_weights()
+                self.state.require_finite_weights()
             except NonFiniteWeightsError as error:
                 return error
         try:
@@ -173,7 +173,7 @@ class Ending:
         self.generations.report()
         saved = True
         try:
-            self.saving.save(durable=True)
+            self.state.save(durable=True)
         except NonFiniteWeightsError as error:
             saved = False
             if self.group.is_main:

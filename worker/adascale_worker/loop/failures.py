@@ -23,7 +23,7 @@ from adascale_worker.process.exit import end_process
 from adascale_worker.process.user_code import raising_line
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.program import ProgramState
-from adascale_worker.state.saving import StateSaving
+from adascale_worker.state.state import State
 from adascale_worker.torch_private.distributed import is_lost_peer
 
 MAX_REASON = 200
@@ -98,7 +98,7 @@ class Failures:
     departures: LoopDepartures
     evaluations: EvaluationSequence
     shortage: MemoryShortage
-    saving: StateSaving
+    state: State
     progress: TrainingProgress
 
     def end_after(self, error: BaseException, trace: TracebackType | None) -> int | None:
@@ -152,7 +152,7 @@ class Failures:
             release_memory()
             try:
                 self.steps.discard()
-                self.saving.save_alone()
+                self.state.save_alone()
             except (RuntimeError, MemoryError) as failure:
                 print(f"adascale: the state was not saved: {failure}", file=sys.stderr)
         return True

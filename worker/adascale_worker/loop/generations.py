@@ -20,7 +20,6 @@ from adascale_worker.gradients.step_failure import release_memory
 from adascale_worker.loop.checks import check_optimizer_parameters
 from adascale_worker.loop.exchange import EvaluationSequence
 from adascale_worker.loop.failures import MemoryShortage
-from adascale_worker.loop.held_state import HeldState
 from adascale_worker.loop.job import Job
 from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop
 from adascale_worker.loop.steps import StepStrategy
@@ -32,12 +31,9 @@ from adascale_worker.process.exit import ProcessExit
 from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Telemetry
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing, State
-from adascale_worker.state.checkpoints.snapshot_memory import KeptSnapshot
-from adascale_worker.state.exchange import StateExchange
 from adascale_worker.state.program import ProgramState
-from adascale_worker.state.saving import AgentSnapshots, StateSaving
-from adascale_worker.state.training import TrainingState
+from adascale_worker.state.schedule import Checkpointing
+from adascale_worker.state.state import State
 
 
 @dataclass(eq=False, kw_only=True)
@@ -58,11 +54,7 @@ class Generations:
     feed: DataFeed
     telemetry: Telemetry
     checkpointing: Checkpointing
-    state: TrainingState
-    held: HeldState
-    exchange: StateExchange
-    saving: StateSaving
-    snapshots: AgentSnapshots
+    state: State
     shortage: MemoryShortage
     shutdown_request: ShutdownRequest
     process_exit: ProcessExit
@@ -72,13 +64,13 @@ class Generations:
 
     def begin_alone(self) -> None:
         """Restore the last checkpoint, and begin, without an agent. A collective call."""
-        self.held.was_restored = self._load()
+        self.state.was_restored = self._load()
         self._begin()
 
     def prepare_to_receive(self) -> None:
         """Prepare memory for the state of the other replicas and for gradients, before they wait."""
         if self.steps.models.device.type == "cpu":
-            self.exchange.prepare()
+            self.state.prepare_to_receive()
             self.steps.models.prepare()
 
     # -- entering -----------------------------------------------------------------------------------------
@@ -109,18 +101,15 @@ class Generations:
         if formation.sources:
             self._transfer(formation.sources)
             if formation.states[group.rank] is None:
-                self.held.was_restored = True
+                self.state.was_restored = True
         else:
-            self.held.was_restored = self._load()
-        self.held.generation = assignment.generation
-        self.exchange.end()
+            self.state.was_restored = self._load()
+        self.state.begin_generation(assignment.generation)
         # What a member decides between two steps does not change the number of its state.
         rows = group.gather([self.progress.finish_reason, trained.encoded()])
         self.progress.finish_reason = next((reason for reason, _ in rows if reason is not None), None)
         trained.begin_generation(rows[formation.sources[0] if formation.sources else 0][1])
         steps.use_trained()
-        self.checkpointing.begin_generation()
-        self.snapshots.begin_generation()
         steps.counter.agreement.begin_generation()
         steps.begin_generation()
         self._announce_place()
@@ -172,30 +161,26 @@ class Generations:
         """
         group, checkpointing, trained = self.group, self.checkpointing, self.program.trained
         failure: tuple[str, str] | None = None
-        state, is_elsewhere, kept = None, False, None
+        loaded, is_elsewhere = None, False
         if group.rank == 0:
-            self.exchange.release_memory()
             try:
                 # In the first generation the storage's address may be wrong, so an error is raised at once.
-                kept = self.snapshots.newest()
-                state = checkpointing.load(self.state.shards, wait=group.generation > 1, kept=kept)
+                loaded = self.state.load(wait=group.generation > 1)
                 is_elsewhere = self._continues_elsewhere()
             except AdaScaleError as error:
                 failure = kind_of_error(error), str(error)
         group.settle(failed=is_elsewhere)
         if group.rank == 0 and failure is None:
             try:
-                if state is not None:
-                    self._restore(state, kept)
+                self.state.restore(loaded)
+                if loaded is not None:
                     self.feed.begin_from_checkpoint()
-                else:
-                    self.exchange.keep_initial_weights()
             except AdaScaleError as error:
                 failure = kind_of_error(error), str(error)
             failure = next((each for each in group.exchange_within(failure) if each is not None), None)
         # More steps may be required now than when the end of training was saved.
-        is_final = state is not None and checkpointing.has_restored_final and self.job.finished
-        is_restored, is_final, failure = group.broadcast((state is not None, is_final, failure))
+        is_final = loaded is not None and checkpointing.has_restored_final and self.job.finished
+        is_restored, is_final, failure = group.broadcast((loaded is not None, is_final, failure))
         if failure is not None:
             raise error_of_kind(*failure)
         checkpointing.keep_final(is_final=is_final)
@@ -210,33 +195,13 @@ class Generations:
         self.steps.use_trained()
         return bool(is_restored)
 
-    def _restore(self, state: State, kept: KeptSnapshot | None) -> None:
-        """Restore a state on rank 0: of the last checkpoint, or a copy that is later."""
-        checkpointing = self.checkpointing
-        if kept is None or not checkpointing.is_from_memory:
-            self.state.load_state_dict(state)
-            return
-        error = self.snapshots.restore(kept, state)
-        if error is None:
-            print(
-                f"adascale: training continues after step {kept.info.step}, with the state that the agent "
-                "has kept in memory",
-                flush=True,
-            )
-            return
-        print(f"adascale: the state that the agent has kept in memory cannot be used: {error}", flush=True)
-        checkpoint = checkpointing.load(self.state.shards, wait=True)
-        if checkpoint is None:
-            raise error
-        self.state.load_state_dict(checkpoint)
-
     def _continues_elsewhere(self) -> bool:
         """Whether this generation is before that of the restored checkpoint, which it cannot replace.
 
         Another controller has continued the job, such as `adascale run` on the checkpoints of a cluster. Then
         the service has to begin a later generation.
         """
-        later = self.checkpointing.later_generation(self.state.info())
+        later = self.checkpointing.later_generation(self.state.contents.info())
         if later is None or self.channel is None:
             return False
         if not self.group.is_main:
@@ -257,7 +222,7 @@ class Generations:
             if self._assignment is not None
             else [""] * self.group.replicas
         )
-        if self.exchange.copy(sources, nodes):
+        if self.state.transfer(sources, nodes):
             self.loop.delivered = self.progress.consumed
 
     # -- changes ------------------------------------------------------------------------------------------
@@ -290,7 +255,7 @@ class Generations:
             self.report()
             if len(leaving) == group.replicas:
                 # Else the others keep the state.
-                self.saving.save_if_possible()
+                self.state.save_if_possible()
             if group.rank in leaving:
                 self._leave(membership)
             membership.leave_without({assignment.members[rank].replica for rank in leaving})
@@ -298,7 +263,7 @@ class Generations:
             membership.wait_for_generation(max(row[1] for row in rows))
             released = [row[0] for row in group.gather_integers([membership.is_released])]
             if all(released):
-                self.saving.save_if_possible()
+                self.state.save_if_possible()
             if released[group.rank]:
                 self.report()
                 self._leave(membership)

@@ -1,36 +1,20 @@
-"""The state of training that this process has: what an unfinished step has changed in it is put back."""
+"""Puts back what an unfinished step has changed in the state of training. See `state.state.Undo`."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from adascale_worker.membership.links import StateNumber
 from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.program import ProgramState, load_model
-from adascale_worker.state.saving import StateSaving
-from adascale_worker.state.training import TrainingState
 from adascale_worker.torch_private.tensors import version_of
 
 State = dict[str, Any]
-
-
-class Undo(Protocol):
-    """Puts back what an unfinished step has changed."""
-
-    @property
-    def state(self) -> State | None:
-        """The parts of the state that the step may have changed, from before it; None if it has not."""
-
-    def restore(self) -> None:
-        """Put it back."""
 
 
 class ModelBuffers:
@@ -180,48 +164,3 @@ class _Copier:
             memory = torch.empty_like(tensor)
         self.used.append(memory.copy_(tensor))
         return memory
-
-
-@dataclass(eq=False)
-class HeldState:
-    """The state of training that this member has. See `membership.generations.MemberState`."""
-
-    progress: TrainingProgress
-    state: TrainingState
-    saving: StateSaving
-    undo: Undo
-    checkpointing: Checkpointing
-    # the generation in which the state was last equal on all members. None without a state.
-    generation: int | None = field(default=None, init=False)
-    # whether training has continued from a checkpoint, or from the state of other members
-    was_restored: bool = field(default=False, init=False)
-
-    @property
-    def number(self) -> StateNumber | None:
-        """The number of the state, as it is after an unfinished step is put back; None without a state."""
-        if self.generation is None:
-            return None
-        if self.undo.state is None:
-            return self.generation, self.progress.step, self.progress.consumed
-        before = self.undo.state["progress"]
-        return self.generation, before["step"], before["consumed"]
-
-    def save_before_leaving(self) -> None:
-        """Save the state of a trainer that waits for a generation, and leaves."""
-        if self.generation is not None:
-            self.saving.save_alone()
-
-    def save_beside(self) -> bool:
-        """Save the state in a thread, while the main thread cannot leave a collective call.
-
-        That is the state from before an unfinished step.
-        """
-        if self.generation is None or not self.checkpointing.enabled:
-            return False
-        before = self.undo.state
-        if before is None:
-            self.undo.restore()
-        else:
-            self.progress.load_state_dict(before["progress"])
-            self.state.replaced = before
-        return self.saving.save_alone()

@@ -32,8 +32,8 @@ from adascale_worker.process.sockets import listen
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Reporter
 from adascale_worker.reporting.trackers import RunIdentity, Tracker
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
-from adascale_worker.state.checkpoints.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
+from adascale_worker.state.schedule import Checkpointing
+from adascale_worker.state.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
 
 
 @dataclass(frozen=True)

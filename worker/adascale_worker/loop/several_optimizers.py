@@ -25,7 +25,7 @@ from adascale_worker.gradients.step_division import StepDivision, StepPlan
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.loop.agreement import FinishRequest
 from adascale_worker.loop.checks import BatchChecks
-from adascale_worker.loop.held_state import HeldState, StepUndo
+from adascale_worker.loop.held_state import StepUndo
 from adascale_worker.loop.program_loop import ProgramLoop
 from adascale_worker.loop.steps import StepParts, StepStrategy
 from adascale_worker.membership.links import PeersLostError
@@ -34,7 +34,7 @@ from adascale_worker.program.optimizers import OptimizerSet
 from adascale_worker.program.parts import ProgramParts
 from adascale_worker.program.patching import MethodOverride, patch_step
 from adascale_worker.program.trained_parameters import TrainedParameters
-from adascale_worker.state.saving import StateSaving
+from adascale_worker.state.state import State
 
 
 class SeveralAccumulations(Accumulation):
@@ -199,9 +199,8 @@ class SeveralOptimizers(StepStrategy):
         undo: StepUndo,
         program: ProgramParts,
         trained: TrainedParameters,
-        saving: StateSaving,
         finish_request: FinishRequest,
-        held: HeldState,
+        state: State,
         parts: StepParts,
     ) -> None:
         super().__init__(optimizer, models, accumulation, checks, undo, parts)
@@ -210,9 +209,8 @@ class SeveralOptimizers(StepStrategy):
         self._step_undo = undo
         self._passed = program
         self._trained = trained
-        self._saving = saving
         self._finish_request = finish_request
-        self._held = held
+        self._state = state
         self._finished_in: int | None = None
         """The number of the batch for which the program has called `finish`."""
 
@@ -266,7 +264,7 @@ class SeveralOptimizers(StepStrategy):
             self._lead.flags = flags
         try:
             self._accumulation.complete(part)
-            part.check_gradients(is_restored=self._held.was_restored)
+            part.check_gradients(is_restored=self._state.was_restored)
             # The exchange must have succeeded before anything is changed.
             part.adascale.exchange_statistics()
             self._group.wait_for_device()
@@ -359,7 +357,7 @@ class SeveralOptimizers(StepStrategy):
         if self._group.replicas > 1:
             self._finish_request.save()
         else:
-            self._saving.save(final=True)
+            self._state.save(final=True)
 
 
 class _ZeroGrad(MethodOverride):

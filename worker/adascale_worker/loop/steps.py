@@ -20,7 +20,6 @@ from adascale_worker.gradients.step_division import StepPlan
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.loop.agreement import StepAgreement
 from adascale_worker.loop.checks import BatchChecks, LoopChecks
-from adascale_worker.loop.held_state import Undo
 from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop, ProgramPlace
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.links import PeersLostError
@@ -31,7 +30,8 @@ from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Telemetry
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
+from adascale_worker.state.schedule import Checkpointing
+from adascale_worker.state.state import Undo
 
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""

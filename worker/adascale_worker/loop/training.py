@@ -31,7 +31,7 @@ from adascale_worker.loop.ending import Ending
 from adascale_worker.loop.exchange import EvaluationSequence, ProgramCollectives, ReplicaSums
 from adascale_worker.loop.failures import Failures, MemoryShortage
 from adascale_worker.loop.generations import Generations
-from adascale_worker.loop.held_state import HeldState, ModelBuffers, StepUndo
+from adascale_worker.loop.held_state import ModelBuffers, StepUndo
 from adascale_worker.loop.one_optimizer import OneOptimizer
 from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop
 from adascale_worker.loop.replica import Replica, make_reporter
@@ -62,9 +62,8 @@ from adascale_worker.program.patching import patch_scheduler
 from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
 from adascale_worker.reporting.reports import Telemetry
-from adascale_worker.state.exchange import StateExchange
 from adascale_worker.state.program import ProgramState, Stateful
-from adascale_worker.state.saving import AgentSnapshots, StateSaving
+from adascale_worker.state.state import State
 from adascale_worker.state.training import ShardedTrainingState, TrainerPart, TrainingState
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
@@ -89,7 +88,7 @@ class _Gradients:
     accumulation: Accumulation
     failure: StepFailure
     undo: ModelBuffers | StepUndo
-    make_steps: Callable[[StepParts, StateSaving, FinishRequest, HeldState], StepStrategy]
+    make_steps: Callable[[StepParts, FinishRequest, State], StepStrategy]
 
 
 class Training:
@@ -150,20 +149,18 @@ class Training:
             "run": telemetry.run,
             "attributes": ModuleAttributes(program.model),
         }
-        state = (
+        contents = (
             ShardedTrainingState(group, program, saved, job.checkpoint_info)
             if isinstance(group, LaneGroup)
             else TrainingState(program, saved, job.checkpoint_info)
         )
         weights = FiniteWeights(optimizer, job.settings.max_nonfinite_steps, group)
-        saving = StateSaving(state, optimizer, weights, checkpointing, group)
-        snapshots = AgentSnapshots(
-            replica.snapshot_memory, group, state, weights, checkpointing, replica.device
+        self.state = state = State(
+            contents, weights, gradients.undo, progress, group, checkpointing, replica.snapshot_memory
         )
-        self.held = held = HeldState(progress, state, saving, gradients.undo, checkpointing)
-        finish_request = FinishRequest(progress, group, saving)
+        finish_request = FinishRequest(progress, group, state)
         self.membership = membership = (
-            _membership(replica.agent, group, shutdown_request, held) if replica.agent is not None else None
+            _membership(replica.agent, group, shutdown_request, state) if replica.agent is not None else None
         )
 
         self._other_optimizers = OtherOptimizers(
@@ -199,9 +196,8 @@ class Training:
         )
         self.steps: StepStrategy = gradients.make_steps(
             StepParts(gradients.failure, counter, loop, departures, progress, group, planner, checkpointing),
-            saving,
             finish_request,
-            held,
+            state,
         )
         self.generations = Generations(
             job=job,
@@ -219,10 +215,6 @@ class Training:
             telemetry=telemetry,
             checkpointing=checkpointing,
             state=state,
-            held=held,
-            exchange=StateExchange(group, program, state, checkpointing),
-            saving=saving,
-            snapshots=snapshots,
             shortage=shortage,
             shutdown_request=shutdown_request,
             process_exit=replica.process_exit,
@@ -238,7 +230,7 @@ class Training:
             evaluations=evaluations,
             finish_request=finish_request,
             comparison=comparison,
-            saving=saving,
+            state=state,
             checkpointing=checkpointing,
             progress=progress,
             planner=planner,
@@ -259,9 +251,8 @@ class Training:
             planner=planner,
             feed=feed,
             telemetry=telemetry,
-            saving=saving,
+            state=state,
             checkpointing=checkpointing,
-            snapshots=snapshots,
             shortage=shortage,
             has_agent=channel is not None,
         )
@@ -277,7 +268,7 @@ class Training:
             departures,
             evaluations,
             shortage,
-            saving,
+            state,
             progress,
         )
         self._backward_guard = BackwardGuard(gradients.failure, gradients.accumulation)
@@ -369,12 +360,12 @@ class Training:
 
 
 def _membership(
-    agent: AgentConnection, group: ReplicaGroup, shutdown_request: ShutdownRequest, held: HeldState
+    agent: AgentConnection, group: ReplicaGroup, shutdown_request: ShutdownRequest, state: State
 ) -> Membership:
     if not isinstance(group, LaneGroup):
-        return Membership(agent, group, shutdown_request, held)
+        return Membership(agent, group, shutdown_request, state)
     kind = LeadingMembership if group.own.is_leader else FollowingMembership
-    return kind(agent, group, shutdown_request, held)
+    return kind(agent, group, shutdown_request, state)
 
 
 def _one_optimizer(
@@ -523,9 +514,7 @@ def _several_optimizers(
     models = ModelSet(parts.models, replica.device, group, failure, lambda: planner.step_plan.local_bsz)
     accumulation = SeveralAccumulations(optimizers, models, group, failure, loop, division)
 
-    def make_steps(
-        shared: StepParts, saving: StateSaving, finish_request: FinishRequest, held: HeldState
-    ) -> StepStrategy:
+    def make_steps(shared: StepParts, finish_request: FinishRequest, state: State) -> StepStrategy:
         checks = BatchChecks(group)
         return SeveralOptimizers(
             optimizers,
@@ -535,9 +524,8 @@ def _several_optimizers(
             undo,
             parts,
             trained,
-            saving,
             finish_request,
-            held,
+            state,
             shared,
         )
 

@@ -31,9 +31,9 @@ from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Telemetry
-from adascale_worker.state.checkpoints.checkpointing import Checkpointing
 from adascale_worker.state.program import ProgramState
-from adascale_worker.state.saving import AgentSnapshots, StateSaving
+from adascale_worker.state.schedule import Checkpointing
+from adascale_worker.state.state import State
 
 COMPARISON_STEPS = 1024
 """Steps after which the replicas of a long generation compare again what they read of a stream."""
@@ -145,9 +145,8 @@ class TrainingLoop:
     planner: BatchPlanner
     feed: DataFeed
     telemetry: Telemetry
-    saving: StateSaving
+    state: State
     checkpointing: Checkpointing
-    snapshots: AgentSnapshots
     shortage: MemoryShortage
     has_agent: bool
 
@@ -239,7 +238,7 @@ class TrainingLoop:
                     self.ending.leave_loop(early=False)
                     return False
                 if steps.at_boundary:
-                    self.telemetry.step_timer.leave_out(self.snapshots.keep())
+                    self.telemetry.step_timer.leave_out(self.state.keep_copy())
                     seed_generators(self.feed.seed, progress.consumed, self.feed.rank)
                     if self.feed.is_stream:
                         self._follow_stream()
@@ -266,7 +265,7 @@ class TrainingLoop:
             return
         if agreed.save and not self.steps.optimizer.awaits_comparison:
             agreed.save = False
-            self.saving.save()
+            self.state.save()
             self.steps.counter.agreement.withdraw()
             self.telemetry.step_timer.pause()
         if agreed.replan and self.feed.is_stream and self.loop.is_inside:
@@ -337,7 +336,7 @@ class TrainingLoop:
                 raise PeersLostError
             self._begin_next_epoch()
             if not self.job.finished:
-                self.telemetry.step_timer.leave_out(self.snapshots.keep())
+                self.telemetry.step_timer.leave_out(self.state.keep_copy())
         except PeersLostError:
             self.generations.recover()
             if self.job.finished:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from adascale_worker.membership.lane_group import LaneGroup
-from adascale_worker.state.checkpoints.store import CheckpointInfo
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.shards import KEY, Division, Shards
+from adascale_worker.state.store import CheckpointInfo
 from adascale_worker.state.tree import tensor_numbers
 
 
@@ -40,7 +40,7 @@ class TrainingState:
     def __init__(
         self, program: ProgramState, trainer: Mapping[str, TrainerPart], info: Callable[[], CheckpointInfo]
     ) -> None:
-        self._program = program
+        self.program = program
         self._trainer = trainer
         self.info = info
         self.replaced: Mapping[str, Any] = {}
@@ -49,10 +49,10 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state. Its tensors are the program's own, not copies."""
         return {
-            "program": self._program.state_dict(),
+            "program": self.program.state_dict(),
             # Not with the program, whose state is copied in each step of several optimizers.
-            "parameters": self._program.parameter_names(),
-            "trained": self._program.trained.state_dict(),
+            "parameters": self.program.parameter_names(),
+            "trained": self.program.trained.state_dict(),
             **{name: part.state_dict() for name, part in self._trainer.items()},
             **self.replaced,
         }
@@ -74,10 +74,10 @@ class TrainingState:
         for name, part in self._trainer.items():
             if name in state or name not in _ADDED_PARTS:
                 part.load_state_dict(state[name])
-        load_model(self._program.model, state["program"]["model"])
-        self._program.load_state_dict(state["program"])
-        self._program.require_parameters(state["parameters"])
-        self._program.load_trained(state["trained"])
+        load_model(self.program.model, state["program"]["model"])
+        self.program.load_state_dict(state["program"])
+        self.program.require_parameters(state["parameters"])
+        self.program.load_trained(state["trained"])
 
 
 def model_tensor_numbers(spec: bytes) -> dict[str, int]:
@@ -106,7 +106,7 @@ class ShardedTrainingState(TrainingState):
         Tensors that `Checkpointing.load` has returned whole are divided.
         """
         own = self._group.own
-        templates = self._distributed_tensors(self._program.model.state_dict())
+        templates = self._distributed_tensors(self.program.model.state_dict())
 
         def distributed(tensor: Tensor, key: object) -> Tensor:
             template = templates.get(key)
@@ -130,7 +130,7 @@ class ShardedTrainingState(TrainingState):
     @property
     def shards(self) -> Shards:
         """The part of the state that this process has."""
-        return self._shards_of(self._program.model.state_dict())
+        return self._shards_of(self.program.model.state_dict())
 
     def for_checkpoint(self) -> State:
         """Return the part of the state that this process has, with its description."""
@@ -153,7 +153,7 @@ class ShardedTrainingState(TrainingState):
 
     def _distributed_tensors(self, model: Mapping[str, Any]) -> dict[object, Any]:
         """Return the DTensors of a state of the model by name, and those of the optimizer by number."""
-        parameters = [p for group in self._program.optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in self.program.optimizer.param_groups for p in group["params"]]
         found = (*model.items(), *enumerate(parameters))
         return {key: each for key, each in found if hasattr(each, "device_mesh")}
 

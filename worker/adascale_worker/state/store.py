@@ -44,9 +44,9 @@ from adascale_storage import (
     WriteCancelledError,
 )
 from adascale_worker.errors import CheckpointError, StorageUnavailableError, UnusableCheckpointError
-from adascale_worker.state.checkpoints.processes import CheckpointProcesses, DamagedError, SupersededError
-from adascale_worker.state.checkpoints.reader import read_manifest, read_state
 from adascale_worker.state.file import Snapshot
+from adascale_worker.state.processes import CheckpointProcesses, DamagedError, SupersededError
+from adascale_worker.state.reader import read_manifest, read_state
 from adascale_worker.state.shards import Shards
 
 KEPT_STATES = 2
@@ -93,7 +93,7 @@ class CheckpointStore:
     ) -> None:
         self.storage = storage
         self._chunk_bytes = chunk_bytes
-        self._processes = CheckpointProcesses() if processes is None else processes
+        self.processes = CheckpointProcesses() if processes is None else processes
         self._uncommitted: set[str] = set()
         """States of this process whose manifests are not written, or the answer was lost."""
 
@@ -119,7 +119,7 @@ class CheckpointStore:
                     if only_if_latest and attempt < _ATTEMPTS_BESIDE_OTHERS:
                         # Other members write at the same time. One that is alone for a while has space.
                         time.sleep(secrets.SystemRandom().uniform(0.0, 3.0 * (time.monotonic() - begun)))
-                    elif not self._processes.lead(self._delete_remains):
+                    elif not self.processes.lead(self._delete_remains):
                         raise
             else:
                 raise StorageError(f"other processes have saved here during each of {_MAX_ATTEMPTS} attempts")
@@ -128,15 +128,15 @@ class CheckpointStore:
         except StorageError as error:
             remedy = "Check that the storage can be reached and written, or use another one"
             if isinstance(error, StorageFullError):
-                mebibytes = -(-sum(self._processes.each(lambda: _file_bytes(snapshot))) // 2**20)
+                mebibytes = -(-sum(self.processes.each(lambda: _file_bytes(snapshot))) // 2**20)
                 remedy = (
                     f"Free {mebibytes:,} MiB: there must be space for three checkpoints, two of which stay"
                 )
-            newest = self._processes.lead(self._describe_newest)
+            newest = self.processes.lead(self._describe_newest)
             raise StorageUnavailableError(
                 f"the checkpoint cannot be saved in {self.storage}: {error}; {newest}. {remedy}"
             ) from error
-        if self._processes.leads:
+        if self.processes.leads:
             self._prune()
         return manifest
 
@@ -149,7 +149,7 @@ class CheckpointStore:
         only_if_latest: bool,
     ) -> Manifest:
         """Save a checkpoint, or return the manifest that is as good."""
-        processes = self._processes
+        processes = self.processes
         plan = processes.lead(lambda: self._plan(info, only_if_latest))
         if plan["saved"] is not None:
             return Manifest.from_json(plan["saved"])
@@ -196,7 +196,7 @@ class CheckpointStore:
         if only_if_latest and last is not None and _is_later(last, info):
             return {"saved": last.to_json()}
         self._delete_uncommitted()
-        number, writer, count = newest + 1, secrets.token_hex(4), self._processes.count
+        number, writer, count = newest + 1, secrets.token_hex(4), self.processes.count
         names = [state_file_name(number, writer, process, count) for process in range(count)]
         self._uncommitted |= set(names)
         return {"saved": None, "number": number, "names": names, "result": _result_so_far(last, info)}
@@ -247,16 +247,16 @@ class CheckpointStore:
         returned.
         """
         for attempt in range(_MAX_ATTEMPTS):
-            numbers = self._processes.lead(self.numbers) if number is None else [number]
+            numbers = self.processes.lead(self.numbers) if number is None else [number]
             loaded, damages = self._read_newest(numbers, own)
             is_last = attempt == _MAX_ATTEMPTS - 1 or number is not None
-            if not damages or is_last or self._processes.lead(self.numbers) == numbers:
+            if not damages or is_last or self.processes.lead(self.numbers) == numbers:
                 break
             # Another process has saved meanwhile, and may have deleted what was to be read.
             loaded = None
         if loaded is not None:
             _, manifest = loaded
-            for damage in damages if self._processes.leads else ():
+            for damage in damages if self.processes.leads else ():
                 print(
                     f"adascale: {damage}; resuming from checkpoint {manifest.number}, step {manifest.step}",
                     flush=True,
@@ -303,7 +303,7 @@ class CheckpointStore:
                 found.append((read_state(self.storage, manifest, own), manifest))
 
             try:
-                self._processes.each(read)
+                self.processes.each(read)
                 return found[0], damages
             except DamagedError as error:
                 damages.append(str(error))

@@ -3,7 +3,7 @@
 `BestWeights` keeps the weights for which a metric had its best value. As a program, this module writes the
 weights of a checkpoint to a file, for `adascale export`:
 
-python -m adascale_worker.state.checkpoints.weights LOCATION FILE [--best]
+python -m adascale_worker.state.weights LOCATION FILE [--best]
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from adascale_core.checkpoint_manifest import best_weights_file_name, is_best_we
 from adascale_core.errors import AdaScaleError
 from adascale_storage import Storage, StorageError, open_storage
 from adascale_worker.errors import CheckpointError
-from adascale_worker.state.checkpoints.store import CheckpointStore
 from adascale_worker.state.file import TYPE_NAMES, encode_header
+from adascale_worker.state.store import CheckpointStore
 from adascale_worker.state.tree import memory_of
 from adascale_worker.torch_private.modules import COMPILED
 

@@ -27,8 +27,8 @@ from adascale_core.checkpoint_manifest import (
 from adascale_storage import MissingFileError, Storage
 from adascale_worker.errors import UnusableCheckpointError
 from adascale_worker.state import tree
-from adascale_worker.state.checkpoints.processes import DamagedError
 from adascale_worker.state.file import StateFileLayout, read_layout
+from adascale_worker.state.processes import DamagedError
 from adascale_worker.state.shards import (
     KEY,
     PREVIOUS_GRADIENT,

@@ -30,7 +30,7 @@ from adascale_worker.process.snapshot_place import (
     parse_document,
 )
 from adascale_worker.state import tree
-from adascale_worker.state.checkpoints.store import CheckpointInfo
+from adascale_worker.state.store import CheckpointInfo
 
 State = dict[str, Any]
 _LINK: Final = f"/memfd:{SNAPSHOT_FILE}"

@@ -1,0 +1,318 @@
+"""The state of training that a replica has: it is restored, transferred and saved here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from adascale_core.errors import AdaScaleError
+from adascale_worker.errors import CheckpointError, NonFiniteWeightsError
+from adascale_worker.membership.links import PeersLostError, StateNumber
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.program.weight_checks import FiniteWeights, nonfinite_message
+from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.scaling.statistics.norms import local_shard
+from adascale_worker.state.exchange import (
+    InitialWeights,
+    ReceiveMemory,
+    expected_sizes,
+    receive,
+    routes,
+    send,
+)
+from adascale_worker.state.schedule import Checkpointing
+from adascale_worker.state.snapshot_memory import KeptSnapshot, NoSnapshotMemoryError, SnapshotMemory
+from adascale_worker.state.training import TrainingState, model_tensor_numbers
+from adascale_worker.state.tree import layouts, on_host
+
+SNAPSHOT_SHARE = 0.02
+"""The largest share of the time that copies for the agent may take."""
+SNAPSHOT_DELAY = 60.0
+"""Seconds until memory is taken after the first step, and until it is tried again after a lack of memory."""
+
+
+class Undo(Protocol):
+    """Puts back what an unfinished step has changed."""
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """The parts of the state that the step may have changed, from before it; None if it has not."""
+
+    def restore(self) -> None:
+        """Put it back."""
+
+
+class State:
+    """The state of training of this replica. See `membership.generations.MemberState`.
+
+    While no other replica has the state, the agent keeps copies of it in memory. If this process is killed,
+    the next one of the same agent continues from the newest copy.
+    """
+
+    def __init__(
+        self,
+        contents: TrainingState,
+        weights: FiniteWeights,
+        undo: Undo,
+        progress: TrainingProgress,
+        group: ReplicaGroup,
+        checkpointing: Checkpointing,
+        memory: SnapshotMemory | None,  # of the agent
+    ) -> None:
+        self.contents = contents
+        self._weights = weights
+        self._undo = undo
+        self._progress = progress
+        self._group = group
+        self._checkpointing = checkpointing
+        self._memory = memory
+        self.generation: int | None = None
+        """The generation in which the state was last equal on all members. None without a state."""
+        self.was_restored = False
+        """Whether training has continued from a checkpoint, or from the state of other members."""
+        self._receive_memory = ReceiveMemory()
+        self._initial_weights: InitialWeights | None = None
+        """Kept by a replica that joins others, until it has a state."""
+        self._next_copy_at: float | None = None
+        self._lack = ""
+        """Why no copies are made, as it was reported."""
+
+    @property
+    def number(self) -> StateNumber | None:
+        """The number of the state, as it is after an unfinished step is put back; None without a state."""
+        if self.generation is None:
+            return None
+        if self._undo.state is None:
+            return self.generation, self._progress.step, self._progress.consumed
+        before = self._undo.state["progress"]
+        return self.generation, before["step"], before["consumed"]
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def save(self, *, final: bool = False, durable: bool = False, alone: bool = False) -> None:
+        """Save a checkpoint; if `final` or `durable`, before this returns. A collective call.
+
+        If `alone`, the other members may save too, and a checkpoint of a later step is as good.
+        """
+        if final or (durable and self._checkpointing.enabled):
+            self.require_finite_weights()
+        self._checkpointing.save(
+            self.contents.info(),
+            self.contents.for_checkpoint,
+            final=final,
+            durable=durable,
+            only_if_latest=alone,
+            weights=self._weights.weights(),
+            changed_by_step=_tensors_of(self.contents.program.optimizer.state),
+        )
+
+    def save_if_possible(self, *, alone: bool = False) -> bool:
+        """Save a checkpoint before this returns, or print why not; return whether it is saved."""
+        try:
+            self.save(durable=True, alone=alone)
+        except (NonFiniteWeightsError, CheckpointError) as error:
+            if self._group.is_main:
+                print(f"adascale: {error}", flush=True)
+            return False
+        return True
+
+    def save_alone(self) -> bool:
+        """Save the state without the other replicas, and return whether it is saved."""
+        self._group.be_alone()
+        return self.save_if_possible(alone=True)
+
+    def save_on_rank_0(self) -> None:
+        """Save the state before this returns, without a collective call of the replicas."""
+        self._checkpointing.save_on_rank_0(self.contents.info(), self.contents.for_checkpoint)
+
+    def save_before_leaving(self) -> None:
+        """Save the state of a trainer that waits for a generation, and leaves."""
+        if self.generation is not None:
+            self.save_alone()
+
+    def save_beside(self) -> bool:
+        """Save the state in a thread, while the main thread cannot leave a collective call.
+
+        That is the state from before an unfinished step.
+        """
+        if self.generation is None or not self._checkpointing.enabled:
+            return False
+        before = self._undo.state
+        if before is None:
+            self._undo.restore()
+        else:
+            self._progress.load_state_dict(before["progress"])
+            self.contents.replaced = before
+        return self.save_alone()
+
+    def require_finite_weights(self) -> None:
+        """Check the weights."""
+        if not self._weights.are_finite():
+            self._checkpointing.postpone()
+            raise NonFiniteWeightsError(nonfinite_message(self._progress.step))
+
+    def load(self, *, wait: bool) -> tuple[dict[str, Any], KeptSnapshot | None] | None:
+        """Return the last checkpoint, or a later copy of the agent; None without any. Called on rank 0."""
+        self._receive_memory.clear()
+        kept = self._memory.newest() if self._memory is not None else None
+        state = self._checkpointing.load(self.contents.shards, wait=wait, kept=kept)
+        return None if state is None else (state, kept if self._checkpointing.is_from_memory else None)
+
+    def restore(self, loaded: tuple[dict[str, Any], KeptSnapshot | None] | None) -> None:
+        """Restore what `load` has returned: without anything, the weights that the model was made with."""
+        if loaded is None:
+            if self._initial_weights is not None:
+                self._initial_weights.put_back()
+            return
+        state, kept = loaded
+        if kept is None:
+            self.contents.load_state_dict(state)
+            return
+        assert self._memory is not None
+        self._memory.begin_restoring(kept)
+        try:
+            self.contents.load_state_dict(state)
+        except AdaScaleError as error:
+            self._memory.release()
+            print(
+                f"adascale: the state that the agent has kept in memory cannot be used: {error}", flush=True
+            )
+            checkpoint = self._checkpointing.load(self.contents.shards, wait=True)
+            if checkpoint is None:
+                raise
+            self.contents.load_state_dict(checkpoint)
+            return
+        self._memory.end_restoring(kept)
+        print(
+            f"adascale: training continues after step {kept.info.step}, with the state that the agent has "
+            "kept in memory",
+            flush=True,
+        )
+
+    # -- copies in the memory of the agent ----------------------------------------------------------------
+
+    def keep_copy(self) -> float:
+        """Copy the state between two steps, if this is the only replica and the last copy is long enough ago.
+
+        Copies take at most `SNAPSHOT_SHARE` of the time. Returns how many seconds this one took.
+        """
+        if self._memory is None or self._group.replicas > 1 or self._progress.step == 0:
+            return 0.0
+        begun = time.monotonic()
+        if self._next_copy_at is None:
+            # By then the loading of data, and mostly an evaluation, have shown how much memory they need.
+            self._next_copy_at = begun if self._memory.is_taken else begun + SNAPSHOT_DELAY
+        if begun < self._next_copy_at:
+            return 0.0
+        if self._group.device.type == "cuda":
+            # Otherwise the duration includes the rest of the step.
+            torch.cuda.synchronize(self._group.device)
+            begun = time.monotonic()
+        pause = 0.0
+        try:
+            if self._weights.are_finite():
+                self._memory.save(
+                    self.contents.state_dict(), self.contents.info(), self._checkpointing.result
+                )
+                self._report_lack("")
+        except NoSnapshotMemoryError as error:
+            self._memory.release()
+            self._report_lack(str(error))
+            pause = SNAPSHOT_DELAY
+        except Exception as error:  # noqa: BLE001 (training does not need the copy)
+            self._memory.release()
+            self._memory = None
+            self._report_lack(
+                str(error) if isinstance(error, AdaScaleError) else f"{type(error).__name__}: {error}"
+            )
+        seconds = time.monotonic() - begun
+        self._next_copy_at = begun + max(seconds / SNAPSHOT_SHARE, pause)
+        return seconds
+
+    def _report_lack(self, lack: str) -> None:
+        """Report why no copies are made, once; and once that they are made again."""
+        if lack and not self._lack:
+            print(
+                f"adascale: the agent keeps no copy of the state: {lack}. If this replica is lost while it "
+                "is the only one, training continues from the last checkpoint",
+                flush=True,
+            )
+        if self._lack and not lack:
+            print("adascale: the agent keeps copies of the state now", flush=True)
+        self._lack = lack
+
+    # -- members ------------------------------------------------------------------------------------------
+
+    def prepare_to_receive(self) -> None:
+        """Prepare memory on the host for the state of the other members, before they wait."""
+        program = self.contents.program
+        self._initial_weights = InitialWeights(program.model)
+        self._receive_memory = ReceiveMemory(
+            expected_sizes(program.model, program.optimizer, self._initial_weights.names)
+        )
+
+    def begin_generation(self, generation: int) -> None:
+        """Release what was prepared: all members have the same state, and keep it for each other."""
+        self.generation = generation
+        self._receive_memory.clear()
+        self._initial_weights = None
+        self._checkpointing.begin_generation()
+        if self._memory is not None and self._group.replicas > 1:
+            self._memory.release()
+
+    def transfer(self, sources: Sequence[int], nodes: Sequence[str]) -> bool:
+        """Copy the state of the ranks `sources`, which is the same, to all others. A collective call.
+
+        `nodes` has the node of each rank. Returns whether this replica has another state now.
+        """
+        group = self._group
+        receivers = [rank for rank in range(group.replicas) if rank not in sources]
+        route = routes(sources, receivers, nodes).get(group.rank)
+        if route is None:
+            return False
+        device = group.transfer_device
+        state, failed = None, False
+        try:
+            if route.source is None:
+                assert route.target is not None
+                self.contents.program.optimizer.discard_comparison()
+                send(group, route.target, self.contents.state_dict(), device=device)
+            else:
+                if device.type == "cpu":
+                    # A former rank 0 has a copy for checkpoints, and a pod's memory has room for two states.
+                    self._checkpointing.release_memory()
+                memory = self._receive_memory
+                state = receive(group, route, device=device, memory=memory, places=self._places_for)
+        except PeersLostError:
+            failed = True
+        # All processes of a replica use what they have received, or none.
+        group.settle(failed=failed)
+        if state is None:
+            return False
+        if device.type != "cpu":
+            # As from a checkpoint: the program's objects may keep the tensors that they get.
+            state["program"]["registered"] = on_host(state["program"]["registered"])
+        self.contents.load_state_dict(state)
+        self._initial_weights = None
+        return True
+
+    def _places_for(self, spec: bytes) -> dict[int, Tensor]:
+        """Return the tensors that a state is received into, by their numbers in its structure."""
+        if self._initial_weights is None:
+            return {}
+        return self._initial_weights.places(model_tensor_numbers(spec), layouts(spec))
+
+
+def _tensors_of(state: Mapping[Any, Any]) -> list[Tensor]:
+    """Return the tensors that an optimizer keeps for its parameters."""
+    return [
+        local_shard(value)
+        for kept in state.values()
+        if isinstance(kept, Mapping)
+        for value in kept.values()
+        if isinstance(value, Tensor)
+    ]
