@@ -33,8 +33,8 @@ def test_training_ends_at_the_last_sample_if_a_larger_batch_ends_there(make_trai
     model = network()
     trainer.program_reentry(model, sgd(model))
     progress = trainer._replica.progress
-    for step, finished in ((1, False), (2, False), (3, True)):
-        progress.advance(gain=1.5, samples=20, batch_size=8, consumed=20 * step)
+    for finished in (False, False, True):
+        progress.advance(gain=1.5, samples=20, batch_size=8)
         assert trainer.finished is finished
     assert (trainer.progress, trainer._replica.job.unfinished) == (7.5, None)
 
@@ -42,7 +42,7 @@ def test_training_ends_at_the_last_sample_if_a_larger_batch_ends_there(make_trai
 def test_progress_is_that_of_the_samples_whatever_the_gain_is_without_a_rounding_error() -> None:
     progress = TrainingProgress(counts_samples=True)
     for step in range(1, 601):
-        progress.advance(gain=1.5, samples=10, batch_size=3, consumed=10 * step)
+        progress.advance(gain=1.5, samples=10, batch_size=3)
         assert progress.progress == 10 * step / 3
     assert progress.progress == 2000
 

@@ -222,8 +222,7 @@ class Generations:
             if self._assignment is not None
             else [""] * self.group.replicas
         )
-        if self.state.transfer(sources, nodes):
-            self.loop.delivered = self.progress.consumed
+        self.state.transfer(sources, nodes)
 
     # -- changes ------------------------------------------------------------------------------------------
 

@@ -69,8 +69,6 @@ class ProgramLoop:
         """Whether it waits for the others before its first batch."""
         self.epoch = 0
         """The epoch of its last loop."""
-        self.delivered = 0
-        """Samples that all replicas together have got so far, over all passes."""
         self.overtaken_epoch: int | None = None
         """The epoch of its loop, if another member had ended it, and this one has copied its state."""
         self.overtaken_states: Mapping[str, dict[str, Any]] | None = None
@@ -104,16 +102,15 @@ class ProgramLoop:
 
     # -- transitions --------------------------------------------------------------------------------------
 
-    def begin(self, epoch: int, delivered: int) -> int:
-        """Begin a loop over the rest of an epoch, after `delivered` samples, and return its number."""
-        self.place, self.epoch, self.delivered = ProgramPlace.BETWEEN, epoch, delivered
+    def begin(self, epoch: int) -> int:
+        """Begin a loop over the rest of an epoch, and return its number."""
+        self.place, self.epoch = ProgramPlace.BETWEEN, epoch
         self.number += 1
         return self.number
 
-    def deliver(self, samples: int) -> None:
-        """Give the program a batch, of `samples` samples over all replicas."""
+    def deliver(self) -> None:
+        """Give the program a batch."""
         self.place = ProgramPlace.BATCH
-        self.delivered += samples
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

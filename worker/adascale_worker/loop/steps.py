@@ -83,9 +83,7 @@ class StepCounter:
             (self.agreement.group.generation, planner.plan),
             counts=self.telemetry.step_timer.is_running and not is_divided,
         )
-        self.progress.advance(
-            self.optimizer.gain(), planner.plan.global_bsz, planner.bounds.batch_size, self.loop.delivered
-        )
+        self.progress.advance(self.optimizer.gain(), planner.plan.global_bsz, planner.bounds.batch_size)
         self.telemetry.step(
             self.planner.plan,
             self.progress,
@@ -267,7 +265,7 @@ class StepStrategy(ABC):
             self.accumulation.restart_step()
         self._undo.restore()
         self._checks.discarded_step()
-        self._loop.delivered = self._progress.consumed
+        self._progress.in_step = 0
 
     # Where a failed step has changed nothing, and a step has no later part, these three do nothing.
 

@@ -168,6 +168,7 @@ class TrainingLoop:
                 present = (self.group.generation, planner.plan, self.feed.exchanges)
                 if loaded is None or place != present:
                     try:
+                        assert progress.in_step == 0, "a step begins where the one before has ended"
                         loaded, place = load(progress.consumed, planner.plan), present
                         with loop.waiting():
                             self.feed.compare()
@@ -178,11 +179,11 @@ class TrainingLoop:
                 if self.steps.at_boundary:
                     while loaded.index > 0:
                         # The program has left out the step at an earlier part of it.
-                        loop.delivered += loaded.step.plan.local_bsz
-                        progress.consumed = loop.delivered
+                        progress.consumed += loaded.step.plan.local_bsz
                         batch = next(loaded)
                     self.steps.use_step(loaded.step)
-                loop.deliver(self.group.replicas * loaded.step.plan.local_bsz)
+                progress.in_step += self.group.replicas * loaded.step.plan.local_bsz
+                loop.deliver()
                 self.steps.begin_batch()
                 epoch = progress.epoch
                 yield batch
@@ -213,7 +214,8 @@ class TrainingLoop:
         if self.loop.overtaken_states is not None:
             self.program.load_registered(self.loop.overtaken_states)
             self.loop.overtaken_states = None
-        number = self.loop.begin(self.progress.epoch, self.progress.consumed)
+        self.progress.in_step = 0
+        number = self.loop.begin(self.progress.epoch)
         self.steps.begin_loop()
         self.telemetry.step_timer.pause()
         return number
@@ -226,7 +228,7 @@ class TrainingLoop:
             steps.end_batch()
             if steps.at_boundary and not steps.failure.is_discarded:
                 # Includes batches for which the program made no step.
-                progress.consumed = self.loop.delivered
+                progress.end_step()
             try:
                 if self.shortage.awaits_retry:
                     self.generations.retry_in_smaller_batches()

@@ -16,12 +16,17 @@ from adascale_worker.process.device_clock import DeviceClock, HostClock, Pending
 
 @dataclass
 class TrainingProgress:
-    """The progress of training since the job began."""
+    """The progress of training since the job began.
+
+    The position in the data is `consumed`, where the present step begins, and `in_step`, what was delivered
+    of it. Batches are loaded from `consumed` on, only where `in_step` is 0. The state has `consumed` only.
+    """
 
     step: int = 0
     progress: float = 0.0  # sum of the gains, or the samples over `batch_size`; both in steps at `batch_size`
     epoch: int = 0  # current epoch, from 0
-    consumed: int = 0  # samples of the stream consumed by all replicas together
+    consumed: int = 0  # samples of all replicas together, over all passes, in steps that are over
+    in_step: int = 0  # samples of all replicas together that the programs have got in the present step
     # progress at which training ends; None if the program decides, or before the length of the data set
     # is known
     target: float | None = None
@@ -29,7 +34,7 @@ class TrainingProgress:
     # whether a step adds its scale to the progress, and not its gain, because the job has `train_samples`
     counts_samples: bool = False
 
-    def advance(self, gain: float, samples: int, batch_size: int, consumed: int) -> None:
+    def advance(self, gain: float, samples: int, batch_size: int) -> None:
         """Count one optimizer step."""
         self.step += 1
         if self.counts_samples:
@@ -37,7 +42,11 @@ class TrainingProgress:
             self.progress = (round(self.progress * batch_size) + samples) / batch_size
         else:
             self.progress += gain
-        self.consumed = consumed
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Count the samples that were delivered, also for a step that the program has left out."""
+        self.consumed, self.in_step = self.consumed + self.in_step, 0
 
     @property
     def schedule_position(self) -> int:
@@ -46,7 +55,7 @@ class TrainingProgress:
 
     def state_dict(self) -> dict[str, int | float | str | None]:
         """Return the progress as plain values."""
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "in_step"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved progress."""
@@ -62,7 +71,7 @@ class TrainingProgress:
         self.step = int(state["step"])
         self.progress = float(state["progress"])
         self.epoch = int(state["epoch"])
-        self.consumed = int(state["consumed"])
+        self.consumed, self.in_step = int(state["consumed"]), 0
         self.target = state["target"]
         self.finish_reason = state["finish_reason"]
 

@@ -264,16 +264,16 @@ class State:
         if self._memory is not None and self._group.replicas > 1:
             self._memory.release()
 
-    def transfer(self, sources: Sequence[int], nodes: Sequence[str]) -> bool:
+    def transfer(self, sources: Sequence[int], nodes: Sequence[str]) -> None:
         """Copy the state of the ranks `sources`, which is the same, to all others. A collective call.
 
-        `nodes` has the node of each rank. Returns whether this replica has another state now.
+        `nodes` has the node of each rank.
         """
         group = self._group
         receivers = [rank for rank in range(group.replicas) if rank not in sources]
         route = routes(sources, receivers, nodes).get(group.rank)
         if route is None:
-            return False
+            return
         device = group.transfer_device
         state, failed = None, False
         try:
@@ -292,13 +292,12 @@ class State:
         # All processes of a replica use what they have received, or none.
         group.settle(failed=failed)
         if state is None:
-            return False
+            return
         if device.type != "cpu":
             # As from a checkpoint: the program's objects may keep the tensors that they get.
             state["program"]["registered"] = on_host(state["program"]["registered"])
         self.contents.load_state_dict(state)
         self._initial_weights = None
-        return True
 
     def _places_for(self, spec: bytes) -> dict[int, Tensor]:
         """Return the tensors that a state is received into, by their numbers in its structure."""
