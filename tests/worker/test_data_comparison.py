@@ -84,10 +84,9 @@ class Replica:
 
     def load(self, data: Any, options: dict[str, Any] | None = None, **arguments: Any) -> LoadedBatches:
         """Begin to load a data set."""
-        options = options or {}
-        samples = self.feed.open(data, **{"shuffle": True, "options": options, **arguments})
+        load = self.feed.open(data, **{**(options or {}), **arguments})
         plan = BatchPlan(self.group.replicas, 4 // self.group.replicas, 1)
-        loaded = self.feed.micro_batches(data, samples, options, self.progress.consumed, plan)
+        loaded = load(self.progress.consumed, plan)
         self.feed.compare()
         return loaded
 

@@ -18,12 +18,13 @@ from torch.utils.data import Dataset
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.micro_batches import MicroBatches
+from adascale_worker.batches.order import SampleSequence
 from adascale_worker.errors import DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from support.training import ACCUMULATING, FIXED, MakeTrainer, equal, network, parameters_of, sgd
 
-WORKER = {"num_workers": 1, "multiprocessing_context": "fork"}
+WORKER: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
 PERSISTENT: dict[str, Any] = {**WORKER, "persistent_workers": True}
 ONE, TWO = BatchPlan(1, 8, 1), BatchPlan(2, 4, 2)
 INDEX, DRAWN, PROCESS, LOADED = 0, slice(1, 4), 4, 5
@@ -57,8 +58,8 @@ class Feed:
     def take(self, consumed: int, plan: BatchPlan, batches: int, rank: int = 0) -> Tensor:
         """Return the samples of micro-batches from a place, after a check of their indices."""
         self.group.rank = rank
-        stream = self.feed.open(self.data, shuffle=True, options=self.options)
-        loaded = self.feed.micro_batches(self.data, stream, self.options, consumed, plan)
+        loaded = self.feed.open(self.data, **self.options)(consumed, plan)
+        stream = SampleSequence(len(self.data), 3)
         samples = torch.stack(list(islice(loaded, batches)))
         expected = list(islice(iter(MicroBatches(stream, consumed, plan, rank)), batches))
         assert samples[..., INDEX].tolist() == expected
@@ -190,17 +191,17 @@ def test_another_data_set_or_option_is_refused(feed: Feed) -> None:
             rf"persistent_workers=True, and {difference} than before, .*once before the loop over epochs"
         )
         with pytest.raises(DatasetError, match=message):
-            feed.feed.open(dataset or feed.data, shuffle=True, options={**feed.options, **options})
-    feed.feed.open(Drawing(), shuffle=True, options=WORKER)
+            feed.feed.open(dataset or feed.data, **{**feed.options, **options})
+    feed.feed.open(Drawing(), **WORKER)
     assert multiprocessing.active_children() == [], "without the option, they end"
 
 
 def test_a_loop_without_the_option_loads_its_own_data(feed: Feed) -> None:
     """The program may make the arguments of all its loops before the first one."""
     other = Drawing()
-    stream = feed.feed.open(other, shuffle=True, options={})
+    load = feed.feed.open(other)
     feed.take(0, ONE, 1)
-    batch = next(feed.feed.micro_batches(other, stream, {}, 8, ONE))
+    batch = next(load(8, ONE))
     assert {int(sample[PROCESS]) for sample in batch} == {os.getpid()}
     assert (other.loaded, feed.data.loaded) == (8, 0)
     assert count_thrown_away([feed.take(8, ONE, 1), feed.take(16, ONE, 1)]) == [0]
@@ -208,11 +209,11 @@ def test_a_loop_without_the_option_loads_its_own_data(feed: Feed) -> None:
 
 def test_two_loops_with_the_option_are_refused(feed: Feed) -> None:
     loops = [(data or feed.data, {**feed.options, **options}, text) for data, options, text in CHANGES]
-    streams = [feed.feed.open(data, shuffle=True, options=options) for data, options, _ in loops]
+    loads = [(feed.feed.open(data, **options), difference) for data, options, difference in loops]
     feed.take(0, ONE, 1)
-    for (data, options, difference), stream in zip(loops, streams, strict=True):
+    for load, difference in loads:
         with pytest.raises(DatasetError, match=f"persistent_workers=True, and {difference} than before, "):
-            feed.feed.micro_batches(data, stream, options, 8, ONE)
+            load(8, ONE)
 
 
 def test_an_evaluation_refuses_the_option(make_trainer: MakeTrainer) -> None:

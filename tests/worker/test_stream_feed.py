@@ -18,7 +18,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches import stream_feed
-from adascale_worker.batches.stream_feed import StreamFeed, StreamOptions, StreamPlace
+from adascale_worker.batches.records import StreamOptions
+from adascale_worker.batches.stream_feed import StreamFeed, StreamPlace, StreamReader
 from adascale_worker.errors import DatasetError
 from adascale_worker.state.tree import flatten, unflatten
 from support.examples import examples
@@ -263,7 +264,7 @@ def test_memory_does_not_grow_with_the_length() -> None:
         job.step()
         job.trained.clear()
         reader = job.replicas[0].feed._reader
-        assert reader is not None
+        assert isinstance(reader, StreamReader)
         kept = (reader._window, reader._passes, reader._saves, job.replicas[0].feed._places)
         sizes.append(sum(map(len, kept)))
     assert max(sizes[1:]) <= 600

@@ -14,7 +14,6 @@ by hand, it works the same without a service.
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import sys
@@ -22,16 +21,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from adascale_core.batch.plans import BatchPlan, LocalBszBounds
+from adascale_core.batch.plans import LocalBszBounds
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.channel import Exiting, Finished
 from adascale_worker.adascale import AdaScale
-from adascale_worker.batches.feed import require_evaluable, shards_of, stream_options
-from adascale_worker.batches.micro_batches import LoadedBatches
+from adascale_worker.batches.feed import require_evaluable
 from adascale_worker.batches.order import Lengths, OrderFunction
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.gradients.loss_scaling import scaler_of
@@ -777,36 +775,18 @@ class ElasticTrainer:
         feed = training.feed
         training.epochs.end_left()
         training.batches.require_epoch()
-        stream = stream_options(
+        load = feed.open(
             dataset,
-            transform=map,
-            shuffle_buffer=shuffle_buffer,
-            is_exact=exactly_once,
-            has_order=order is not None,
-            has_lengths=lengths is not None,
             shards=shards,
+            shuffle=shuffle,
+            order=order,
+            lengths=lengths,
+            allow_other_length=allow_other_length,
+            map=map,
+            shuffle_buffer=shuffle_buffer,
+            exactly_once=exactly_once,
+            **options,
         )
-        dealt = None if stream is None else shards_of(dataset, shards, stream)
-        load: Callable[[int, BatchPlan], LoadedBatches]
-        if stream is not None and dealt is not None:
-            load = feed.open_shards(
-                *dealt, stream, shuffle=shuffle, options=options, allow_other_kind=allow_other_length
-            )
-        elif stream is not None:
-            load = feed.open_stream(
-                cast(Iterable[Any], dataset), stream, options=options, allow_other_kind=allow_other_length
-            )
-        else:
-            sized = cast(Sized, dataset)
-            opened = feed.open(
-                sized,
-                shuffle=shuffle,
-                options=options,
-                order=order,
-                lengths=lengths,
-                allow_other_length=allow_other_length,
-            )
-            load = functools.partial(feed.micro_batches, sized, opened, options)
         replica.progress.target = replica.job.target(feed)
 
         def begin() -> Iterator[Any]:

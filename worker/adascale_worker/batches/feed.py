@@ -33,9 +33,10 @@ from adascale_worker.batches.order import (
     SequentialOrder,
     ShuffledOrder,
 )
+from adascale_worker.batches.records import StreamOptions
 from adascale_worker.batches.shard_feed import MakeShard, ShardFeed, make_shard_of
 from adascale_worker.batches.shards import ShardOrder, ShardPlace
-from adascale_worker.batches.stream_feed import StreamFeed, StreamOptions, StreamPlace
+from adascale_worker.batches.stream_feed import StreamFeed, StreamPlace
 from adascale_worker.errors import DatasetError
 from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -44,6 +45,9 @@ from adascale_worker.reporting.progress import TrainingProgress
 STREAM, SHARDS = "that of a stream", "that of shards"
 """The kinds of order of an iterable data set: read as a whole by each replica, or by shards."""
 _IN_WORDS = {STREAM: "is a stream", SHARDS: "is a stream of shards"}
+
+Load = Callable[[int, BatchPlan], LoadedBatches]
+"""Loads micro-batches, from a position in the samples of all replicas on, by a batch plan."""
 
 _CHOSEN_BY_TRAINER = frozenset({"batch_size", "sampler", "batch_sampler", "drop_last", "generator"})
 """Arguments of DataLoader that choose the batches."""
@@ -82,8 +86,6 @@ class DataFeed:
         self._comparison = DataComparison(group, self._progress, is_saved=is_saved)
         self._compare: Callable[[], None] | None = None
         """Of what has begun to load."""
-        self._allows_others = False
-        """Whether the data may differ from those of the checkpoint."""
         self._has_opened = False
         """Whether this process has opened a data set."""
         self._stream: StreamFeed | None = None
@@ -116,31 +118,46 @@ class DataFeed:
 
     def open(
         self,
-        dataset: Sized,
+        dataset: Any,
         *,
-        shuffle: bool,
-        options: dict[str, Any],
+        shards: int | None = None,
+        shuffle: bool = True,
         order: OrderFunction | None = None,
         lengths: Lengths | None = None,
         allow_other_length: bool = False,
-    ) -> SampleSequence:
-        """Return the samples of a data set that has a length and items by index.
+        map: Callable[[Any], Any] | None = None,  # noqa: A002
+        shuffle_buffer: int = 0,
+        exactly_once: bool = True,
+        **options: Any,
+    ) -> Load:
+        """Use a data set, and return a function that loads this replica's micro-batches of it, without end.
 
-        `allow_other_length`: the first data set after a checkpoint was restored may have another length.
+        Calls of that are collective, and each is followed by `compare`. See `ElasticTrainer.dataloader`.
         """
+        stream = _stream_options(
+            dataset, shards, order, lengths, StreamOptions(map, shuffle_buffer, exactly_once)
+        )
         if conflicting := _CHOSEN_BY_TRAINER & set(options):
             raise DatasetError(_refusal(conflicting, options))
+        if stream is not None:
+            return self._open_stream(dataset, shards, stream, options, shuffle, allow_other_length)
+        if self._group.processes > 1 and options.get("persistent_workers"):
+            raise DatasetError(
+                "dataloader() got persistent_workers=True, which is not supported with processesPerReplica: "
+                "leave it out"
+            )
         # Batches that are not loaded in their order cannot be parts of a step.
         self._use_division(is_possible=options.get("in_order", True))
         made = self._order(dataset, shuffle, order, lengths)
         self._require_enough(made.length, "the data set" if order is None else "a pass of order=")
         self._begin_order(made, allow_other_length=allow_other_length)
-        self._allows_others, self._has_opened = allow_other_length, True
+        self._has_opened = True
         if not options.get("persistent_workers"):
             self.close()
         else:
             self._kept_loader(dataset, options)
-        return SampleSequence(made.length, self._seed, order=made, origin=self._origin)
+        samples = SampleSequence(made.length, self._seed, order=made, origin=self._origin)
+        return partial(self._load, dataset, samples, options, allow_other_length)
 
     def progress_at(self, epoch: int) -> float:
         """Return the progress at which an epoch begins, counted from 0, with the data set that is open.
@@ -264,21 +281,50 @@ class DataFeed:
         if self._group.is_main:
             print(f"adascale: {text}", file=sys.stderr, flush=True)
 
-    def micro_batches(
-        self, dataset: Sized, samples: SampleSequence, options: dict[str, Any], consumed: int, plan: BatchPlan
+    def _load(
+        self,
+        dataset: Sized,
+        samples: SampleSequence,
+        options: dict[str, Any],
+        allow_others: bool,  # whether the data may differ from those of the checkpoint
+        consumed: int,
+        plan: BatchPlan,
     ) -> LoadedBatches:
-        """Load this replica's micro-batches from a position on, without end. Then call `compare`."""
-        comparison = self._comparison
+        """Load this replica's micro-batches from a position on: what this process has of each."""
+        comparison, processes = self._comparison, self._group.processes
         has_workers = options.get("num_workers", 0) > 0
         # Where batches may overtake each other, so may what is fetched for the comparison.
         indices = comparison.requests(samples, consumed) if options.get("in_order", True) else []
         fetch_again = partial(fetch, dataset, seed=self._seed, options=options)
         found = [] if has_workers else fetch_again(indices)
         probes = indices if has_workers else []
-        loaded, probes = self._load(dataset, samples, options, consumed, plan, probes)
+        kept = self._kept_loader(dataset, options)
+        if kept is not None:
+            kept.sampler.begin(samples, consumed, plan, self._group.rank, probes)
+            # Worker processes that go on have loaded none.
+            probes = [] if kept.continues else probes
+            loaded: LoadedBatches = kept.begin()
+        else:
+            share = plan.per_process(processes)
+            division = self._division if processes == 1 else None
+            sampler = MicroBatches(samples, consumed, share, self.rank, division, probes)
+            if processes > 1:
+                sampler.drawn = deque(maxlen=0)  # No step is divided.
+            loader: DataLoader[Any] = DataLoader(
+                dataset,  # type: ignore[arg-type]
+                batch_sampler=sampler,
+                # It draws the seeds of its workers from this, not from the program's random state.
+                generator=torch.Generator().manual_seed(self._seed + consumed),
+                **probing(options),
+            )
+            if options.get("persistent_workers"):
+                self._kept = PersistentLoader(dataset, options, loader, sampler, sampler.drawn)
+                loaded = self._kept.begin()
+            else:
+                loaded = LoadedBatches(iter(loader), plan, sampler.drawn if processes == 1 else None)
         found += loaded.take_probes(probes)
         self._compare = partial(
-            comparison.compare, samples, consumed, found, fetch_again, allow_others=self._allows_others
+            comparison.compare, samples, consumed, found, fetch_again, allow_others=allow_others
         )
         return loaded
 
@@ -287,69 +333,6 @@ class DataFeed:
         if self._compare is not None:
             self._compare()
         self._compare = None
-
-    def _load(
-        self,
-        dataset: Sized,
-        samples: SampleSequence,
-        options: dict[str, Any],
-        consumed: int,
-        plan: BatchPlan,
-        probes: list[int],
-    ) -> tuple[LoadedBatches, list[int]]:
-        """Begin to load, and return which probes come first: none where worker processes go on."""
-        if self._group.processes > 1:
-            return self._share_of_process(dataset, samples, options, consumed, plan, probes), probes
-        kept = self._kept_loader(dataset, options)
-        if kept is not None:
-            kept.sampler.begin(samples, consumed, plan, self._group.rank, probes)
-            probes = [] if kept.continues else probes
-            return kept.begin(), probes
-        sampler = MicroBatches(samples, consumed, plan, self._group.rank, self._division, probes)
-        loader: DataLoader[Any] = DataLoader(
-            dataset,  # type: ignore[arg-type]
-            batch_sampler=sampler,
-            # The loader draws the seeds of its workers from this, not from the program's random state.
-            generator=torch.Generator().manual_seed(self._seed + consumed),
-            **probing(options),
-        )
-        if not options.get("persistent_workers"):
-            return LoadedBatches(iter(loader), plan, sampler.drawn), probes
-        self._kept = PersistentLoader(dataset, options, loader, sampler, sampler.drawn)
-        return self._kept.begin(), probes
-
-    def _share_of_process(
-        self,
-        dataset: Sized,
-        samples: SampleSequence,
-        options: dict[str, Any],
-        consumed: int,
-        plan: BatchPlan,
-        probes: list[int],
-    ) -> LoadedBatches:
-        """Load what this process has of its replica's micro-batches."""
-        if options.get("persistent_workers"):
-            raise DatasetError(
-                "dataloader() got persistent_workers=True, which is not supported with processesPerReplica: "
-                "leave it out"
-            )
-        share = plan.per_process(self._group.processes)
-        sampler = MicroBatches(samples, consumed, share, self.rank, probes=probes)
-        sampler.drawn = deque(maxlen=0)  # No step is divided.
-        loader: DataLoader[Any] = DataLoader(
-            dataset,  # type: ignore[arg-type]
-            batch_sampler=sampler,
-            generator=torch.Generator().manual_seed(self._seed + consumed),
-            **probing(options),
-        )
-        return LoadedBatches(iter(loader), plan)
-
-    def _require_one_process(self) -> None:
-        if self._group.processes > 1:
-            raise DatasetError(
-                "dataloader() got a stream, which is not supported with processesPerReplica: use a data set "
-                "with a length and items by index"
-            )
 
     def close(self) -> None:
         """End persistent worker processes. May be called again."""
@@ -374,68 +357,49 @@ class DataFeed:
 
     # -- streams ------------------------------------------------------------------------------------------
 
-    def open_stream(
+    def _open_stream(
         self,
-        dataset: Iterable[Any],
+        dataset: Any,
+        shards: int | None,
         stream: StreamOptions,
-        *,
         options: dict[str, Any],
-        allow_other_kind: bool = False,
-    ) -> Callable[[int, BatchPlan], LoadedBatches]:
-        """Use a stream, and return a function that loads this replica's micro-batches, without end.
-
-        It gets the position in the samples of all replicas of the next step's first sample, and the batch
-        plan.
-        """
-        self._require_one_process()
-        _require_repeatable(dataset)
-        self._require_kind(STREAM, options, allow=allow_other_kind)
-        feed = self._stream
-        if feed is None:
-            place = StreamPlace(self._origin.consumed, self._origin.number, self._origin.consumed)
-            feed = self._stream = StreamFeed(place, self._progress.consumed)
-        feed.open(dataset, stream, options, seed=self._seed)
-        self._kind, self._is_open, self._stream_is_exact = STREAM, True, stream.is_exact
-
-        def micro_batches(consumed: int, plan: BatchPlan) -> LoadedBatches:
-            return LoadedBatches(feed.micro_batches(consumed, plan, self._group.rank), plan)
-
-        return micro_batches
-
-    def open_shards(
-        self,
-        make_shard: MakeShard,
-        shards: int,
-        stream: StreamOptions,
-        *,
         shuffle: bool,
-        options: dict[str, Any],
-        allow_other_kind: bool = False,
-    ) -> Callable[[int, BatchPlan], LoadedBatches]:
-        """Use a stream of shards, and return what `open_stream` returns; calls of it are collective."""
-        self._require_one_process()
-        self._require_kind(SHARDS, options, allow=allow_other_kind)
-        feed = self._shards
-        if feed is None:
-            feed = self._shards = ShardFeed(None, self._progress.consumed, self._group)
-        feed.open(make_shard, ShardOrder(shards, self._seed, shuffle), stream, options)
-        self._kind, self._is_open, self._stream_is_exact = SHARDS, True, True
-
-        def micro_batches(consumed: int, plan: BatchPlan) -> LoadedBatches:
-            return LoadedBatches(feed.micro_batches(consumed, plan), plan)
-
-        return micro_batches
-
-    def _require_kind(self, kind: str, options: dict[str, Any], *, allow: bool) -> None:
-        if conflicting := _CHOSEN_BY_TRAINER & set(options):
-            raise DatasetError(_refusal(conflicting, options))
+        allow_other_kind: bool,
+    ) -> Load:
+        """Use a stream: its shards are dealt to the replicas, if it has any, or each reads the whole."""
+        if self._group.processes > 1:
+            raise DatasetError(
+                "dataloader() got a stream, which is not supported with processesPerReplica: use a data set "
+                "with a length and items by index"
+            )
+        dealt = _shards_of(dataset, shards, stream)
+        kind = STREAM if dealt is None else SHARDS
+        if dealt is None:
+            _require_repeatable(dataset)
         if options.get("in_order") is False:
             raise DatasetError(
                 "dataloader() got in_order=False, which changes the order of samples: leave it out"
             )
         if self._kind not in (None, kind):
-            self._change_kind(_IN_WORDS[kind], allow=allow)
+            self._change_kind(_IN_WORDS[kind], allow=allow_other_kind)
         self._use_division(is_possible=False)
+        self._kind, self._is_open, self._stream_is_exact = kind, True, stream.is_exact
+        position, begin = self._progress.consumed, self._origin.consumed
+        if dealt is None:
+            whole = self._stream
+            if whole is None:
+                place = StreamPlace(begin, self._origin.number, begin)
+                whole = self._stream = StreamFeed(place, position)
+            whole.open(dataset, stream, options, seed=self._seed)
+            return lambda consumed, plan: LoadedBatches(
+                whole.micro_batches(consumed, plan, self._group.rank), plan
+            )
+        feed = self._shards
+        if feed is None:
+            feed = self._shards = ShardFeed(None, position, self._group)
+        make_shard, count = dealt
+        feed.open(make_shard, ShardOrder(count, self._seed, shuffle), stream, options)
+        return lambda consumed, plan: LoadedBatches(feed.micro_batches(consumed, plan), plan)
 
     def _use_division(self, *, is_possible: bool) -> None:
         if self._division is not None:
@@ -581,33 +545,30 @@ def is_stream(dataset: object) -> bool:
     return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_index)
 
 
-def stream_options(
+def _stream_options(
     dataset: object,
-    *,
-    transform: Callable[[Any], Any] | None,
-    shuffle_buffer: int,
-    is_exact: bool,
-    has_order: bool,
-    has_lengths: bool,
     shards: int | None,
+    order: OrderFunction | None,
+    lengths: Lengths | None,
+    stream: StreamOptions,
 ) -> StreamOptions | None:
     """Return how a stream is read; None if the data set has items by index."""
     kind = type(dataset).__name__
     if shards is not None:
         if type(shards) is not int or shards < 1:
             raise DatasetError(f"dataloader() got shards={shards!r}: it must be an integer of at least 1")
-        if not callable(dataset) or not is_exact:
+        if not callable(dataset) or not stream.is_exact:
             raise DatasetError(
                 f"dataloader() got shards={shards} and "
-                + (f"a data set of type {kind}" if is_exact else "exactly_once=False")
+                + (f"a data set of type {kind}" if stream.is_exact else "exactly_once=False")
                 + ": shards= needs a function that gets the index of a shard and returns its records, "
                 "the same each time"
             )
     elif not is_stream(dataset):
         given = {
-            "map": transform is not None,
-            "shuffle_buffer": shuffle_buffer != 0,
-            "exactly_once": not is_exact,
+            "map": stream.transform is not None,
+            "shuffle_buffer": stream.shuffle_buffer != 0,
+            "exactly_once": not stream.is_exact,
         }
         if names := [f"{name}=" for name, is_given in given.items() if is_given]:
             raise DatasetError(
@@ -615,25 +576,25 @@ def stream_options(
                 "has items by index: leave it out, and make samples in __getitem__"
             )
         return None
-    if has_order or has_lengths:
+    if order is not None or lengths is not None:
         raise DatasetError(
-            f"dataloader() got {'order=' if has_order else 'lengths='}, which needs items by index, but the "
-            f"data set (type {kind}) is a stream: leave it out, or shuffle by shuffle_buffer=10_000"
+            f"dataloader() got {'lengths=' if order is None else 'order='}, which needs items by index, but "
+            f"the data set (type {kind}) is a stream: leave it out, or shuffle by shuffle_buffer=10_000"
         )
-    if transform is not None and not callable(transform):
+    if stream.transform is not None and not callable(stream.transform):
         raise DatasetError(
-            f"dataloader() got map= of type {type(transform).__name__}: it must be a function that makes a "
-            "sample of a record"
+            f"dataloader() got map= of type {type(stream.transform).__name__}: it must be a function that "
+            "makes a sample of a record"
         )
-    if type(shuffle_buffer) is not int or shuffle_buffer < 0:
+    if type(stream.shuffle_buffer) is not int or stream.shuffle_buffer < 0:
         raise DatasetError(
-            f"dataloader() got shuffle_buffer={shuffle_buffer!r}: it must be an integer of at least 0, the "
-            "number of records that are shuffled together"
+            f"dataloader() got shuffle_buffer={stream.shuffle_buffer!r}: it must be an integer of at least "
+            "0, the number of records that are shuffled together"
         )
-    return StreamOptions(transform, shuffle_buffer, is_exact)
+    return stream
 
 
-def shards_of(dataset: Any, shards: int | None, stream: StreamOptions) -> tuple[MakeShard, int] | None:
+def _shards_of(dataset: Any, shards: int | None, stream: StreamOptions) -> tuple[MakeShard, int] | None:
     """Return a function that returns a shard of a stream, and their number; None to read it as a whole.
 
     The data set is such a function, if `shards` is given; or it has `num_shards` and `shard()`, as those of
@@ -642,14 +603,9 @@ def shards_of(dataset: Any, shards: int | None, stream: StreamOptions) -> tuple[
     if shards is not None:
         return dataset, shards
     count = getattr(dataset, "num_shards", None)
-    if (
-        not stream.is_exact
-        or type(count) is not int
-        or count < 2
-        or not callable(getattr(dataset, "shard", None))
-    ):
-        return None
-    return make_shard_of(dataset, count), count
+    if type(count) is int and count > 1 and callable(getattr(dataset, "shard", None)) and stream.is_exact:
+        return make_shard_of(dataset, count), count
+    return None
 
 
 def _require_repeatable(dataset: Iterable[Any]) -> None:

@@ -1,8 +1,4 @@
-"""The micro-batches of a replica: what a DataLoader and its worker processes get, and what they load.
-
-Of a data set with items by index they get indices. Of a stream they get requests, where to read to and which
-records to keep: so several worker processes take turns, and go on when the replicas change.
-"""
+"""The micro-batches of a replica: the indices that a DataLoader and its workers get, and what they load."""
 
 from __future__ import annotations
 
@@ -14,13 +10,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Sampler, default_collate
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.fingerprint import Found, summary
 from adascale_worker.batches.order import READ_AHEAD, SampleSequence
 from adascale_worker.batches.seeding import Generators, mixed_seed, seed_generators
-from adascale_worker.errors import DatasetError
 from adascale_worker.gradients.step_division import StepDivision, StepPlan
 
 PROBE_RANK = -1
@@ -262,147 +257,3 @@ class PersistentLoader(LoadedBatches, Generic[S]):
         """End the worker processes. The processes of a DataLoader end with the last reference to it."""
         self._loader = self._next = None
         self._loaded = iter(())
-
-
-@dataclass(frozen=True)
-class RecordRequest:
-    """What to load a micro-batch from: the arguments of `Reader.take`, and what random numbers depend on."""
-
-    first: int
-    count: int
-    end: int
-    keep_from: int
-    start: Any
-    ahead: int
-    seed: int
-    position: int  # in the samples of all replicas
-
-
-class Reader(Protocol):
-    """Reads forward, in this process or a worker process."""
-
-    def take(
-        self,
-        first: int,  # position of the first record
-        count: int,  # fewer records are returned if they end
-        end: int,  # position after the micro-batches of all replicas
-        keep_from: int,  # position of the first record that may be requested again
-        start: Any,  # where to begin if the reader is elsewhere; None if it is not
-        ahead: int,  # records after `end` that are read too, if there are so many
-    ) -> tuple[list[Any], Any]:
-        """Return records, and the place after the micro-batches of all replicas that they are a share of."""
-
-
-class RecordRequests(Sampler[RecordRequest]):
-    """The endless sequence of the requests of a replica."""
-
-    def __init__(self, sequence: tuple[object, ...], seed: int, kept: Callable[[], int]) -> None:
-        self.sequence = sequence
-        self._seed = seed
-        self._kept = kept  # returns the position of the next step's first record, among those that are read
-
-    def begin(
-        self,
-        start: Any,
-        position: int,
-        consumed: int,
-        plan: BatchPlan,
-        rank: int,
-        *,
-        is_shared: bool,  # whether all replicas read the same records, and each trains its share
-        readers: int,  # processes that read: the first request of each contains `start`
-        ahead: int = 1,
-        looks_first: bool = False,  # whether the first request has no samples, to see what follows
-    ) -> None:
-        """Let the next iteration begin at a place, after `consumed` samples of all replicas."""
-        self._start, self._position, self._readers = start, position, readers
-        self._sharers, self._share = (plan.replicas, rank) if is_shared else (1, 0)
-        self._ahead, self._looks_first = ahead, looks_first
-        self.place = Place(self.sequence, consumed, plan, rank)
-
-    def __iter__(self) -> Iterator[RecordRequest]:
-        place, position, readers = self.place, self._position, self._readers
-        plan, size = place.plan, place.plan.local_bsz
-        step = self._sharers * size
-        looks = self._looks_first
-        while True:
-            yield RecordRequest(
-                first=position if looks else position + self._share * size,
-                count=0 if looks else size,
-                end=position if looks else position + step,
-                keep_from=self._kept() - plan.accumulation * step,
-                start=self._start if readers > 0 else None,
-                ahead=self._ahead,
-                seed=self._seed,
-                position=place.position + place.rank * size,
-            )
-            readers -= 1
-            if not looks:
-                position += step
-                place = place.after(place.plan)
-            looks = False
-
-
-class Samples(Dataset[Any]):
-    """Loads what is requested. Worker processes have copies."""
-
-    def __init__(self, reader: Reader, transform: Callable[[Any], Any] | None) -> None:
-        self._reader = reader
-        self._transform = transform
-
-    def __getitems__(self, request: RecordRequest) -> tuple[Any, Any]:
-        if get_worker_info() is not None:
-            # Other numbers than those of a replica, whose training draws from the same seed and position.
-            seed_generators(request.seed, request.position, rank=-1)
-        try:
-            records, place = self._reader.take(
-                request.first,
-                request.count,
-                request.end,
-                request.keep_from,
-                request.start,
-                request.ahead,
-            )
-        except DatasetError as error:
-            # A DataLoader would add a traceback.
-            return DatasetError(str(error)), None
-        if len(records) < request.count:
-            # It was requested ahead, and the records that follow are others.
-            return [], place
-        return records if self._transform is None else list(map(self._transform, records)), place
-
-
-class Collation:
-    """Collates samples, and leaves what comes with them as it is."""
-
-    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
-        self._function = function
-
-    def __call__(self, loaded: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return a batch and its place."""
-        samples, place = loaded
-        return samples if place is None or not samples else self._function(samples), place
-
-
-def make_loader(
-    reader: Reader,
-    requests: RecordRequests,
-    transform: Callable[[Any], Any] | None,
-    options: dict[str, Any],
-    *,
-    seed: int,
-) -> DataLoader[Any]:
-    """Return a loader of what is requested, with persistent worker processes.
-
-    It yields batches and places; after an error, a `DatasetError` and None.
-    """
-    return DataLoader(
-        Samples(reader, transform),
-        batch_sampler=requests,  # type: ignore[arg-type]
-        generator=torch.Generator().manual_seed(seed),
-        **{
-            **options,
-            "collate_fn": Collation(options.get("collate_fn") or default_collate),
-            "persistent_workers": options.get("num_workers", 0) > 0,
-        },
-    )

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
-import numpy
-
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches.micro_batches import PersistentLoader, RecordRequests, make_loader
-from adascale_worker.batches.seeding import Generators, mix, pass_seed, permute
+from adascale_worker.batches.records import RecordFeed, RecordReader, StreamOptions
+from adascale_worker.batches.seeding import mix, pass_seed
 from adascale_worker.batches.shards import (
     Deal,
     Path,
@@ -24,7 +22,6 @@ from adascale_worker.batches.shards import (
     deal,
     rest_of,
 )
-from adascale_worker.batches.stream_feed import StreamOptions
 from adascale_worker.errors import DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.torch_private.workers import hidden_worker_info
@@ -45,25 +42,17 @@ class ShardPosition:
     reread: int  # records that were skipped so far, to begin inside a shard
 
 
-class ShardReader:
-    """Reads records of a list forward, and returns those of a micro-batch."""
+class ShardReader(RecordReader):
+    """Reads the records of a list of shards."""
 
     def __init__(self, make_shard: MakeShard, seed: int, *, shuffle_buffer: int = 0) -> None:
+        super().__init__(seed, shuffle_buffer)
         self._make_shard = make_shard
-        self._seed = seed
-        self._shuffles = shuffle_buffer > 1
-        self._block = max(1, shuffle_buffer)
-        self._generators = Generators()
         self._list: tuple[Shard, ...] = ()
-        self._iterator: Iterator[Any] | None = None
-        """Of the shard that is read. None before one is begun."""
         self._read = 0
         """Records of this shard that were read."""
         self._begins: list[int] = []
         """Position of the first record of each shard of the list that was begun."""
-        self._window: list[Any] = []
-        self._base = 0
-        """Position of the first record of the window."""
         self._reread = 0
 
     def take(
@@ -84,10 +73,6 @@ class ShardReader:
         return self._window[offset : offset + count], ShardPosition(
             end, self._path(end, end + ahead), self._reread
         )
-
-    @property
-    def _next(self) -> int:
-        return self._base + len(self._window)
 
     @property
     def _has_more(self) -> bool:
@@ -132,9 +117,7 @@ class ShardReader:
         assert self._iterator is not None
         block = list(itertools.islice(self._iterator, self._block))
         is_end = len(block) < self._block
-        if self._shuffles and block:
-            key = mix(self._shard_seed(shard) + self._read)
-            block = [block[place] for place in permute(numpy.arange(len(block)), len(block), key)]
+        block = self._shuffled(block, self._shard_seed(shard) + self._read)
         skipped = min(max(shard.offset - self._read, 0), len(block))
         self._reread += skipped
         self._window += block[skipped:]
@@ -163,12 +146,6 @@ class ShardReader:
     def _shard_seed(self, shard: Shard) -> int:
         return mix(pass_seed(self._seed, shard.number) + shard.index)
 
-    def _drop_before(self, position: int) -> None:
-        count = min(position - self._base, len(self._window))
-        if count > 0:
-            del self._window[:count]
-            self._base += count
-
     def _path(self, start: int, end: int) -> Path:
         """Return the stretches between two positions, also that of a shard which ends at the first."""
         path = []
@@ -182,10 +159,11 @@ class ShardReader:
         return tuple(path)
 
 
-class ShardFeed:
+class ShardFeed(RecordFeed[ShardPosition]):
     """Loads a replica's micro-batches, and knows what is left of each shard, at each step boundary."""
 
     def __init__(self, place: ShardPlace | None, consumed: int, group: ReplicaGroup) -> None:
+        super().__init__()
         self._place = place
         self._since = consumed
         self._group = group
@@ -197,17 +175,8 @@ class ShardFeed:
         """Steps that the paths are enough for."""
         self._plan = BatchPlan(1, 1, 1)
         self._rank = 0
-        self._positions: list[tuple[int, ShardPosition]] = []
-        """The positions in the own list at the last step boundary and after each micro-batch since then, each
-        with the number of samples that all replicas have got before it."""
         self._batches: Iterator[Any] | None = None
-        self._make_shard: MakeShard | None = None
         self._order = ShardOrder(1, 0, shuffles=False)
-        self._stream = StreamOptions()
-        self._options: dict[str, Any] = {}
-        self._seed = 0
-        self._reader: ShardReader | None = None
-        self._loader: PersistentLoader[RecordRequests] | None = None
 
     def open(
         self, make_shard: MakeShard, order: ShardOrder, stream: StreamOptions, options: dict[str, Any]
@@ -219,14 +188,9 @@ class ShardFeed:
                 f"{max(shard.index for shard in self._place.rest)} is not read completely yet: use the same "
                 "shards as before"
             )
-        if make_shard != self._make_shard or stream.shuffle_buffer != self._stream.shuffle_buffer:
-            self._reader, self._batches = None, None
-            self.close()
-        if stream.transform != self._stream.transform or options != self._options:
-            self._batches = None
-            self.close()
-        self._make_shard, self._order, self._stream, self._options = make_shard, order, stream, options
-        self._seed = order.seed
+        is_same = make_shard == self._source
+        self._open(make_shard, stream, options, order.seed, is_same=is_same)
+        self._order = order
         if self._place is None:
             self._place = ShardPlace(0, self._since, order.of(0))
 
@@ -263,8 +227,7 @@ class ShardFeed:
 
     def finished_step(self, consumed: int) -> None:
         """Record that training is at a step boundary, after `consumed` samples of all replicas."""
-        while len(self._positions) > 1 and self._positions[1][0] <= consumed:
-            self._positions.pop(0)
+        self._drop_places_before(consumed)
         if self._dealt is not None and consumed - self._since >= self._steps * self._plan.global_bsz:
             self.exchanges += 1
             self._steps += 1
@@ -279,10 +242,10 @@ class ShardFeed:
         continues = (
             self._batches is not None
             and (self._plan, self._rank) == (plan, rank)
-            and bool(self._positions)
-            and self._positions[-1][0] == consumed
+            and bool(self._places)
+            and self._places[-1][0] == consumed
         )
-        paths = self._exchange(self._positions[-1][1].path if continues else None)
+        paths = self._exchange(self._places[-1][1].path if continues else None)
         if None not in paths and self._dealt is not None and self._batches is not None:
             found = [path for path in paths if path is not None]
             dealt = self._after(consumed)
@@ -313,7 +276,7 @@ class ShardFeed:
                     f"several passes, fewer than a step of {plan.global_bsz} samples: check the path"
                 )
             place = advance(place, dealt, paths, self._order, before=consumed, count=0)
-        self._positions = [(consumed, position)]
+        self._places = [(consumed, position)]
         self._use(place, consumed, dealt, paths, plan)
         self._batches = self._delivered(loaded, consumed, plan.replicas * plan.local_bsz)
         return self._batches
@@ -348,55 +311,28 @@ class ShardFeed:
 
     def _begin(self, dealt: Deal, consumed: int, plan: BatchPlan) -> Iterator[Any]:
         """Begin with a list, and return what is loaded, first without samples."""
-        assert self._make_shard is not None
         self._batches = None
-        workers = self._options.get("num_workers", 0)
-        requests = (
-            self._loader.sampler
-            if self._loader is not None
-            else RecordRequests((), self._seed, lambda: self._positions[0][1].position)
-        )
-        requests.sequence = (object(),)
-        self._positions = [(consumed, ShardPosition(0, (), 0))]
+        self._places = [(consumed, ShardPosition(0, (), 0))]
         rank = self._group.rank
-        requests.begin(
+        return self._load(
+            (object(),),  # Another list than before.
             dealt.of(rank),
             0,
             consumed,
             plan,
             rank,
             is_shared=dealt.is_shared,
-            readers=max(1, workers),
             ahead=STEPS_AHEAD * self._share(dealt, plan) + 1,
             looks_first=True,
         )
-        if self._loader is not None:
-            return self._loader.begin()
-        if self._reader is None or workers:
-            shuffle_buffer = self._stream.shuffle_buffer
-            self._reader = ShardReader(self._make_shard, self._seed, shuffle_buffer=shuffle_buffer)
-        seed = self._seed + consumed
-        loader = make_loader(self._reader, requests, self._stream.transform, self._options, seed=seed)
-        if not workers:
-            return iter(loader)
-        self._reader = None
-        self._loader = PersistentLoader(self._make_shard, self._options, loader, requests)
-        return self._loader.begin()
 
-    def _delivered(self, loaded: Iterator[Any], consumed: int, step: int) -> Iterator[Any]:
-        for batch, position in loaded:
-            if position is None:
-                raise batch
-            consumed += step
-            self._positions.append((consumed, position))
-            yield batch
+    def _make_reader(self) -> ShardReader:
+        return ShardReader(self._source, self._seed, shuffle_buffer=self._stream.shuffle_buffer)
 
     def close(self) -> None:
         """End worker processes. May be called again."""
         self._batches = None
-        if self._loader is not None:
-            self._loader.close()
-            self._loader = None
+        super().close()
 
 
 def make_shard_of(dataset: Any, shards: int) -> MakeShard:

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
-
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.fingerprint import fingerprint
-from adascale_worker.batches.micro_batches import PersistentLoader, RecordRequests, make_loader
-from adascale_worker.batches.seeding import Generators, mix, pass_seed, permute
+from adascale_worker.batches.records import RecordFeed, RecordReader, StreamOptions
+from adascale_worker.batches.seeding import mix, pass_seed
 from adascale_worker.errors import DatasetError
 from adascale_worker.torch_private.workers import hidden_worker_info
 
@@ -39,16 +37,6 @@ _SAME_RECORDS = (
     "data set, whose contents are not a part of its state, pass shuffle_buffer= to trainer.dataloader. For a "
     "stream that cannot be repeated, pass exactly_once=False"
 )
-
-
-@dataclass(frozen=True)
-class StreamOptions:
-    """How a stream is read."""
-
-    transform: Callable[[Any], Any] | None = None  # applied to the replica's own records
-    shuffle_buffer: int = 0  # records of a block that is shuffled; 0 keeps the order of the data set
-    # Each replica reads the same records, and trains its share. Otherwise it trains all that it reads.
-    is_exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,25 +70,17 @@ class StreamPlace:
         return cls(**{**state, "saved": saved})
 
 
-class StreamReader:
-    """Reads records forward, and returns those of a micro-batch."""
+class StreamReader(RecordReader):
+    """Reads the records of a stream, pass after pass."""
 
     def __init__(
         self, dataset: Iterable[Any], seed: int, *, shuffle_buffer: int = 0, is_exact: bool = True
     ) -> None:
+        super().__init__(seed, shuffle_buffer)
         self._dataset = dataset
-        self._seed = seed
-        self._shuffles = shuffle_buffer > 1
-        self._block = max(1, shuffle_buffer)
         self._interval = self._block * max(1, SAVE_INTERVAL // self._block)
         self._is_exact = is_exact
-        self._generators = Generators() if is_exact else None
-        self._iterator: Iterator[Any] | None = None
-        """Of the present pass. None between two passes."""
         self._is_open = False
-        self._window: list[Any] = []
-        self._base = 0
-        """Position of the first record of the window."""
         self._passes: deque[tuple[int, int]] = deque()
         """Number and first position of each pass that the window, or what follows it, is in."""
         self._saves: deque[SavedState] = deque()
@@ -113,7 +93,7 @@ class StreamReader:
     ) -> tuple[list[Any], StreamPlace]:
         """Return records, and the place after the micro-batches of all replicas that they are a share of."""
         assert ahead == 1
-        with hidden_worker_info(), nullcontext() if self._generators is None else self._generators.used():
+        with hidden_worker_info(), self._generators.used() if self._is_exact else nullcontext():
             try:
                 if start is not None:
                     self._seek(start)
@@ -126,11 +106,6 @@ class StreamReader:
                 raise
         offset = first - self._base
         return self._window[offset : offset + count], self._place_at(end)
-
-    @property
-    def _next(self) -> int:
-        """Position of the next record that is read."""
-        return self._base + len(self._window)
 
     def _look_ahead(self, position: int) -> None:
         """Read the record at `position` too, unless the pass ends there."""
@@ -190,7 +165,7 @@ class StreamReader:
             self._seed_generators()
 
     def _seed_generators(self) -> None:
-        if self._generators is not None:
+        if self._is_exact:
             number, begin = self._passes[-1]
             self._generators.seed(mix(pass_seed(self._seed, number) + self._next - begin))
 
@@ -213,10 +188,7 @@ class StreamReader:
             except StopIteration:
                 self._iterator = None
                 break
-        if self._shuffles and block:
-            key = mix(pass_seed(self._seed, number) + offset)
-            block = [block[place] for place in permute(numpy.arange(len(block)), len(block), key)]
-        self._window += block
+        self._window += self._shuffled(block, pass_seed(self._seed, number) + offset)
         if self._iterator is None:
             self._end_pass()
 
@@ -245,11 +217,7 @@ class StreamReader:
             self._saves.append(SavedState(self._next, copy.deepcopy(source.state_dict())))
 
     def _drop_before(self, position: int) -> None:
-        """Delete records that are not requested again."""
-        count = min(position - self._base, len(self._window))
-        if count > 0:
-            del self._window[:count]
-            self._base += count
+        super()._drop_before(position)
         while len(self._passes) > 1 and self._passes[1][1] <= self._base:
             self._passes.popleft()
         while len(self._saves) > 1 and self._saves[1].position <= self._base:
@@ -276,85 +244,33 @@ class StreamReader:
         return fingerprint(self._window[position - self._base]) if position < self._next else None
 
 
-class StreamFeed:
-    """Loads a replica's micro-batches of a stream, and knows the places after each of them."""
+class StreamFeed(RecordFeed[StreamPlace]):
+    """Loads a replica's micro-batches of a stream that it reads as a whole."""
 
     def __init__(self, place: StreamPlace, consumed: int) -> None:
-        self._places = [(consumed, place)]
-        """The last place at a step boundary, and those after the micro-batches since then, each with the
-        number of samples that all replicas have got before it."""
-        self._dataset: Iterable[Any] | None = None
-        self._stream = StreamOptions()
-        self._options: dict[str, Any] = {}
-        self._reader: StreamReader | None = None
-        self._loader: PersistentLoader[RecordRequests] | None = None
-        self._seed = 0
+        super().__init__()
+        self.restore(place, consumed)
 
     def open(
         self, dataset: Iterable[Any], stream: StreamOptions, options: dict[str, Any], *, seed: int
     ) -> None:
         """Use a data set from the next micro-batch on. One that is open already is read on."""
-        is_same = dataset is self._dataset and seed == self._seed
-        before = self._stream
-        if not is_same or (before.shuffle_buffer, before.is_exact) != (
-            stream.shuffle_buffer,
-            stream.is_exact,
-        ):
-            self._reader = None
-            self.close()
-        if stream.transform != before.transform or options != self._options:
-            self.close()
-        self._dataset, self._stream, self._options, self._seed = dataset, stream, options, seed
+        is_same = dataset is self._source and seed == self._seed
+        self._open(dataset, stream, options, seed, is_same=is_same)
+
+    def _make_reader(self) -> StreamReader:
+        stream = self._stream
+        return StreamReader(
+            self._source, self._seed, shuffle_buffer=stream.shuffle_buffer, is_exact=stream.is_exact
+        )
 
     def micro_batches(self, consumed: int, plan: BatchPlan, rank: int) -> Iterator[Any]:
         """Load this replica's micro-batches, without end."""
         place = self.place_at(consumed)
         self._places = [(consumed, place)]
-        workers = self._options.get("num_workers", 0)
-        if workers and self._loader is not None:
-            self._begin(self._loader.sampler, place, consumed, plan, rank)
-            loaded: Iterator[Any] = self._loader.begin()
-        else:
-            loaded = self._new_loader(place, consumed, plan, rank)
+        is_shared, sequence = self._stream.is_exact, (self._source, self._seed)
+        loaded = self._load(sequence, place, place.position, consumed, plan, rank, is_shared=is_shared)
         return self._delivered(loaded, consumed, plan.replicas * plan.local_bsz)
-
-    def _begin(
-        self, requests: RecordRequests, place: StreamPlace, consumed: int, plan: BatchPlan, rank: int
-    ) -> None:
-        readers = max(1, self._options.get("num_workers", 0))
-        is_exact = self._stream.is_exact
-        requests.begin(place, place.position, consumed, plan, rank, is_shared=is_exact, readers=readers)
-
-    def _new_loader(self, place: StreamPlace, consumed: int, plan: BatchPlan, rank: int) -> Iterator[Any]:
-        assert self._dataset is not None
-        has_workers = self._options.get("num_workers", 0) > 0
-        if self._reader is None or has_workers:
-            # A copy of a reader that has open files would share their positions with other processes.
-            self._reader = StreamReader(
-                self._dataset,
-                self._seed,
-                shuffle_buffer=self._stream.shuffle_buffer,
-                is_exact=self._stream.is_exact,
-            )
-        requests = RecordRequests(
-            (self._dataset, self._seed), self._seed, lambda: self._places[0][1].position
-        )
-        self._begin(requests, place, consumed, plan, rank)
-        transform, seed = self._stream.transform, self._seed + consumed
-        loader = make_loader(self._reader, requests, transform, self._options, seed=seed)
-        if not has_workers:
-            return iter(loader)
-        self._reader = None
-        self._loader = PersistentLoader(self._dataset, self._options, loader, requests)
-        return self._loader.begin()
-
-    def _delivered(self, loaded: Iterator[Any], consumed: int, step: int) -> Iterator[Any]:
-        for batch, place in loaded:
-            if place is None:
-                raise batch
-            consumed += step
-            self._places.append((consumed, place))
-            yield batch
 
     def place_at(self, consumed: int) -> StreamPlace:
         """Return the place where all replicas together have got `consumed` samples, at a step boundary."""
@@ -363,20 +279,13 @@ class StreamFeed:
         )
 
     def commit(self, consumed: int) -> StreamPlace:
-        """Delete the places before this one, since training never returns to them, and return it."""
-        while len(self._places) > 1 and self._places[1][0] <= consumed:
-            self._places.pop(0)
+        """Return the place at a step boundary, to which training may return from now on."""
+        self._drop_places_before(consumed)
         return self._places[0][1]
 
     def restore(self, place: StreamPlace, consumed: int) -> None:
         """Continue at the place of a saved state."""
         self._places = [(consumed, place)]
-
-    def close(self) -> None:
-        """End worker processes. May be called again."""
-        if self._loader is not None:
-            self._loader.close()
-            self._loader = None
 
 
 def _has_states(source: object) -> bool:
