@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler, TensorDataset
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler, TensorDataset
 
 from adascale_core.names import LAUNCHER_VARIABLES
-from adascale_frameworks.common import crossed, hide_launcher, shuffles_all
+from adascale_frameworks.common import crossed, hide_launcher, order_of
 from adascale_worker.errors import DatasetError
 
 OTHERS = {"PATH": "/bin", "SLURM_JOB_ID": "7", "ADASCALE_RANK": "1", "OMP_NUM_THREADS": "1"}
@@ -94,19 +94,17 @@ def test_what_is_no_interval_or_no_progress_is_refused(
     ("sampler", "expected"),
     [
         (RandomSampler(DATA), True),
-        (RandomSampler(DATA, num_samples=4), False),
-        (RandomSampler(DATA, replacement=True), False),
-        (RandomSampler(range(4)), False),
+        (RandomSampler(DATA, num_samples=4), None),
+        (RandomSampler(DATA, replacement=True), None),
+        (RandomSampler(range(4)), None),
         (SequentialSampler(DATA), False),
     ],
 )
-def test_a_sampler_shuffles_all_samples_once(sampler: Sampler[int], expected: bool) -> None:
-    assert shuffles_all(sampler, len(DATA)) is expected
-
-
-def test_hugging_faces_trainer_with_a_part_of_the_samples_is_refused() -> None:
-    from adascale_frameworks.huggingface.data import options_of
-
-    loader = DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=4))
-    with pytest.raises(DatasetError, match="the training data has a RandomSampler"):
-        options_of(loader, None, pin_memory=False)
+def test_the_order_of_a_sampler_is_shuffled_or_sequential(
+    sampler: Sampler[int], expected: bool | None
+) -> None:
+    if expected is not None:
+        assert order_of(sampler, len(DATA), "the loader", "order=...") == {"shuffle": expected}
+        return
+    with pytest.raises(DatasetError, match=r"sampler=RandomSampler.*, use order=\.\.\., a function"):
+        order_of(sampler, len(DATA), "the loader", "order=...")

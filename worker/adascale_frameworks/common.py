@@ -1,13 +1,22 @@
-"""What the adapters share: launchers' variables, multiples that a step crosses, samplers of the program."""
+"""What the adapters share: launchers' variables, multiples that a step crosses, loaders of the program."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping
+from typing import Any
 
-from torch.utils.data import RandomSampler
+import torch
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from adascale_core.names import LAUNCHER_VARIABLES
+from adascale_worker.errors import DatasetError
 
 
 def hide_launcher(environ: MutableMapping[str, str]) -> dict[str, str]:
@@ -33,7 +42,78 @@ def crossed(interval: int, before: float, after: float) -> range:
     return range(first * interval, last * interval + 1, interval)
 
 
-def shuffles_all(sampler: object, samples: int) -> bool:
+_OPTIONS = {
+    "num_workers": 0,
+    "pin_memory": False,
+    "timeout": 0,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "pin_memory_device": "",
+    "in_order": True,
+}
+"""Options of `DataLoader` that do not choose batches, with their defaults."""
+
+
+def options_of(loader: DataLoader[Any], *, evaluates: bool = False) -> dict[str, Any]:
+    """Return the options of a loader that do not choose its batches; for an evaluation, once.
+
+    The worker processes of an evaluation end with it.
+    """
+    found = {name: getattr(loader, name, default) for name, default in _OPTIONS.items()}
+    options = {name: value for name, value in found.items() if value != _OPTIONS[name]}
+    if evaluates:
+        options.pop("persistent_workers", None)
+    return {"collate_fn": loader.collate_fn, **options}
+
+
+def order_of(sampler: object, samples: int, what: str, way: str) -> dict[str, Any]:
+    """Return the arguments for `ElasticTrainer.dataloader` that give the order of a loader's sampler.
+
+    For errors, `what` is where the loader is from, and `way` how the program gives another order.
+    """
+    if isinstance(sampler, SequentialSampler):
+        return {"shuffle": False}
+    if _shuffles_all(sampler, samples):
+        return {"shuffle": True}
+    if isinstance(sampler, WeightedRandomSampler):
+        weights, count, replacement = sampler.weights, sampler.num_samples, sampler.replacement
+
+        def order(_: int, seed: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(seed)
+            return torch.multinomial(weights, count, replacement, generator=generator)
+
+        return {"order": order}
+    raise DatasetError(
+        f"{what} has sampler={type(sampler).__name__}(...), but the trainer divides the samples among the "
+        "replicas, whose number may change in the middle of a pass: pass shuffle=True or shuffle=False, with "
+        "torch.utils.data.Subset for a part of the data, or a WeightedRandomSampler; no DistributedSampler "
+        f"is needed. For another order, use {way}, a function of the number of the pass and a seed, which "
+        "returns the indices of its samples"
+    )
+
+
+def require_batch_size(loader: DataLoader[Any], what: str, way: str) -> int:
+    """Return the batch size of a loader of a data set with items by index.
+
+    For errors, `what` is where the loader is from, and `way` how the program gets batches of similar length.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        raise DatasetError(
+            f"{what} has a {type(loader.dataset).__name__}, an IterableDataset: an elastic job needs a data "
+            "set with __len__ and __getitem__, so that any number of replicas can share it"
+        )
+    if loader.batch_size is None:
+        raise DatasetError(
+            f"{what} has batch_sampler={type(loader.batch_sampler).__name__}(...) or batch_size=None, but "
+            f"the trainer chooses the batches: pass batch_size= and shuffle=, or use {way} for batches of "
+            "similar length"
+        )
+    return loader.batch_size
+
+
+def _shuffles_all(sampler: object, samples: int) -> bool:
     """Whether a sampler is that of `shuffle=True`: each sample of the data set once, in a random order."""
     return (
         isinstance(sampler, RandomSampler)

@@ -430,7 +430,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 "batch size. Change the loader, or batchSize of the job file "
                 "(ElasticAccelerator(batch_size=...) without one)"
             )
-        batches = self.trainer.dataloader(loader.dataset, **loader.order, **loader.options)  # type: ignore[arg-type]
+        batches = self.trainer.dataloader(loader.dataset, **loader.order, **loader.options())  # type: ignore[arg-type]
         try:
             for batch in batches:
                 self._follow_replicas()
@@ -444,7 +444,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
     def _evaluation_batches(self, loader: ElasticDataLoader) -> Iterator[Any]:
         self._enter()
-        options = {name: value for name, value in loader.options.items() if name != "persistent_workers"}
         if "order" in loader.order:
             raise WorkerError(
                 "a prepared data loader with a WeightedRandomSampler cannot be used for evaluation, in which "
@@ -456,7 +455,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             batch_size=loader.batch_size,
             model=self._trained_models[0],
             gathers=True,
-            **options,
+            **loader.options(evaluates=True),
         )
         try:
             for batch in evaluation:

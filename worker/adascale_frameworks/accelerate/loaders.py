@@ -11,29 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset
 
-from adascale_frameworks.common import shuffles_all
-from adascale_worker.errors import DatasetError
+from adascale_frameworks.common import options_of, order_of, require_batch_size
 
-_OPTIONS = {
-    "num_workers": 0,
-    "pin_memory": False,
-    "timeout": 0,
-    "worker_init_fn": None,
-    "multiprocessing_context": None,
-    "prefetch_factor": None,
-    "persistent_workers": False,
-    "pin_memory_device": "",
-    "in_order": True,
-}
-"""Options of `DataLoader` that do not choose batches, with their defaults."""
+_WHAT = "the DataLoader that accelerator.prepare() got"
+_WAY = "accelerator.trainer.dataloader(dataset, {}=...)"
 
 
 class ElasticDataLoader:
@@ -49,34 +32,19 @@ class ElasticDataLoader:
         begin: Callable[[ElasticDataLoader], Iterator[Any]],
         device: torch.device | None,  # of the batches. None if they stay where the loader makes them
     ) -> None:
-        if isinstance(loader.dataset, IterableDataset):
-            raise DatasetError(
-                f"accelerator.prepare() got a DataLoader of a {type(loader.dataset).__name__}, an "
-                "IterableDataset: an elastic job needs a data set with __len__ and __getitem__, so that any "
-                "number of replicas can share it"
-            )
-        if loader.batch_size is None:
-            raise DatasetError(
-                "accelerator.prepare() got a DataLoader with "
-                f"batch_sampler={type(loader.batch_sampler).__name__}(...) or batch_size=None, but the "
-                "trainer chooses the batches: pass batch_size= and shuffle=, or use "
-                "accelerator.trainer.dataloader(dataset, lengths=...) for batches of similar length"
-            )
+        self._batch_size = require_batch_size(loader, _WHAT, _WAY.format("lengths"))
         self.device = device
         self._loader = loader
         self._begin = begin
-        self._batch_size: int = loader.batch_size
-        self.options: dict[str, Any] = {"collate_fn": loader.collate_fn}
-        """Arguments for `DataLoader`, besides those that choose batches."""
-        for name, default in _OPTIONS.items():
-            value = getattr(loader, name, default)
-            if value != default:
-                self.options[name] = value
-        self.order = order_of(loader)
+        self.order = order_of(loader.sampler, len(loader.dataset), _WHAT, _WAY.format("order"))  # type: ignore[arg-type]
         """Arguments for `trainer.dataloader` that choose the order of samples."""
 
     def __iter__(self) -> Iterator[Any]:
         return self._begin(self)
+
+    def options(self, *, evaluates: bool = False) -> dict[str, Any]:
+        """Return the arguments for `DataLoader`, besides those that choose batches."""
+        return options_of(self._loader, evaluates=evaluates)
 
     def __len__(self) -> int:
         """Return the number of batches of `batch_size` in the data set, at any number of replicas."""
@@ -104,27 +72,3 @@ class ElasticDataLoader:
     def sampler(self) -> Any:
         """The sampler of the program's loader, whose kind gives the order of samples."""
         return self._loader.sampler
-
-
-def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments for `trainer.dataloader` that give the order of a loader's sampler."""
-    sampler = loader.sampler
-    if isinstance(sampler, SequentialSampler):
-        return {"shuffle": False}
-    if shuffles_all(sampler, len(loader.dataset)):  # type: ignore[arg-type]
-        return {"shuffle": True}
-    if isinstance(sampler, WeightedRandomSampler):
-        weights, count, replacement = sampler.weights, sampler.num_samples, sampler.replacement
-
-        def order(_: int, seed: int) -> torch.Tensor:
-            generator = torch.Generator().manual_seed(seed)
-            return torch.multinomial(weights, count, replacement, generator=generator)
-
-        return {"order": order}
-    raise DatasetError(
-        f"accelerator.prepare() got a DataLoader with sampler={type(sampler).__name__}(...), but the trainer "
-        "divides the samples among the replicas, whose number may change in the middle of a pass: pass "
-        "shuffle=True or shuffle=False, with torch.utils.data.Subset for a part of the data, or a "
-        "WeightedRandomSampler; no DistributedSampler is needed. For another order, use "
-        "accelerator.trainer.dataloader(dataset, order=...)"
-    )

@@ -18,18 +18,11 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
-from adascale_frameworks.common import shuffles_all
-from adascale_worker.errors import DatasetError
+from adascale_frameworks.common import options_of, order_of
 from adascale_worker.trainer import ElasticTrainer
 
 Order = Callable[[int, int], Any]
 """A function of the number of the pass and a seed, see `ElasticTrainer.dataloader`."""
-
-_REMEDY = (
-    "the replicas share out the samples, whose order has to follow from the number of the pass: pass "
-    "elastic(trainer, order=...), a function of the number of the pass and a seed which returns the indices "
-    "of its samples, or use random, sequential or group_by_length sampling"
-)
 
 
 class TrainingData:
@@ -53,7 +46,7 @@ class TrainingData:
         self.steps_per_epoch = float(len(dataset) / batch_size)
         """At the initial batch size; not always an integer."""
         self._elastic = elastic
-        self._options = options_of(source, order, pin_memory=pin_memory)
+        self._options = options_for_training(source, order, pin_memory=pin_memory)
         self._begin_batch = begin_batch
         self._epochs: Iterator[int] | None = None
         self._batches: Iterator[Any] | None = None
@@ -93,40 +86,22 @@ class TrainingData:
             close()
 
 
-def options_of(source: DataLoader[Any], order: Order | None, *, pin_memory: bool) -> dict[str, Any]:
+def options_for_training(source: DataLoader[Any], order: Order | None, *, pin_memory: bool) -> dict[str, Any]:
     """Return the arguments for `ElasticTrainer.dataloader` that load what a data loader would."""
+    options = options_of(source)
     initialize = source.worker_init_fn
     if isinstance(initialize, functools.partial) and initialize.func is seed_worker:
-        initialize = None  # The trainer seeds the workers, by the position in the data.
-    options: dict[str, Any] = {
-        "collate_fn": source.collate_fn,
-        "num_workers": source.num_workers,
-        "pin_memory": pin_memory and source.pin_memory,
-        "worker_init_fn": initialize,
-    }
-    if source.num_workers:
-        options |= {
-            "multiprocessing_context": source.multiprocessing_context,
-            "persistent_workers": source.persistent_workers,
-            "prefetch_factor": source.prefetch_factor,
-        }
+        del options["worker_init_fn"]  # The trainer seeds the workers, by the position in the data.
+    if not pin_memory:
+        options.pop("pin_memory", None)
     if order is not None:
         return options | {"order": order}
-    return options | _order_of(source)
-
-
-def _order_of(source: DataLoader[Any]) -> dict[str, Any]:
     batches = source.batch_sampler
-    sampler = getattr(batches, "sampler", None)
-    if isinstance(batches, BatchSampler):
-        if isinstance(sampler, LengthGroupedSampler):
-            return {"lengths": sampler.lengths}
-        if isinstance(sampler, SequentialSampler):
-            return {"shuffle": False}
-        if shuffles_all(sampler, len(source.dataset)):  # type: ignore[arg-type]
-            return {}
-    found = type(sampler if isinstance(batches, BatchSampler) else batches).__name__
-    raise DatasetError(f"the training data has a {found}, but {_REMEDY}")
+    sampler = batches.sampler if isinstance(batches, BatchSampler) else batches
+    if isinstance(sampler, LengthGroupedSampler):
+        return options | {"lengths": sampler.lengths}
+    samples = len(source.dataset)  # type: ignore[arg-type]
+    return options | order_of(sampler, samples, "the training data", "elastic(trainer, order=...)")
 
 
 SAMPLES = "adascale_samples"
@@ -152,15 +127,9 @@ def divided(source: DataLoader[Any]) -> DividedData | None:
         return None
     if not len(source.dataset):  # type: ignore[arg-type]
         return None
-    options: dict[str, Any] = {
-        "collate_fn": source.collate_fn,
-        "num_workers": source.num_workers,
-        "pin_memory": source.pin_memory and torch.cuda.is_available(),
-        "worker_init_fn": source.worker_init_fn,
-    }
-    if source.num_workers:
-        options["prefetch_factor"] = source.prefetch_factor
-        options["multiprocessing_context"] = source.multiprocessing_context
+    options = options_of(source, evaluates=True)
+    if not torch.cuda.is_available():
+        options.pop("pin_memory", None)
     return DividedData(source.dataset, batches.batch_size, batches.drop_last, options)
 
 

@@ -9,19 +9,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from adascale_frameworks.common import shuffles_all
+from adascale_frameworks.common import order_of, require_batch_size
 from adascale_worker.errors import DatasetError
 
-_KEPT_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-)
+_WHAT = "the train dataloader of Trainer.fit"
 
 
 class _Replaced:
@@ -49,38 +40,15 @@ class TrainingLoader(_Replaced):
             )
         super().__init__(loader)
         self._batches = batches
-        if isinstance(loader.dataset, IterableDataset):
-            raise DatasetError(
-                f"the data set (type {type(loader.dataset).__name__}) of the train dataloader has no items "
-                "by index: an elastic job needs a data set with __len__ and __getitem__, so that any number "
-                "of replicas can share it"
-            )
-        if loader.batch_size is None:
-            raise DatasetError(
-                "the train dataloader has a batch_sampler, or no batches, but the trainer chooses the "
-                "batches: pass batch_size and shuffle, and for batches of similar length "
-                "ElasticStrategy(lengths=...)"
-            )
-        self.batch_size: int = loader.batch_size
-        sampler = loader.sampler
-        self.shuffle = shuffles_all(sampler, self.samples)
-        if not self.shuffle and type(sampler) is not SequentialSampler and not has_order:
-            raise DatasetError(
-                f"the train dataloader has sampler={type(sampler).__name__}(...), but the trainer divides "
-                "the samples among the replicas, whose number may change in the middle of a pass: pass "
-                "ElasticStrategy(order=...), a function of the number of the pass and a seed, which returns "
-                "the indices of its samples, and leave the sampler out"
-            )
+        self.batch_size = require_batch_size(loader, _WHAT, "ElasticStrategy(lengths=...)")
+        way = "ElasticStrategy(order=...)"
+        self.order = {} if has_order else order_of(loader.sampler, self.samples, _WHAT, way)
+        """Arguments for `ElasticTrainer.dataloader` that choose the order of samples."""
 
     @property
     def samples(self) -> int:
         """Samples of the data set."""
         return len(self.loader.dataset)  # type: ignore[arg-type]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What the loader was made with, besides what determines the batches."""
-        return options_of(self.loader)
 
     def __len__(self) -> int:
         """Return the steps at the initial batch size in an epoch, rounded up."""
@@ -119,8 +87,3 @@ def is_divisible(loader: object) -> bool:
         and type(loader.sampler) is SequentialSampler
         and not loader.drop_last
     )
-
-
-def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options of a DataLoader that do not determine its batches."""
-    return {name: getattr(loader, name) for name in _KEPT_OPTIONS}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from functools import reduce
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -39,24 +37,6 @@ PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
 }
 """By class, what it has to have."""
 
-PRIVATE_SOURCES: dict[str, tuple[str, ...]] = {
-    "loops.training_epoch_loop._TrainingEpochLoop": (
-        "self._batches_that_stepped",
-        "self.batch_progress.is_last_batch",
-        "batch_idx = self.batch_idx + 1",
-        "self.manual_optimization",
-    ),
-    "loops.fetchers._DataFetcher": ("self.length is not None", "self.done"),
-    "loggers.csv_logs._FabricExperimentWriter": (
-        "self._fs",
-        "self.log_dir",
-        "self.metrics_file_path",
-        "self.metrics_keys",
-    ),
-    "trainer.connectors.logger_connector.result._ResultMetric": ("cumulated_batch_size", "self.value"),
-}
-"""By class, what its source has to have: attributes that are set in methods."""
-
 
 def require_private_parts(package: str) -> None:
     """Check that the installed Lightning has what this adapter uses."""
@@ -73,28 +53,18 @@ def missing_parts(package: str) -> list[str]:
     """Return the names of private parts that the installed Lightning does not have."""
     missing = []
     for path, names in PRIVATE_PARTS.items():
-        owner = _find(package, path)
+        owner = find(package, path)
         missing += [f"{path}.{name}" for name in names if not hasattr(owner, name)]
     return missing
 
 
-def missing_sources(package: str) -> list[str]:
-    """Return the attributes that the sources of the installed Lightning do not have any more."""
-    return [
-        f"{path}: {text}"
-        for path, texts in PRIVATE_SOURCES.items()
-        for text in texts
-        if text not in inspect.getsource(_find(package, path))  # type: ignore[arg-type]
-    ]
-
-
-def _find(package: str, path: str) -> object | None:
+def find(package: str, path: str) -> object | None:
+    """Return a class of the installed Lightning; None if it has no such class."""
     module, _, name = path.rpartition(".")
     try:
-        owner: object = import_module(f"{package}.{module}")
+        return getattr(import_module(f"{package}.{module}"), name, None)
     except ImportError:
         return None
-    return reduce(lambda each, part: getattr(each, part, None), [name], owner)
 
 
 Package = Literal["lightning.pytorch", "pytorch_lightning"]

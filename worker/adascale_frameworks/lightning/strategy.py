@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from adascale_frameworks.lightning.loaders import EvaluationLoader, TrainingLoader, is_divisible, options_of
+from adascale_frameworks.common import options_of
+from adascale_frameworks.lightning.loaders import EvaluationLoader, TrainingLoader, is_divisible
 from adascale_frameworks.lightning.loops import (
     Counts,
     ElasticEvaluationLoop,
@@ -153,7 +154,8 @@ class ElasticStrategy(Strategy):
         }
         self._batch_size = batch_size
         self._options = {"checkpoint_dir": checkpoint_dir, **options}
-        self._data_options = {"order": order, "lengths": lengths}
+        given = {"order": order, "lengths": lengths}
+        self._data_options = {name: value for name, value in given.items() if value is not None}
         self._find_unused_parameters = find_unused_parameters
         environments = import_module(f"{self._package}.plugins.environments")
         self.cluster_environment = environments.LightningEnvironment()
@@ -344,9 +346,8 @@ class ElasticStrategy(Strategy):
         """Replace a loader, for training or for evaluation."""
         trainer = self._trainer
         if trainer.state.fn == _FITTING and trainer.training and not trainer.sanity_checking:
-            has_order = any(value is not None for value in self._data_options.values())
             self._train_loaders += 1
-            self._loader = TrainingLoader(dataloader, self._deliver, has_order=has_order)
+            self._loader = TrainingLoader(dataloader, self._deliver, has_order=bool(self._data_options))
             return self._loader
         if is_divisible(dataloader):
             assert isinstance(dataloader, DataLoader)
@@ -359,15 +360,10 @@ class ElasticStrategy(Strategy):
         elastic, fit = self.elastic_trainer, self._trainer.fit_loop
         self.end_epoch()
         self._epoch_to_end = self._counts.epoch = self._trainer.current_epoch
-        data = self._data_options
-        shuffle = self._loader.shuffle and not any(value is not None for value in data.values())
-        batches = elastic.dataloader(
-            self._loader.dataset,
-            shuffle=shuffle or any(value is not None for value in data.values()),
-            **data,  # type: ignore[arg-type]
-            **self._loader.options,
+        order = {**self._data_options, **self._loader.order}
+        self._batches = iter(
+            elastic.dataloader(self._loader.dataset, **order, **options_of(self._loader.loader))
         )
-        self._batches = iter(batches)
         for batch in self._batches:
             self._begin_batch(fit.epoch_loop)
             yield batch
@@ -542,12 +538,11 @@ class ElasticStrategy(Strategy):
         dataset: Any = loader.dataset
         if batches < len(loader):
             dataset = Subset(dataset, range(batches * loader.batch_size))
-        options = {name: value for name, value in options_of(loader).items() if name != "persistent_workers"}
         evaluation = self.elastic_trainer.evaluation(
             dataset,
             batch_size=loader.batch_size,
             model=self._step_module or self.lightning_module,
-            **options,
+            **options_of(loader, evaluates=True),
         )
         results = self._trainer._results
         before = {name: getattr(metric, part) for name, metric, part in logged_sums(results)}
