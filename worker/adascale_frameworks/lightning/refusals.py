@@ -14,6 +14,7 @@ _REFUSED_CALLBACKS = {
     "LearningRateFinder": "find the learning rate in a program of its own, at the initial batch size",
     "StochasticWeightAveraging": "use the callback WeightAveraging, or average in a program of its own",
 }
+_SUBSET = "pass a part of the data set, torch.utils.data.Subset(dataset, range(n))"
 
 
 def require_supported(trainer: Any, module: Any, layer_sync: object, package: str) -> None:
@@ -23,18 +24,17 @@ def require_supported(trainer: Any, module: Any, layer_sync: object, package: st
             trainer.accumulate_grad_batches != 1,
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
             "the trainer accumulates gradients by itself: leave it out, and multiply the batch_size of the "
-            "train dataloader by it, because that is the batch size the learning rate was tuned for. The "
-            "upper bound of local_bsz_bounds is what fits into memory at once",
+            "train dataloader by it, because that is the batch size the learning rate was tuned for",
         ),
         (
             trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run,
             f"limit_train_batches={trainer.limit_train_batches}",
-            "pass a part of the data set, torch.utils.data.Subset(dataset, range(n)), or max_steps",
+            f"{_SUBSET}, or max_steps",
         ),
         (
             trainer.overfit_batches > 0,
             f"overfit_batches={trainer.overfit_batches}",
-            "pass a part of the data set, torch.utils.data.Subset(dataset, range(n))",
+            _SUBSET,
         ),
         (
             trainer.reload_dataloaders_every_n_epochs != 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,6 +42,8 @@ else:
 
 
 _FITTING = "fit"
+_OF_MODULE = ("named_children", "named_modules", "get_submodule", "state_dict", "load_state_dict")
+"""Methods that a `TrainingStep` has of the program's module."""
 
 
 class TrainingStep(torch.nn.Module):
@@ -53,6 +56,8 @@ class TrainingStep(torch.nn.Module):
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = (module,)  # not a submodule, whose names would have a prefix
         super().__init__()
+        for name in _OF_MODULE:
+            setattr(self, name, getattr(module, name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `training_step` returns."""
@@ -71,27 +76,6 @@ class TrainingStep(torch.nn.Module):
         """Set the mode of the program's module."""
         self._module[0].train(mode)
         return self
-
-    def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield the submodules of the program's module."""
-        return self._module[0].named_children()
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield the program's module and its submodules."""
-        modules: Iterator[tuple[str, torch.nn.Module]] = self._module[0].named_modules(*args, **kwargs)
-        return modules
-
-    def get_submodule(self, target: str) -> torch.nn.Module:
-        """Return a submodule of the program's module, or that module if `target` is empty."""
-        return self._module[0].get_submodule(target)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the program's module."""
-        return self._module[0].state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Restore the state of the program's module."""
-        return self._module[0].load_state_dict(*args, **kwargs)
 
 
 class ElasticStrategy(Strategy):
@@ -148,12 +132,9 @@ class ElasticStrategy(Strategy):
     ) -> None:
         super().__init__()
         self._package = import_package(package).__name__
-        self._bounds: dict[str, Any] = {
-            "max_batch_size": max_batch_size,
-            "local_bsz_bounds": local_bsz_bounds,
-        }
+        bounds = {"max_batch_size": max_batch_size, "local_bsz_bounds": local_bsz_bounds}
         self._batch_size = batch_size
-        self._options = {"checkpoint_dir": checkpoint_dir, **options}
+        self._options: dict[str, Any] = {**bounds, "checkpoint_dir": checkpoint_dir, **options}
         given = {"order": order, "lengths": lengths}
         self._data_options = {name: value for name, value in given.items() if value is not None}
         self._find_unused_parameters = find_unused_parameters
@@ -169,7 +150,6 @@ class ElasticStrategy(Strategy):
         self._batches: Iterator[Any] | None = None
         self._epoch_to_end: int | None = None
         self._steps_at_batch = 0
-        self._made_step = False
         self._has_written = False
         self._has_begun = False
         self._is_in_step = False
@@ -195,6 +175,10 @@ class ElasticStrategy(Strategy):
     world_size = 1
     """Lightning counts as in one process: steps at the initial batch size."""
     num_processes = 1
+    is_distributed = True
+    """So `self.log(..., sync_dist=True)` has an effect."""
+    handles_gradient_accumulation = True
+    """So `optimizer_step` is called for each micro-batch."""
 
     @property
     def is_global_zero(self) -> bool:
@@ -211,16 +195,6 @@ class ElasticStrategy(Strategy):
     @property
     def _is_on_cpu(self) -> bool:
         return type(self.accelerator).__name__ == "CPUAccelerator"
-
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        """Whether `optimizer_step` is called for each micro-batch: it is."""
-        return True
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether `self.log(..., sync_dist=True)` has an effect."""
-        return True
 
     @property
     def divides_evaluation(self) -> bool:
@@ -280,7 +254,6 @@ class ElasticStrategy(Strategy):
                 steps = None
         return ElasticTrainer(
             batch_size,
-            **self._bounds,
             scale_invariant_steps=steps,
             epochs=epochs,
             device="cpu" if self._is_on_cpu else None,
@@ -331,7 +304,7 @@ class ElasticStrategy(Strategy):
         self._set_rank()
         for callback in trainer.callbacks:
             if hasattr(callback, "file_exists"):
-                callback.file_exists = _FileExists(callback.file_exists)
+                callback.file_exists = partial(_exists_on_rank_0, callback.file_exists)
 
     def _set_rank(self) -> None:
         rank_zero = import_module(f"{self._package}.utilities.rank_zero")
@@ -374,7 +347,6 @@ class ElasticStrategy(Strategy):
         if not self._has_begun:
             self._states.begin()
         self._has_begun = self._is_training = True
-        self._made_step = False
         self._steps_at_batch = elastic.steps
         counts.after = elastic.progress
         self._set_rank()
@@ -394,10 +366,9 @@ class ElasticStrategy(Strategy):
     def _end_batch(self) -> None:
         """Set Lightning's counters after the micro-batch that has completed a step."""
         elastic, counts, trainer = self.elastic_trainer, self._counts, self._trainer
-        if elastic.steps == self._steps_at_batch:
+        if self.awaits_micro_batches:
             return
         loop = trainer.fit_loop.epoch_loop
-        self._made_step = True
         counts.before, counts.after = counts.after, elastic.progress
         loop._batches_that_stepped = counts.logged_steps(trainer.log_every_n_steps)
         is_last = counts.ends_epoch
@@ -410,7 +381,7 @@ class ElasticStrategy(Strategy):
     @property
     def awaits_micro_batches(self) -> bool:
         """Whether the last micro-batch has not completed an optimizer step."""
-        return not self._made_step
+        return self.elastic_trainer.steps == self._steps_at_batch
 
     @property
     def global_step(self) -> int:
@@ -653,14 +624,9 @@ class ElasticStrategy(Strategy):
             )
 
 
-class _FileExists:
+def _exists_on_rank_0(original: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
     """`ModelCheckpoint.file_exists` on rank 0 only: another replica may see the file that rank 0 wrote."""
-
-    def __init__(self, original: Callable[..., bool]) -> None:
-        self._original = original
-
-    def __call__(self, filepath: Any, trainer: Any) -> bool:
-        return bool(trainer.is_global_zero) and self._original(filepath, trainer)
+    return bool(trainer.is_global_zero) and original(filepath, trainer)
 
 
 def _set_sums(logged: Iterable[tuple[str, Any, str]], sums: Mapping[str, int | float]) -> None:
