@@ -96,6 +96,7 @@ finally:
 """
 
 LOSES_A_PEER = """
+from adascale_worker.loop.context import Context
 from adascale_worker.loop.failures import Failures
 from adascale_worker.process.exit import ProcessExit
 
@@ -103,7 +104,7 @@ class Channel:
     "Of an agent."
 
 
-ProcessExit().install(Failures(Channel(), *[None] * 9))
+ProcessExit().install(Failures(**{**dict.fromkeys(Context.__annotations__), "channel": Channel()}))
 try:
     raise RuntimeError("[/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 except RuntimeError as error:

@@ -9,46 +9,18 @@ from typing import NoReturn
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_REENTRY
 from adascale_core.messages.channel import TrainingSaved
-from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import NonFiniteWeightsError, ReplicationError, WorkerError
-from adascale_worker.loop.agreement import FinishRequest
-from adascale_worker.loop.exchange import EvaluationSequence
+from adascale_worker.loop.context import Context
 from adascale_worker.loop.generations import Generations
-from adascale_worker.loop.job import Job
-from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop
-from adascale_worker.loop.steps import StepStrategy
-from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.links import PeersLostError
-from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process.user_code import calling_line
-from adascale_worker.program.weight_checks import WeightComparison
-from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.reporting.reports import Telemetry
-from adascale_worker.state.schedule import Checkpointing
-from adascale_worker.state.state import State
 
 
 @dataclass(eq=False, kw_only=True)
-class Ending:
+class Ending(Context):
     """Ends loops of the program, its training and its process."""
 
-    job: Job
-    group: ReplicaGroup
-    channel: AgentChannel | None  # None without an agent
     generations: Generations
-    steps: StepStrategy
-    loop: ProgramLoop
-    departures: LoopDepartures
-    evaluations: EvaluationSequence
-    finish_request: FinishRequest
-    comparison: WeightComparison
-    state: State
-    checkpointing: Checkpointing
-    progress: TrainingProgress
-    planner: BatchPlanner
-    telemetry: Telemetry
-    shutdown_request: ShutdownRequest
 
     # -- a loop -------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -13,17 +12,13 @@ from adascale_core.failures import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST
 from adascale_core.messages.channel import Limited, Stalled
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.gradients.step_failure import is_out_of_memory, kind_of, release_memory
-from adascale_worker.loop.exchange import EvaluationSequence
-from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop, ProgramPlace
+from adascale_worker.loop.context import Context
+from adascale_worker.loop.program_loop import ProgramPlace
 from adascale_worker.loop.step_watchdog import Stall
-from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.exit import end_process
 from adascale_worker.process.user_code import raising_line
-from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.state.program import ProgramState
-from adascale_worker.state.state import State
 from adascale_worker.torch_private.distributed import is_lost_peer
 
 MAX_REASON = 200
@@ -86,20 +81,8 @@ class MemoryShortage:
         return limit
 
 
-@dataclass(eq=False)
-class Failures:
+class Failures(Context):
     """Ends a program that fails, and explains steps that do not end. See `process.exit.FailingTraining`."""
-
-    channel: AgentChannel | None  # None without an agent
-    group: ReplicaGroup
-    program: ProgramState
-    loop: ProgramLoop
-    steps: StepStrategy
-    departures: LoopDepartures
-    evaluations: EvaluationSequence
-    shortage: MemoryShortage
-    state: State
-    progress: TrainingProgress
 
     def end_after(self, error: BaseException, trace: TracebackType | None) -> int | None:
         """Print what an error means that another process continues after, and return the exit code for it;

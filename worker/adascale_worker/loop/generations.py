@@ -13,51 +13,18 @@ from typing import NoReturn
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_REENTRY
 from adascale_core.messages.channel import Assignment, SavedElsewhere
-from adascale_worker.batches.feed import DataFeed
-from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import error_of_kind, kind_of_error
 from adascale_worker.gradients.step_failure import release_memory
 from adascale_worker.loop.checks import check_optimizer_parameters
-from adascale_worker.loop.exchange import EvaluationSequence
-from adascale_worker.loop.failures import MemoryShortage
-from adascale_worker.loop.job import Job
-from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop
-from adascale_worker.loop.steps import StepStrategy
-from adascale_worker.membership.agent_channel import AgentChannel
+from adascale_worker.loop.context import Context
 from adascale_worker.membership.generations import LeaveError, Membership
 from adascale_worker.membership.links import Formation
-from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.exit import ProcessExit
-from adascale_worker.process.shutdown_request import ShutdownRequest
-from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.reporting.reports import Telemetry
-from adascale_worker.state.program import ProgramState
-from adascale_worker.state.schedule import Checkpointing
-from adascale_worker.state.state import State
 
 
 @dataclass(eq=False, kw_only=True)
-class Generations:
+class Generations(Context):
     """Enters and leaves generations. See `membership.generations.Joining`."""
 
-    job: Job
-    group: ReplicaGroup
-    membership: Membership | None  # None without an agent
-    channel: AgentChannel | None  # None without an agent
-    steps: StepStrategy
-    loop: ProgramLoop
-    departures: LoopDepartures
-    evaluations: EvaluationSequence
-    program: ProgramState
-    progress: TrainingProgress
-    planner: BatchPlanner
-    feed: DataFeed
-    telemetry: Telemetry
-    checkpointing: Checkpointing
-    state: State
-    shortage: MemoryShortage
-    shutdown_request: ShutdownRequest
-    process_exit: ProcessExit
     _assignment: Assignment | None = field(default=None, init=False)
 
     # -- the first generation -----------------------------------------------------------------------------

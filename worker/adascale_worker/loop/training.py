@@ -27,6 +27,7 @@ from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.loop.agreement import FinishRequest, StepAgreement
 from adascale_worker.loop.checks import BatchChecks, LoopChecks, warn_of_parameters_outside
+from adascale_worker.loop.context import Context
 from adascale_worker.loop.ending import Ending
 from adascale_worker.loop.exchange import EvaluationSequence, ProgramCollectives, ReplicaSums
 from adascale_worker.loop.failures import Failures, MemoryShortage
@@ -199,53 +200,19 @@ class Training:
             finish_request,
             state,
         )
-        self.generations = Generations(
+        context = Context(
             job=job,
             group=group,
             membership=membership,
             channel=channel,
-            steps=self.steps,
-            loop=loop,
-            departures=departures,
-            evaluations=evaluations,
-            program=program,
-            progress=progress,
-            planner=planner,
-            feed=feed,
-            telemetry=telemetry,
-            checkpointing=checkpointing,
-            state=state,
-            shortage=shortage,
-            shutdown_request=shutdown_request,
             process_exit=replica.process_exit,
-        )
-        self.ending = Ending(
-            job=job,
-            group=group,
-            channel=channel,
-            generations=self.generations,
+            shutdown_request=shutdown_request,
             steps=self.steps,
             loop=loop,
             departures=departures,
             evaluations=evaluations,
             finish_request=finish_request,
             comparison=comparison,
-            state=state,
-            checkpointing=checkpointing,
-            progress=progress,
-            planner=planner,
-            telemetry=telemetry,
-            shutdown_request=shutdown_request,
-        )
-        self.batches = TrainingLoop(
-            job=job,
-            group=group,
-            generations=self.generations,
-            ending=self.ending,
-            steps=self.steps,
-            loop=loop,
-            departures=departures,
-            evaluations=evaluations,
             program=program,
             progress=progress,
             planner=planner,
@@ -254,23 +221,12 @@ class Training:
             state=state,
             checkpointing=checkpointing,
             shortage=shortage,
-            has_agent=channel is not None,
         )
-        self.epochs = EpochLoops(
-            self.ending, lambda: job.finished, end_epoch, lambda epoch: loop.has_begun(epoch, progress.step)
-        )
-        self._failures = Failures(
-            channel,
-            group,
-            program,
-            loop,
-            self.steps,
-            departures,
-            evaluations,
-            shortage,
-            state,
-            progress,
-        )
+        self.generations = Generations(**vars(context))
+        self.ending = Ending(generations=self.generations, **vars(context))
+        self.batches = TrainingLoop(generations=self.generations, ending=self.ending, **vars(context))
+        self.epochs = EpochLoops(self.ending, end_epoch)
+        self._failures = Failures(**vars(context))
         self._backward_guard = BackwardGuard(gradients.failure, gradients.accumulation)
         self._other_parallelism = models.other_parallelism
         self._watchdog = StepWatchdog(

@@ -15,25 +15,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches.feed import DataFeed
 from adascale_worker.batches.micro_batches import LoadedBatches
-from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.batches.seeding import seed_generators
 from adascale_worker.errors import WorkerError
+from adascale_worker.loop.context import Context
 from adascale_worker.loop.ending import Ending
-from adascale_worker.loop.exchange import EvaluationSequence
-from adascale_worker.loop.failures import MemoryShortage
 from adascale_worker.loop.generations import Generations
-from adascale_worker.loop.job import Job
-from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop
-from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.links import PeersLostError
-from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.reporting.reports import Telemetry
-from adascale_worker.state.program import ProgramState
-from adascale_worker.state.schedule import Checkpointing
-from adascale_worker.state.state import State
 
 COMPARISON_STEPS = 1024
 """Steps after which the replicas of a long generation compare again what they read of a stream."""
@@ -49,14 +37,10 @@ class EpochLoops:
     def __init__(
         self,
         ending: Ending,
-        is_finished: Callable[[], bool],
         end_epoch: Callable[[int], None],
-        has_begun: Callable[[int], bool],  # whether an epoch has had a loop over batches, or steps
     ) -> None:
         self._ending = ending
-        self._is_finished = is_finished
         self._end_epoch = end_epoch
-        self._has_begun = has_begun
         self._epoch: int | None = None
         self._is_inside = False
         self._is_complete = False
@@ -66,7 +50,7 @@ class EpochLoops:
         """Yield the numbers of the epochs until training ends, and end each before the next."""
         self._require_outside()
         self.end_left()
-        while not self._is_finished():
+        while not self._ending.job.finished:
             self._require_outside()
             self._epoch, self._is_inside, self._is_complete = self._ending.current_epoch, True, False
             try:
@@ -97,7 +81,8 @@ class EpochLoops:
         if epoch is None:
             return
         self._epoch = None
-        if self._ending.is_in_epoch(epoch) and (self._is_complete or self._has_begun(epoch)):
+        has_begun = self._ending.loop.has_begun(epoch, self._ending.progress.step)
+        if self._ending.is_in_epoch(epoch) and (self._is_complete or has_begun):
             self._end_epoch(epoch)
 
 
@@ -129,26 +114,11 @@ class DataLoop(Iterator[Any]):
 
 
 @dataclass(eq=False, kw_only=True)
-class TrainingLoop:
+class TrainingLoop(Context):
     """Delivers batches, and does between two steps and two epochs what the replicas have agreed on."""
 
-    job: Job
-    group: ReplicaGroup
     generations: Generations
     ending: Ending
-    steps: StepStrategy
-    loop: ProgramLoop
-    departures: LoopDepartures
-    evaluations: EvaluationSequence
-    program: ProgramState
-    progress: TrainingProgress
-    planner: BatchPlanner
-    feed: DataFeed
-    telemetry: Telemetry
-    state: State
-    checkpointing: Checkpointing
-    shortage: MemoryShortage
-    has_agent: bool
 
     # -- batches ------------------------------------------------------------------------------------------
 
@@ -260,7 +230,7 @@ class TrainingLoop:
         if agreed.finish and not self.job.finished:
             self.ending.finish_together()
             return
-        if agreed.exit and not self.has_agent:
+        if agreed.exit and self.channel is None:
             self.ending.save_and_exit()
         if agreed.exit or agreed.change:
             self.generations.change()
