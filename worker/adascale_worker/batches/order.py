@@ -39,9 +39,9 @@ class Order(ABC):
     samples: int  # of the data set
 
     @property
-    @abstractmethod
     def length(self) -> int:
         """The number of samples of a pass."""
+        return self.samples
 
     @abstractmethod
     def indices(self, number: int, offsets: Indices) -> Indices:
@@ -55,11 +55,6 @@ class SequentialOrder(Order):
     samples: int
     kind = "sequential"
 
-    @property
-    def length(self) -> int:
-        """The length of the data set."""
-        return self.samples
-
     def indices(self, number: int, offsets: Indices) -> Indices:  # noqa: ARG002
         """Return the positions themselves."""
         return offsets
@@ -72,11 +67,6 @@ class ShuffledOrder(Order):
     samples: int
     seed: int
     kind = "shuffled"
-
-    @property
-    def length(self) -> int:
-        """The length of the data set."""
-        return self.samples
 
     def indices(self, number: int, offsets: Indices) -> Indices:
         """Return indices of a pass, computed for each position by itself."""
@@ -101,11 +91,6 @@ class GroupedOrder(Order):
         groups = max(1, min(_GROUPS_PER_WINDOW, _LARGEST_WINDOW // group_size))
         self._window_size = groups * group_size
         self._window: tuple[int, int, Indices] | None = None
-
-    @property
-    def length(self) -> int:
-        """The length of the data set."""
-        return self._shuffled.samples
 
     def indices(self, number: int, offsets: Indices) -> Indices:
         """Return indices of a pass. The window that was used last stays in memory."""
