@@ -549,6 +549,16 @@ def save(results: dict[str, dict[str, dict[str, Any]]], arguments: argparse.Name
         arguments.json.write_text(json.dumps(values, default=str))
 
 
+LABELS = {
+    "adascale": "AdaScale",
+    "torchrun": "torchrun",
+    "torchft": "torchft",
+    "torchft-tuned": "torchft, tuned",
+}
+TITLES = {"one-a-minute": "A process is killed each minute"}
+"""In the picture, for contenders and schedules."""
+
+
 def draw(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
     """Draw the samples over time, in seconds of training without losses."""
     import matplotlib as mpl
@@ -563,14 +573,20 @@ def draw(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
         for contender, result in by_contender.items():
             rate = result["samples per second without loss"]
             times, counts = zip(*result["curve"], strict=True)
-            axes.plot(times, [n / rate for n in counts], label=f"{contender}: {result['goodput']:.0%}")
+            axes.plot(
+                times, [n / rate for n in counts], label=f"{LABELS[contender]}: {result['goodput']:.0%}"
+            )
         seconds = max(times)
         axes.plot([0, seconds], [0, seconds], color="#999999", linestyle="--", label="without losses")
         for each in next(iter(by_contender.values()))["losses"]:
             axes.axvline(each["at"], color="#cc3333", linewidth=0.8, linestyle=":")
             label = MARKS.get(each["kind"], each["kind"])
             axes.text(each["at"], 0, label, rotation=90, fontsize=7, va="bottom", ha="right")
-        axes.set(title=name, xlabel="seconds", ylabel="samples, in seconds of training without losses")
+        axes.set(
+            title=TITLES.get(name, name),
+            xlabel="seconds",
+            ylabel="samples, in seconds of training without losses",
+        )
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.savefig(path, metadata={"Date": None})

@@ -765,13 +765,24 @@ STYLES = {
 }
 
 
+LABELS = {
+    "small": "small batch",
+    "AdaScale, 0.8, in steps": "AdaScale, length in steps",
+    "AdaScale, 0.8": "AdaScale, length in tokens",
+    "doubling": "doubling by hand",
+    "Euclidean noise": "Euclidean noise scale",
+    "large, S = 4": "4 times the batch",
+}
+"""The contenders in the picture."""
+
+
 def plot(runs: list[Run], size: Size, path: Path) -> None:
     """Plot the loss over tokens and steps, and the scale over tokens, of the first seed."""
     import matplotlib
     from matplotlib import pyplot
 
     matplotlib.rcParams.update({"svg.hashsalt": "adascale", "svg.fonttype": "none"})
-    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4.5), layout="constrained")
+    figure, panels = pyplot.subplots(1, 3, figsize=(13, 5.5), layout="constrained")
     best = min(point.loss for run in runs for point in run.points)
     unit = size.batch_size * size.context / 1e6
     order = list(CONTENDERS)
@@ -779,22 +790,29 @@ def plot(runs: list[Run], size: Size, path: Path) -> None:
         if run.seed != 0:
             continue
         colour, line = STYLES[run.contender]
-        style: dict[str, Any] = {"color": colour, "linestyle": line, "linewidth": 1.3, "label": run.contender}
+        style: dict[str, Any] = {"color": colour, "linestyle": line, "linewidth": 1.3}
+        style["label"] = LABELS.get(run.contender, run.contender)
         tokens = [point.tokens / 1e6 for point in run.points]
-        steps = [sum(point.steps.values()) for point in run.points]
+        steps = [sum(point.steps.values()) / 1e3 for point in run.points]
         losses = [point.loss for point in run.points]
         panels[0].plot(tokens, losses, **style)
         panels[1].plot(steps, losses, **style)
         made = [after - before for before, after in pairwise(steps)]
         fresh = [after - before for before, after in pairwise(tokens)]
-        scales = [part / count / unit for part, count in zip(fresh, made, strict=True)]
+        scales = [part / count / unit / 1e3 for part, count in zip(fresh, made, strict=True)]
         panels[2].step(tokens, [*scales, scales[-1]], where="post", **style)
-    for axes, label in zip(panels, ("tokens (millions)", "steps", "tokens (millions)"), strict=True):
+    titles = ("Loss at equal tokens", "Loss at equal steps", "Batch size")
+    for axes, title, label in zip(
+        panels, titles, ("tokens (millions)", "steps (thousands)", "tokens (millions)"), strict=True
+    ):
+        axes.set_title(title)
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
     for axes in panels[:2]:
         axes.set_ylabel("held-out loss (bits per byte)")
-        axes.set_ylim(best - 0.05, best + 1.0)
+        axes.set_ylim(best - 0.02, best + 0.5)
+    # Before that, the lines are the same.
+    panels[0].set_xlim(left=0.35 * max(point.tokens for run in runs for point in run.points) / 1e6)
     panels[2].set_ylabel("scale S (batch size / small batch size)")
     panels[2].set_yscale("log", base=2)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False)

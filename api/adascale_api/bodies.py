@@ -220,11 +220,12 @@ RegistrationBody = message_body(
         "accelerator": Accelerator,
         "local_bsz_limit": Samples | None,
         "snapshot_port": Port,
+        "pid": Count,
     },
     replica=0, instance="6f1c.1", state="running", generation=2, address="127.0.0.1", port=40123,
     exit_code=None, log=None, assigned=2, step=None, lost=[], stepped=2, rank=0, replicas=4,
     version="0.1.0", node="node-a", key="", stall="",
-    accelerator="cpu", local_bsz_limit=None, snapshot_port=40124,
+    accelerator="cpu", local_bsz_limit=None, snapshot_port=40124, pid=4711,
 )  # fmt: skip
 GivenReplicasBody: Any = message_body(GivenReplicas, {"job": _text(127), "replicas": Replicas})
 CountBody: Any = message_body(

@@ -48,20 +48,24 @@ class ExplanationSchedule:
         self._explained.pop(job, None)
 
 
-def render_decision(decision: DecisionView, now: float, slow: str = "") -> RenderableType:
-    """Return the decision, what limits it, and what other counts would give."""
+def render_decision(decision: DecisionView, now: float, slow: str = "", ended: str = "") -> RenderableType:
+    """Return the decision, what limits it, and what other counts would give; less if it has ended."""
     facts = Table.grid(padding=(0, 3, 0, 0))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column()
     facts.add_row("decision", _decision(decision))
-    facts.add_row("reason", decision.reason)
-    for i, limit in enumerate(decision.limits):
-        facts.add_row("" if i else "limits", limit.reason)
-    if slow:
-        facts.add_row("slow", slow)
+    if ended:
+        facts.add_row("ended", ended)
+    else:
+        facts.add_row("reason", decision.reason)
+        limits = [limit.reason for limit in decision.limits if limit.reason not in decision.reason]
+        for i, limit in enumerate(limits):
+            facts.add_row("" if i else "limits", limit)
+        if slow:
+            facts.add_row("slow", slow)
     facts.add_row("decided", f"{clock(now - decision.time)} ago")
     parts: list[RenderableType] = [Text(decision.job, "bold"), facts]
-    if decision.counts:
+    if decision.counts and not ended:
         parts += [Text(), _counts_table(decision)]
     return Group(*parts)
 
@@ -82,13 +86,14 @@ def _counts_table(decision: DecisionView) -> Table:
     if gives:
         table.add_column("others would give")
     table.add_column("why", ratio=1)
+    shown = {decision.reason, *(limit.reason for limit in decision.limits)}
     for each in decision.counts:
         cells = [
             str(each.replicas),
             "" if each.goodput is None else significant(each.goodput),
             "" if each.seconds_left is None else duration(each.seconds_left),
             *([_given(each)] if gives else []),
-            each.reason,
+            "" if each.reason in shown else each.reason,
         ]
         table.add_row(*cells, style="bold" if each.replicas == decision.replicas else "")
     return table

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
+
+from adascale_core.messages.reports import GainReport
 
 Padding = tuple[int, int] | tuple[int, int, int, int]
 _UNLIMITED = 10_000
@@ -57,6 +60,12 @@ def progress_text(progress: float, steps: float | None) -> str:
 def local_batch(local_bsz: int, accumulation: int) -> str:
     """Return a local batch: the samples of a micro-batch, and how many a step has if there are several."""
     return str(local_bsz) if accumulation == 1 else f"{local_bsz} x {accumulation}"
+
+
+def describe_batch(report: GainReport) -> str:
+    """Return the batch of a step in words: `batch size 256, local batch 64, accumulation 2`."""
+    accumulation = f", accumulation {report.accumulation}" if report.accumulation > 1 else ""
+    return f"batch size {count(report.plan.global_bsz)}, local batch {report.local_bsz}{accumulation}"
 
 
 def clock(seconds: float) -> str:
@@ -117,6 +126,19 @@ class Column:
     header: str  # its header, of one or more lines
     cells: Sequence[str]  # its cells, one for each row
     rank: int = 0  # 0 for a column that is always shown; of the others, the highest rank is left out first
+
+
+class OutputConsole(Console):
+    """The console of a command: off a terminal nothing is wrapped, and a closed pipe is an error."""
+
+    def __init__(self, file: IO[str] | None = None) -> None:
+        super().__init__(file=file, highlight=False)
+        if not self.is_terminal:
+            self.width = _UNLIMITED
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error; for rich it is a reason to exit."""
+        raise
 
 
 class FittingTable:

@@ -19,6 +19,7 @@ from adascale_controller.formatting import (
     FittingTable,
     clock,
     count,
+    describe_batch,
     local_batch,
     memory,
     percent,
@@ -52,22 +53,21 @@ def render_gain(gain: GainView, now: float) -> RenderableType:
 def gain_line(gain: GainView) -> str:
     """Return the latest report of a job in one line."""
     report = gain.report
-    batch = f"{report.replicas} x {local_batch(report.local_bsz, report.accumulation)}"
     loss = "" if report.loss is None else f", loss {significant(report.loss)}"
     return (
-        f"step {report.step}, progress {report.progress:.0f}: gain {significant(report.gain)} at scale "
-        f"{trimmed(report.scale)} ({batch}), efficiency {percent(gain.efficiency)}{loss}"
+        f"step {report.step} on {plural(report.replicas, 'replica')}, progress {report.progress:.0f}: "
+        f"gain {significant(report.gain)} at scale {trimmed(report.scale)} ({describe_batch(report)}), "
+        f"efficiency {percent(gain.efficiency)}{loss}"
     )
 
 
 def _facts(gain: GainView, now: float) -> list[tuple[str, str]]:
     report = gain.report
-    batch = local_batch(report.local_bsz, report.accumulation)
-    batch = f"{plural(report.replicas, 'replica')} x local batch {batch}"
     facts = [
         ("gain", f"{significant(report.gain)} at scale {trimmed(report.scale)}"),
         ("efficiency", percent(gain.efficiency)),
-        ("trains on", f"{batch}, generation {report.generation}"),
+        ("trains on", f"{plural(report.replicas, 'replica')}, generation {report.generation}"),
+        ("batch", describe_batch(report)),
         ("progress", f"{count(report.progress)}, in {plural(report.step, 'step')}"),
     ]
     if gain.local_bsz_limit is not None:

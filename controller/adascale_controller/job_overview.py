@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from adascale_controller.formatting import age, columns, count, memory, percent, plural
@@ -13,7 +14,8 @@ from adascale_core.views.job_summary import JobStateName
 from adascale_core.views.jobs import ReplicaView
 
 _HEADER = (
-    "NAME", "STATE", "REPLICAS", "DESIRED", "BATCH", "GAIN", "EFFICIENCY", "PROGRESS", "RESTARTS", "AGE",
+    "NAME", "STATE", "REPLICAS", "DESIRED", "BATCH", "GAIN", "EFFICIENCY", "PROGRESS", "LOSS", "RESTARTS",
+    "AGE", "FOLDER",
 )  # fmt: skip
 
 MAX_REASON = 80
@@ -52,6 +54,9 @@ class JobOverview:
     checkpoint_step: int | None = None
     checkpoint_error: str | None = None  # why its checkpoints cannot be read
     result: Mapping[str, float | str] = field(default_factory=dict)  # as its program has reported it
+    loss: float | None = None
+    last_began: float = 0.0  # when its last run began, in seconds since 1970
+    members: Sequence[ReplicaView] = ()  # the last registrations of its replicas; empty if they are unknown
     spares: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -79,6 +84,16 @@ class JobOverview:
             "checkpointStep": self.checkpoint_step,
             "checkpointError": self.checkpoint_error,
             "result": dict(self.result),
+            "loss": self.loss,
+            "replicaStatuses": [
+                {
+                    "replica": each.replica,
+                    "state": each.state.value,
+                    "generation": each.generation,
+                    "process": each.pid or None,
+                }
+                for each in self.members
+            ],
         }
 
 
@@ -93,14 +108,14 @@ class JobDetails:
     checkpoint: str = ""  # its newest checkpoint, or where its checkpoints are
     # names and values of more facts, such as files; empty values are left out
     places: Sequence[tuple[str, str]] = ()
-    replicas: Sequence[ReplicaView] = ()  # the last registrations of its replicas; empty if they are unknown
 
 
 def render_list(summaries: Sequence[JobOverview], now: float) -> str:
-    """Return a line for each job, below a header; `now` is in seconds since 1970.
+    """Return a line for each job, the newest first, below a header; `now` is in seconds since 1970.
 
     The reasons are in a last column, if there are any.
     """
+    summaries = sorted(summaries, key=lambda summary: -summary.last_began)
     rows = [_HEADER, *(_row(summary, now) for summary in summaries)]
     reasons = ["REASON", *(_shortened(summary.reason) for summary in summaries)]
     if any(reasons[1:]):
@@ -123,6 +138,7 @@ def render_status(summary: JobOverview, details: JobDetails, now: float) -> str:
         ("gain", _number(summary.gain)),
         ("efficiency", _percent(summary.efficiency)),
         ("progress", _progress(summary)),
+        ("loss", _number(summary.loss)),
         ("restarts", "" if summary.restarts is None else str(summary.restarts)),
         ("stall", details.stall),
         ("slow", details.slow),
@@ -131,10 +147,13 @@ def render_status(summary: JobOverview, details: JobDetails, now: float) -> str:
         *details.places,
     ]
     text = columns([(name, value) for name, value in facts if value])
-    if not details.replicas:
+    if not summary.members:
         return text
-    replicas = [(str(item.replica), item.state.value, str(item.generation)) for item in details.replicas]
-    return f"{text}\n\n{columns([('REPLICA', 'STATE', 'GENERATION'), *replicas])}"
+    header = ("REPLICA", "STATE", "GENERATION", "PROCESS")
+    rows = [
+        (str(each.replica), each.state, str(each.generation), str(each.pid or "")) for each in summary.members
+    ]
+    return f"{text}\n\n{columns([header, *rows])}"
 
 
 def describe_size(spec: JobSpec, most: int) -> str:
@@ -166,9 +185,17 @@ def _row(summary: JobOverview, now: float) -> tuple[str, ...]:
         _number(summary.gain),
         _percent(summary.efficiency),
         summary.progress_text,
+        _number(summary.loss),
         "" if summary.restarts is None else str(summary.restarts),
         age(now - summary.began),
+        _folder(summary.state_dir or ""),
     )
+
+
+def _folder(path: str) -> str:
+    """Return a folder as short as it can be read."""
+    home = str(Path.home())
+    return f"~{path.removeprefix(home)}" if path.startswith(f"{home}/") else path
 
 
 def _progress(summary: JobOverview) -> str:

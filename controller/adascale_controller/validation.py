@@ -164,7 +164,8 @@ def _shape_message(error: ErrorDetails) -> str:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             return f'must be a string, {got}: write "{value}"' if is_number else f"must be a string, {got}"
         case "list_type":
-            return f"must be a list, {got}"
+            words = ", ".join(value.split()) if isinstance(value, str) else ""
+            return f"must be a list, {got}: write [{words}]" if words else f"must be a list, {got}"
         case "model_type" | "model_attributes_type" | "dict_type":
             return f"must be an object, {got}"
         case "greater_than_equal":
@@ -283,7 +284,8 @@ class _Sizes:
         return cls(
             valid.get("batchSize"),
             valid.get("maxBatchSize"),
-            (local["lower"], local.get("upper") or AUTO) if local else None,
+            # With the upper bound auto, they depend on maxBatchSize.
+            (local["lower"], local.get("upper") or AUTO) if local and "maxBatchSize" not in invalid else None,
             valid.get("minReplicas", None if "minReplicas" in invalid else 1),
             valid.get("maxReplicas"),
             valid.get("processesPerReplica"),

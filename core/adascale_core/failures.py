@@ -135,6 +135,23 @@ IGNORED_EXIT_CODES: Final = tuple(code for code in range(1, 256) if not classify
 """Exit codes other than 0, ascending, with which a process says that the program has not failed."""
 
 
+def failure_cause(log: str) -> str:
+    """Return the error in the last lines of a program's output, and where it was raised; empty if unknown."""
+    errors = _ERROR.findall(log)
+    if not errors:
+        return ""
+    frames = [frame for frame in _FRAME.findall(log) if "site-packages" not in frame[0]]
+    error = errors[-1].strip().removeprefix("adascale: ")
+    is_traceback = frames and not errors[-1].startswith("adascale: ")
+    return f"{error}, at {frames[-1][0].rpartition('/')[2]}:{frames[-1][1]}" if is_traceback else error
+
+
+_ERROR: Final = re.compile(
+    r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b|adascale: ).*$", re.MULTILINE
+)
+_FRAME: Final = re.compile(r'^ +File "([^"<]+)", line (\d+)', re.MULTILINE)
+
+
 @dataclass(frozen=True)
 class FailureCount:
     """The failures of a job's program."""

@@ -402,7 +402,7 @@ def test_numbers_of_replicas_are_whole_and_every_job_is_counted(page: Page, show
     show(page, shown)
     counted = page.locator("dl.facts")
     expect(counted).to_contain_text(
-        re.compile(r"Jobs\s*3\s*Training\s*1\s*Starting\s*0\s*Pending\s*1\s*Failed\s*1")
+        re.compile(r"Jobs\s*3\s*Training\s*1\s*Starting\s*0\s*Pending\s*1\s*Stopped\s*0\s*Failed\s*1")
     )
 
 
@@ -452,9 +452,8 @@ def test_the_output_of_a_run_on_this_machine_is_followed(page: Page, tmp_path: P
     with ServiceProcess(folder) as service, Client(service.port) as client:
         client.put("/jobs/digits/allocation", {"generation": 1, "replicas": 1})
         client.register("digits", a_registration())
-    known = RunView(
-        str(folder), None, 1.76e9, 1.76e9 + 60, "the disk was full", {"accuracy": 0.91}, {"torch": "2.9"}
-    )
+    reason, result, versions = f"the disk was full {'/a' * 50}", {"accuracy": 0.91}, {"torch": "2.9"}
+    known = RunView(str(folder), None, 1.76e9, 1.76e9 + 60, reason, result, versions)
     entry = RunEntry(
         "default.digits~1", "default.digits", str(folder / "service.db"), str(folder / "logs"),
         JobStateName.FAILED, 1.76e9, known,
@@ -469,6 +468,8 @@ def test_the_output_of_a_run_on_this_machine_is_followed(page: Page, tmp_path: P
         show(opened, service, f"#/?token={READ_TOKEN}")
         assert "token" not in opened.url
         expect(opened.get_by_role("row", name=re.compile("digits"))).to_contain_text("the disk was full")
+        table = opened.get_by_role("region", name="All jobs")
+        assert table.evaluate("(node) => node.scrollWidth - node.clientWidth") == 0, "it fits 1,280 pixels"
         opened.get_by_role("link", name="digits").click()
         expect(opened.get_by_text("The program has failed")).to_contain_text("The result is accuracy 0.91.")
         expect(opened.get_by_role("region", name="Versions")).to_contain_text("2.9")
@@ -535,14 +536,22 @@ def test_long_names_and_very_small_numbers_have_room(browser: Browser, shown: Se
         assert min(lefts) >= 0
 
 
-def test_the_page_continues_after_a_restart_of_the_service(browser: Browser, tmp_path: Path) -> None:
+def test_the_page_of_a_run_that_has_ended_says_so_and_continues_with_the_next_run(
+    browser: Browser, tmp_path: Path
+) -> None:
     with browser.new_context() as context:
         page = context.new_page()
-        with ServiceProcess(tmp_path, environ={"ADASCALE_TOKEN": TOKEN}) as service:
-            port = service.port
-            show(page, service)
-        expect(page.locator("#status")).to_contain_text("Disconnected", timeout=30_000)
-        with ServiceProcess(tmp_path, "--port", str(port), environ={"ADASCALE_TOKEN": TOKEN}):
+        with ServiceProcess(tmp_path) as service, Client(port := service.port) as client:
+            client.put("/jobs/default.done/allocation", {"generation": 1, "replicas": 1})
+            ended = a_registration(replica_state=ReplicaState.FINISHED, generation=1)
+            for registration in (a_registration(), running(0, 1, 1), ended):
+                client.register("default.done", registration)
+            show(page, service, "#/jobs/done")
+            expect(page.get_by_text("Training is complete")).to_be_visible(timeout=30_000)
+        expect(page.locator("#status")).to_have_text("The run is over", timeout=30_000)
+        expect(page.get_by_text("adascale ui")).to_be_visible()
+        expect(page.locator(".notice.bad:visible")).to_have_count(0)
+        with ServiceProcess(tmp_path, "--port", str(port)):
             expect(page.locator("#status")).to_have_text("Live", timeout=60_000)
 
 

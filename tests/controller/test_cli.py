@@ -157,6 +157,13 @@ def test_gpus_that_a_replica_does_not_use_are_warned_of(tmp_path: Path) -> None:
     assert "Warning: a replica has 8 GPUs and uses 1 of them, because it is one process on" in shown.stdout
 
 
+def test_a_script_that_is_not_here_is_warned_of(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", ["python", "absent.py"])
+    shown = adascale("validate", job)
+    assert shown.returncode == 0, shown.stderr
+    assert "Warning: `adascale run` refuses it here: the script 'absent.py' of the job's" in shown.stdout
+
+
 def test_the_example_job_is_valid() -> None:
     assert adascale("validate", "deploy/adascalejob.yaml").returncode == 0
 
@@ -237,6 +244,7 @@ def test_explain_shows_the_decision_with_its_limits_and_what_other_counts_would_
     text = " ".join(shown.stdout.split())
     assert "default.digits decision 2 -> 4 replicas" in text
     assert "limits 1 to 8 replicas are valid" in text
+    assert text.count(decision.limits[-1].reason) == 1
     assert "4 of 8 replicas are free" in text
     assert "replicas progress per second time left why" in text
     assert "chosen" in text
@@ -259,7 +267,7 @@ def test_gain_shows_the_gain_and_predictions(service: Service) -> None:
     assert shown.returncode == 0, shown.stderr
     text = " ".join(shown.stdout.split())
     assert "default.digits gain 6.25 at scale 8 efficiency 78%" in text
-    assert "trains on 2 replicas x local batch 16, generation 1" in text
+    assert "trains on 2 replicas, generation 1" in text
     assert "progress 4,512, in 1,200 steps" in text
     assert "loss 0.213" in text
     assert "replicas local batch scale gain efficiency progress per second" in text

@@ -12,8 +12,18 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
+from rich.text import Text
 
-from adascale_controller.formatting import age, clock, count, duration, plural, significant, trimmed
+from adascale_controller.formatting import (
+    OutputConsole,
+    age,
+    clock,
+    count,
+    duration,
+    plural,
+    significant,
+    trimmed,
+)
 from adascale_controller.gain_summary import render_gain
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.job_overview import format_result
@@ -21,7 +31,6 @@ from adascale_controller.job_preview import render_valid_replicas
 from adascale_controller.local import display as displays
 from adascale_controller.local.display import (
     LiveDisplay,
-    OutputConsole,
     PlainDisplay,
     RunStatus,
     open_display,
@@ -111,7 +120,13 @@ def test_the_status_fits_80_columns() -> None:
     display.close()
     lines = [line for line in text.getvalue().splitlines() if "progress" in line or "loss" in line]
     assert lines[0].rstrip().endswith(" progress 4,512 of 12,000  37%  0:42 left")
-    assert "  loss 0.213   gain 7.6 of 16 (48%)   2 x local batch 32   2 -> 4 replicas" in lines[1]
+    assert "  loss 0.213   gain 7.6 of 16 (48%)   batch 64 on 2 replicas   2 -> 4 replicas" in lines[1]
+
+
+def test_a_terminal_gets_an_address_in_one_piece() -> None:
+    target, text = console(terminal=True)
+    LiveDisplay(target).print(Text("http://127.0.0.1:8265/" + "a" * 100))
+    assert text.getvalue() == f"http://127.0.0.1:8265/{'a' * 100}\n"
 
 
 def test_unfinished_progress_is_never_shown_as_complete(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,18 +137,22 @@ def test_unfinished_progress_is_never_shown_as_complete(monkeypatch: pytest.Monk
 
 
 def test_a_pipe_gets_unwrapped_messages_and_the_status_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, text = console(terminal=False)
-    display = PlainDisplay(target)
+    text = io.StringIO()
+    display = PlainDisplay(OutputConsole(text))
     display.message("a long sentence " * 10)
+    display.print(Text("a line of a traceback " * 10))
+    display.print(generations_table(GENERATIONS))
     display.message("[red]not markup")
     display.update(STATUS)
     monkeypatch.setattr(displays, "PLAIN_INTERVAL", 0.0)
     display.update(STATUS)
     display.update(STATUS)
-    assert text.getvalue().splitlines() == [
-        f"   0:00  {'a long sentence ' * 10}",
+    assert [line.rstrip() for line in text.getvalue().splitlines()] == [
+        f"   0:00  {'a long sentence ' * 10}".rstrip(),
+        ("a line of a traceback " * 10).rstrip(),
+        *(line for line in rendered(generations_table(GENERATIONS), 200)),
         "   0:00  [red]not markup",
-        "   0:00  progress 4,512 of 12,000  37%  loss 0.213  gain 7.6 of 16 (48%)  2 x local batch 32",
+        "   0:00  progress 4,512 of 12,000  37%  loss 0.213  gain 7.6 of 16 (48%)  batch 64 on 2 replicas",
     ]
 
 
@@ -142,7 +161,7 @@ def test_the_status_of_an_unbounded_job_is_its_progress(monkeypatch: pytest.Monk
     target, text = console(terminal=False)
     report = replace(REPORT, loss=None, accumulation=3, replicas=1)
     PlainDisplay(target).update(RunStatus("", 4512.4, None, report))
-    assert text.getvalue() == "   0:00  progress 4,512  gain 7.6 of 16 (48%)  1 x local batch 32 x 3\n"
+    assert text.getvalue() == "   0:00  progress 4,512  gain 7.6 of 16 (48%)  batch 96 on 1 replica\n"
 
 
 def test_the_table_of_generations_fits_80_columns() -> None:

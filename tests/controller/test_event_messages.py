@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from subprocess import Popen
 
 from rich.console import Console
 
@@ -24,6 +27,7 @@ REPORT = GainReport(
     gain=4.0, grad_sqr=0.1, grad_var=0.9, step_time=0.01, time=100.0, loss=0.5,
 )  # fmt: skip
 VIEW = replace(JobView.empty("default.digits"), latest=REPORT)
+TRAINING = replace(VIEW, active=ActiveAllocation(2, 2))
 
 
 @dataclass
@@ -35,7 +39,7 @@ class Recorded:
 
     def __post_init__(self) -> None:
         display = PlainDisplay(Console(file=self.output, width=200))
-        agents = Agents(LocalCommand((), {}, self.folder.path), {}, [], self.folder, lock=-1)
+        self.agents = agents = Agents(LocalCommand((), {}, self.folder.path), {}, [], self.folder, lock=-1)
         self.events = EventMessages(Replicas(agents, 0, 10, display), display, now=0.0)
 
     @property
@@ -63,39 +67,61 @@ def lost(rank: int, exit_code: int) -> ReplicaView:
 
 def test_a_loss_is_reported_with_the_exit_code_of_the_lost_replica(tmp_path: Path) -> None:
     run = recorded(tmp_path)
-    run.events.report_losses(VIEW, 1.0)
-    run.events.report_losses(replace(VIEW, disruptions=1, replicas=(lost(1, EXIT_PEER_LOST),)), 2.0)
+    run.events.report_losses(TRAINING, 1.0)
+    run.events.report_losses(replace(TRAINING, disruptions=1, replicas=(lost(1, EXIT_PEER_LOST),)), 2.0)
     assert run.messages == []
-    view = replace(VIEW, disruptions=1, replicas=(lost(0, -9), lost(1, EXIT_PEER_LOST)))
+    view = replace(TRAINING, disruptions=1, replicas=(lost(0, -9), lost(1, EXIT_PEER_LOST)))
     run.events.report_losses(view, 2.1)
     run.events.report_losses(view, 2.2)
-    assert run.messages == [
-        "The trainer of replica 0 was lost (killed by SIGKILL); training restarts from the last checkpoint"
-    ]
+    assert run.messages == ["The trainer of replica 0 was lost (killed by SIGKILL); restarting it"]
 
 
 def test_a_loss_without_an_exit_code_is_reported_after_a_timeout(tmp_path: Path) -> None:
     run = recorded(tmp_path)
-    run.events.report_losses(VIEW, 1.0)
-    run.events.report_losses(replace(VIEW, disruptions=1), 2.0)
-    run.events.report_losses(replace(VIEW, disruptions=1), 2.1 + LOSS_TIMEOUT)
-    assert run.messages == ["A replica was lost; training restarts from the last checkpoint"]
+    run.events.report_losses(replace(VIEW, active=ActiveAllocation(2, 1)), 1.0)
+    # The only replica is there again when its loss is seen.
+    again = replace(TRAINING, disruptions=1, active=ActiveAllocation(3, 1), replicas=(running(0, ""),))
+    run.events.report_losses(again, 2.0)
+    run.events.report_losses(again, 2.1 + LOSS_TIMEOUT)
+    assert run.messages == ["A replica was lost; restarting it"]
 
 
-def test_a_batch_that_does_not_fit_is_reported_once(tmp_path: Path) -> None:
+def test_the_warnings_of_the_trainers_are_shown_once_and_whole(tmp_path: Path) -> None:
     run = recorded(tmp_path)
-    for limit in (None, 6, 6, 4, None):
-        run.events.report_limit(replace(VIEW, local_bsz_limit=limit))
-    assert [message.split(" have at most ")[1] for message in run.messages] == [
-        "6 samples from now on",
-        "4 samples from now on",
+    with run.folder.replica_log(0).open("a") as log:
+        log.write("adascale: of an earlier run\n")
+        log.flush()
+        for rank in range(2):
+            run.agents.messages.follow(run.folder.replica_log(rank))
+        log.write("epoch 1\nadascale: T_max is 750 in the checkpoint\n/a/train.py:4: RuntimeWarning: no st")
+        log.flush()
+        run.events.report_messages()
+        log.write("ep was made\n  for x, y in loader:\nadascale: step 64: replica 1 is slow\n")
+    run.folder.replica_log(1).write_text("adascale: T_max is 750 in the checkpoint\n")
+    for now in (1.0, STALL_TIMEOUT + 1.1):
+        run.events.report_messages()
+        run.events.report_stall(VIEW, now)
+    assert run.messages == [
+        "T_max is 750 in the checkpoint",
+        "No step was made (/a/train.py:4)",
+        "No step for 35 s; the last output of replica 0 is: adascale: step 64: replica 1 is slow",
     ]
+    run.folder.replica_log(0).write_text("t.py:4: RuntimeWarning: no step\n  for x, y in loader:\n")
+    run.events.report_stall(replace(VIEW, latest=replace(REPORT, step=11)), 100.0)
+    run.events.report_stall(replace(VIEW, latest=replace(REPORT, step=11)), 101.0 + STALL_TIMEOUT)
+    assert run.messages[-1] == "No step for 35 s"
 
 
 def test_losses_before_the_run_are_not_reported(tmp_path: Path) -> None:
     run = recorded(tmp_path)
-    for now in (1.0, 10.0):
-        run.events.report_losses(replace(VIEW, disruptions=3), now)
+    run.events.first_generation = 2
+    before = replace(TRAINING, active=ActiveAllocation(1, 2), disruptions=2)
+    for view, now in (
+        (before, 1.0),
+        (replace(TRAINING, disruptions=3), 2.0),
+        (replace(TRAINING, disruptions=3), 10.0),
+    ):
+        run.events.report_losses(view, now)
     assert run.messages == []
 
 
@@ -104,8 +130,8 @@ def test_a_generation_is_reported_with_its_batch_and_downtime(tmp_path: Path) ->
     run.events.report_generation(REPORT, None)
     run.events.report_generation(replace(REPORT, accumulation=1), 1.25)
     assert run.messages == [
-        "Generation 2 trains on 2 replicas: local batch 4 x 3, scale 6",
-        "Generation 2 trains on 2 replicas: local batch 4, scale 6, downtime 1.2 s",
+        "Generation 2 trains on 2 replicas: batch size 24, local batch 4, accumulation 3, scale 6",
+        "Generation 2 trains on 2 replicas: batch size 8, local batch 4, scale 6, downtime 1.2 s",
     ]
 
 
@@ -135,10 +161,10 @@ def test_a_stall_names_the_replica_that_is_behind(tmp_path: Path) -> None:
 
 def test_a_loss_that_others_survive_costs_no_state(tmp_path: Path) -> None:
     run = recorded(tmp_path)
-    run.events.report_losses(VIEW, 1.0)
+    run.events.report_losses(TRAINING, 1.0)
     held = replace(lost(1, 0).registration, state=ReplicaState.HOLDING, step=5, exit_code=None)
     replicas = (lost(0, -9), ReplicaView.of(held, 0.0))
-    run.events.report_losses(replace(VIEW, disruptions=1, replicas=replicas), 2.0)
+    run.events.report_losses(replace(TRAINING, disruptions=1, replicas=replicas), 2.0)
     assert run.messages == [
         "The trainer of replica 0 was lost (killed by SIGKILL); the others keep their state"
     ]
@@ -158,6 +184,25 @@ def test_a_slow_replica_is_reported_once_and_again_if_it_is_another_one(tmp_path
         "for it"
         for slow, factor in ((1, "1.25"), (0, "1.20"))
     ]
+
+
+def test_processes_that_share_cores_are_named_once_as_the_cause_of_slow_replicas(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    view = replace(VIEW, active=ActiveAllocation(2, 2))
+    core = {min(os.sched_getaffinity(0))}
+    command = [sys.executable, "-c", "while True: pass"]
+    busy = [Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, core)) for _ in range(2)]
+    replicas = tuple(replace(running(rank, ""), pid=each.pid) for rank, each in enumerate(busy))
+    try:
+        for slow in (1, 0, 1):
+            latest = replace(REPORT, slow_replica=slow, slow_factor=1.5)
+            run.events.report_slow(replace(view, latest=latest, replicas=replicas))
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+    assert len(run.messages) == 1
+    assert "Replica 1 is slow because more processes compute than this machine has cores" in run.messages[0]
 
 
 def test_a_spare_in_the_place_of_a_slow_replica_is_reported_once(tmp_path: Path) -> None:

@@ -422,7 +422,8 @@ INVALID_FIELDS = [
     ),
     (
         container(command="python train.py"),
-        "spec.template.spec.containers[0].command: must be a list, got the string 'python train.py'",
+        "spec.template.spec.containers[0].command: must be a list, got the string 'python train.py': write "
+        "[python, train.py]",
     ),
     (
         container(args=["--lr", 0.1]),
@@ -511,6 +512,13 @@ spec:
         "jobs/digits.yaml:17: spec.template.spec.containers[0].command[0]: must be a string, got 1: "
         'write "1"',
     ]
+
+
+def test_an_invalid_size_is_one_error() -> None:
+    """The bounds would need it, if it were not given."""
+    with pytest.raises(JobFileError) as raised:
+        parse_job(job(maxBatchSize="1k", localBszBounds={"lower": 4}), "job.yaml")
+    assert len(raised.value.errors) == 1
 
 
 def test_a_yaml_error_is_reported_with_its_line() -> None:

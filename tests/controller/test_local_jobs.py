@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from e2e import local_run
 from e2e.local_run import adascale_in_process as adascale
 from e2e.local_run import write_light_job
 from support.manifests import make_manifest
+from support.observed_jobs import report
 
 
 def write_state(
@@ -63,7 +65,9 @@ REASON = "replica 0 has failed:\n" + "a long explanation " * 10
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     write_checkpoint(write_state(tmp_path / "a", "default.a", 0), 1000, finished=True)
-    write_checkpoint(write_state(tmp_path / "b", "default.b", 143), 374, finished=False)
+    ended = write_state(tmp_path / "b", "default.b", None, None)
+    record_end(ended, 143, time.time(), latest=replace(report(), target=500.0, loss=0.25))
+    write_checkpoint(ended, 374, finished=False)
     write_state(tmp_path / "c", "team.c", 1, reason=REASON)
     write_checkpoint(write_state(tmp_path / "d", "default.d", None, None), 1374, finished=False)
     (tmp_path / "notes").mkdir()
@@ -76,16 +80,16 @@ def test_list_has_the_columns_of_kubectl(root: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     header, *rows = shown.stdout.splitlines()
     assert header.split() == [
-        "NAME", "STATE", "REPLICAS", "DESIRED", "BATCH", "GAIN", "EFFICIENCY", "PROGRESS", "RESTARTS", "AGE",
-        "REASON",
+        "NAME", "STATE", "REPLICAS", "DESIRED", "BATCH", "GAIN", "EFFICIENCY", "PROGRESS", "LOSS", "RESTARTS",
+        "AGE", "FOLDER", "REASON",
     ]  # fmt: skip
     shortened = f"replica 0 has failed: {'a long explanation ' * 10}"[:79] + "…"
-    assert rows[3].endswith(shortened)
+    assert rows[1].endswith(shortened)
     assert [row.removesuffix(shortened).split() for row in rows] == [
-        ["a", "Complete", "0", "0", "100%", "12m"],
-        ["b", "Stopped", "0", "0", "37%", "12m"],
-        ["d", "Stopped", "0", "0", "1,374", "12m"],
-        ["team.c", "Failed", "0", "0", "12m"],
+        ["d", "Stopped", "0", "0", "1,374", "12m", f"{root}/d"],
+        ["team.c", "Failed", "0", "0", "12m", f"{root}/c"],
+        ["b", "Stopped", "0", "0", "74%", "0.25", "12m", f"{root}/b"],
+        ["a", "Complete", "0", "0", "100%", "12m", f"{root}/a"],
     ]
     assert {row.index("12m") for row in rows} == {header.index("AGE")}
 
@@ -95,7 +99,7 @@ def test_a_job_whose_checkpoints_cannot_be_read_is_listed_with_the_others(tmp_pa
     write_state(tmp_path / "b", "default.b", 0, checkpoints="nostore://bucket/b")
     shown = adascale("list", "--state-dir", tmp_path)
     assert shown.returncode == 0, shown.stderr
-    assert [row.split()[:2] for row in shown.stdout.splitlines()[1:]] == [["a", "Stopped"], ["b", "Unknown"]]
+    assert [row.split()[:2] for row in shown.stdout.splitlines()[1:]] == [["b", "Unknown"], ["a", "Stopped"]]
     assert shown.stderr.startswith("adascale: b: nostore://bucket/b cannot be used: ")
     status = adascale("status", "b", "--state-dir", tmp_path)
     assert "unknown: nostore://bucket/b cannot be used" in status.stdout
@@ -154,7 +158,7 @@ def test_status_shows_a_stopped_job(root: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     text = [" ".join(line.split()) for line in shown.stdout.splitlines()]
     assert text[:4] == ["name default.b", "state Stopped, exit code 143", "age 12m", "replicas 0"]
-    assert "progress 374 of 1,000 (37%)" in text
+    assert "progress 374 of 500 (74%)" in text
     assert "checkpoint step 12" in text
     assert f"state dir {root / 'b'}" in text
     assert json.loads(adascale("status", "b", "--state-dir", root / "b", "-o", "json").stdout)["name"] == "b"

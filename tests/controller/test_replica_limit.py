@@ -88,6 +88,21 @@ def test_the_replica_limit_of_the_job_lowers_the_limit_as_on_a_cluster(
 
 
 @pytest.mark.parametrize(
+    ("replicas", "requested", "devices", "source"),
+    [
+        (None, 8, [], ""),
+        (None, None, ["0", "1", "2"], "the default on this machine, with 3 GPUs, is 3"),
+        (None, 5, [], "--replicas is 5"),
+        (4, 5, [], "spec.replicaLimit is 4"),
+    ],
+)
+def test_a_limit_below_that_of_the_job_has_a_reason(
+    replicas: int | None, requested: int | None, devices: list[str], source: str
+) -> None:
+    assert replica_limit(replace(JOB, replica_limit=replicas), requested, devices).source == source
+
+
+@pytest.mark.parametrize(
     ("machine_limit", "spares", "limit"),
     [
         (7, 1, ReplicaLimit(6, 1)),
@@ -123,8 +138,8 @@ def test_spares_take_the_places_of_replicas_beyond_the_fewest(
             None,
             None,
             ["0"],
-            "digits needs at least 2 replicas, but the default on this machine is 1: use --replicas 2 or "
-            "more, or lower spec.minReplicas",
+            "digits needs at least 2 replicas, but the default on this machine, with 1 GPU, is 1: use "
+            "--replicas 2 or more, or lower spec.minReplicas",
         ),
         (
             None,

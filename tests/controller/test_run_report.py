@@ -81,7 +81,8 @@ def test_steps_that_were_lost_and_repeated_are_counted() -> None:
 def test_the_time_between_two_runs_is_no_downtime() -> None:
     reports = [at(1, 1, 1.0, 100.0), at(2, 2, 2.0, 500.0)]
     assert summarize_generations(reports, run_starts=[90.0])[1].downtime == 400.0
-    assert summarize_generations(reports, run_starts=[90.0, 498.0])[1].downtime is None
+    resumed = summarize_generations([reports[0], at(2, 1, 1.0, 500.0)], run_starts=[90.0, 498.0])[1]
+    assert (resumed.downtime, resumed.repeated) == (None, 0)
 
 
 def test_no_reports_give_no_summaries() -> None:

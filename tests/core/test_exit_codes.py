@@ -16,8 +16,27 @@ from adascale_core.failures import (
     agent_exit_code,
     classify_exit,
     describe_exit,
+    failure_cause,
     signal_number,
 )
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ("", ""),
+        ("epoch 3\nbye", ""),
+        ("adascale: got no gradients (train.py, line 4)\n", "got no gradients (train.py, line 4)"),
+        (
+            'Traceback (most recent call last):\n  File "/home/me/train.py", line 50, in <module>\n'
+            '  File "/venv/lib/site-packages/torch/nn.py", line 9, in f\nValueError: bad shape\n',
+            "ValueError: bad shape, at train.py:50",
+        ),
+        ("torch.cuda.OutOfMemoryError: tried 2 GiB\nexiting", "torch.cuda.OutOfMemoryError: tried 2 GiB"),
+    ],
+)
+def test_the_cause_of_a_failure_is_the_error_in_the_output(log: str, cause: str) -> None:
+    assert failure_cause(log) == cause
 
 
 @pytest.mark.parametrize(

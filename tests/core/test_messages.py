@@ -161,11 +161,13 @@ def test_an_allocation_has_spares_only_if_there_are_some(spares: int, names: set
     assert Allocation(1, 2, spares=spares).to_json().keys() == {"generation", "replicas", "failed"} | names
 
 
-@pytest.mark.parametrize(("port", "names"), [(0, set()), (40124, {"snapshot_port"})])
-def test_a_registration_has_a_port_for_copies_only_if_there_is_one(port: int, names: set[str]) -> None:
-    """Metrics services of version 0.1.0 refuse the member."""
-    registration = Registration(0, "a", ReplicaState.WAITING, 0, "host", 1, snapshot_port=port)
-    assert registration.to_json().keys() & {"snapshot_port"} == names
+@pytest.mark.parametrize(("value", "names"), [(0, set()), (40124, {"snapshot_port", "pid"})])
+def test_a_registration_has_a_port_for_copies_and_a_process_only_if_there_is_one(
+    value: int, names: set[str]
+) -> None:
+    """Metrics services of version 0.1.0 refuse the members."""
+    registration = Registration(0, "a", ReplicaState.WAITING, 0, "host", 1, snapshot_port=value, pid=value)
+    assert registration.to_json().keys() & {"snapshot_port", "pid"} == names
     assert Registration.from_json(registration.to_json()) == registration
 
 

@@ -267,7 +267,7 @@ def test_runs_that_start_together_get_a_port_each(tmp_path: Path) -> None:
         urls = set()
         for name, run in runs.items():
             url = str(json.loads((run.state / "service.json").read_text())["url"])
-            assert f"page     {url}/#/jobs/default.{name}" in run.output
+            assert f"\n{url}/#/jobs/default.{name}" in run.output
             assert f"metrics  curl {url}/jobs/{name}/gain" in run.output
             urls.add(url)
             shown = adascale_in_process("gain", name, "--state-dir", tmp_path)
@@ -415,19 +415,21 @@ def test_a_job_grows_because_of_its_gain_and_survives_kills(tmp_path: Path, stat
         checkpoint={"intervalSeconds": 1},
     )
     with running(job, state) as run:
-        run.wait_for_output("Generation 1 trains on 1 replica: local batch 4")
+        run.wait_for_output("Generation 1 trains on 1 replica: batch size 4")
         run.wait_for_output("Rescaling 1 -> 2: predicted gain 1.0 -> ")
         run.wait_for_output("trains on 2 replicas")
         shown = adascale("gain", "test", "--state-dir", state)
         assert shown.returncode == 0, shown.stderr
-        assert "2 replicas x local batch" in shown.stdout
+        assert "trains on    2 replicas" in shown.stdout
         os.kill(run.wait_for_trainer(1), signal.SIGKILL)
         run.wait_for_output(
             "The trainer of replica 1 was lost (killed by SIGKILL); the others keep their state"
         )
         assert run.wait_for_exit() == 0
         assert "Finished at progress 12," in run.output
-        assert "loss" in run.output.splitlines()[-1]
+        result, hint = run.output.splitlines()[-2:]
+        assert "loss" in result
+        assert "`adascale ui` shows it" in hint
         assert run.processes() == []
     again = adascale("run", job, "--state-dir", state)
     assert again.returncode == 0

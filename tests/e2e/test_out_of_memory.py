@@ -39,6 +39,6 @@ def test_a_job_learns_what_fits_without_losing_or_repeating_a_sample(tmp_path: P
     results = [json.loads(path.read_text()) for path in tmp_path.glob("result-*.json")]
     assert [result["problems"] for result in results] == [[], []]
     assert len({result["weights"] for result in results}) == 1
-    assert "local batches have at most 4 samples from now on" in run.stdout
-    assert "local batches have at most 2 samples from now on" in run.stdout
+    assert "training continues with at most 4" in run.stdout
+    assert "training continues with at most 2" in run.stdout
     assert "was lost" not in run.stdout

@@ -29,8 +29,9 @@ def page(environ: dict[str, str], *options: object) -> Iterator[Client]:
     ) as process:
         try:
             assert process.stdout is not None
+            assert "Ctrl-C ends it" in process.stdout.readline()
             line = process.stdout.readline()
-            found = re.fullmatch(r"The page is http://127.0.0.1:(\d+)/#/\?token=(\S+)\n", line)
+            found = re.fullmatch(r"http://127.0.0.1:(\d+)/#/\?token=(\S+)\n", line)
             assert found is not None
             port = int(found[1])
             with Client(port, found[2]) as client:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -198,6 +198,31 @@ def fit(tmp_path: Path, no_job: None) -> Iterator[Fit]:
     for strategy in made.strategies:
         if strategy._elastic is not None:
             strategy.elastic_trainer.close()
+
+
+class Values:
+    """A tracker that keeps the last values."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def begin(self, run: str, step: int, progress: float) -> None:
+        pass
+
+    def log(self, values: Mapping[str, float], step: int, progress: float) -> None:
+        self.values.update(values)
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_loss_and_the_logged_values_are_reported(fit: Fit) -> None:
+    values = Values()
+    fit(strategy=fit.strategy(**FIXED, tracker=values))
+    fit.strategies[-1].elastic_trainer.close()
+    assert values.values["loss"] > 0
+    validated = [value for _, value in fit.record.validations]
+    assert min(validated) <= values.values["val_loss"] <= max(validated)
 
 
 def weights(module: nn.Module) -> list[Tensor]:

@@ -162,5 +162,5 @@ def test_a_service_that_does_not_know_the_port_for_copies_gets_the_registration_
 
     client = FakeClient(registered=answer)
     heartbeat = start_heartbeat(client)
-    assert heartbeat.register(replace(REGISTRATION, snapshot_port=40124), timeout=30)
-    assert [each.snapshot_port for each in client.registrations[:2]] == [40124, 0]
+    assert heartbeat.register(replace(REGISTRATION, snapshot_port=40124, pid=7), timeout=30)
+    assert [(each.snapshot_port, each.pid) for each in client.registrations[:2]] == [(40124, 7), (0, 0)]

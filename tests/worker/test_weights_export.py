@@ -133,7 +133,8 @@ def test_keep_best_refuses_what_it_cannot_do(make_trainer: MakeTrainer) -> None:
         trainer.keep_best("loss", mode="least")  # type: ignore[arg-type]
     with pytest.raises(WorkerError, match="name"):
         trainer.keep_best("a loss")
-    trainer.keep_best("loss")
+    with pytest.warns(RuntimeWarning, match="keeps nothing, because there is no folder for checkpoints"):
+        trainer.keep_best("loss")
     trainer.log(loss=1.0)  # nothing is saved without a folder, and before program_reentry
     with pytest.raises(WorkerError, match=r"keep_best\('score'\) was called after keep_best\('loss'\)"):
         trainer.keep_best("score")

@@ -1,9 +1,10 @@
-"""What the adapters share: launchers' variables, multiples that a step crosses, loaders of the program."""
+"""What the adapters share: launchers' variables, multiples that a step crosses, loaders, logged values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
+import re
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from adascale_core.names import LAUNCHER_VARIABLES
+from adascale_core.names import LAUNCHER_VARIABLES, MAX_METRICS
 from adascale_worker.errors import DatasetError
+from adascale_worker.reporting.logged_metrics import as_number
+from adascale_worker.trainer import ElasticTrainer
 
 
 def hide_launcher(environ: MutableMapping[str, str]) -> dict[str, str]:
@@ -120,3 +123,21 @@ def _shuffles_all(sampler: object, samples: int) -> bool:
         and not sampler.replacement
         and sampler.num_samples == len(sampler.data_source) == samples
     )
+
+
+class ReportedValues:
+    """The values that a framework logs, as far as a job may report them; adapters report the loss itself."""
+
+    def __init__(self, elastic: ElasticTrainer) -> None:
+        self._elastic = elastic
+        self._names = {"loss"}
+
+    def report(self, values: Mapping[str, Any]) -> None:
+        """Send the numbers to the metrics service."""
+        for name, value in values.items():
+            name = re.sub(r"\W", "_", name)
+            number = value if isinstance(value, torch.Tensor) and value.numel() == 1 else as_number(value)
+            fits = name in self._names or (len(self._names) < MAX_METRICS and name.isidentifier())
+            if number is not None and name != "loss" and fits:
+                self._names.add(name)
+                self._elastic.log(**{name: number})

@@ -44,6 +44,7 @@ from adascale_worker.process import environment
 from adascale_worker.process.download_lock import download_lock
 from adascale_worker.process.exit import ProcessExit
 from adascale_worker.process.settings import check_arguments, describe_differences
+from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.hyperparameters import Choice, describe
 from adascale_worker.program.optimizers import OptimizerSet
 from adascale_worker.program.parts import Models, OptimizersByName, SchedulersByName, program_parts
@@ -477,6 +478,11 @@ class ElasticTrainer:
                 "replica (processesPerReplica): leave it out, and export the newest checkpoint"
             )
         self._best_metric = metric
+        if not self._replica.checkpointing.enabled:
+            warn_user(
+                f"trainer.keep_best({metric!r}) keeps nothing, because there is no folder for checkpoints: "
+                'pass ElasticTrainer(checkpoint_dir="checkpoints"); `adascale run` gives each job one'
+            )
         self._best_weights = self._replica.checkpointing.best_weights(metric, mode)
 
     def report_result(self, **result: torch.Tensor | float | str) -> None:

@@ -3,8 +3,8 @@
 import { Chart, Cursor } from "./chart.js";
 import { element, howToStart, table } from "./dom.js";
 import { NONE, count, duration, jobName, percent, significant } from "./format.js";
-import { CHARTS, ENDED, SMOOTHINGS, smoothed } from "./job_view.js";
-import { get } from "./service.js";
+import { CHARTS, SMOOTHINGS, smoothed } from "./job_view.js";
+import { ENDED, get } from "./service.js";
 
 const POINTS = 1000;
 const READ_INTERVAL = 5000;

@@ -39,7 +39,8 @@ export function duration(seconds) {
 export function clock(seconds, { withSeconds = true, withDate = false } = {}) {
   const date = new Date(seconds * 1000);
   const time = date.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", second: withSeconds ? "2-digit" : undefined });
-  return withDate ? `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${time}` : time;
+  const year = date.getFullYear() === new Date().getFullYear() ? "" : `${date.getFullYear()}-`;
+  return withDate ? `${year}${two(date.getMonth() + 1)}-${two(date.getDate())} ${time}` : time;
 }
 
 function two(number) {

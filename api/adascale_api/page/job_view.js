@@ -4,7 +4,7 @@ import { Chart, Cursor } from "./chart.js";
 import { element, howToStart, setText, table } from "./dom.js";
 import { NONE, clock, count, duration, jobName, localBatch, percent, significant } from "./format.js";
 import { LogView } from "./log_view.js";
-import { ServiceError, get, getToken } from "./service.js";
+import { ENDED, ServiceError, get, getToken } from "./service.js";
 
 const POINTS = 1000;
 const MAX_POINTS = 2000;
@@ -12,7 +12,6 @@ const READ_INTERVAL = 5000;
 const MAX_SHOWN_GENERATIONS = 100;
 
 export const SMOOTHINGS = [["none", 0], ["0.9", 0.9], ["0.99", 0.99]];
-export const ENDED = ["Complete", "Failed", "Stopped"];
 
 export const CHARTS = [
   { title: "Gain and scale", series: [["gain", (each) => each.gain], ["scale", (each) => each.scale]], formatY: significant, least: 0 },
@@ -229,6 +228,7 @@ export class JobView {
       this.notice.hidden = true;
     } catch (error) {
       if (this.abort.signal.aborted || (error.status === 404 && !this.stream.jobs.has(this.id))) return;
+      if (!(error instanceof ServiceError) && ENDED.includes(this.job?.state)) return; // the run is over
       this.notice.hidden = false;
       setText(this.notice, error instanceof ServiceError ? error.message : "The metrics service does not answer.");
     }

@@ -5,15 +5,19 @@ import { element, howToStart, setAttributes, setText } from "./dom.js";
 import { NONE, clock, count, duration, jobName, localBatch, percent, significant } from "./format.js";
 import { get } from "./service.js";
 
-const STATES = ["Failed", "Recovering", "Rescaling", "Starting", "Running", "Pending", "Stopped", "Complete"];
-// The counts above the chart, and the states of their jobs.
-const TALLIES = { Jobs: STATES, Training: ["Running", "Rescaling", "Recovering"], Starting: ["Starting"], Pending: ["Pending"], Failed: ["Failed"], Complete: ["Complete"] };
+const STATES = ["Failed", "Recovering", "Rescaling", "Starting", "Running", "Stopping", "Pending", "Suspended", "Stopped", "Unknown", "Complete"];
+// The counts above the chart, and the states of their jobs. After the first, each state is in one of them.
+const TALLIES = {
+  Jobs: STATES, Training: ["Running", "Rescaling", "Recovering", "Stopping"], Starting: ["Starting"], Pending: ["Pending"],
+  Stopped: ["Suspended", "Stopped", "Unknown"], Failed: ["Failed"], Complete: ["Complete"],
+};
 const USAGE_INTERVAL = 5000;
 // What the use is grouped by, with the singular and plural of those that are summed.
 const GROUPS = { job: ["job", "jobs"], namespace: ["namespace", "namespaces"] };
 const RANGES = [["10 minutes", 600], ["1 hour", 3600], ["6 hours", 21600], ["1 day", 86400], ["7 days", 604800]];
 
 const share = (job) => (job.latest && job.target ? Math.min(job.latest.progress / job.target, 1) : null);
+const began = (job) => job.run?.began_at ?? job.created_at;
 const pending = (job) => (job.state === "Pending" ? Date.now() / 1000 - job.created_at : null);
 
 // `value` sorts; `show` is the text.
@@ -21,17 +25,18 @@ const COLUMNS = [
   { key: "name", title: "Job", value: (job) => job.id, show: (job) => jobName(job.id), isText: true },
   { key: "state", title: "State", value: (job) => STATES.indexOf(job.state), show: (job) => job.state, isText: true },
   { key: "replicas", title: "Replicas", value: (job) => job.replicas, show: (job) => (job.desired === null || job.desired === job.replicas ? `${job.replicas}` : `${job.replicas} of ${job.desired}`) },
-  { key: "batch", title: "Local batch", value: (job) => job.latest?.local_bsz, show: (job) => (job.latest ? localBatch(job.latest) : NONE), isMinor: true },
+  { key: "batch", title: "Local batch", value: (job) => job.latest?.local_bsz, show: (job) => (job.latest ? localBatch(job.latest) : NONE), isOfCluster: true, isMinor: true },
   { key: "gain", title: "Gain", value: (job) => job.latest?.gain, show: (job) => significant(job.latest?.gain), isMinor: true },
-  { key: "efficiency", title: "Efficiency", value: (job) => efficiency(job), show: (job) => percent(efficiency(job)), isMinor: true },
+  { key: "efficiency", title: "Efficiency", value: (job) => efficiency(job), show: (job) => percent(efficiency(job)), isOfCluster: true, isMinor: true },
   { key: "progress", title: "Progress", value: (job) => share(job) ?? job.latest?.progress, show: (job) => (share(job) === null ? (job.latest ? count(job.latest.progress) : NONE) : `${Math.floor(100 * share(job))}%`) },
+  { key: "loss", title: "Loss", value: (job) => job.latest?.loss, show: (job) => significant(job.latest?.loss), isMinor: true },
   { key: "left", title: "Time left", value: (job) => job.seconds_left, show: (job) => duration(job.seconds_left) },
+  { key: "began", title: "Began", value: began, show: (job) => clock(began(job), { withSeconds: false, withDate: true }), isMinor: true },
   { key: "pending", title: "Pending for", value: pending, show: (job) => duration(pending(job)), isOfCluster: true, isMinor: true },
-  { key: "ended", title: "Ended", value: (job) => job.run?.ended_at, show: (job) => (job.run?.ended_at ? clock(job.run.ended_at, { withSeconds: false, withDate: true }) : NONE), isOfRuns: true, isMinor: true },
-  { key: "folder", title: "State folder", value: (job) => job.run?.folder, show: (job) => (job.run ? job.run.folder.split("/").slice(-3).join("/") : NONE), isText: true, isOfRuns: true, isMinor: true },
-  { key: "reason", title: "Reason of the failure", value: (job) => job.run?.reason, show: (job) => shortened(job.run?.reason ?? ""), isText: true, isOfRuns: true, isMinor: true },
+  { key: "folder", title: "Folder", value: (job) => job.run?.folder, show: (job) => job.run?.folder.replace(/\/\.adascale\/[^/]*$/, "") ?? NONE, isText: true, isLong: true, isOfRuns: true, isMinor: true },
+  { key: "reason", title: "Reason", value: (job) => job.run?.reason, show: (job) => shortened(job.run?.reason ?? ""), isText: true, isLong: true, isOfRuns: true, isMinor: true },
 ];
-const MAX_REASON = 100;
+const MAX_REASON = 80;
 const MAX_COMPARED = 8;
 
 function shortened(text) {
@@ -46,7 +51,7 @@ export class JobsView {
   constructor(stream) {
     this.stream = stream;
     this.rows = new Map();
-    this.sort = { column: COLUMNS[1], isDescending: false };
+    this.sort = { column: COLUMNS.find(({ key }) => key === "began"), isDescending: true };
     this.facts = ["Replicas in use", ...Object.keys(TALLIES)].map((name) => ({ name, value: element("dd", {}, NONE) }));
     this.filter = element("input", { id: "filter", type: "search", autocomplete: "off", oninput: () => this.arrange() });
     this.state = element("select", { id: "state", onchange: () => this.arrange() }, element("option", { value: "" }, "All"), ...STATES.map((state) => element("option", {}, state)));
@@ -222,7 +227,7 @@ function total(values) {
 }
 
 function classes(column) {
-  return [column.isText && "text", column.isMinor && "minor", column.isOfRuns && "of-run", column.isOfCluster && "of-cluster"].filter(Boolean).join(" ") || null;
+  return [column.isText && "text", column.isLong && "long", column.isMinor && "minor", column.isOfRuns && "of-run", column.isOfCluster && "of-cluster"].filter(Boolean).join(" ") || null;
 }
 
 function compare(a, b) {

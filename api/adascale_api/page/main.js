@@ -13,6 +13,7 @@ const THEME = "adascale-theme";
 const main = document.getElementById("main");
 const status = document.getElementById("status");
 const stale = document.getElementById("stale");
+const over = document.getElementById("over");
 const dialog = document.getElementById("token-dialog");
 const theme = document.getElementById("theme");
 
@@ -22,10 +23,13 @@ let hiding = 0;
 const stream = new JobStream({
   onJobs: (jobs, changed) => document.hidden || view?.update(jobs, changed),
   onStatus: (state, message) => {
-    status.dataset.state = state;
-    document.body.classList.toggle("stale", state !== "live");
+    // The metrics service of a run on this machine ends with it.
+    const isOver = state === "lost" && ["127.0.0.1", "localhost"].includes(location.hostname) && stream.haveEnded;
+    status.dataset.state = isOver ? "over" : state;
+    document.body.classList.toggle("stale", state !== "live" && !isOver);
+    over.hidden = !isOver;
     showAge();
-    setText(status, state === "live" ? "Live" : state === "refused" ? "A token is needed" : `Disconnected: ${message.replace(/\.?$/, ".")} Trying again.`);
+    setText(status, state === "live" ? "Live" : isOver ? "The run is over" : state === "refused" ? "A token is needed" : `Disconnected: ${message.replace(/\.?$/, ".")} Trying again.`);
     if (state === "refused") askForToken(message);
   },
 });

@@ -4,6 +4,8 @@ const TOKEN = "adascale-read-token";
 const MAX_DELAY = 15000;
 const TIMEOUT = 15000;
 
+export const ENDED = ["Complete", "Failed", "Stopped"];
+
 export class ServiceError extends Error {
   constructor(message, status) {
     super(message);
@@ -49,6 +51,11 @@ export class JobStream {
     this.isRead = false;
     this.lastAnswer = null;
     this.abort = null;
+  }
+
+  // Whether there are jobs, and all have ended.
+  get haveEnded() {
+    return this.jobs.size > 0 && [...this.jobs.values()].every((job) => ENDED.includes(job.state));
   }
 
   start() {

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.cli.arguments import JobName, Output, OutputFormat, ServiceUrl, StateRoot
@@ -29,14 +28,17 @@ from adascale_controller.cli.connections import (
 )
 from adascale_controller.cluster.api import ClusterAccessError, ClusterTarget
 from adascale_controller.explanations import render_decision
+from adascale_controller.formatting import OutputConsole
 from adascale_controller.gain_summary import GainLines, LiveGain, render_gain, watch_gain
 from adascale_controller.job_overview import render_status
 from adascale_controller.local.checkpoints import location
 from adascale_controller.local.job_status import read_status
 from adascale_controller.local.local_jobs import NotRunningError, find_folders_of, find_job
+from adascale_controller.local.machine import describe_contention
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import parse_job_id
+from adascale_core.views.job_summary import ENDED, registered_state
 from adascale_core.views.jobs import JobView
 
 
@@ -75,7 +77,7 @@ def _show_cluster(target: ClusterTarget, job: str, output: Output, system_namesp
             # The status of the AdaScaleJob has all but the states of single replicas.
             typer.echo(f"adascale: the replicas are not shown: {error}", err=True)
         details = found.details(view, connection.api.context)
-        typer.echo(render_status(found.summary(), details, time.time()))
+        typer.echo(render_status(found.summary(view), details, time.time()))
 
 
 def gain(
@@ -124,11 +126,11 @@ def _show(
     if as_json:
         print(json.dumps(view.to_json(), indent=2))
     else:
-        Console(highlight=False).print(render_gain(view, time.time()))
+        OutputConsole().print(render_gain(view, time.time()))
 
 
 def _watch(job_id: str, client: MetricsServiceClient, as_json: bool, has_ended: Callable[[], bool]) -> None:
-    console = Console(highlight=False)
+    console = OutputConsole()
     display = LiveGain(console) if console.is_terminal and not as_json else GainLines(as_json=as_json)
     try:
         print(watch_gain(job_id, client, display, has_ended), file=sys.stderr)
@@ -153,15 +155,20 @@ def explain(
         with open_cluster(target) as connection:
             found = connection.jobs.find(job)
             client = connection.metrics(system_namespace, url)
-            view, slow = client.get_decision(found.id), client.get_job(found.id).slowness
+            decision, view = client.get_decision(found.id), client.get_job(found.id)
+            slow = view.slowness
     else:
         job_id = parse_job_id(job)
         with connect(job, url, state_dir) as client:
-            view, slow = client.get_decision(job_id), client.get_job(job_id).slowness
+            decision, view = client.get_decision(job_id), client.get_job(job_id)
+            slow = describe_contention(view) or view.slowness
     if output is Output.JSON:
-        print(json.dumps(view.to_json(), indent=2))
-    else:
-        Console(highlight=False).print(render_decision(view, time.time(), slow))
+        print(json.dumps(decision.to_json(), indent=2))
+        return
+    state = registered_state(
+        view.desired, view.active, view.replicas, broken=view.broken, complete=view.complete
+    )
+    OutputConsole().print(render_decision(decision, time.time(), slow, state if state in ENDED else ""))
 
 
 class ExportError(AdaScaleError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from adascale_controller.cli.arguments import (
     JobFile,
@@ -20,12 +20,13 @@ from adascale_controller.cli.arguments import (
     OutputFormat,
     StateRoot,
 )
-from adascale_controller.formatting import count, plural
+from adascale_controller.formatting import OutputConsole, count, plural
 from adascale_controller.job_overview import render_list
 from adascale_controller.job_preview import describe_deadline, render_valid_replicas
 from adascale_controller.jobfile import load_job
-from adascale_controller.local.display import OutputConsole, open_display
+from adascale_controller.local.display import open_display
 from adascale_controller.local.job_status import read_status
+from adascale_controller.local.local_command import LocalCommandError, resolve_command
 from adascale_controller.local.local_jobs import (
     LocalJob,
     find_job,
@@ -148,7 +149,7 @@ def run(
     """
     options = RunOptions(replicas, until, state_dir, port, fresh)
     job = load_job(file)
-    raise typer.Exit(run_job(job, options, open_display(OutputConsole(highlight=False))))
+    raise typer.Exit(run_job(job, options, open_display(OutputConsole())))
 
 
 def ui(
@@ -180,7 +181,7 @@ def ui(
         if service is None:
             return
         url = page_url(service.process.url, service.process.read_token)
-        print(f"The page is {url}\nCtrl-C ends it; runs go on", flush=True)
+        print(f"The page with your runs (Ctrl-C ends it; runs go on):\n{url}", flush=True)
         while not signals.stop_requested:
             code = service.process.exit_code
             if code is not None:
@@ -195,10 +196,15 @@ def ui(
 def validate(file: JobFile) -> None:
     """Check a job file; show its errors and warnings, and the replica counts that the job may run on."""
     job = load_job(file)
-    console = Console(highlight=False)
+    console = OutputConsole()
     console.print(f"{file}: {job.id} is valid\n", markup=False, soft_wrap=True)
-    warning = describe_unused_gpus(job.gpus, job.spec.processes_per_replica)
-    if warning is not None:
+    warnings = [describe_unused_gpus(job.gpus, job.spec.processes_per_replica)]
+    try:
+        resolve_command(job, Path(), os.environ, threads=1)
+    except LocalCommandError as error:
+        # On a cluster, the program is in the image.
+        warnings.append(f"`adascale run` refuses it here: {error}")
+    for warning in filter(None, warnings):
         console.print(f"Warning: {warning}\n", markup=False, soft_wrap=True)
     console.print(render_valid_replicas(job))
     deadline = describe_deadline(job)

@@ -12,12 +12,12 @@ from random import Random
 from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 
 from adascale_controller.cli.arguments import Fairness
 from adascale_controller.cli.connections import client_at
-from adascale_controller.formatting import duration, percent, significant
+from adascale_controller.formatting import OutputConsole, duration, percent, significant
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode
 from adascale_controller.simulation.application import ProfileError
 from adascale_controller.simulation.engine import SimulationSettings, Submission, simulate
@@ -144,7 +144,7 @@ def simulate_workload(
     if output is ResultFormat.JSON:
         typer.echo(json.dumps(results.to_json(), indent=2))
     else:
-        Console(highlight=False).print(_rendered(results, settings))
+        OutputConsole().print(_rendered(results, settings))
 
 
 def nodes_of(cluster: str) -> tuple[list[int], list[str]]:

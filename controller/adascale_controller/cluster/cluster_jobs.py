@@ -124,7 +124,7 @@ class ClusterJob:
             return ""
         return f"{condition.reason}: {condition.message}" if condition.message else condition.reason
 
-    def summary(self) -> JobOverview:
+    def summary(self, view: JobView | None = None) -> JobOverview:
         """Return what `adascale status` shows of it, as of a job on this machine."""
         status = self.status
         return JobOverview(
@@ -145,6 +145,7 @@ class ClusterJob:
             progress_text=str(status.get("progressText") or ""),
             restarts=status.get("restarts"),
             reason=self.reason,
+            members=view.replicas if view else (),
         )
 
     def details(self, view: JobView | None, context: str) -> JobDetails:
@@ -162,7 +163,6 @@ class ClusterJob:
                 ("context", context),
                 ("pods", f"{names.LABEL_JOB}={self.name}"),
             ],
-            replicas=view.replicas if view else (),
         )
 
 

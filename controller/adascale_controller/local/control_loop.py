@@ -13,15 +13,15 @@ from adascale_controller.explanations import ExplanationSchedule
 from adascale_controller.formatting import (
     capitalized,
     count,
-    describe_limit,
+    describe_batch,
     duration,
-    local_batch,
     plural,
     trimmed,
 )
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display, RunStatus
-from adascale_controller.local.processes import StopSignals
+from adascale_controller.local.machine import describe_contention
+from adascale_controller.local.processes import StopSignals, has_message
 from adascale_controller.local.replica_limit import ReplicaLimit, ScaleRequests
 from adascale_controller.local.replicas import Replicas
 from adascale_controller.local.service_process import ServiceSupervisor
@@ -29,7 +29,7 @@ from adascale_controller.measurements import JobMeasurements, training_target
 from adascale_core.decision.decide import Decision, DecisionProblem, decide
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_utility import JobState
-from adascale_core.failures import EXIT_PEER_LOST, describe_exit
+from adascale_core.failures import EXIT_PEER_LOST, describe_exit, failure_cause
 from adascale_core.messages.allocation import Allocation, SlowReplacement
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import GainReport
@@ -59,20 +59,32 @@ class EventMessages:
     def __init__(self, replicas: Replicas, display: Display, now: float) -> None:
         self._replicas = replicas
         self._display = display
+        self.first_generation = 0
+        """That of this run, from which on losses are its own."""
         self._disruptions: int | None = None
         self._disrupted_at: float | None = None
-        self._limit: int | None = None
+        self._members = 0
+        """The replicas of the generation before a loss."""
         self._slow: int | None = None
+        self._names_contention = False
         self._replacement: SlowReplacement | None = None
         self._last_step: tuple[int, int] | None = None
         self._last_step_at: float | None = now
 
+    def report_messages(self) -> None:
+        """Show the warnings of the trainers."""
+        for text in self._replicas.agents.messages.read():
+            self._display.message(capitalized(text), "yellow")
+
     def report_losses(self, view: JobView, now: float) -> None:
         """Report the loss of a replica."""
+        if view.active is None or view.active.generation < self.first_generation:
+            return
         previous, self._disruptions = self._disruptions, view.disruptions
         if previous is not None and view.disruptions > previous:
             self._disrupted_at = now
         if self._disrupted_at is None:
+            self._members = view.active.replicas
             return
         # The other replicas are often the first to report the loss; the exit code of the lost replica
         # follows.
@@ -89,22 +101,20 @@ class EventMessages:
         else:
             return
         self._disrupted_at = None
-        others = any(replica.holds for replica in view.replicas)
-        effect = "the others keep their state" if others else "training restarts from the last checkpoint"
-        self._display.message(f"{lost}; {effect}", "yellow")
-
-    def report_limit(self, view: JobView) -> None:
-        """Report that a batch did not fit into memory."""
-        previous, self._limit = self._limit, view.local_bsz_limit
-        if self._limit is not None and (previous is None or self._limit < previous):
-            self._display.message(describe_limit(self._limit), "yellow")
+        others = self._members > 1 and any(replica.holds for replica in view.replicas)
+        self._display.message(
+            f"{lost}; {'the others keep their state' if others else 'restarting it'}", "yellow"
+        )
 
     def report_slow(self, view: JobView) -> None:
         """Report that a replica is slow, or another one than before, or that a spare has its place."""
         slow, previous = view.slow, self._slow
         self._slow = slow.replica if slow is not None else None
         if slow is not None and slow.replica != previous:
-            self._display.message(capitalized(str(slow)), "yellow")
+            contention = describe_contention(view)
+            if not contention or not self._names_contention:
+                self._display.message(contention or capitalized(str(slow)), "yellow")
+            self._names_contention = self._names_contention or bool(contention)
         replacement, before = view.slow_replacement, self._replacement
         self._replacement = replacement
         if replacement is not None and replacement != before:
@@ -112,11 +122,10 @@ class EventMessages:
 
     def report_generation(self, first: GainReport, downtime: float | None) -> None:
         """Report a new generation."""
-        batch = f"local batch {local_batch(first.local_bsz, first.accumulation)}"
         after = "" if downtime is None else f", downtime {duration(downtime)}"
         self._display.message(
-            f"Generation {first.generation} trains on {plural(first.replicas, 'replica')}: {batch}, "
-            f"scale {trimmed(first.scale)}{after}"
+            f"Generation {first.generation} trains on {plural(first.replicas, 'replica')}: "
+            f"{describe_batch(first)}, scale {trimmed(first.scale)}{after}"
         )
 
     def report_stall(self, view: JobView, now: float) -> None:
@@ -135,8 +144,10 @@ class EventMessages:
         agents = self._replicas.agents
         members = view.active.members if view.active is not None else ()
         first = members[0].replica if members else 0
-        line = agents.log_tail(first, 1)
-        return f"; the last output of replica {first} is: {line}" if line else ""
+        lines = agents.log_tail(first, 2)
+        if not lines or has_message(lines):  # a message is shown already
+            return ""
+        return f"; the last output of replica {first} is: {lines.splitlines()[-1]}"
 
 
 @dataclass(frozen=True)
@@ -148,12 +159,13 @@ class RunResult:
     finished: bool = False
     log: str = ""  # the last lines of the program's output, if it failed
     permanent: bool = False  # whether it would fail again, so that the program or the job must be changed
+    latest: GainReport | None = None  # the last report; None if there is none
     stopped_at: float = 0.0  # when the replicas were requested to save and to stop, in seconds since 1970
 
     @property
     def reason(self) -> str:
         """Why the run has failed; empty if it has not. An exit code above 128 is that of a signal."""
-        return self.message if 0 < self.exit_code <= 128 else ""
+        return (failure_cause(self.log) or self.message) if 0 < self.exit_code <= 128 else ""
 
 
 class LocalControlLoop:
@@ -188,6 +200,7 @@ class LocalControlLoop:
         self._decided_at = self._started_at
         self._explanations = ExplanationSchedule()
         self._finished_at: float | None = None
+        self._has_trained = False
         self._deadline_shown = ""
         self._deadline_outcome = "", self._started_at
         """Whether the deadline is predicted to be met, and since when that is predicted."""
@@ -225,6 +238,7 @@ class LocalControlLoop:
         first = Allocation(generation, decision.replicas, spares=self._limit.spares)
         self._client.allocate(self._job.id, first)
         self._measurements.ignore_before(first.generation)
+        self._events.first_generation = first.generation
         self._replicas.begin(view)
         self._display.update(RunStatus(f"starting {plural(decision.replicas, 'replica')}", total=total))
 
@@ -269,8 +283,8 @@ class LocalControlLoop:
         return self._result(view, now)
 
     def _measure(self, view: JobView, now: float) -> None:
+        self._events.report_messages()
         self._events.report_losses(view, now)
-        self._events.report_limit(view)
         self._events.report_slow(view)
         first_report = self._measurements.update(view, now)
         if first_report is not None:
@@ -279,6 +293,9 @@ class LocalControlLoop:
 
     def _downtime(self, generation: int) -> float | None:
         """Return the downtime before a generation, as the table of generations has it; None if unknown."""
+        if self._has_trained is False:
+            self._has_trained = True  # before the first one of this run, the job was paused
+            return None
         with contextlib.suppress(ServiceError):
             found = {each.generation: each for each in self._client.get_generations(self._job.id).generations}
             return found[generation].downtime if generation in found else None

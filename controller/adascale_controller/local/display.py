@@ -17,19 +17,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from adascale_controller.formatting import clock, count, local_batch, percent, significant, trimmed
+from adascale_controller.formatting import clock, count, percent, plural, significant, trimmed
 from adascale_core.messages.reports import GainReport
 
 PLAIN_INTERVAL = 10.0
 """Seconds between two status lines where the output is not a terminal."""
-
-
-class OutputConsole(Console):
-    """A console whose closed pipe is an error; for rich it is a reason to exit."""
-
-    def on_broken_pipe(self) -> None:
-        """Raise the error."""
-        raise
 
 
 @dataclass(frozen=True)
@@ -90,7 +82,8 @@ class _MessagePrinter:
     def print(self, renderable: RenderableType) -> None:
         """Print something without the time."""
         with self._output():
-            self._console.print(renderable)
+            # The terminal itself wraps a long line, so an address or a path in it can be copied.
+            self._console.print(renderable, soft_wrap=isinstance(renderable, Text))
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._started_at
@@ -198,6 +191,5 @@ def _training_facts(status: RunStatus) -> list[str]:
     facts = [] if report.loss is None else [f"loss {significant(report.loss)}"]
     scale = trimmed(report.scale)
     facts.append(f"gain {significant(report.gain, 2)} of {scale} ({percent(report.efficiency)})")
-    batch = local_batch(report.local_bsz, report.accumulation)
-    facts.append(f"{report.replicas} x local batch {batch}")
+    facts.append(f"batch {count(report.plan.global_bsz)} on {plural(report.replicas, 'replica')}")
     return facts

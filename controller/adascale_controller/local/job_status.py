@@ -9,6 +9,7 @@ from adascale_controller.formatting import count, progress_text
 from adascale_controller.job_overview import JobDetails, JobOverview
 from adascale_controller.local.checkpoints import CheckpointStorageError
 from adascale_controller.local.local_jobs import LocalJob
+from adascale_controller.local.machine import describe_contention
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.views.job_summary import JobStateName, registered_state, training_replicas
 from adascale_core.views.jobs import JobView
@@ -60,8 +61,13 @@ class JobStatus:
     @property
     def progress_text(self) -> str:
         """Progress as a share of the whole, or else the number; empty if unknown."""
-        total = self.job.runs[-1].steps
-        return "" if self.progress is None else progress_text(self.progress, total)
+        return "" if self.progress is None else progress_text(self.progress, self.total)
+
+    @property
+    def total(self) -> float | None:
+        """The progress at which it ends; None if unknown."""
+        latest = self.view.latest if self.view else None
+        return self.job.runs[-1].steps or (latest.target if latest else self.job.runs[-1].target)
 
     @property
     def summary(self) -> JobOverview:
@@ -77,12 +83,13 @@ class JobStatus:
             desired=self.desired,
             spares=self.view.waiting_spares if self.view and self.process else 0,
             began=self.job.runs[0].began,
-            batch_size=report.replicas * report.local_bsz * report.accumulation if report else None,
+            last_began=self.job.runs[-1].began,
+            batch_size=report.plan.global_bsz if report else None,
             local_batch_limit=self.view.local_bsz_limit if self.view else None,
             gain=report.gain if report else None,
             efficiency=report.efficiency if report else None,
             progress=self.progress,
-            total=self.job.runs[-1].steps,
+            total=self.total,
             progress_text=self.progress_text,
             restarts=self.restarts,
             reason=self.reason,
@@ -93,6 +100,8 @@ class JobStatus:
             checkpoint_step=self.checkpoint.step if self.checkpoint else None,
             checkpoint_error=self.checkpoint_error,
             result=dict(self.checkpoint.result) if self.checkpoint else {},
+            loss=report.loss if report else self.job.runs[-1].loss,
+            members=self.view.replicas if self.view else (),
         )
 
     @property
@@ -109,10 +118,9 @@ class JobStatus:
             state=state,
             runs=self.process is not None,
             stall=(view.stall if view else None) or "",
-            slow=view.slowness if view else "",
+            slow=(describe_contention(view) or view.slowness) if view else "",
             checkpoint=checkpoint,
             places=[("metrics", self.url or ""), ("state dir", str(folder.path)), ("logs", str(folder.logs))],
-            replicas=view.replicas if view else (),
         )
 
 

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from adascale_core import names
+from adascale_core.views.jobs import JobView
 
 ADDRESS = "127.0.0.1"
 """The address at which the processes of a run reach each other."""
@@ -29,6 +31,10 @@ TORCH_PROBE: Final = (
 )
 PROBE_TIMEOUT: Final = 120.0
 """Seconds for the import of torch, from a slow disk too."""
+CONTENTION_SECONDS: Final = 0.5
+"""Seconds for which it is observed how long a trainer waits for a processor core."""
+MIN_CONTENTION: Final = 0.1
+"""The share of time spent waiting for a core from which this is the cause of slow steps."""
 MIN_CPU_REPLICAS = 4
 """The default limit of replicas without a GPU is not lower than this, even with fewer cores."""
 
@@ -47,6 +53,32 @@ def cpu_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def describe_contention(view: JobView) -> str:
+    """Return that a replica is slow because more processes compute than there are cores; empty if not."""
+    slow = view.replica(view.slow.replica) if view.slow is not None else None
+    if slow is None:
+        return ""
+    before = _seconds_waiting(slow.pid)
+    time.sleep(CONTENTION_SECONDS)
+    share = (_seconds_waiting(slow.pid) - before) / CONTENTION_SECONDS
+    if share < MIN_CONTENTION:
+        return ""
+    return (
+        f"Replica {slow.replica} is slow because more processes compute than this machine has cores "
+        f"({cpu_cores()}): it waits for a core {min(share, 1.0):.0%} of the time. Slow replicas are not "
+        "reported while that is so"
+    )
+
+
+def _seconds_waiting(pid: int) -> float:
+    """Return how long the threads of a process were ready and had no core; 0 if it is not known."""
+    nanoseconds = 0
+    for thread in Path("/proc").glob(f"{pid}/task/*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):
+            nanoseconds += int(thread.read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 def visible_gpus(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -18,6 +20,12 @@ from adascale_core.names import SIGNAL_REPEAT_INTERVAL
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
+_MESSAGE = re.compile(
+    r"^(?:(.+?:\d+): RuntimeWarning: |adascale: "
+    # what the run reports itself
+    r"(?!step \d+: replica|no step for|replica \d+ continues|the metrics service|lost the connection))(.+)$",
+    re.MULTILINE,
+)
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -97,6 +105,42 @@ def tail(log: Path, lines: int = 20) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
+
+
+class TrainerMessages:
+    """What trainers report to their user in the logs of a run, each message once."""
+
+    def __init__(self) -> None:
+        self._positions: dict[Path, int] = {}
+        self._known: set[str] = set()
+
+    def follow(self, log: Path) -> None:
+        """Read a log from its present end on."""
+        if log not in self._positions:
+            self._positions[log] = log.stat().st_size if log.exists() else 0
+
+    def read(self) -> list[str]:
+        """Return the messages since the last call."""
+        messages: list[str] = []
+        for log, position in self._positions.items():
+            with suppress(OSError), log.open("rb") as file:
+                file.seek(position)
+                text = file.read().rpartition(b"\n")[0]
+                self._positions[log] += len(text) + 1 if text else 0
+                messages += map(_message, _MESSAGE.finditer(text.decode(errors="replace")))
+        new = [each for each in dict.fromkeys(messages) if each not in self._known]
+        self._known.update(new)
+        return new
+
+
+def has_message(text: str) -> bool:
+    """Whether an output has a message of a trainer."""
+    return _MESSAGE.search(text) is not None
+
+
+def _message(found: re.Match[str]) -> str:
+    line, text = found.groups()
+    return f"{text} ({line})" if line else text
 
 
 class StopSignals:

@@ -12,14 +12,14 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from adascale_controller.formatting import plural
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display
-from adascale_controller.local.machine import default_replica_limit
+from adascale_controller.local.machine import cpu_cores, default_replica_limit
 from adascale_controller.local.state_dir import StateDir, replace_file
 from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import AdaScaleError
@@ -37,6 +37,7 @@ class ReplicaLimit:
 
     replicas: int
     spares: int = 0  # the number of spares beyond them
+    source: str = field(default="", compare=False)  # why it is below maxReplicas; empty if it is not
 
     def __str__(self) -> str:
         """Return both numbers in words."""
@@ -58,10 +59,13 @@ def replica_limit(job: JobDefinition, requested: int | None, devices: Sequence[s
             "to the empty string"
         )
     spec = job.spec
+    source = f"--replicas is {limit}"
+    if not requested:
+        machine = plural(len(devices), "GPU") if devices else f"{plural(cpu_cores(), 'core')} and no GPU"
+        source = f"the default on this machine, with {machine}, is {limit}"
     fewest = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)[0]
     needs = f"{job.short_id} needs at least {plural(fewest, 'replica')}"
     if fewest > limit:
-        source = f"--replicas is {limit}" if requested else f"the default on this machine is {limit}"
         raise ReplicaLimitError(
             f"{needs}, but {source}: use --replicas {fewest} or more, or lower spec.minReplicas"
         )
@@ -72,7 +76,12 @@ def replica_limit(job: JobDefinition, requested: int | None, devices: Sequence[s
             "lower spec.minReplicas"
         )
     spares = min(job.spare_replicas, limit - fewest)
-    return ReplicaLimit(min(limit - spares, specified, spec.max_replicas), spares)
+    most = min(limit - spares, specified, spec.max_replicas)
+    if most == spec.max_replicas:
+        source = ""
+    elif most == specified:
+        source = f"spec.replicaLimit is {specified}"
+    return ReplicaLimit(most, spares, source)
 
 
 class ScaleError(AdaScaleError):

@@ -18,7 +18,7 @@ from adascale_controller.local.display import Display
 from adascale_controller.local.failed_checks import IN_GENERATION, FailedChecks
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.machine import ADDRESS, gpu_environment
-from adascale_controller.local.processes import ChildProcess, tail
+from adascale_controller.local.processes import ChildProcess, TrainerMessages, tail
 from adascale_controller.local.state_dir import StateDir
 from adascale_core import names
 from adascale_core.failures import (
@@ -69,6 +69,8 @@ class Agents:
         self._folder = folder
         self._lock = lock
         self._processes: dict[int, ChildProcess] = {}
+        self.messages = TrainerMessages()
+        """What the trainers report to their user."""
         self._stopping: set[int] = set()
 
     @property
@@ -86,6 +88,7 @@ class Agents:
         # -P: a file in the user's folder must not shadow a library.
         command = [sys.executable, "-P", "-m", "adascale_worker.agent", "--", *self._command.command]
         log = self._folder.replica_log(rank).absolute()
+        self.messages.follow(log)
         self._processes[rank] = ChildProcess(command, environ, log, [self._lock], self._command.cwd)
 
     def request_stop(self, rank: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from adascale_controller.local.state_dir import StateDir, StateDirError, replace_file
 from adascale_core.job_id import InvalidJobIdError, parse_job_id
+from adascale_core.messages.reports import GainReport
 
 MAX_NUMBER = 1e12
 """The largest time and the largest number of steps that are valid."""
@@ -36,6 +37,8 @@ class RunRecord:
     exit_code: int | None = None  # its exit code; None if it runs or was killed
     ended: float | None = None  # when it ended, in seconds since 1970; None if it runs or was killed
     reason: str = ""  # why it has failed; empty if it has not
+    target: float | None = None  # the progress at which the program would end; None if unknown
+    loss: float | None = None  # the last that it has reported; None if there is none
 
 
 def require_folder_of(folder: StateDir, job: str) -> None:
@@ -56,9 +59,13 @@ def record_start(folder: StateDir, run: RunRecord) -> list[float]:
     return [*(earlier.began for earlier in runs), run.began]
 
 
-def record_end(folder: StateDir, exit_code: int, ended: float, reason: str = "") -> None:
-    """Record the end of the last run: when it was, in seconds since 1970, and why it has failed."""
-    _append(folder.history_file, {"exit_code": exit_code, "ended": ended, "reason": reason})
+def record_end(
+    folder: StateDir, exit_code: int, ended: float, reason: str = "", latest: GainReport | None = None
+) -> None:
+    """Record the end of the last run: when it was, why it has failed, and its last report."""
+    end = {"exit_code": exit_code, "ended": ended, "reason": reason}
+    known = {} if latest is None else {"target": latest.target, "loss": latest.loss}
+    _append(folder.history_file, end | {name: value for name, value in known.items() if value is not None})
 
 
 def read_runs(folder: StateDir) -> list[RunRecord]:
@@ -138,6 +145,8 @@ _IS_VALID: Final[Mapping[str, Callable[[object], bool]]] = {
     "exit_code": _is_whole,
     "ended": _is_number,
     "reason": _is_text,
+    "target": _is_number,
+    "loss": _is_number,
 }
 """The members of the lines, and whether a value is one of theirs. A folder may be that of another program."""
 

@@ -67,7 +67,7 @@ class GenerationSummary:
 def summarize_generations(
     reports: Sequence[GainReport], run_starts: Sequence[float] = ()
 ) -> list[GenerationSummary]:
-    """Return a summary of each generation. The time between two runs of the job is no downtime."""
+    """Return a summary of each generation. Between two runs of the job is no downtime and no lost step."""
     ordered = sorted(reports, key=lambda report: (report.generation, report.step))
     groups = [list(group) for _, group in groupby(ordered, key=lambda report: report.generation)]
     previous: list[list[GainReport] | None] = [None, *groups]
@@ -79,10 +79,9 @@ def _summarize(
 ) -> GenerationSummary:
     first, last = reports[0], reports[-1]
     since, repeated = None, 0
-    if previous is not None:
+    if previous is not None and not any(previous[-1].time < start <= first.time for start in run_starts):
         repeated = max(previous[-1].step + 1 - first.step, 0)
-        if not any(previous[-1].time < start <= first.time for start in run_starts):
-            since = downtime(previous[-1].time, first.time)
+        since = downtime(previous[-1].time, first.time)
     return GenerationSummary(
         generation=first.generation,
         replicas=first.replicas,
@@ -176,8 +175,11 @@ def print_start(
     checkpoint: Manifest | None,
 ) -> None:
     """Print the job's settings, where its page, state and output are, and the step that it resumes at."""
-    display.message(f"{job.short_id}: {describe_size(job.spec, limit.replicas)}", "bold")
-    display.message(f"page     {page}")
+    below = f" (maxReplicas is {job.spec.max_replicas}; {limit.source})" if limit.source else ""
+    display.message(f"{job.short_id}: {describe_size(job.spec, limit.replicas)}{below}", "bold")
+    # On a line of its own, which is not wrapped.
+    display.message("page")
+    display.print(Text(page))
     display.message(f"metrics  curl {url}/jobs/{job.short_id}/gain")
     display.message(f"state    {folder.path}")
     display.message(f"output   {folder.replica_log(0)}")
@@ -220,6 +222,7 @@ def print_summary(
             at = f" at progress {_progress(checkpoint)}"
         values = f": {format_result(checkpoint.result)}" if checkpoint and checkpoint.result else ""
         display.message(f"Finished{at} in {duration(seconds)}{values}", "bold green")
+        display.message("`adascale ui` shows it from now on")
     elif result.permanent:
         display.message("Correct the cause, and run the command again", "bold")
     elif checkpoint is None:

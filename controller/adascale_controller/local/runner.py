@@ -15,7 +15,7 @@ from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.checkpoints import CheckpointStorageError, location, newest_manifest
 from adascale_controller.local.control_loop import LocalControlLoop, RunResult
-from adascale_controller.local.display import Display
+from adascale_controller.local.display import Display, LiveDisplay
 from adascale_controller.local.local_command import LocalCommand, resolve_command
 from adascale_controller.local.machine import cpu_cores, package_versions, visible_gpus
 from adascale_controller.local.processes import StopSignals
@@ -48,9 +48,13 @@ from adascale_controller.local.state_dir import DEFAULT_ROOT, StateDir, StateLoc
 from adascale_core import names
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.errors import AdaScaleError
+from adascale_core.messages.reports import GainReport
 
 MAX_HISTORY_POINTS = 5_000
 """The most reports that the table of generations is computed from."""
+
+PAGE_INTERVAL = 2.5
+"""Seconds within which an open page reads how the run has ended. Where nobody watches, there is none."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +103,16 @@ def run_job(job: JobDefinition, options: RunOptions, display: Display) -> int:
         run_starts = record_start(folder, record)
         _register(folder, display)
         run = _Run(job, options, display, signals, folder, checkpoints, lock, listener, run_starts)
-        exit_code, reason = 1, ""
+        exit_code, reason, latest = 1, "", None
         try:
             result = run.execute(command, environ, devices, limit)
-            exit_code, reason = result.exit_code, result.reason
+            exit_code, reason, latest = result.exit_code, result.reason, result.latest
         except Exception as error:
             exit_code = error.exit_code if isinstance(error, AdaScaleError) else 1
             reason = str(error) or type(error).__name__
             raise
         finally:
-            record_end(folder, exit_code, time.time(), reason)
+            record_end(folder, exit_code, time.time(), reason, latest)
         return exit_code
 
 
@@ -189,7 +193,10 @@ class _Run:
             checkpoint = newest_manifest(self._checkpoints)
             page = page_url(service.url, service.read_token, job.id)
             print_start(self._display, job, service.url, page, folder, limit, command, checkpoint)
-            return self._train(command, devices, limit, service, checkpoint)
+            result = self._train(command, devices, limit, service, checkpoint)
+            if isinstance(self._display, LiveDisplay):
+                time.sleep(PAGE_INTERVAL)
+            return result
         finally:
             service.stop()
             remove_service(folder)
@@ -230,8 +237,7 @@ class _Run:
             result = loop.run()
             result = replace(result, stopped_at=time.time())
             self._stop(result, loop, agents)
-            self._summarize(result, client)
-            return result
+            return replace(result, latest=self._summarize(result, client))
         finally:
             display.close()
             if agents.ranks:
@@ -257,23 +263,26 @@ class _Run:
                 "yellow",
             )
 
-    def _summarize(self, result: RunResult, client: MetricsServiceClient) -> None:
+    def _summarize(self, result: RunResult, client: MetricsServiceClient) -> GainReport | None:
+        """Print the end of the run, and return its last report; None if there is none."""
         self._display.close()
         try:
             reports = client.get_history(self._job.id, MAX_HISTORY_POINTS).points
         except ServiceError as error:
             self._display.message(f"Cannot show the table of generations: {error}", "yellow")
             reports = ()
+        latest = reports[-1] if reports else None
         try:
             checkpoint = newest_manifest(self._checkpoints)
         except CheckpointStorageError as error:
             self._display.message(f"Cannot show what is saved: {error}", "yellow")
-            return
+            return latest
         print_summary(
             self._display,
             result,
             summarize_generations(reports, self._run_starts),
             checkpoint,
-            reports[-1].progress if reports else None,
+            latest.progress if latest is not None else None,
             time.monotonic() - self._started_at,
         )
+        return latest

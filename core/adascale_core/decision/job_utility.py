@@ -487,10 +487,12 @@ class JobUtility:
         if old is None or new is None:
             return cause
         effect = (
-            f"predicted gain {_gain(old)} -> {_gain(new)}, "
+            f"predicted gain {_gain(old)} -> {_gain(new)}, step time {_step_time(old)} -> {_step_time(new)}, "
             f"{new.goodput / old.goodput:.1f} times the progress per second"
         )
-        return effect if new.goodput > old.goodput else f"{cause}: {effect}"
+        if new.goodput <= old.goodput:
+            return f"{cause}: {effect}"
+        return effect if count > before else f"fewer replicas are faster: {effect}"
 
 
 def _efficient_counts(job: JobState, counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -612,6 +614,11 @@ def _gain(prediction: Prediction) -> str:
     least, most = (f"{gain:.1f}" for gain in prediction.gain_range)
     gain = f"{prediction.gain:.1f}"
     return gain if least == most else f"{gain} ({least} to {most})"
+
+
+def _step_time(prediction: Prediction) -> str:
+    seconds = prediction.step_time
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _replicas(count: int) -> str:

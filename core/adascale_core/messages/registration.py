@@ -40,6 +40,9 @@ def agent_of(instance: str) -> str:
     return instance.rpartition(".")[0] or instance
 
 
+_SINCE_0_1_0 = ("snapshot_port", "pid")
+
+
 @dataclass(frozen=True)
 class Registration(Message):
     """The state and address of a replica.
@@ -71,6 +74,7 @@ class Registration(Message):
             did not fit into memory; None if none has failed in its generation.
         snapshot_port: port on which its agent sends the copies of the state in its memory to the agents of
             other replicas; 0 if there is none.
+        pid: the process id of its trainer, in the namespace of its agent; 0 if no trainer runs.
     """
 
     replica: int
@@ -94,13 +98,11 @@ class Registration(Message):
     accelerator: str = ""
     local_bsz_limit: int | None = None
     snapshot_port: int = 0
+    pid: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object, without `snapshot_port` if there is none: version 0.1.0 refuses it."""
-        members = super().to_json()
-        if not self.snapshot_port:
-            del members["snapshot_port"]
-        return members
+        """Return the JSON object, without what version 0.1.0 refuses if it is 0."""
+        return {name: value for name, value in super().to_json().items() if value or name not in _SINCE_0_1_0}
 
     @property
     def agent(self) -> str:

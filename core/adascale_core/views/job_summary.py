@@ -41,6 +41,10 @@ class JobStateName(StrEnum):
     """Its checkpoints cannot be read, which record whether it has finished."""
 
 
+ENDED = frozenset({JobStateName.STOPPED, JobStateName.FAILED, JobStateName.COMPLETE})
+"""The states of a job that does not train any more, unless somebody starts it again."""
+
+
 def training_replicas(active: ActiveAllocation | None, replicas: Collection[Registration]) -> int:
     """Return how many of the registered replicas train in the active generation."""
     return sum(

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from adascale_core.names import MAX_METRICS
+from adascale_frameworks.common import ReportedValues
 from adascale_frameworks.huggingface.data import DividedData, Order, RecordedResults, TrainingData, divided
 from adascale_frameworks.huggingface.run import TrainingRun
 from adascale_worker.errors import DatasetError, WorkerError
-from adascale_worker.reporting.logged_metrics import as_number
 from adascale_worker.trainer import ElasticTrainer
 
 _ONE_COPY = (
@@ -193,16 +192,9 @@ class ElasticMixin:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _elastic_report(self, logs: dict[str, Any]) -> None:
-        """Send numbers of a log to the metrics service, as many as a job may have."""
-        reported = self.__dict__.setdefault("_elastic_reported", {"loss"})
-        for name, value in logs.items():
-            number = as_number(value)
-            if number is None or name == "loss" or _NOT_REPORTED.fullmatch(name):
-                continue
-            if name not in reported and (len(reported) >= MAX_METRICS or not name.isidentifier()):
-                continue
-            reported.add(name)
-            self.elastic.log(**{name: number})
+        """Send numbers of a log to the metrics service."""
+        reported = self.__dict__.setdefault("_elastic_reported", ReportedValues(self.elastic))
+        reported.report({name: value for name, value in logs.items() if not _NOT_REPORTED.fullmatch(name)})
 
     def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, each batch on one replica."""

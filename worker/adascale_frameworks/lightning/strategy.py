@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from adascale_frameworks.common import options_of
+from adascale_frameworks.common import ReportedValues, crossed, options_of
 from adascale_frameworks.lightning.loaders import EvaluationLoader, TrainingLoader, is_divisible
 from adascale_frameworks.lightning.loops import (
     Counts,
@@ -230,6 +230,7 @@ class ElasticStrategy(Strategy):
         require_one_loader(self._train_loaders)
         assert self._loader is not None
         self._elastic = self._make_elastic_trainer(trainer, self._loader)
+        self._reported = ReportedValues(self._elastic)
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         make_elastic(trainer.fit_loop.epoch_loop, ElasticTrainingLoop, self)
@@ -346,6 +347,9 @@ class ElasticStrategy(Strategy):
         elastic, counts = self.elastic_trainer, self._counts
         if not self._has_begun:
             self._states.begin()
+        interval = max(self._trainer.log_every_n_steps, 1)
+        if self._made_step and crossed(interval, counts.before, counts.after):
+            self._reported.report(self._trainer.callback_metrics)
         self._has_begun = self._is_training = True
         self._steps_at_batch = elastic.steps
         counts.after = elastic.progress
@@ -405,9 +409,18 @@ class ElasticStrategy(Strategy):
                 output = step(*args, **kwargs)
         finally:
             self._is_in_step = False
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if isinstance(loss, Tensor) and self._is_training:
+            self.elastic_trainer.log(loss=loss.detach())
         if not self._automatic:
             self._end_batch()
         return output
+
+    def on_validation_end(self) -> None:
+        """Report the values of a validation."""
+        super().on_validation_end()
+        if self._is_training:
+            self._reported.report(self._trainer.callback_metrics)
 
     @property
     def _automatic(self) -> bool:

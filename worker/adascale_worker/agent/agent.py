@@ -249,6 +249,7 @@ class Agent:
             accelerator=status.accelerator if status else "",
             local_bsz_limit=status.local_bsz_limit if status else None,
             snapshot_port=self._snapshots.port if self._snapshots is not None else 0,
+            pid=trainer.pid if trainer is not None and code is None else 0,
         )
 
     def _register(self, registration: Registration) -> None:

@@ -115,13 +115,13 @@ class Heartbeat:
                     self._changed.wait(self._interval)
 
     def _send(self, registration: Registration) -> MemberView:
-        """Send a registration, without the port for copies of the state if the service does not know it."""
+        """Send a registration, without what version 0.1.0 of the service refuses if it does."""
         try:
             return self._client.register(self._job_id, registration)
         except ServiceRefusedError as error:
-            if error.status != 422 or not registration.snapshot_port:
+            if error.status != 422 or not (registration.snapshot_port or registration.pid):
                 raise
-        return self._client.register(self._job_id, replace(registration, snapshot_port=0))
+        return self._client.register(self._job_id, replace(registration, snapshot_port=0, pid=0))
 
     def _read_generations(self) -> None:
         backoff = Backoff()

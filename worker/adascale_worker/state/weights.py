@@ -242,7 +242,7 @@ def main() -> int:
     except OSError as error:
         print(f"adascale: {file} cannot be written: {error.strerror}", file=sys.stderr)
         return os.EX_IOERR
-    print(f"Exported {described}, to {file}")
+    print(f"Exported {described}, to {file}, in the format safetensors")
     return 0
 
 
