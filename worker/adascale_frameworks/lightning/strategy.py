@@ -348,7 +348,7 @@ class ElasticStrategy(Strategy):
         if not self._has_begun:
             self._states.begin()
         interval = max(self._trainer.log_every_n_steps, 1)
-        if self._made_step and crossed(interval, counts.before, counts.after):
+        if not self.awaits_micro_batches and crossed(interval, counts.before, counts.after):
             self._reported.report(self._trainer.callback_metrics)
         self._has_begun = self._is_training = True
         self._steps_at_batch = elastic.steps

@@ -235,7 +235,7 @@ class TrainingLoop(Context):
         if agreed.exit or agreed.change:
             if agreed.change and self.group.replicas == 1:
                 # What the program does may fail on several replicas, which then costs no steps.
-                self.saving.save()
+                self.state.save()
             self.generations.change()
             return
         if agreed.save and not self.steps.optimizer.awaits_comparison:
