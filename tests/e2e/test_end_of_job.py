@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from e2e.local_run import PACED, ROOT, adascale, running, write_job
+from e2e.local_run import PACED, adascale, running, write_job
 from support.fast_python import PYTHON
-from support.launch import wait_until
+from support.launch import PROGRAMS, TESTS, wait_until
 
-PROGRAM = ROOT / "tests" / "support" / "programs" / "finishes.py"
+PROGRAM = PROGRAMS / "finishes.py"
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def state(tmp_path: Path) -> Path:
 
 def write(path: Path, env: dict[str, str], **spec: Any) -> Path:
     """Write a job of `finishes.py`."""
-    environ = {"PYTHONPATH": str(ROOT / "tests"), **env}
+    environ = {"PYTHONPATH": str(TESTS), **env}
     return write_job(path, [*PYTHON, str(PROGRAM)], environ, batchSize=8, **spec)
 
 
@@ -101,14 +101,14 @@ def test_a_rank_that_ends_alone_fails_the_job_with_its_reason(tmp_path: Path, st
     assert "Traceback" not in run.stdout
 
 
-HANGS = ROOT / "tests" / "support" / "programs" / "hangs.py"
+HANGS = PROGRAMS / "hangs.py"
 
 
 @pytest.mark.slow
 def test_a_step_that_does_not_end_is_shown_with_the_replica_that_is_behind(
     tmp_path: Path, state: Path
 ) -> None:
-    env = {"PYTHONPATH": str(ROOT / "tests"), "ON_RANK": "1", "SECONDS": "1000"}
+    env = {"PYTHONPATH": str(TESTS), "ON_RANK": "1", "SECONDS": "1000"}
     bounds = {"maxBatchSize": 16, "localBszBounds": {"lower": 4, "upper": 8}}
     spec: dict[str, Any] = {"batchSize": 8, "minReplicas": 2, "maxReplicas": 2, **bounds}
     job = write_job(tmp_path / "job.yaml", [*PYTHON, str(HANGS)], env, **spec)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from e2e.local_run import adascale_in_process, running, write_job
 from support.fast_python import PYTHON
-from support.launch import wait_until
+from support.launch import PROGRAMS, wait_until
 from support.members import Members
 
-PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "sharded_members.py"
+PROGRAM = PROGRAMS / "sharded_members.py"
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from support.launch import PROGRAMS
 from support.members import Members
 
-PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "lightning_job.py"
+PROGRAM = PROGRAMS / "lightning_job.py"
 ELASTIC = json.dumps({"max_batch_size": 24, "local_bsz_bounds": [2, 8]})
 
 

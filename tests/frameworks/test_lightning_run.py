@@ -12,9 +12,10 @@ import pytest
 
 from e2e.local_run import running, write_job
 from support.fast_python import PYTHON
+from support.launch import PROGRAMS
 from support.members import Members
 
-PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "lightning_job.py"
+PROGRAM = PROGRAMS / "lightning_job.py"
 STEPS = 3_000
 
 

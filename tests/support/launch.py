@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.fast_python import PYTHON, torchrun
+from support.fast_python import PYTHON
 
-PROGRAM = Path(__file__).parent / "programs" / "journal.py"
+TESTS = Path(__file__).parents[1]
+PROGRAMS = TESTS / "support" / "programs"
+PROGRAM = PROGRAMS / "journal.py"
 TIMEOUT = 180.0
 """Seconds for conditions that hold within a few seconds on a machine that is not loaded."""
 
@@ -111,6 +113,16 @@ class Journal:
         return (self.folder / f"weights-rank{rank}").read_text()
 
 
+def torchrun(replicas: int) -> list[str]:
+    """Return the beginning of a command that starts a program as `torchrun` does, its processes included.
+
+    The rendezvous is the static one: that of `--standalone` takes a second of the processor to log its calls.
+    """
+    address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    launcher = [*PYTHON, "-m", "torch.distributed.run", *address, f"--nproc-per-node={replicas}"]
+    return [*launcher, "--no-python", *PYTHON]
+
+
 def run_program(
     *arguments: object, replicas: int = 0, timeout: float = 110, **environ: object
 ) -> subprocess.CompletedProcess[str]:
@@ -124,7 +136,12 @@ def run_program(
     """
     return subprocess.run(
         [*(torchrun(replicas) if replicas else PYTHON), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in environ.items()}},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(TESTS),
+            **{name: str(value) for name, value in environ.items()},
+        },
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from support.launch import PROGRAMS
 from support.members import Members
 
 MIB = 2**20
 STATE = 200 * MIB
-BEHIND = Path(__file__).parents[1] / "support" / "programs" / "behind.py"
+BEHIND = PROGRAMS / "behind.py"
 BEHIND_STATE = 3 * 64 * MIB
 """Bytes of the state of this program: weights, and two averages of Adam."""
 

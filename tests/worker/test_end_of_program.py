@@ -1,41 +1,22 @@
 """Tests of a program that ends before its training does, or declares its end."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.fast_python import PYTHON, torchrun
+from support.fast_python import PYTHON
+from support.launch import PROGRAMS, TESTS, AgentProcess, run_program
 from support.service import Service
 
-TESTS = Path(__file__).parents[1]
-PROGRAM = str(TESTS / "support" / "programs" / "finishes.py")
+PROGRAM = str(PROGRAMS / "finishes.py")
 PERMANENT = 78
 
 
-def environ(folder: Path, options: dict[str, object]) -> dict[str, str]:
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(TESTS),
-        "ADASCALE_CHECKPOINT_DIR": str(folder),
-        **{name: str(value) for name, value in options.items()},
-    }
-
-
-def run(folder: Path, ranks: int = 1, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*(torchrun(ranks) if ranks > 1 else PYTHON), PROGRAM],
-        env=environ(folder, options),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def run(folder: Path, ranks: int = 0, **options: object) -> subprocess.CompletedProcess[str]:
+    return run_program(PROGRAM, replicas=ranks, ADASCALE_CHECKPOINT_DIR=folder, **options)
 
 
 def manifest(folder: Path) -> dict[str, Any]:
@@ -216,17 +197,9 @@ def test_ranks_that_end_before_the_required_steps_fail_under_torchrun(tmp_path: 
 
 
 def test_an_agent_exits_as_its_program_ends(tmp_path: Path, service: Service) -> None:
-    command = [sys.executable, "-m", "adascale_worker.agent", "--", *PYTHON, PROGRAM]
-    options: dict[str, object] = {**service.environ, "ADASCALE_REPLICA": 0, "END": "exit", "STEPS": 100_000}
     service.allocate(1, 1)
-    agent = subprocess.run(
-        command,
-        env=environ(tmp_path, options),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    options = {"PYTHONPATH": TESTS, "END": "exit", "STEPS": 100_000}
+    agent = AgentProcess(0, tmp_path, service.environ, [*PYTHON, PROGRAM], **options)
+    assert agent.wait() == PERMANENT, agent.log.read_text()
     latest = service.job()["latest"]
-    assert agent.returncode == PERMANENT, agent.stdout + agent.stderr
     assert (latest["step"], latest["target"]) == (3, 100_000.0), "the last step is reported"

@@ -14,10 +14,9 @@ import pytest
 from adascale import ElasticTrainer
 from adascale.errors import AdaScaleError, InvalidJobError, WorkerError
 from adascale_core.failures import EXIT_INVALID_PROGRAM
-from support.launch import run_program
+from support.launch import PROGRAMS, run_program
 from support.training import MakeTrainer, equal, learn, network, parameters_of, samples, sgd, train
 
-TESTS = Path(__file__).parents[1]
 STEPS_PER_EPOCH = 6
 
 
@@ -315,8 +314,8 @@ def test_a_loop_before_program_reentry_is_an_error(make_trainer: MakeTrainer) ->
 
 
 def run(folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    program = TESTS / "support" / "programs" / "epochs.py"
-    return run_program(program, PYTHONPATH=TESTS, ADASCALE_CHECKPOINT_DIR=folder, **options)
+    program = PROGRAMS / "epochs.py"
+    return run_program(program, ADASCALE_CHECKPOINT_DIR=folder, **options)
 
 
 def require_saved_end(folder: Path, epochs: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from adascale_core.batch.gain import GradientEstimate
-from support.launch import wait_until
+from support.launch import PROGRAMS, wait_until
 from support.members import Members
 from support.training import (
     ACCUMULATING,
@@ -31,7 +31,7 @@ from support.training import (
     train,
 )
 
-PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "frozen.py"
+PROGRAM = PROGRAMS / "frozen.py"
 FIRST, SECOND = ["0.weight", "0.bias"], ["3.weight", "3.bias"]
 BOUNDS: dict[str, object] = {"batch_size": 8}
 SCALED_ON_TWO: dict[str, object] = {"batch_size": 4, "max_batch_size": 8, "local_bsz_bounds": [4, 4]}

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "two_replicas.py"
+from support.launch import PROGRAMS
+
+PROGRAM = PROGRAMS / "two_replicas.py"
 IPV6_ONLY = "ip -4 address flush dev lo"
 WITHOUT_IPV6 = "ip -6 address flush dev lo; sysctl --quiet --write net.ipv6.conf.all.disable_ipv6=1"
 

@@ -1,41 +1,23 @@
 """Programs with wrong loops are refused, and unusual but correct loops train: `programs/loops.py`."""
 
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from adascale_core.failures import EXIT_INVALID_PROGRAM
-from support.fast_python import PYTHON, torchrun
+from support.launch import PROGRAMS, run_program
 
 TORCHRUN_FAILED = 1
-PROGRAM = str(Path(__file__).parents[1] / "support" / "programs" / "loops.py")
+PROGRAM = str(PROGRAMS / "loops.py")
 NOT_AVERAGED = r"adascale: the gradients of this step do not come from a call of model\(\.\.\.\).* 2 replicas"
 WARNING = r"RuntimeWarning: the gradients of this step do not come.* On 1 replica this has no effect"
 
 
-def run(loop: str, replicas: int = 1, **environ: object) -> tuple[int, str]:
+def run(loop: str, replicas: int = 0, **environ: object) -> tuple[int, str]:
     """Run the program, and return its exit code and its output."""
-    command = [*(torchrun(replicas) if replicas > 1 else PYTHON), PROGRAM]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
-    ended = subprocess.run(
-        command,
-        env={
-            **inherited,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).parents[1]),
-            "LOOP": loop,
-            **{name: str(value) for name, value in environ.items()},
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    return ended.returncode, ended.stdout
+    ended = run_program(PROGRAM, replicas=replicas, LOOP=loop, **environ)
+    return ended.returncode, ended.stdout + ended.stderr
 
 
 def require_refused(result: tuple[int, str], message: str) -> None:

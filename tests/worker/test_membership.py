@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from support.examples import examples
+from support.launch import PROGRAMS
 from support.members import REPLACED_CODES, Members, Trainer
 from support.training import samples
 
-PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
 AVERAGES = PROGRAMS / "averages.py"
 DIES_WHILE_SENDING = PROGRAMS / "dies_while_sending.py"
 EVALUATES = PROGRAMS / "evaluates.py"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from adascale import ElasticTrainer
 from adascale_core.failures import EXIT_OUT_OF_MEMORY
 from adascale_worker.gradients.step_failure import forward_without_activations, is_out_of_memory
-from support.launch import run_program, wait_until
+from support.launch import PROGRAMS, run_program, wait_until
 from support.members import Members, Trainer
 from support.training import MakeTrainer, adamw, learn, samples, sgd, train
 
@@ -139,7 +139,7 @@ def test_with_the_upper_bound_auto_batches_grow_step_by_step_to_what_fits(
 
 @pytest.mark.slow
 def test_a_failed_allocation_of_a_process_with_limited_memory_is_recovered_from() -> None:
-    program = Path(__file__).parents[1] / "support" / "programs" / "memory.py"
+    program = PROGRAMS / "memory.py"
     run = run_program(program)
     assert run.returncode == 0, run.stderr
     assert "64 samples does not fit into the memory of cpu" in run.stderr

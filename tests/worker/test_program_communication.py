@@ -10,8 +10,8 @@ import pytest
 
 from adascale_core.failures import EXIT_INVALID_PROGRAM
 from adascale_core.names import LAUNCHER_VARIABLES
-from support.fast_python import PYTHON, torchrun
-from support.launch import PROGRAM, AgentProcess, run_python, wait_until
+from support.fast_python import PYTHON
+from support.launch import PROGRAM, AgentProcess, run_python, torchrun, wait_until
 from support.service import Service
 
 COMMUNICATES = PROGRAM.with_name("communicates.py")

@@ -11,7 +11,7 @@ import torch
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
 from support.gan import Gan, noise_of
 from support.heads import CASES, CASES_OF_ONE, Heads, plain_parameters
-from support.launch import run_python
+from support.launch import PROGRAMS, run_python
 from support.training import (
     ACCUMULATING,
     FIXED,
@@ -24,14 +24,14 @@ from support.training import (
     train_without,
 )
 
-PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "heads.py"
+PROGRAM = PROGRAMS / "heads.py"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two replicas have written."""
     made = tmp_path_factory.mktemp("heads")
-    run_python(PROGRAM, replicas=2, OUT=made, PYTHONPATH=PROGRAM.parents[2])
+    run_python(PROGRAM, replicas=2, OUT=made)
     return made
 
 

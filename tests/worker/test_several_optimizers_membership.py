@@ -11,10 +11,11 @@ import torch
 
 from adascale_core.failures import EXIT_OUT_OF_MEMORY
 from support.gan import Gan, noise_of
+from support.launch import PROGRAMS
 from support.members import REPLACED_CODES, Members
 from support.training import samples
 
-PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "gan.py"
+PROGRAM = PROGRAMS / "gan.py"
 ELASTIC = json.dumps({"batch_size": 8, "max_batch_size": 24, "local_bsz_bounds": [2, 8]})
 SLOW_LOOPS = ("generator first", "frozen", "two backward passes", "gradient penalty")
 CHANGING_LOOPS = ("changed between two passes", "deleted by hand", "zeroed by another module")

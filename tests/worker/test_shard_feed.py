@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any, cast
 
@@ -193,7 +192,7 @@ def read_in_worker_processes() -> None:
 def test_worker_processes_read_each_record_once_over_changes_and_a_discarded_step() -> None:
     # In a process of its own: forks of one that has run other tests and their threads may end at once.
     program = "from worker import test_shard_feed; test_shard_feed.read_in_worker_processes()"
-    run_python("-c", program, PYTHONPATH=Path(__file__).parents[1])
+    run_python("-c", program)
 
 
 def test_each_replica_reads_its_part() -> None:

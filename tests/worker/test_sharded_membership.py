@@ -8,7 +8,6 @@ import signal
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +17,10 @@ import torch.distributed as dist
 from adascale_worker.membership.lane_group import LaneGroup
 from adascale_worker.membership.replica_processes import ReplicaProcesses
 from adascale_worker.process.environment import RankAssignment
+from support.launch import PROGRAMS
 from support.members import Members
 
-PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "sharded_members.py"
+PROGRAM = PROGRAMS / "sharded_members.py"
 ELASTIC = json.dumps({"batch_size": 12, "max_batch_size": 48, "local_bsz_bounds": [2, 12]})
 OPTIONS = {"PROGRAM": PROGRAM, "ADASCALE_PROCESSES_PER_REPLICA": 2, "EPOCHS": 3}
 

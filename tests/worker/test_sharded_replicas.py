@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from adascale_worker.state.weights import export
 from support.fast_python import PYTHON
-from support.launch import free_port
+from support.launch import PROGRAMS, free_port
 
-PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "shards.py"
+PROGRAM = PROGRAMS / "shards.py"
 
 
 def start(folder: Path, replicas: int, processes: int | None, **options: Any) -> list[subprocess.Popen[str]]:

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from support.launch import has_exited, run_program, wait_until
+from support.launch import PROGRAMS, TESTS, has_exited, run_program, wait_until
 from support.training import MakeTrainer, network, sgd
-
-TESTS = Path(__file__).parents[1]
 
 
 def run(ends: str, state: Path | None = None) -> subprocess.CompletedProcess[str]:
-    program = TESTS / "support" / "programs" / "ends.py"
-    return run_program(program, PYTHONPATH=TESTS, ENDS=ends, STATE=state or "")
+    program = PROGRAMS / "ends.py"
+    return run_program(program, ENDS=ends, STATE=state or "")
 
 
 @pytest.mark.slow
@@ -154,7 +152,7 @@ def test_an_error_in_the_constructor_is_printed_without_a_traceback() -> None:
 
 def start_forking(state: Path, **environ: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(TESTS / "support" / "programs" / "forks.py")],
+        [sys.executable, str(PROGRAMS / "forks.py")],
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-from support.launch import run_python
+from support.launch import PROGRAMS, run_python
 
-PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "slow_replica.py"
+PROGRAM = PROGRAMS / "slow_replica.py"
 
 
 def _found(output: str) -> list[tuple[int, int, float]]:

@@ -1,11 +1,8 @@
 """Tests of the watchdog over steps that do not end: which replica is behind, and where."""
 
-import os
 import re
-import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -16,33 +13,16 @@ import torch
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.loop.step_watchdog import Stall, StepWatchdog
 from adascale_worker.reporting.progress import StepTimer
-from support.fast_python import PYTHON, torchrun
+from support.launch import PROGRAMS, run_program
 
-TESTS = Path(__file__).parents[1]
-PROGRAM = TESTS / "support" / "programs" / "hangs.py"
+PROGRAM = PROGRAMS / "hangs.py"
 LINE = next(n for n, text in enumerate(PROGRAM.read_text().splitlines(), 1) if "hangs here" in text)
 PLAN = BatchPlan(1, 8, 1)
 
 
-def run(replicas: int = 1, **environ: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*(torchrun(replicas) if replicas > 1 else PYTHON), str(PROGRAM)],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(TESTS),
-            **{name: str(value) for name, value in environ.items()},
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-
 @pytest.mark.slow
 def test_the_replica_that_is_behind_prints_its_stack_and_the_others_that_they_wait() -> None:
-    ended = run(2, ON_RANK=1, SECONDS=8)
+    ended = run_program(PROGRAM, replicas=2, ON_RANK=1, SECONDS=8)
     assert ended.returncode == 0, ended.stderr
     behind = (
         rf"adascale: no step for \d+ s: rank 1 is at {re.escape(str(PROGRAM))}, line {LINE}, in __getitem__\."
@@ -57,7 +37,7 @@ def test_the_replica_that_is_behind_prints_its_stack_and_the_others_that_they_wa
 
 @pytest.mark.slow
 def test_a_step_timeout_ends_the_process_as_a_kill_from_outside_does() -> None:
-    ended = run(ON_RANK=0, SECONDS=100, ADASCALE_STEP_TIMEOUT=2)
+    ended = run_program(PROGRAM, ON_RANK=0, SECONDS=100, ADASCALE_STEP_TIMEOUT=2)
     assert ended.returncode == -9, ended.stderr
     assert re.search(
         r"adascale: rank 0 has made no step for \d+ s, and the step timeout is 2 s: ending its process\. "

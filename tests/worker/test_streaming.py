@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from support.launch import run_program
+from support.launch import PROGRAMS, run_program
 from support.members import Members
 
-PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
 PROGRAM = PROGRAMS / "streams.py"
 
 

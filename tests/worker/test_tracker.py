@@ -21,9 +21,10 @@ from adascale_worker.reporting.trackers import (
     make_tracker,
     tracked_values,
 )
+from support.launch import PROGRAMS
 from support.members import Members
 
-TRACKS = Path(__file__).parents[1] / "support" / "programs" / "tracks.py"
+TRACKS = PROGRAMS / "tracks.py"
 REPORT = GainReport(
     generation=1, step=1, progress=2.0, epoch=0, replicas=2, local_bsz=8, accumulation=3, scale=4.0, gain=2.0,
     grad_sqr=0.5, grad_var=1.5, step_time=0.02, time=1.76e9, loss=0.7, metrics={"accuracy": 0.5}, lr=0.1,

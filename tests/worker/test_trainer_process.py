@@ -19,7 +19,7 @@ from adascale_worker.agent import trainer_process
 from adascale_worker.agent.trainer_connection import TrainerStatus
 from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess
 from support.fast_python import PYTHON
-from support.launch import wait_until
+from support.launch import PROGRAMS, wait_until
 
 
 def shell(script: str) -> tuple[TrainerProcess, Callable[[], int]]:
@@ -236,7 +236,7 @@ def test_a_trainer_reports_and_gets_messages_for_its_whole_life() -> None:
 def test_the_agent_learns_that_a_batch_does_not_fit_into_a_later_process(
     tmp_path: Path,
 ) -> None:
-    program = Path(__file__).parents[1] / "support" / "programs" / "sharded_members.py"
+    program = PROGRAMS / "sharded_members.py"
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

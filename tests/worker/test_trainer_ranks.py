@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.launch import run_python
+from support.launch import PROGRAMS, run_python
 
-PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 
 
@@ -17,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of both replicas."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_python(PROGRAMS / "ranks.py", replicas=2, OUT=folder, PYTHONPATH=PROGRAMS.parents[1])
+    run_python(PROGRAMS / "ranks.py", replicas=2, OUT=folder)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -45,12 +45,6 @@ class FastPython(Sequence[str]):
 PYTHON = FastPython()
 
 
-def torchrun(replicas: int) -> list[str]:
-    """Return the beginning of a command that starts a program as `torchrun` does, its processes included."""
-    launcher = [*PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={replicas}"]
-    return [*launcher, "--no-python", *PYTHON]
-
-
 class Program:
     """A program that the server runs for this process, without a command between them.
 
