@@ -15,7 +15,7 @@ PROGRAM = str(PROGRAMS / "finishes.py")
 PERMANENT = 78
 
 
-def run(folder: Path, ranks: int = 0, **options: object) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, ranks: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
     return run_program(PROGRAM, replicas=ranks, ADASCALE_CHECKPOINT_DIR=folder, **options)
 
 

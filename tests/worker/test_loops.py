@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ NOT_AVERAGED = r"adascale: the gradients of this step do not come from a call of
 WARNING = r"RuntimeWarning: the gradients of this step do not come.* On 1 replica this has no effect"
 
 
-def run(loop: str, replicas: int = 0, **environ: object) -> tuple[int, str]:
+def run(loop: str, replicas: int = 0, **environ: Any) -> tuple[int, str]:
     """Run the program, and return its exit code and its output."""
     ended = run_program(PROGRAM, replicas=replicas, LOOP=loop, **environ)
     return ended.returncode, ended.stdout + ended.stderr
