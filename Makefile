@@ -56,7 +56,7 @@ test: $(READY) ## run the fast tests
 
 .PHONY: test-slow
 test-slow: $(READY) ## run the slower tests
-	$(BIN)/python -m pytest -m "slow and not cluster" $(PARALLEL) $(TESTS)
+	$(BIN)/python -m pytest -m "slow and not cluster" $(PARALLEL) $(or $(TESTS),$$(grep -rl --include='test_*.py' mark.slow tests))
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## run the tests that need a GPU with CUDA

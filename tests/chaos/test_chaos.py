@@ -1,5 +1,6 @@
 """A few runs of the fault harness; `make chaos` has many. And the harness finds what it must find."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from chaos.checks import problems
 from chaos.harness import Harness
+from chaos.run import Outcome
 from chaos.schedule import Fault, Kind, Schedule, draw, undisturbed
 
 STEPS = 100
@@ -24,10 +27,15 @@ def test_what_must_hold_holds_after_faults() -> None:
 @pytest.mark.parametrize(
     ("data", "loop", "processes"),
     [
-        ("stream", "plain", None),
-        ("stream with states", "plain", None),
-        ("shards", "plain", None),
-        ("items", "accelerate", None),
+        *(
+            pytest.param(*each, marks=pytest.mark.release)
+            for each in (
+                ("stream", "plain", None),
+                ("stream with states", "plain", None),
+                ("shards", "plain", None),
+                ("items", "accelerate", None),
+            )
+        ),
         ("items", "plain", 2),
     ],
 )
@@ -53,11 +61,23 @@ def test_each_sample_is_trained_once_over_changes_of_size_and_a_kill(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", ["lose", "repeat"])
+@pytest.mark.parametrize("bug", ["lose", pytest.param("repeat", marks=pytest.mark.release)])
 def test_the_harness_finds_a_sample_that_is_not_trained_once(bug: str) -> None:
     assert any("times, not" in problem for problem in Harness(bug).run(undisturbed(1, STEPS)))
 
 
+def test_weights_that_differ_from_those_of_an_undisturbed_run_are_a_problem(tmp_path: Path) -> None:
+    ended = {"steps": STEPS, "samples": 4 * STEPS, "progress": STEPS, "generations": [[1, 1]], "problems": []}
+    result = {**ended, "finite": True, "weights": "own"}
+    (tmp_path / "result-1.json").write_text(json.dumps(result))
+    schedule = undisturbed(1, STEPS)
+    outcome = Outcome(None, "", (), (), 1.0)
+    assert problems(schedule, outcome, tmp_path, result) == []
+    (found,) = problems(schedule, outcome, tmp_path, {**result, "weights": "others"})
+    assert found == "the weights are ['own'], those of an undisturbed run others"
+
+
+@pytest.mark.release
 @pytest.mark.slow
 def test_the_harness_finds_weights_that_differ_from_those_of_an_undisturbed_run() -> None:
     fault = Fault(Kind.INTERRUPT, progress=0.3, delay=0.0, target=0, seconds=0.0)

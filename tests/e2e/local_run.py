@@ -76,7 +76,7 @@ def adascale(
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line as a process in a folder, until it exits."""
     return subprocess.run(
-        [sys.executable, "-m", "adascale_controller", *map(str, arguments)],
+        [*PYTHON, "-m", "adascale_controller", *map(str, arguments)],
         cwd=cwd,
         env=_environ(**environ),
         capture_output=True,

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from e2e.local_run import ROOT, adascale
+from support.fast_python import PYTHON
 
 
 @pytest.mark.slow
@@ -29,6 +30,8 @@ def test_an_example_is_trained_by_its_job_file(
 ) -> None:
     document = yaml.safe_load((ROOT / "examples" / f"{example}.yaml").read_text())
     document["spec"]["scaleInvariantSteps"] = steps
+    (container,) = document["spec"]["template"]["spec"]["containers"]
+    container["command"][:1] = PYTHON
     job, state = tmp_path / "job.yaml", tmp_path / "state"
     job.write_text(yaml.safe_dump(document))
     run = adascale("run", job, "--state-dir", state, "--port", 0, timeout=110)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from e2e.local_run import ROOT, adascale
+from support.launch import run_python
 from support.snippets import IMPORTS, Snippet, after, apply, before, snippets
 
 pytestmark = pytest.mark.slow
@@ -27,11 +27,8 @@ def code(blocks: list[Snippet], language: str) -> list[str]:
 
 
 def run(program: Path) -> str:
-    ended = subprocess.run(
-        [sys.executable, str(program)], cwd=program.parent, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    with chdir(program.parent):
+        return run_python(program)
 
 
 def test_the_program_of_the_readme_trains_before_and_after_its_change(tmp_path: Path) -> None:

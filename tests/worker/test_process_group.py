@@ -87,7 +87,7 @@ def start_two(*arguments: tuple[str, str]) -> list[subprocess.Popen[str]]:
     port = str(free_port())
     return [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), port, *each],
+            [*PYTHON, "-c", PROGRAM, str(rank), port, *each],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

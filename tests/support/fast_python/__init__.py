@@ -1,4 +1,4 @@
-"""A `python` that has torch and the metrics service imported already.
+"""A `python` that has torch, the metrics service and the command line imported already.
 
 That takes most of the time of short programs.
 

@@ -33,7 +33,7 @@ def import_what_programs_import() -> None:
     import torch.distributed.run
 
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    import adascale_api.cli  # noqa: F401
+    import adascale_controller.cli  # noqa: F401
     import adascale_worker.trainer  # noqa: F401
 
     # No program looks through what is imported, or copies it, when it collects its garbage.
