@@ -86,7 +86,7 @@ $(LOWEST_READY): pyproject.toml requirements-lowest.lock $(READY)
 # Needs Python 3.11 or 3.12: the lowest versions have no wheels for newer ones.
 .PHONY: test-lowest
 test-lowest: $(LOWEST_READY) ## run fast tests with the lowest versions of torch, kubernetes and uvicorn
-	$(LOWEST_VENV)/bin/python -m pytest -m "not slow and not cluster" $(PARALLEL) $(LOWEST_TESTS)
+	$(LOWEST_VENV)/bin/python -m pytest -p no:cacheprovider -m "not slow and not cluster" $(PARALLEL) $(LOWEST_TESTS)
 
 .PHONY: check
 check: $(READY) ## check format, lint, types, imports and sizes

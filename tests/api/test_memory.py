@@ -81,7 +81,7 @@ def test_pages_of_large_jobs_take_bounded_memory(tmp_path: Path) -> None:
         assert "Traceback" not in service.log()
 
 
-@pytest.fixture(params=["http", "https"])
+@pytest.fixture(params=[pytest.param("http", marks=pytest.mark.release), "https"])
 def tls(request: pytest.FixtureRequest, tmp_path: Path) -> TlsFiles | None:
     """The certificate of a service with TLS, or None without TLS."""
     return tls_files(tmp_path / "tls") if request.param == "https" else None

@@ -31,6 +31,7 @@ from api.client import (
     run_service,
     wait_until,
 )
+from support.examples import examples
 from support.small_disk import fill, small_disk
 
 CLIENTS = 16
@@ -102,7 +103,9 @@ def test_replicas_that_register_concurrently_are_all_stored(service: ServiceProc
     assert stored["active"]["replicas"] == CLIENTS
 
 
-@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8)]])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, examples(2)))]
+)
 def test_what_was_answered_survives_a_kill(tmp_path: Path, seed: int) -> None:
     reports_before_kill = random.Random(seed).randrange(20, 400)
     answered: dict[int, list[int]] = {number: [] for number in range(CLIENTS)}

@@ -154,6 +154,7 @@ def test_a_change_of_the_replica_count_is_measured_on_each_device(device: str) -
     assert "kill: next" in printed
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_loss_costs_no_sample_in_the_goodput_benchmark(tmp_path: Path) -> None:
     options = ["--contenders", "adascale", "--seconds", 20, "--step-seconds", 0.03]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from adascale_worker.state.tree import flatten, on_host
 from e2e.local_run import adascale, write_job
 from support.fast_python import PYTHON
 from support.gan import Gan, noise_of
-from support.launch import wait_until
+from support.launch import run_python, wait_until
 from support.training import ACCUMULATING, FIXED, WAITS, MakeTrainer, network, samples
 
 ROOT = Path(__file__).parents[2]
@@ -373,24 +371,9 @@ def test_two_replicas_share_a_gpu(tmp_path: Path) -> None:
     assert "Finished at progress" in run.stdout
 
 
-@pytest.mark.slow
-@on_each_device
+@pytest.mark.gpu
 @pytest.mark.parametrize("example", ["cnn", "gan"])
-def test_an_example_trains(tmp_path: Path, device: torch.device, example: str) -> None:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
-    run = subprocess.run(
-        [*PYTHON, str(ROOT / "examples" / f"{example}.py")],
-        env={
-            **environ,
-            **({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}),
-            "OMP_NUM_THREADS": "1",
-            "ADASCALE_SCALE_INVARIANT_STEPS": "200",
-            "ADASCALE_CHECKPOINT_DIR": str(tmp_path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "after 2" in run.stdout
+def test_an_example_trains_on_a_gpu(tmp_path: Path, example: str) -> None:
+    """On the CPU, `e2e/test_examples.py` trains it."""
+    options = {"ADASCALE_SCALE_INVARIANT_STEPS": 200, "ADASCALE_CHECKPOINT_DIR": tmp_path}
+    assert "after 2" in run_python(ROOT / "examples" / f"{example}.py", **options)

@@ -130,15 +130,6 @@ def test_the_weight_of_a_step_is_that_of_all_its_micro_batches(results: list[dic
 
 
 @pytest.mark.slow
-def test_the_example_trains_on_one_replica() -> None:
-    output = run_python(str(EXAMPLE), ADASCALE_SCALE_INVARIANT_STEPS=1000)
-    found = re.search(r"test accuracy ([\d.]+)% after (\d+) steps at batch size 4", output)
-    assert found, output
-    assert float(found[1]) > 70
-    assert int(found[2]) == 1000
-
-
-@pytest.mark.slow
 def test_the_example_under_torchrun_has_a_gain_above_one(tmp_path: Path) -> None:
     output = run_python(
         EXAMPLE, replicas=2, ADASCALE_SCALE_INVARIANT_STEPS=1000, ADASCALE_CHECKPOINT_DIR=tmp_path
@@ -155,19 +146,14 @@ def test_the_example_under_torchrun_has_a_gain_above_one(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "result"), [("cnn", r"test accuracy ([6-9][\d.]+)%"), ("gpt", r"test loss ([1-4][\d.]+) bits")]
-)
-def test_the_examples_with_adamw_and_bfloat16_train_on_two_replicas(
-    tmp_path: Path, name: str, result: str
-) -> None:
+def test_the_example_with_adamw_and_bfloat16_trains_on_two_replicas(tmp_path: Path) -> None:
     output = run_python(
-        EXAMPLE.with_name(f"{name}.py"),
+        EXAMPLE.with_name("cnn.py"),
         replicas=2,
         ADASCALE_SCALE_INVARIANT_STEPS=200,
         ADASCALE_CHECKPOINT_DIR=tmp_path,
     )
-    assert len(re.findall(result, output)) == 1, output
+    assert len(re.findall(r"test accuracy ([6-9][\d.]+)%", output)) == 1, output
     manifest = json.loads(sorted(tmp_path.glob("*.json"))[-1].read_text())
     assert manifest["finished"]
     assert manifest["progress"] >= 200
