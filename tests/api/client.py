@@ -140,7 +140,7 @@ class Client:
 
 
 class ServiceProcess:
-    """A metrics service with its data in a folder, which outlives it.
+    """A metrics service with its data in a folder, which outlives it. It is started again on the same port.
 
     Its process is forked with all imports done, or has an interpreter of its own, so that it can be measured.
     """
@@ -162,25 +162,28 @@ class ServiceProcess:
             data = ("--runs", str(runs))
         self._port_file = port_file or folder / f"port-{uuid4().hex}"
         self._log = folder / "service.log"
-        arguments = [
-            "-m",
-            "adascale_api",
-            "--port",
-            "0",
-            "--port-file",
-            str(self._port_file),
-            *data,
-            *options,
-        ]
-        environ = environment(**({"ADASCALE_TOKEN": TOKEN} if environ is None else environ))
+        self._options = ("--port-file", str(self._port_file), *data, *options)
+        self._environ = environment(**({"ADASCALE_TOKEN": TOKEN} if environ is None else environ))
+        self._pass_fds = pass_fds
+        self._own_interpreter = own_interpreter
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, and wait for its port."""
+        arguments = ["-m", "adascale_api", "--port", str(self.port), *self._options]
         self._process: Program | subprocess.Popen[bytes]
-        if own_interpreter:
+        if self._own_interpreter:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, *arguments], env=environ, stdout=log, stderr=log, pass_fds=pass_fds
+                    [sys.executable, *arguments],
+                    env=self._environ,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=self._pass_fds,
                 )
         else:
-            self._process = Program(arguments, environ, self._log, pass_fds)
+            self._process = Program(arguments, self._environ, self._log, self._pass_fds)
         try:
             wait_until(lambda: self.code is not None or self._has_port(), "the start")
             assert self.code is None, self.log()
@@ -215,12 +218,13 @@ class ServiceProcess:
         """Send a signal, wait for its end, and return its exit code."""
         self.send_signal(number)
         wait_until(lambda: self.code is not None, "the end")
+        if isinstance(self._process, Program):
+            self._process.close()
+        self._port_file.unlink(missing_ok=True)
         return self.code
 
     def kill(self) -> None:
         self.stop(signal.SIGKILL)
-        if isinstance(self._process, Program):
-            self._process.close()
 
     def _has_port(self) -> bool:
         # Tests write "1" as the port of an earlier service.

@@ -21,8 +21,9 @@ from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import HEARTBEAT_TIMEOUT
+from api.client import TOKEN
 from support.launch import free_port
-from support.service import TOKEN, Service
+from support.service import Service
 
 JOB = "default.digits"
 REPORT = GainReport(

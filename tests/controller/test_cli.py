@@ -27,12 +27,13 @@ from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.views.decision import DecisionView
 from adascale_core.views.gain import GainView
+from api.client import TOKEN
 from e2e.local_run import adascale_in_process as adascale
 from e2e.local_run import write_job
 from support.fast_python import PYTHON
 from support.job_states import NOW
 from support.job_states import job as job_state
-from support.service import TOKEN, Service
+from support.service import Service
 
 REPORT = {
     "generation": 1, "step": 1200, "progress": 4512.5, "epoch": 3, "replicas": 2, "local_bsz": 16,

@@ -22,12 +22,13 @@ from adascale_core.decision.explanation import explain
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.views.job_summary import JobStateName
+from api.client import TOKEN
 from e2e.local_run import adascale_in_process
 from support.api_server import ApiServer, Object, serving
 from support.certificates import tls_files
 from support.job_states import NOW
 from support.job_states import job as job_state
-from support.service import TOKEN, Service
+from support.service import Service
 
 Adascale = Callable[..., "CompletedProcess[str]"]
 

@@ -15,8 +15,9 @@ from adascale_controller.operator.runtime.job_follower import JobFollower
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.views.jobs import JobChanges, JobList
+from api.client import TOKEN
 from support.fake_service import JOB_ID, FakeService
-from support.service import TOKEN, Service
+from support.service import Service
 from support.world import World
 
 

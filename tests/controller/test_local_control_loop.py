@@ -24,8 +24,9 @@ from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.decide import Decision
 from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.job_spec import JobSpec
+from api.client import TOKEN
 from support.observed_jobs import report
-from support.service import TOKEN, Service
+from support.service import Service
 
 JOB = JobDefinition("default.test", JobSpec(4, 64, (4, 16), 1, 4, 1000), command=("python", "-c", "pass"))
 

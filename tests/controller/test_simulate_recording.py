@@ -21,7 +21,8 @@ from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
-from support.service import TOKEN, Service
+from api.client import TOKEN
+from support.service import Service
 
 SIZES = ((1, 32, 1.0), (2, 32, 1.8), (2, 64, 2.5))
 """Replicas, local batch size, gain."""

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from api.client import TOKEN
 from support.launch import AgentProcess, wait_until
-from support.service import TOKEN, Service
+from support.service import Service
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "paced.py"

@@ -1,10 +1,8 @@
-"""A real metrics service in a process of its own."""
+"""A metrics service in a process of its own, with one job."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import ssl
 import urllib.error
 import urllib.request
@@ -12,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from adascale_core.messages.allocation import Allocation
+from api.client import TOKEN, ServiceProcess
 from support.certificates import TlsFiles
-from support.fast_python import Program
-from support.launch import wait_until
-
-TOKEN = "a-token-for-tests"
 
 
-class Service:
-    """A metrics service with its data in a folder, which can be killed and started again.
+class Service(ServiceProcess):
+    """A metrics service with a job.
 
     Args:
         folder: the folder of its database and port file.
@@ -38,12 +33,10 @@ class Service:
         tls: TlsFiles | None = None,
     ) -> None:
         self._tls = tls
-        self._folder = folder
         self._address = address
         self.job_id = job
-        self._process: Program | None = None
-        self.port = 0
-        self.start()
+        listens = () if address == "127.0.0.1" else ("--host", "::")
+        super().__init__(folder, *listens, *(() if tls is None else tls.options))
 
     @property
     def url(self) -> str:
@@ -57,47 +50,12 @@ class Service:
         environ = {"ADASCALE_API_URL": self.url, "ADASCALE_TOKEN": TOKEN, "ADASCALE_JOB_ID": self.job_id}
         return environ if self._tls is None else {**environ, "ADASCALE_CA_FILE": str(self._tls.ca)}
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it was started, and not stopped."""
-        return self._process is not None
-
-    def start(self) -> None:
-        """Start the service, on the same port as before."""
-        port_file = self._folder / "port"
-        port_file.unlink(missing_ok=True)
-        database = f"sqlite:///{self._folder / 'api.sqlite'}"
-        options = ["--port", str(self.port), "--database", database, "--port-file", str(port_file)]
-        if self._address != "127.0.0.1":
-            options += ["--host", "::"]
-        options += self._tls.options if self._tls is not None else ()
-        environ = {**os.environ, "ADASCALE_TOKEN": TOKEN}
-        log = self._folder / "api.log"
-        process = self._process = Program(["-m", "adascale_api", *options], environ, log)
-        wait_until(lambda: port_file.exists() or process.code is not None, "the start of the service")
-        assert port_file.exists(), log.read_text()
-        self.port = int(port_file.read_text())
-
-    def stop(self, number: int = signal.SIGTERM) -> None:
-        """Send a signal, and wait for the service to exit."""
-        if (process := self._process) is not None:
-            self.send_signal(number)
-            wait_until(lambda: process.code is not None, "the end of the service", 10)
-            process.close()
-            self._process = None
-
     def restart_without_data(self) -> None:
         """Kill the service, remove its database, and start it again."""
-        self.stop(signal.SIGKILL)
-        for path in self._folder.glob("api.sqlite*"):
+        self.kill()
+        for path in self.folder.glob("service.db*"):
             path.unlink()
         self.start()
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the service."""
-        assert self._process is not None
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
 
     def allocate(self, generation: int, replicas: int, spares: int = 0) -> None:
         """Set an allocation, as the controller does."""

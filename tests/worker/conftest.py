@@ -44,7 +44,7 @@ def service_of_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 def service(service_of_all_tests: Service) -> Service:
     """A metrics service that runs, with a new job, of which it knows nothing yet."""
     service_of_all_tests.job_id = f"default.test-{next(JOB_NUMBERS)}"
-    if not service_of_all_tests.is_running:
+    if service_of_all_tests.code is not None:
         service_of_all_tests.start()
     return service_of_all_tests
 

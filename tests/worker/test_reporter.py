@@ -25,8 +25,9 @@ from adascale_worker.reporting.logged_metrics import require_metrics
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.reporting.reports import Reporter, Telemetry
 from adascale_worker.reporting.trackers import RunIdentity
+from api.client import TOKEN
 from support.launch import wait_until
-from support.service import TOKEN, Service
+from support.service import Service
 from support.training import FIXED, MakeTrainer, network, samples, sgd, train
 
 
