@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from threading import Barrier, Lock, Thread
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy
@@ -61,15 +62,13 @@ class Group:
         self.rank, self.replicas, self.processes, self.generation = rank, replicas, processes, 1
         self.is_main = rank == 0
         self._exchange = exchange
+        self.own = SimpleNamespace(exchange=lambda value: [value] * self.processes)
 
     def gather(self, value: Any) -> list[Any]:
         return self._exchange.gather(self.rank, value)
 
     def broadcast(self, value: Any) -> Any:
         return self.gather(value)[0]
-
-    def exchange_within(self, value: Any) -> list[Any]:
-        return [value] * self.processes
 
 
 class Replica:
@@ -328,7 +327,7 @@ def test_a_process_of_a_replica_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     replica = Replica()
     replica.group.processes = 2
     replica.load(range(40))
-    monkeypatch.setattr(replica.group, "exchange_within", lambda value: [value, [39, *value[1:]]])
+    monkeypatch.setattr(replica.group.own, "exchange", lambda value: [value, [39, *value[1:]]])
     replica.group.generation = 2
     with pytest.raises(
         DatasetError, match="40 samples on process 0 of rank 0, but 39 on process 1 of rank 0"

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adascale_worker.membership.lane_group import LaneGroup
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.membership.replica_processes import ReplicaProcesses
 from adascale_worker.process.environment import RankAssignment
 from support.launch import PROGRAMS
@@ -94,12 +94,12 @@ class SharedValues(ReplicaProcesses):
 def test_all_processes_of_a_replica_fail_when_the_leader_does(monkeypatch: pytest.MonkeyPatch) -> None:
     values: deque[Any] = deque()
     assignment = RankAssignment(0, 2, 0, None, None)
-    leader, other = (LaneGroup(assignment, HOST, SharedValues(rank, values)) for rank in (0, 1))
+    leader, other = (ReplicaGroup(assignment, HOST, SharedValues(rank, values)) for rank in (0, 1))
 
-    def fail(_group: LaneGroup, _tensor: torch.Tensor) -> None:
+    def fail(_group: ReplicaGroup, _tensor: torch.Tensor) -> None:
         raise RuntimeError("[gloo] Timed out waiting 300000ms for recv")
 
-    monkeypatch.setattr(LaneGroup, "_all_reduce", fail)
+    monkeypatch.setattr(ReplicaGroup, "_all_reduce", fail)
     with pytest.raises(RuntimeError, match=r"^\[gloo\] Timed out"):
         leader.sum([1.0])
     with pytest.raises(
@@ -112,13 +112,13 @@ def test_all_processes_of_a_replica_fail_when_the_leader_does(monkeypatch: pytes
 def test_a_thread_beside_the_main_one_reads_what_others_have_announced() -> None:
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     groups = [
-        LaneGroup(RankAssignment(rank, 2, 0, None, None), HOST, ReplicaProcesses(0, 1, HOST))
+        ReplicaGroup(RankAssignment(rank, 2, 0, None, None), HOST, ReplicaProcesses(0, 1, HOST))
         for rank in (0, 1)
     ]
     groups[0].form_replica_at(None)
     try:
         for group in groups:
-            group._lane_store, group._number = store, 0
+            group._store, group._number = store, 0
         groups[1].announce("left", "step 3")
         with ThreadPoolExecutor() as thread:
             assert thread.submit(groups[0].announced, "left").result() == [None, "step 3"]

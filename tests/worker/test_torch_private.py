@@ -99,7 +99,7 @@ def test_a_default_group_after_a_failed_formation_has_the_first_name_a_store_and
         distributed.reset_group_names()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         names.append(dist.distributed_c10d._get_default_group().group_name)
-        distributed.set_collective_timeout(timedelta(seconds=20))
+        distributed.set_timeout_of(dist.distributed_c10d._get_default_group(), timedelta(seconds=20))
         distributed.default_store().set("key", "value")
         assert distributed.default_store().get("key") == b"value"
         dist.destroy_process_group()

@@ -39,7 +39,6 @@ from adascale_worker.loop.replica import make_replica
 from adascale_worker.loop.training import ProgramOptions, Training
 from adascale_worker.loop.training_loop import DataLoop
 from adascale_worker.membership.agent_channel import AgentChannel
-from adascale_worker.membership.lane_group import LaneGroup
 from adascale_worker.process import environment
 from adascale_worker.process.download_lock import download_lock
 from adascale_worker.process.exit import ProcessExit
@@ -237,7 +236,7 @@ class ElasticTrainer:
             WorkerError: the job has no processesPerReplica.
         """
         group = self._replica.group
-        if not isinstance(group, LaneGroup):
+        if not group.has_mesh:
             raise WorkerError(
                 "trainer.mesh is that of the processes of a replica, but the job does not set their number: "
                 "set processesPerReplica in the job file, or ADASCALE_PROCESSES_PER_REPLICA without one"
@@ -472,7 +471,7 @@ class ElasticTrainer:
                 f"trainer.keep_best({metric!r}) was called after keep_best({self._best_metric!r}): the "
                 "weights are kept for one metric"
             )
-        if isinstance(self._replica.group, LaneGroup):
+        if self._replica.group.has_mesh:
             raise WorkerError(
                 "trainer.keep_best() does not support a model that is sharded over the processes of a "
                 "replica (processesPerReplica): leave it out, and export the newest checkpoint"
@@ -584,7 +583,7 @@ class ElasticTrainer:
             )
         require_stateful(register or {})
         require_choice(hyperparameters)
-        allows_shards = isinstance(self._replica.group, LaneGroup)
+        allows_shards = self._replica.group.has_mesh
         parts = program_parts(model, optimizer, lr_scheduler, allows_shards=allows_shards)
         check_optimizer_parameters(parts.model, parts, self.replicas)
         check_synchronized_norms(parts.model, self.device)

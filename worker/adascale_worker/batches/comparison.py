@@ -169,7 +169,7 @@ class DataComparison:
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the values of all processes of all replicas."""
-        rows = self._group.gather(self._group.exchange_within(value))
+        rows = self._group.gather(self._group.own.exchange(value))
         return [each for row in rows for each in row]
 
     @property

@@ -26,7 +26,7 @@ from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
 from adascale_worker.gradients.model_set import ModelSet
 from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.gradients.step_failure import StepFailure
-from adascale_worker.membership.lane_group import LaneGroup
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.scaling.statistics.norms import local_shard
@@ -41,7 +41,7 @@ class ShardedModel(ModelSet):
         self,
         model: torch.nn.Module,
         device: torch.device,
-        group: LaneGroup,
+        group: ReplicaGroup,
         forward: ForwardRecord,
         trained: TrainedParameters,
         failure: StepFailure,
@@ -129,7 +129,7 @@ def buffers_of(shards: Sequence[Tensor]) -> Iterator[Tensor]:
             yield from parts
 
 
-def require_sharded(model: torch.nn.Module, group: LaneGroup) -> None:
+def require_sharded(model: torch.nn.Module, group: ReplicaGroup) -> None:
     """Check that `fully_shard` was applied to a model over the processes of the replica, to all of it."""
     if not any(is_fully_sharded(module) for module in model.modules()):
         raise WorkerError(
@@ -188,7 +188,7 @@ class ShardedAccumulation(GradientAccumulation):
         optimizer: ElasticAdaScale,
         model: ShardedModel,
         program_model: torch.nn.Module,
-        group: LaneGroup,
+        group: ReplicaGroup,
         failure: StepFailure,
         division: StepDivision,
         observe_pass: Callable[[Tensor | None], None],
@@ -287,7 +287,7 @@ class ShardedWeights(MicroBatchWeights):
     # weight of process j in micro-batch i, FSDP has computed the mean over j of w_ij g_ij / s, so that the
     # replica's micro-gradient has the weight sum_j(w_ij) / (s G); see `micro_batch_weights`.
 
-    def __init__(self, group: LaneGroup) -> None:
+    def __init__(self, group: ReplicaGroup) -> None:
         super().__init__(AllProcesses(group))
         self._lanes = group
         self._positive = 0.0
@@ -330,7 +330,7 @@ class ShardedWeights(MicroBatchWeights):
 class AllProcesses:
     """All processes of all replicas, as the replicas of a program whose processes are replicas."""
 
-    def __init__(self, group: LaneGroup) -> None:
+    def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
 
     @property

@@ -88,7 +88,7 @@ class Exchange:
         while (
             len(found) < len(ranks)
             and not self._group.has_failed
-            and self._group.all_processes(time.monotonic() < deadline)
+            and self._group.own.all(time.monotonic() < deadline)
         ):
             # Read before the values: what a rank has posted before it passed is there.
             passed = self._has_passed().difference(taking_part)

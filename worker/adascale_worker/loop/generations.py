@@ -144,7 +144,7 @@ class Generations(Context):
                     self.feed.begin_from_checkpoint()
             except AdaScaleError as error:
                 failure = kind_of_error(error), str(error)
-            failure = next((each for each in group.exchange_within(failure) if each is not None), None)
+            failure = next((each for each in group.own.exchange(failure) if each is not None), None)
         # More steps may be required now than when the end of training was saved.
         is_final = loaded is not None and checkpointing.has_restored_final and self.job.finished
         is_restored, is_final, failure = group.broadcast((loaded is not None, is_final, failure))

@@ -232,7 +232,7 @@ class LoopDepartures:
                 raise ReplicationError(failure)
             if self._group.has_failed:
                 return
-            if not self._group.all_processes(not is_interrupted() and time.monotonic() < deadline):
+            if not self._group.own.all(not is_interrupted() and time.monotonic() < deadline):
                 return
             time.sleep(POLL_INTERVAL)
         self._left_early = False

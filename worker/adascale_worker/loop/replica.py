@@ -20,7 +20,6 @@ from adascale_worker.gradients.step_failure import kind_of
 from adascale_worker.loop.job import Job
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.generations import AgentConnection, FollowerChannel
-from adascale_worker.membership.lane_group import LaneGroup
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.membership.replica_processes import ReplicaProcesses
 from adascale_worker.process import environment
@@ -85,12 +84,8 @@ def make_replica(
             print(f"adascale: {unused}", file=sys.stderr, flush=True)
     accelerator = environment.read_accelerator(environ) or kind_of(selected)
     timeout = environment.read_peer_timeout(environ) if has_agent else None
-    group: ReplicaGroup
-    if processes is None:
-        group = ReplicaGroup(assignment, selected, is_elastic=has_agent, peer_timeout=timeout)
-    else:
-        own = ReplicaProcesses(process, processes, selected)
-        group = LaneGroup(assignment, selected, own, is_elastic=has_agent, peer_timeout=timeout)
+    own = None if processes is None else ReplicaProcesses(process, processes, selected)
+    group = ReplicaGroup(assignment, selected, own, is_elastic=has_agent, peer_timeout=timeout)
     if type(seed) is not int or not -(2**63) <= seed < 2**64:
         raise WorkerError(f"ElasticTrainer got seed={seed!r}: it must be an integer of 64 bits")
     settings = resolve_settings(arguments, environment.read_job_settings(environ))
@@ -99,7 +94,7 @@ def make_replica(
         torch.cuda.set_device(selected)
     if not group.is_elastic:
         group.form_from_environment()
-    elif isinstance(group, LaneGroup):
+    elif group.has_mesh:
         group.form_replica_at(replica_store)
     progress = TrainingProgress(counts_samples=settings.train_samples is not None)
     shutdown_request = ShutdownRequest()

@@ -43,10 +43,8 @@ from adascale_worker.loop.training_loop import EpochLoops, TrainingLoop
 from adascale_worker.membership.generations import (
     AgentConnection,
     FollowingMembership,
-    LeadingMembership,
     Membership,
 )
-from adascale_worker.membership.lane_group import LaneGroup
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
 from adascale_worker.process.device import find_fault
@@ -112,11 +110,11 @@ class Training:
 
         division = StepDivision(
             lambda: planner.bounds,
-            is_allowed=job.settings.single_replica_gain == "divided" and not isinstance(group, LaneGroup),
+            is_allowed=job.settings.single_replica_gain == "divided" and not group.has_mesh,
             has_batch_norm=any(isinstance(each, _BATCH_NORMS) for each in parts.model.modules()),
         )
         make: Callable[..., _Gradients] = _several_optimizers if parts.are_several else _one_optimizer
-        if isinstance(group, LaneGroup):
+        if group.has_mesh:
             make = _sharded_model
         gradients = make(replica, parts, options, loop, repeats_in_smaller_batches, division)
         optimizer, models, self.program = gradients.optimizer, gradients.models, gradients.program
@@ -152,7 +150,7 @@ class Training:
         }
         contents = (
             ShardedTrainingState(group, program, saved, job.checkpoint_info)
-            if isinstance(group, LaneGroup)
+            if group.has_mesh
             else TrainingState(program, saved, job.checkpoint_info)
         )
         weights = FiniteWeights(optimizer, job.settings.max_nonfinite_steps, group)
@@ -249,7 +247,7 @@ class Training:
             return
         self._require_sound_devices()
         warm_up()
-        if os.environ.get(ENV_JOINS_OTHERS) == "1" and not isinstance(self._replica.group, LaneGroup):
+        if os.environ.get(ENV_JOINS_OTHERS) == "1" and not self._replica.group.has_mesh:
             self.generations.prepare_to_receive()
         self.membership.start()
         self.generations.enter()
@@ -257,8 +255,7 @@ class Training:
     def _require_sound_devices(self) -> None:
         """Check the device of each process of this replica before the agent registers it."""
         group, fault = self._replica.group, find_fault(self._replica.device)
-        if isinstance(group, LaneGroup):
-            fault = next(filter(None, group.own.exchange(fault)), None)
+        fault = next(filter(None, group.own.exchange(fault)), None)
         if fault is not None:
             raise ReplicaCheckError(fault)
 
@@ -318,9 +315,7 @@ class Training:
 def _membership(
     agent: AgentConnection, group: ReplicaGroup, shutdown_request: ShutdownRequest, state: State
 ) -> Membership:
-    if not isinstance(group, LaneGroup):
-        return Membership(agent, group, shutdown_request, state)
-    kind = LeadingMembership if group.own.is_leader else FollowingMembership
+    kind = Membership if group.own.is_leader else FollowingMembership
     return kind(agent, group, shutdown_request, state)
 
 
@@ -390,7 +385,6 @@ def _sharded_model(
     division: StepDivision,
 ) -> _Gradients:
     group, model, progress = replica.group, parts.model, replica.progress
-    assert isinstance(group, LaneGroup)
     if parts.are_several:
         raise WorkerError(
             f"program_reentry got several models or optimizers, and a replica has {group.processes} "

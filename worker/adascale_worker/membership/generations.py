@@ -26,7 +26,6 @@ from adascale_core.messages.channel import (
 from adascale_core.names import LIMIT_FILE_SUFFIX
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.agent_channel import AgentChannel, MessageReceiver
-from adascale_worker.membership.lane_group import LaneGroup
 from adascale_worker.membership.links import (
     Formation,
     MembershipLinks,
@@ -34,11 +33,13 @@ from adascale_worker.membership.links import (
     PeersLostError,
     StateNumber,
 )
-from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.membership.process_group import FORM, ReplicaGroup
 from adascale_worker.process.shutdown_request import ShutdownRequest
 
 POLL: Final = 0.1
 """Seconds after which a wait looks for signals again."""
+SAVE, LEAVE = "save", "leave"
+"""Kinds of messages of a leader to the other processes of its replica, which wait to enter a generation."""
 
 
 class LeaveError(Exception):
@@ -81,7 +82,7 @@ class AgentConnection:
 
 
 class Membership:
-    """Forms the groups of generations, as the agent assigns them.
+    """Forms the groups of generations, as the agent assigns them: in the first process of a replica.
 
     It is the receiver of the agent's messages, and the observer of the group.
     """
@@ -114,9 +115,11 @@ class Membership:
         self._is_holding = False
         self._has_stepped = False
         self._has_reported_termination = False
+        self._is_joining = False
 
     def start(self) -> None:
         """Report to the agent that this trainer is ready for its first generation."""
+        self._group.watch_processes()
         self._group.begin_generation(self)
         self._channel.start(self)
         port = self._connection.listener.getsockname()[1]
@@ -222,6 +225,7 @@ class Membership:
 
         While members are lost, waits for another generation, with the state.
         """
+        self._is_joining = True
         while True:
             if self._channel.newest_generation <= max(self._tried, self._void) > 0:
                 self._report_holding(self._step)
@@ -236,6 +240,7 @@ class Membership:
                     raise OtherVersionError(self._links.refusal) from None
                 self._group.fail()
                 continue
+            self._is_joining = False
             self._is_holding = False
             self._has_stepped = False
             self._channel.send(Running(assignment.generation))
@@ -259,6 +264,7 @@ class Membership:
             self._channel.wait(POLL)
 
     def _save_before_leaving(self) -> None:
+        self._group.own.share([SAVE])
         self._state.save_before_leaving()
 
     def _form(self, assignment: Assignment, joining: Joining) -> Formation:
@@ -341,53 +347,10 @@ class Membership:
 
     def leave(self) -> NoReturn:
         """Send `leave` to the other members, and raise `LeaveError`."""
+        if self._is_joining:
+            self._group.own.share([LEAVE])
         self.close()
         raise LeaveError
-
-
-FORM, SAVE, LEAVE = "form", "save", "leave"
-
-
-class _ReplicaMembership(Membership):
-    """The membership of a replica, in each of its processes."""
-
-    def __init__(
-        self,
-        connection: AgentConnection,
-        group: LaneGroup,
-        shutdown_request: ShutdownRequest,
-        state: MemberState,
-    ) -> None:
-        super().__init__(connection, group, shutdown_request, state)
-        self._group: LaneGroup = group
-        self._own = group.own
-
-
-class LeadingMembership(_ReplicaMembership):
-    """The membership of a replica, in its first process. See `Membership`."""
-
-    _is_joining = False
-
-    def start(self) -> None:
-        """Report to the agent that this trainer is ready for its first generation."""
-        self._group.watch_processes()
-        super().start()
-
-    def join(self, joining: Joining) -> None:
-        """Enter the newest generation, with the other processes of this replica."""
-        self._is_joining = True
-        super().join(joining)
-        self._is_joining = False
-
-    def _save_before_leaving(self) -> None:
-        self._own.share([SAVE])
-        super()._save_before_leaving()
-
-    def leave(self) -> NoReturn:
-        """Let the other processes leave too."""
-        if self._is_joining:
-            self._own.share([LEAVE])
-        super().leave()
 
 
 class FollowerChannel(AgentChannel):
@@ -412,7 +375,7 @@ class FollowerChannel(AgentChannel):
                 draft.replace(self._limit)
 
 
-class FollowingMembership(_ReplicaMembership):
+class FollowingMembership(Membership):
     """The membership of a replica, in the other processes. See `Membership`."""
 
     def start(self) -> None:
@@ -440,7 +403,7 @@ class FollowingMembership(_ReplicaMembership):
     def join(self, joining: Joining) -> None:
         """Enter the generation that the leader enters."""
         while True:
-            kind, *arguments = self._own.share(None)
+            kind, *arguments = self._group.own.share(None)
             if kind == SAVE:
                 self._state.save_before_leaving()
                 continue

@@ -1,8 +1,16 @@
-"""The process group of a generation: its formation, communication between ranks, and lost peers."""
+"""The process group of a generation: its formation, communication between ranks, and lost peers.
+
+A replica of G processes has G lanes: lane j consists of process j of each replica. G is usually 1, and the
+lane is then torch's default process group. Gradients and the state are exchanged over all lanes at the same
+time. Everything else is decided in lane 0, by the leaders, and each leader shares the result with the other
+processes of its replica. So all processes of a replica continue alike after each call, and find out in the
+same call that members are lost: a failure in one process takes effect at the next `settle` or decision.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import itertools
 import json
@@ -13,17 +21,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from adascale_core.messages.channel import Assignment
+from adascale_core.messages.channel import Assignment, encode
 from adascale_worker.errors import GroupFormationError, WorkerError
 from adascale_worker.membership import gloo
 from adascale_worker.membership.links import Formation, PeersLostError
-from adascale_worker.membership.replica_processes import ReplicaMessages
+from adascale_worker.membership.replica_processes import ReplicaProcesses
 from adascale_worker.process.device import describe_shared_gpu, gpu_names
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.process.sockets import listen
@@ -31,13 +39,18 @@ from adascale_worker.torch_private.distributed import (
     abort_process_group,
     default_store,
     end_default_group,
+    init_default_group,
     is_lost_peer,
     loopback_gloo,
-    nccl_options,
+    process_group_beside,
+    refuse_groups,
     reset_group_names,
-    set_collective_timeout,
+    set_timeout_of,
     tcp_store,
 )
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 POLL_INTERVAL = 0.05
 """Seconds between two readings of the store."""
@@ -49,6 +62,9 @@ FORMATION_TIMEOUT = timedelta(seconds=10)
 milliseconds. A member that waits for the connection of one that is lost meanwhile is not freed earlier."""
 MEMBER_TIMEOUT = timedelta(hours=24)
 """How long members wait in a collective. They notice by themselves when one of them is lost."""
+
+FORM = "form"
+"""The kind of a message of a leader to the other processes of its replica, to form a group."""
 
 _NUMBERS = itertools.count()
 """Numbers the groups of this process: all replicas make them in the same order."""
@@ -67,26 +83,44 @@ class GroupObserver(Protocol):
         """
 
 
-class ReplicaGroup:
-    """The replicas of a generation: torch's default process group, also of a single replica.
+def _decided(
+    method: Callable[Concatenate[ReplicaGroup, P], T],
+) -> Callable[Concatenate[ReplicaGroup, P], T]:
+    """Let the leaders call a method, and return what it has returned on all processes of their replicas."""
 
-    All replicas must call the collective methods in the same order. Under an agent, a collective that fails
-    raises `PeersLostError`, and so does every later one until the next generation is formed.
+    def decide(self: ReplicaGroup, /, *arguments: P.args, **named: P.kwargs) -> T:
+        return self._decide(lambda: method(self, *arguments, **named))
+
+    return functools.update_wrapper(decide, method)
+
+
+class ReplicaGroup:
+    """The replicas of a generation, also a single one, as one of the processes of a replica sees them.
+
+    All processes of all replicas call the collective methods in the same order. Under an agent, one that
+    fails raises `PeersLostError`, and so does every later one until the next generation is formed.
     """
+
+    # `average`, `send`, `receive` and `wait` communicate in the lane of this process only, and with several
+    # processes a failure of `average` takes effect at the next `settle`.
 
     def __init__(
         self,
         assignment: RankAssignment,
         device: torch.device,
+        own: ReplicaProcesses | None = None,
         *,
         is_elastic: bool = False,  # whether membership changes, which an agent controls
         peer_timeout: float | None = None,  # seconds until a silent member is lost. None for no limit
     ) -> None:
         self.rank = assignment.rank
         self.replicas = assignment.replicas
-        self.process = 0
+        self.has_mesh = own is not None
+        """Whether torch's default process group is that of the processes of this replica."""
+        self.own = own or ReplicaProcesses(0, 1, device)
+        self.process = self.own.rank
         """Index of this process in its replica, from 0."""
-        self.processes = 1
+        self.processes = self.own.count
         """Number of processes of a replica (G)."""
         self.indices: Sequence[int] = range(self.replicas)
         """The index of the replica of each rank."""
@@ -98,12 +132,21 @@ class ReplicaGroup:
         self._number = 0 if is_elastic else next(_NUMBERS)
         self._peer_timeout = peer_timeout
         self._observer: GroupObserver | None = None
-        self._device = self.device = device
+        self.device = device
         # torchrun starts as many on each node; with an agent, the members find out.
         self._share_a_gpu = device.type == "cuda" and assignment.local_replicas > torch.cuda.device_count()
         self._has_warned_of_gpu = False
         self._formed = False
+        self._lane: dist.ProcessGroup | None = None
+        """The lane of this process, if it is not torch's default process group."""
+        self._store: Any = None
+        """The store of the lane; None while there is none."""
+        self._replica_store: str | None = None
+        """The file in which the processes of this replica find each other; None without an agent."""
         self._failed = False
+        self._is_lost = False
+        """Whether the processes of this replica have agreed that members are lost."""
+        self._is_deciding = False
         self._lock = threading.Lock()
         self._aborting = threading.Lock()
         """Held while NCCL's communicator is aborted, which must not be destroyed meanwhile."""
@@ -112,31 +155,62 @@ class ReplicaGroup:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
+        """Whether this is rank 0, or the leader of it."""
+        return self.rank == 0 and self.own.is_leader
 
     # -- formation ----------------------------------------------------------------------------------------
 
     def form_from_environment(self) -> None:
-        """Initialize torch's default process group, of several replicas from torchrun's variables.
+        """Form the groups of a fixed number of replicas, of several processes from torchrun's variables.
 
-        Does nothing if the program has done so.
+        Without `processesPerReplica`, does nothing if the program has initialized the default process group.
         """
-        if dist.is_initialized():
-            return
-        if self.replicas == 1:
-            self._initialize_alone()
+        if self.has_mesh:
+            self._require_no_group()
+        elif dist.is_initialized():
+            self._store = default_store()
             return
         try:
-            self._initialize(None, INIT_TIMEOUT)
+            store: Any = None
+            if self.has_mesh:
+                store = dist.HashStore()  # type: ignore[attr-defined]
+                if self.replicas * self.processes > 1:
+                    store, _, _ = next(dist.rendezvous("env://", timeout=INIT_TIMEOUT))  # type: ignore[attr-defined]
+                self._form_replica(PrefixStore(f"adascale/replica-{self.rank}", store), INIT_TIMEOUT)
+            self._initialize(store, INIT_TIMEOUT)
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
+            process = f"process {self.process} of rank {self.rank}" if self.has_mesh else f"rank {self.rank}"
             reason = str(error).partition("\n")[0]
             raise GroupFormationError(
-                f"rank {self.rank} cannot connect to the other replicas of {self.replicas}: one has ended, "
+                f"{process} cannot connect to the other replicas of {self.replicas}: one has ended, "
                 f"and its output says why, or MASTER_ADDR and MASTER_PORT are not those of rank 0 ({reason})"
             ) from error
+
+    def form_replica_at(self, path: str | None) -> None:
+        """Initialize torch's default process group, of the processes that an agent has started here."""
+        self._require_no_group()
+        self._replica_store = path
+        store: Any = dist.HashStore() if path is None else dist.FileStore(path, self.processes)  # type: ignore[attr-defined]
+        with loopback_gloo():
+            self._form_replica(store, MEMBER_TIMEOUT)
+
+    def _form_replica(self, store: Any, timeout: timedelta) -> None:
+        self.own.form(store, backend_of(self.device, share_a_gpu=self._share_a_gpu), timeout)
+
+    def _require_no_group(self) -> None:
+        if dist.is_initialized():
+            raise WorkerError(
+                "the program has initialized torch's default process group, but with processesPerReplica the "
+                "trainer initializes it, for the processes of each replica: leave out "
+                "torch.distributed.init_process_group"
+            )
+
+    def watch_processes(self) -> None:
+        """End this process when another one of this replica is frozen, if an agent starts them again."""
+        if self._replica_store is not None and self.processes > 1 and self._peer_timeout is not None:
+            self.own.watch(f"{self._replica_store}-alive", self._peer_timeout)
 
     def begin_generation(self, observer: GroupObserver | None) -> None:
         """Notify `observer` if communication fails from now on. None: nobody."""
@@ -157,19 +231,34 @@ class ReplicaGroup:
         return store, port
 
     def form(self, assignment: Assignment, store: TCPStore | None, formation: Formation, secret: str) -> None:
-        """Form the group of a generation in which this process is a member. The old group was left before.
+        """Form the group of a generation in which this process is a member; the old one was left before.
 
-        torch's store and gloo accept every connection. So each process proves in the group, before anything
-        else is exchanged, that it knows the secret.
+        The leader of a replica begins, and its other processes, which wait for it, follow. Each proves first
+        that it knows the secret, since torch's store and gloo accept every connection.
         """
-        self._replace_group_of_program()
+        if self.processes > 1 and self.own.is_leader:
+            states = [None if state is None else list(state) for state in formation.states]
+            self.own.share([FORM, encode(assignment).decode(), formation.store_port, states, secret])
+        try:
+            self._form(assignment, store, formation, secret)
+        except PeersLostError:
+            if self.processes == 1:
+                raise
+            self.fail()
+        self.settle(failed=self._failed)
+
+    def _form(
+        self, assignment: Assignment, store: TCPStore | None, formation: Formation, secret: str
+    ) -> None:
+        if not self.has_mesh:
+            self._replace_group_of_program()
         self.rank, self.replicas = assignment.rank, len(assignment.members)
         self.indices = [member.replica for member in assignment.members]
         self.generation = assignment.generation
         self.nodes = len({member.node or member.address for member in assignment.members})
-        self._failed = False
+        self._failed = self._is_lost = False
         if self.replicas == 1:
-            self._initialize_alone()
+            self._initialize(None, INIT_TIMEOUT)
             return
         with self._lock:
             before = self._sockets_before = gloo.open_sockets()
@@ -184,11 +273,11 @@ class ReplicaGroup:
                         timeout=FORMATION_TIMEOUT,
                         listen_fd=None,
                     )
-                if self._device.type == "cuda":
+                if self.device.type == "cuda":
                     key = f"generation-{self.generation}/gpu/{self.process}"
                     used = [
                         exchange_values(store, f"{key}-{number}", self.rank, self.replicas, name)
-                        for number, name in enumerate(gpu_names(self._device))
+                        for number, name in enumerate(gpu_names(self.device))
                     ]
                     self._share_a_gpu = any(len(set(each)) < self.replicas for each in used)
                     self._warn_of_shared_gpu(used[0])
@@ -199,22 +288,17 @@ class ReplicaGroup:
                 self._sockets = gloo.connected_to(created, [port for port, *_ in greetings if port])
                 if self._peer_timeout is not None:
                     gloo.keep_alive(self._sockets, self._peer_timeout)
-                self._wait_longer()
+                # Longer than for the formation.
+                set_timeout_of(self.process_group, MEMBER_TIMEOUT)
         finally:
             with self._lock:
                 self._sockets_before = None
-        if self._failed:
-            raise PeersLostError
-
-    def _wait_longer(self) -> None:
-        """Wait longer in a collective than for the formation."""
-        set_collective_timeout(MEMBER_TIMEOUT)
 
     def _warn_of_shared_gpu(self, used: Sequence[str]) -> None:
         """Print that this replica shares its GPU although others are free, once."""
         visible = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
         message = describe_shared_gpu(
-            str(self._device), used[self.rank], used, {str(each): gpu_names(each)[0] for each in visible}
+            str(self.device), used[self.rank], used, {str(each): gpu_names(each)[0] for each in visible}
         )
         if message is not None and not self._has_warned_of_gpu:
             self._has_warned_of_gpu = True
@@ -248,45 +332,29 @@ class ReplicaGroup:
         self._all_reduce(table)
         return [[int(number) for number in row] for row in table.tolist()]
 
-    def _initialize(self, store: TCPStore | None, timeout: timedelta) -> None:
-        backend = backend_of(self._device, share_a_gpu=self._share_a_gpu)
-        options = nccl_options(self._device, timeout) if "nccl" in backend else {}
-        hook = sys.excepthook
-        if store is None:
-            dist.init_process_group(backend, timeout=timeout, **options)
-        else:
-            reset_group_names()
-            dist.init_process_group(
-                backend,
-                store=PrefixStore(f"generation-{self.generation}", store),
-                rank=self.rank,
-                world_size=self.replicas,
-                timeout=timeout,
-                **options,
-            )
-        # torch replaces it by a hook that adds the rank, once more for each group.
-        if self.is_elastic:
-            sys.excepthook = hook
-        self._formed = True
-
-    def _initialize_alone(self) -> None:
-        """Initialize the default process group of a single replica, which other processes cannot reach."""
-        # A build of torch without NCCL suffices for a single replica.
-        backend = backend_of(self._device, share_a_gpu=not dist.is_nccl_available())
-        options = nccl_options(self._device, INIT_TIMEOUT) if "nccl" in backend else {}
-        hook = sys.excepthook
-        if self.is_elastic:
-            reset_group_names()
-        with loopback_gloo():
-            dist.init_process_group(
-                backend,
-                store=dist.HashStore(),  # type: ignore[attr-defined]
-                rank=0,
-                world_size=1,
-                timeout=INIT_TIMEOUT,
-                **options,
-            )
-        sys.excepthook = hook
+    def _initialize(self, store: Any, timeout: timedelta) -> None:
+        """Make the lane of this process: of a single replica, which other processes cannot reach."""
+        share_a_gpu, interfaces = self._share_a_gpu, contextlib.nullcontext()
+        if self.replicas == 1:
+            # A build of torch without NCCL suffices.
+            share_a_gpu = self.has_mesh or not dist.is_nccl_available()
+            store, interfaces = dist.HashStore(), loopback_gloo()  # type: ignore[attr-defined, assignment]
+        place: dict[str, Any] = {}
+        if store is not None:
+            store = PrefixStore(f"generation-{self.generation}/lane-{self.process}", store)
+            place = {"store": store, "rank": self.rank, "world_size": self.replicas}
+        with interfaces:
+            if self.has_mesh:
+                self._lane = process_group_beside(
+                    store, self.rank, self.replicas, self.device, timeout, share_a_gpu=share_a_gpu
+                )
+            else:
+                if self.is_elastic:
+                    reset_group_names()
+                init_default_group(
+                    backend_of(self.device, share_a_gpu=share_a_gpu), self.device, timeout, **place
+                )
+        self._store = store if store is not None else default_store()
         self._formed = True
 
     def _replace_group_of_program(self) -> None:
@@ -306,30 +374,36 @@ class ReplicaGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """torch's process group of the replicas."""
-        if not dist.is_initialized():
+        """torch's process group of this process's lane."""
+        lane = self._lane
+        if not self.has_mesh and dist.is_initialized():
+            lane = dist.group.WORLD
+        if lane is None:
             raise WorkerError(
                 "trainer.replica_group is known after program_reentry, which waits for the other replicas: "
                 "read it later"
             )
-        world = dist.group.WORLD
-        assert world is not None, "the default process group is initialized"
-        return world
+        return lane
 
     def destroy(self) -> None:
-        """Destroy the process group if this object initialized it. May be called again."""
+        """Destroy the lane if this object has made it. May be called again."""
         with self._aborting:
             was_formed, self._formed = self._formed, False
-        if was_formed and dist.is_initialized():
+            lane, self._lane = self._lane, None
+        if lane is not None:
+            refuse_groups([lane], ended_group)
+        elif was_formed and dist.is_initialized():
             if self.is_elastic:
                 end_default_group(ended_group)
             else:
                 dist.destroy_process_group()
+        self._store = None
         self._sockets = frozenset()
 
     def close(self) -> None:
         """Destroy all process groups that this object has initialized, because training has ended."""
         self.destroy()
+        self.own.close()
 
     def destroy_before_finalization(self) -> None:
         """Destroy the process groups, in a process whose interpreter is finalized next."""
@@ -340,8 +414,8 @@ class ReplicaGroup:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the members of this generation can no longer communicate."""
-        return self._failed
+        """Whether the members of this generation can no longer communicate, as all of this replica know."""
+        return self._failed if self.processes == 1 else self._is_lost
 
     def fail(self) -> None:
         """End all communication of this generation, also what waits for a lost peer, from any thread."""
@@ -354,16 +428,17 @@ class ReplicaGroup:
                 sockets = gloo.open_sockets() - before
             generation = self.generation
         gloo.shut_down(sockets)
-        if before is None:
-            # While a group is formed, each wait has a timeout.
+        if before is None and self.processes == 1:
+            # While a group is formed, each wait has a timeout. In a replica of several processes, the main
+            # thread also waits for the others.
             self._watch(lambda: not self._failed or self.generation != generation)
         # Before the next call, which may take long.
         if self._observer is not None:
             self._observer.peers_lost()
         with self._aborting:
-            if self._device.type == "cuda" and self._formed and self.replicas > 1 and not self._share_a_gpu:
+            if self.device.type == "cuda" and self._formed and self.replicas > 1 and not self._share_a_gpu:
                 try:
-                    self._abort()
+                    abort_process_group(self._lane)
                 except RuntimeError as error:
                     # Kernels that wait for the lost peer then end with this process.
                     print(f"adascale: NCCL was not aborted: {error}", file=sys.stderr, flush=True)
@@ -371,21 +446,18 @@ class ReplicaGroup:
     def _watch(self, has_ended: Callable[[], bool]) -> None:
         gloo.end_stuck_collectives(has_ended, self._save_beside)
 
-    def _abort(self) -> None:
-        abort_process_group()
-
     def _save_beside(self) -> bool:
         """Save the state, on a GPU beside a kernel that waits for a lost peer, in a stream of its own."""
         if self._observer is None:
             return False
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return self._observer.save_beside()
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
             return self._observer.save_beside()
 
     def be_alone(self) -> None:
         """Let this replica save its state alone: its generation has ended, and it leaves."""
-        self.rank, self.replicas, self._failed = 0, 1, False
+        self.rank, self.replicas, self._failed, self._is_lost = 0, 1, False, False
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether `error` is raised because members cannot communicate; then communication ends."""
@@ -408,7 +480,7 @@ class ReplicaGroup:
             if self.is_failure(error):
                 raise PeersLostError from error
             raise
-        if self._failed and self._device.type == "cuda":
+        if self._failed and self.device.type == "cuda":
             # A collective on a GPU that is aborted ends without an error, and has any result.
             raise PeersLostError
 
@@ -418,56 +490,94 @@ class ReplicaGroup:
         A collective on a GPU ends with an error after its launch. Before the optimizer uses its result, the
         error must be known. On a CPU, every collective was waited for.
         """
-        if self.is_elastic and self.replicas > 1 and self._device.type == "cuda":
+        if self.is_elastic and self.replicas > 1 and self.device.type == "cuda":
             with self._guarded():
-                torch.cuda.current_stream(self._device).synchronize()
+                torch.cuda.current_stream(self.device).synchronize()
+
+    def _in_lane(self, communicate: Callable[[], None]) -> None:
+        """Communicate in the lane: with several processes, a failure takes effect at the next `settle`."""
+        try:
+            with self._guarded():
+                communicate()
+        except PeersLostError:
+            if self.processes == 1:
+                raise
+            self.fail()
+
+    def _lose(self) -> None:
+        self.fail()
+        self._is_lost = True
 
     def settle(self, *, failed: bool = False) -> None:
         """Raise an error if this replica has failed to communicate, on all of its processes or on none.
 
         All processes of a replica call this.
         """
+        if self.processes > 1 and self.own.any(failed or self._failed or self._is_lost):
+            failed = True
+            self._lose()
         if failed:
             raise PeersLostError
-
-    def all_processes(self, value: bool) -> bool:
-        """Return whether `value` is true on all processes of this replica, which all call this."""
-        return value
-
-    def exchange_within(self, value: Any) -> list[Any]:
-        """Return the values of all processes of this replica, which all call this."""
-        return [value]
-
-    @property
-    def messages_within(self) -> ReplicaMessages | None:
-        """Messages between the processes of this replica, for background threads; None with one process."""
-        return None
 
     def commit(self) -> None:
         """Wait until what this step has exchanged has arrived, before the optimizer uses it.
 
-        All processes of a replica call this.
+        All processes of a replica call this. On the host, each collective call was waited for, and its
+        failure is known to all processes.
         """
-        self.wait_for_device()
+        if self.device.type != "cpu":
+            self._in_lane(self.wait_for_device)
+            self.settle()
+
+    def _decide(self, compute: Callable[[], T]) -> T:
+        """Return on all processes of this replica what the leader has computed with the other leaders."""
+        if self.processes == 1 or self._is_deciding:
+            return compute()
+        if self._is_lost:
+            raise PeersLostError
+        outcome: dict[str, Any] = {}
+        error: Exception | None = None
+        if self.own.is_leader:
+            self._is_deciding = True
+            try:
+                outcome = {"result": compute()}
+            except PeersLostError:
+                pass
+            except Exception as raised:  # noqa: BLE001 (raised below)
+                error, outcome = raised, {"error": f"{type(raised).__name__}: {raised}"}
+            finally:
+                self._is_deciding = False
+        outcome = self.own.share(outcome)
+        if error is not None:
+            raise error
+        if "error" in outcome:
+            raise RuntimeError(f"process 0 of this replica has failed: {outcome['error']}")
+        if "result" not in outcome:
+            self._lose()
+            raise PeersLostError
+        result: T = outcome["result"]
+        return result
 
     # -- communication ------------------------------------------------------------------------------------
 
+    @_decided
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's `value` on all ranks. It consists of what JSON has, so that it can't run code."""
         if self.replicas == 1:
             return value
         document = _to_bytes(value) if self.is_main else torch.empty(0, dtype=torch.uint8)
         (length,) = self.broadcast_integers([len(document)])
-        document = (document if self.is_main else torch.empty(length, dtype=torch.uint8)).to(self._device)
+        document = (document if self.is_main else torch.empty(length, dtype=torch.uint8)).to(self.device)
         with self._guarded():
             self._broadcast(document, 0)
             return _from_bytes(document)
 
+    @_decided
     def broadcast_integers(self, numbers: list[int], source: int = 0) -> list[int]:
         """Return the `numbers` of rank `source` on all ranks: cheaper than `broadcast`, for equal lengths."""
         if self.replicas == 1:
             return numbers
-        tensor = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         with self._guarded():
             self._broadcast(tensor, source)
             return [int(number) for number in tensor.tolist()]
@@ -476,41 +586,43 @@ class ReplicaGroup:
     def transfer_device(self) -> torch.device:
         """The device of tensors for `send` and `receive`. Gloo sends tensors on the host only."""
         backends = dist.get_backend_config().split(",")
-        uses_gloo = self._device.type == "cpu" or f"{self._device.type}:gloo" in backends
-        return torch.device("cpu") if uses_gloo else self._device
+        on_host = self.device.type == "cpu" or self._share_a_gpu or f"{self.device.type}:gloo" in backends
+        return torch.device("cpu") if on_host else self.device
 
     def send(self, tensor: torch.Tensor, target: int) -> dist.Work:
         """Start to send `tensor` to rank `target`, which calls `receive`. Not a collective call."""
         with self._guarded():
-            return self._isend(tensor, target)
+            return self.process_group.send([tensor], target, 0)
 
     def receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
         """Start to receive what rank `source` sends next into `tensor`. Not a collective call."""
         with self._guarded():
-            return self._irecv(tensor, source)
+            return self.process_group.recv([tensor], source, 0)
 
     def wait(self, work: dist.Work) -> None:
         """Wait for what was started by this rank."""
         with self._guarded():
             work.wait()
 
+    @_decided
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in the order of ranks, on all ranks. They are as in `broadcast`."""
         if self.replicas == 1:
             return [value]
         document = _to_bytes(value)
         lengths = [length for (length,) in self.gather_integers([len(document)])]
-        table = torch.zeros(self.replicas, max(lengths), dtype=torch.uint8, device=self._device)
+        table = torch.zeros(self.replicas, max(lengths), dtype=torch.uint8, device=self.device)
         table[self.rank, : len(document)] = document
         with self._guarded():
             self._all_reduce(table)
             return [_from_bytes(row[:length]) for row, length in zip(table, lengths, strict=True)]
 
+    @_decided
     def gather_integers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the `numbers` of all ranks, in the order of ranks, on all ranks."""
         if self.replicas == 1:
             return [list(numbers)]
-        table = torch.zeros(self.replicas, len(numbers), dtype=torch.int64, device=self._device)
+        table = torch.zeros(self.replicas, len(numbers), dtype=torch.int64, device=self.device)
         table[self.rank] = torch.tensor(list(numbers), dtype=torch.int64)
         with self._guarded():
             self._all_reduce(table)
@@ -521,86 +633,141 @@ class ReplicaGroup:
 
         They are exchanged in the memory of the host, so that no GPU is waited for.
         """
+        return tuple(self._sum(numbers))
+
+    @_decided
+    def _sum(self, numbers: Sequence[float]) -> list[float]:
         if self.replicas == 1:
-            return tuple(numbers)
+            return list(numbers)
         tensor = torch.tensor(numbers)
         with self._guarded():
             self._all_reduce(tensor)
-            return tuple(tensor.tolist())
+            return tensor.tolist()
+
+    def add_shards(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its sum over the processes of this replica."""
+        self.own.add(tensor)
+
+    def add_replicas(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor, the same on all processes of a replica, by its sum over the replicas.
+
+        The sum is the same on all processes of all replicas, bit for bit.
+        """
+        numbers = tensor.double().cpu()
+
+        def add() -> list[float]:
+            if self.replicas > 1:
+                with self._guarded():
+                    self._all_reduce(numbers)
+            return numbers.tolist()
+
+        tensor.copy_(torch.tensor(self._decide(add), dtype=torch.float64))
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace `tensors` by their means over all ranks. Each has the same type and shape on all ranks."""
-        if self.replicas == 1:
-            return
-        with self._guarded():
+        """Replace `tensors` by their means over the lane. Each has the same type and shape on all ranks."""
+
+        def average() -> None:
             works = [self._start_all_reduce(tensor) for tensor in tensors]
             for work, tensor in zip(works, tensors, strict=True):
                 work.wait()
                 tensor.div_(self.replicas)
 
+        if self.replicas > 1:
+            self._in_lane(average)
+
     def copy_from_rank_0(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace `tensors` by the tensors of rank 0. Each has the same type and shape on all ranks."""
-        if self.replicas == 1:
-            return
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            same = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in same])
-            with self._guarded():
+        """Replace `tensors` by those of the same process of rank 0. Each has the same type and shape."""
+
+        def copy() -> None:
+            for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+                same = [tensor for tensor in tensors if tensor.dtype == dtype]
+                flat = torch.cat([tensor.reshape(-1) for tensor in same])
                 self._broadcast(flat, 0)
-            if self.rank > 0:
-                for tensor, part in zip(same, flat.split([each.numel() for each in same]), strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+                if self.rank > 0:
+                    for tensor, part in zip(same, flat.split([each.numel() for each in same]), strict=True):
+                        tensor.copy_(part.view(tensor.shape))
+
+        if self.replicas > 1:
+            self._in_lane(copy)
+            self.settle()
+
+    def extremes(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the elementwise least and greatest of the lane's `values`, on all ranks, on the host."""
+        both = torch.cat([-values, values]).to(self.device)
+
+        def exchange() -> None:
+            nonlocal both
+            self._start_all_reduce(both, dist.ReduceOp.MAX).wait()
+            both = both.cpu()
+
+        if self.replicas > 1:
+            self._in_lane(exchange)
+            self.settle()
+        both = both.cpu()
+        return -both[: len(values)], both[len(values) :]
 
     def announce(self, event: str, value: str = "") -> None:
         """Let the other replicas know that this one has reached `event`. Not a collective call.
 
-        Does nothing if the store is gone, with the process that serves it or with the process group.
+        Does nothing if the store is gone, with the process that serves it or with the lane.
         """
-        if self.replicas > 1 and dist.is_initialized():
+        store = self._store
+        if self.replicas > 1 and self.own.is_leader and store is not None:
             with contextlib.suppress(RuntimeError):
-                self._store().set(self._key(event, self.rank), value)
+                store.set(self._key(event, self.rank), value)
 
     def announced(self, event: str) -> list[str | None] | None:
         """Return the values that the ranks have announced with `event`; None for a rank that has not.
 
-        None if the store is gone.
+        None if the store is gone. All processes of a replica call this; in another thread than the main one,
+        which may be anywhere, each reads the store itself.
         """
+        if self.processes == 1 or threading.current_thread() is not threading.main_thread():
+            return self._read(event)
+        if self._is_lost:
+            return None
+        values, is_lost = self._decide(lambda: (self._read(event), self._failed))
+        if is_lost:
+            self._lose()
+        return values
+
+    def _read(self, event: str) -> list[str | None] | None:
         values: list[str | None] = [None] * self.replicas
-        if self.replicas > 1:
-            if not dist.is_initialized():
-                return None
-            try:
-                store = self._store()
-                for rank in range(self.replicas):
-                    key = self._key(event, rank)
-                    if store.check([key]):
-                        values[rank] = store.get(key).decode()
-            except RuntimeError:
-                return None
+        store = self._store
+        if self.replicas == 1:
+            return values
+        if store is None:
+            return None
+        try:
+            for rank in range(self.replicas):
+                key = self._key(event, rank)
+                if store.check([key]):
+                    values[rank] = store.get(key).decode()
+        except RuntimeError:
+            return None
         return values
 
     def retract(self, event: str, ranks: Iterable[int]) -> None:
         """Delete the values that some ranks have announced with `event`."""
-        if self.replicas > 1 and dist.is_initialized():
+        store = self._store
+        if self.replicas > 1 and self.own.is_leader and store is not None:
             with contextlib.suppress(RuntimeError):
                 for rank in ranks:
-                    self._store().delete_key(self._key(event, rank))
-
-    def _store(self) -> Any:
-        return default_store()
+                    store.delete_key(self._key(event, rank))
 
     def _key(self, event: str, rank: int) -> str:
         return f"adascale/{self._number}/{event}/{rank}"
 
+    @_decided
     def missing(self, event: str, timeout: float) -> list[int]:
         """Return the ranks that have not announced `event` within `timeout` seconds.
 
         Empty if the store is gone: the process that serves it ends after it has seen all the others.
         """
-        if self.replicas == 1:
+        store, deadline = self._store, time.monotonic() + timeout
+        if self.replicas == 1 or store is None:
             return []
         try:
-            store, deadline = self._store(), time.monotonic() + timeout
             while missing := [
                 rank for rank in range(self.replicas) if not store.check([self._key(event, rank)])
             ]:
@@ -611,38 +778,16 @@ class ReplicaGroup:
             pass
         return []
 
-    def extremes(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the elementwise least and greatest of all ranks' `values`, on all ranks, on the host."""
-        if self.replicas == 1:
-            return values.cpu(), values.cpu()
-        both = torch.cat([-values, values]).to(self._device)
-        with self._guarded():
-            self._start_all_reduce(both, dist.ReduceOp.MAX).wait()
-            both = both.cpu()
-        return -both[: len(values)], both[len(values) :]
-
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         self._start_all_reduce(tensor).wait()
 
     def _start_all_reduce(
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> dist.Work:
-        work = dist.all_reduce(tensor, op=op, async_op=True)
-        assert work is not None, "this process is a member of the group"
-        return work
+        return self.process_group.allreduce([tensor], op)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        dist.broadcast(tensor, src=source)
-
-    def _isend(self, tensor: torch.Tensor, target: int) -> dist.Work:
-        work = dist.isend(tensor, dst=target)
-        assert work is not None, "this process is a member of the group"
-        return work
-
-    def _irecv(self, tensor: torch.Tensor, source: int) -> dist.Work:
-        work = dist.irecv(tensor, src=source)
-        assert work is not None, "this process is a member of the group"
-        return work
+        self.process_group.broadcast(tensor, source).wait()
 
 
 def backend_of(device: torch.device, *, share_a_gpu: bool) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,7 +25,7 @@ from torch import Tensor
 from adascale_core.failures import EXIT_PEER_LOST
 from adascale_worker.process.exit import end_process
 from adascale_worker.torch_private.distributed import (
-    nccl_options,
+    init_default_group,
     process_group_beside,
     set_timeout_of,
 )
@@ -195,13 +194,7 @@ class ReplicaProcesses:
 
     def form(self, store: Any, backend: str, timeout: timedelta) -> None:
         """Initialize torch's default process group."""
-        hook = sys.excepthook
-        options = nccl_options(self._device, timeout) if "nccl" in backend else {}
-        dist.init_process_group(
-            backend, store=store, rank=self.rank, world_size=self.count, timeout=timeout, **options
-        )
-        # torch replaces it by a hook that adds the rank.
-        sys.excepthook = hook
+        init_default_group(backend, self._device, timeout, store=store, rank=self.rank, world_size=self.count)
         self._is_formed = True
         if self.count > 1:
             host = torch.device("cpu")
@@ -248,6 +241,10 @@ class ReplicaProcesses:
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true in one of the processes."""
         return self.sum([float(flag)])[0] > 0.0
+
+    def all(self, flag: bool) -> bool:
+        """Return whether `flag` is true in all of the processes."""
+        return not self.any(not flag)
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Return the elementwise sums of the processes' `numbers`, which are exchanged on the host."""

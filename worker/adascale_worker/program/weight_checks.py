@@ -183,7 +183,7 @@ class FiniteWeights:
 
     def are_finite(self) -> bool:
         """Whether all weights are finite. Reads all of them."""
-        return self._group.all_processes(all_finite(self.weights()))
+        return self._group.own.all(all_finite(self.weights()))
 
     def weights(self) -> list[Tensor]:
         """Return the weights that are checked."""

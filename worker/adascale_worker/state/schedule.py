@@ -56,7 +56,7 @@ class Checkpointing:
         is_terminated: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = (
-            _open(location, CheckpointProcesses(group.messages_within))
+            _open(location, CheckpointProcesses(group.own.messages))
             if isinstance(location, str | Path)
             else location
         )

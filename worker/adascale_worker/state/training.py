@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from adascale_worker.membership.lane_group import LaneGroup
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.shards import KEY, Division, Shards
 from adascale_worker.state.store import CheckpointInfo
@@ -92,7 +92,7 @@ Convert = Callable[[Tensor, object], Tensor]
 class ShardedTrainingState(TrainingState):
     """The state of a training program with a sharded model, and of its trainer."""
 
-    def __init__(self, group: LaneGroup, *arguments: Any) -> None:
+    def __init__(self, group: ReplicaGroup, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._group = group
 

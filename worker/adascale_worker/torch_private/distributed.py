@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -142,17 +143,8 @@ def reset_group_names() -> None:
     world.group_count = 0
 
 
-def set_collective_timeout(timeout: timedelta) -> None:
-    """Set the timeout of collectives of the default process group."""
-    purpose = "to wait longer for a collective than for the formation"
-    public: Callable[[timedelta], None] | None = getattr(dist, "set_timeout", None)
-    if public is None:
-        public = private_part(dist.distributed_c10d, "_set_pg_timeout", purpose)
-    public(timeout)
-
-
 def set_timeout_of(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of collectives of a group that `process_group_beside` has made."""
+    """Set the timeout of collectives of a process group."""
     purpose = "to wait longer for a collective than for the formation"
     for backend in _backends_of(group, purpose):
         private_part(backend, "_set_default_timeout", purpose)(timeout)
@@ -178,8 +170,18 @@ def nccl_options(device: torch.device, timeout: timedelta) -> dict[str, Any]:
     return {"device_id": device, "pg_options": options}
 
 
-def abort_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """End the NCCL kernels of a process group that wait for a lost peer."""
+def init_default_group(backend: str, device: torch.device, timeout: timedelta, **place: Any) -> None:
+    """Initialize torch's default process group, with a store, rank and world size or by the environment."""
+    options = nccl_options(device, timeout) if "nccl" in backend else {}
+    hook = sys.excepthook
+    dist.init_process_group(backend, timeout=timeout, **place, **options)
+    if place:
+        # torch replaces it by a hook that adds the rank, once more for each group.
+        sys.excepthook = hook
+
+
+def abort_process_group(group: dist.ProcessGroup | None) -> None:
+    """End the NCCL kernels of a process group, by default torch's, that wait for a lost peer."""
     group = dist.group.WORLD if group is None else group
     backend = private_part(group, "_get_backend", "to end kernels that wait for a lost peer")(
         torch.device("cuda")
