@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -101,41 +100,24 @@ def _gain(prediction: PredictionView) -> str:
     return gain if low == high else f"{gain} ({low} to {high})"
 
 
-class GainDisplay(Protocol):
-    """Shows a gain and the gains that follow."""
-
-    def show(self, gain: GainView) -> None:
-        """Show a gain."""
-
-    def running(self) -> AbstractContextManager[Any]:
-        """Return a context in which gains are shown."""
-
-
-class LiveGain:
+class LiveGain(Live):
     """Replaces the gain on a terminal by the newest."""
 
     def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-
-    def running(self) -> AbstractContextManager[Any]:
-        """Return a context in which gains are shown."""
-        return self._live
+        super().__init__(console=console, auto_refresh=False, vertical_overflow="crop")
 
     def show(self, gain: GainView) -> None:
         """Show a gain."""
-        self._live.update(render_gain(gain, time.time()), refresh=True)
+        self.update(render_gain(gain, time.time()), refresh=True)
 
 
-class GainLines:
+class GainLines(nullcontext[None]):
     """Prints a line for each new report."""
 
     def __init__(self, *, as_json: bool) -> None:
+        super().__init__()
         self._as_json = as_json
         self._shown: tuple[int, int] | None = None
-
-    def running(self) -> AbstractContextManager[Any]:
-        """Return a context in which gains are shown."""
-        return nullcontext()
 
     def show(self, gain: GainView) -> None:
         """Show a gain, unless its report was shown."""
@@ -148,7 +130,7 @@ class GainLines:
 def watch_gain(
     job_id: str,
     client: MetricsServiceClient,
-    display: GainDisplay,
+    display: LiveGain | GainLines,
     has_ended: Callable[[], bool],
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
@@ -157,7 +139,7 @@ def watch_gain(
     `has_ended` returns whether a service that does not answer has ended, so that it will not answer again.
     """
     client.get_allocation(job_id)  # Errors of this first call are raised, such as for an unknown job.
-    with display.running():
+    with display:
         while True:
             try:
                 # Read first, so that the last report of a job that has ended is shown.

@@ -11,7 +11,7 @@ from adascale_controller.formatting import age, columns, count, memory, percent,
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.views.job_summary import JobStateName
-from adascale_core.views.jobs import ReplicaView
+from adascale_core.views.jobs import JobView, ReplicaView
 
 _HEADER = (
     "NAME", "STATE", "REPLICAS", "DESIRED", "BATCH", "GAIN", "EFFICIENCY", "PROGRESS", "LOSS", "RESTARTS",
@@ -46,7 +46,15 @@ class JobOverview:
     progress_text: str = ""  # progress as a share of `total`, or else the number; empty if unknown
     restarts: int | None = None
     reason: str = ""  # why it has failed, or does not train; empty if it does
-    # of a job on this machine alone, until `result`
+    spares: int = 0
+    loss: float | None = None
+    view: JobView | None = None  # what the metrics service answers about it; None if it is not asked
+    explained: str = ""  # what explains its state
+    runs: bool = True  # whether it runs, or waits to run
+    checkpoint: str = ""  # its newest checkpoint, or where its checkpoints are
+    # names and values of more facts, such as files; empty values are left out
+    places: Sequence[tuple[str, str]] = ()
+    # of a job on this machine alone
     exit_code: int | None = None  # of its last run
     process: int | None = None
     url: str | None = None  # of its metrics service
@@ -54,60 +62,37 @@ class JobOverview:
     checkpoint_step: int | None = None
     checkpoint_error: str | None = None  # why its checkpoints cannot be read
     result: Mapping[str, float | str] = field(default_factory=dict)  # as its program has reported it
-    loss: float | None = None
     last_began: float = 0.0  # when its last run began, in seconds since 1970
-    members: Sequence[ReplicaView] = ()  # the last registrations of its replicas; empty if they are unknown
-    spares: int = 0
+
+    @property
+    def members(self) -> Sequence[ReplicaView]:
+        """The last registrations of its replicas; empty if they are unknown."""
+        return self.view.replicas if self.view is not None else ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the status as members of a JSON object, named as in the status of an AdaScaleJob."""
-        return {
-            "name": self.name,
-            "namespace": self.namespace,
-            "state": self.state.value,
-            "replicas": self.replicas,
-            "desiredReplicas": self.desired,
-            "spareReplicas": self.spares,
-            "batchSize": self.batch_size,
-            "localBatchLimit": self.local_batch_limit,
-            "gain": self.gain,
-            "efficiency": self.efficiency,
-            "progress": self.progress,
-            "progressText": self.progress_text,
-            "restarts": self.restarts,
-            "startTime": self.began,
-            "reason": self.reason,
-            "exitCode": self.exit_code,
-            "process": self.process,
-            "url": self.url,
-            "stateDir": self.state_dir,
-            "checkpointStep": self.checkpoint_step,
-            "checkpointError": self.checkpoint_error,
-            "result": dict(self.result),
-            "loss": self.loss,
-            "replicaStatuses": [
-                {
-                    "replica": each.replica,
-                    "state": each.state.value,
-                    "generation": each.generation,
-                    "process": each.pid or None,
-                }
-                for each in self.members
-            ],
-        }
+        members = {name: getattr(self, attribute) for name, attribute in _MEMBERS.items()}
+        replicas = [
+            {
+                "replica": each.replica,
+                "state": each.state,
+                "generation": each.generation,
+                "process": each.pid or None,
+            }
+            for each in self.members
+        ]
+        return members | {"result": dict(self.result), "replicaStatuses": replicas}
 
 
-@dataclass(frozen=True)
-class JobDetails:
-    """What `adascale status` shows beside the summary."""
-
-    state: str  # the state, with what explains it
-    runs: bool  # whether it runs, or waits to run
-    stall: str = ""  # where replicas are while no step ends; empty while steps end
-    slow: str = ""  # which replica is slow, or was and is replaced by a spare; empty if there is none
-    checkpoint: str = ""  # its newest checkpoint, or where its checkpoints are
-    # names and values of more facts, such as files; empty values are left out
-    places: Sequence[tuple[str, str]] = ()
+_MEMBERS = {
+    "name": "name", "namespace": "namespace", "state": "state", "replicas": "replicas",
+    "desiredReplicas": "desired", "spareReplicas": "spares", "batchSize": "batch_size",
+    "localBatchLimit": "local_batch_limit", "gain": "gain", "efficiency": "efficiency",
+    "progress": "progress", "progressText": "progress_text", "loss": "loss", "restarts": "restarts",
+    "startTime": "began", "reason": "reason", "exitCode": "exit_code", "process": "process", "url": "url",
+    "stateDir": "state_dir", "checkpointStep": "checkpoint_step", "checkpointError": "checkpoint_error",
+}  # fmt: skip
+"""The members of the JSON object, and the attributes that they have."""
 
 
 def render_list(summaries: Sequence[JobOverview], now: float) -> str:
@@ -123,16 +108,16 @@ def render_list(summaries: Sequence[JobOverview], now: float) -> str:
     return columns(rows)
 
 
-def render_status(summary: JobOverview, details: JobDetails, now: float) -> str:
+def render_status(summary: JobOverview, now: float, slow: str = "") -> str:
     """Return the status with its replicas and files; `now` is in seconds since 1970."""
-    limit, spares = summary.local_batch_limit, summary.spares
+    view, limit, spares = summary.view, summary.local_batch_limit, summary.spares
     waiting = f", {plural(spares, 'spare')} waiting" if spares else ""
     facts = [
         ("name", f"{summary.namespace}.{summary.name}"),
-        ("state", details.state),
+        ("state", f"{summary.state}{summary.explained}"),
         ("reason", summary.reason.replace("\n", " ")),
         ("age", age(now - summary.began)),
-        ("replicas", f"{summary.replicas} of {summary.desired} desired{waiting}" if details.runs else "0"),
+        ("replicas", f"{summary.replicas} of {summary.desired} desired{waiting}" if summary.runs else "0"),
         ("batch size", "" if summary.batch_size is None else count(summary.batch_size)),
         ("memory", "" if limit is None else memory(limit)),
         ("gain", _number(summary.gain)),
@@ -140,11 +125,11 @@ def render_status(summary: JobOverview, details: JobDetails, now: float) -> str:
         ("progress", _progress(summary)),
         ("loss", _number(summary.loss)),
         ("restarts", "" if summary.restarts is None else str(summary.restarts)),
-        ("stall", details.stall),
-        ("slow", details.slow),
-        ("checkpoint", details.checkpoint),
+        ("stall", (view.stall if view else None) or ""),
+        ("slow", slow or (view.slowness if view else "")),
+        ("checkpoint", summary.checkpoint),
         ("result", format_result(summary.result)),
-        *details.places,
+        *summary.places,
     ]
     text = columns([(name, value) for name, value in facts if value])
     if not summary.members:

@@ -9,7 +9,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -316,10 +316,11 @@ def test_gain_shows_each_new_report_until_the_job_has_finished(tmp_path: Path) -
             assert watching.stderr is not None
             service.call("POST", "/gain", {**REPORT, "time": time.time()})
             assert watching.stdout.readline() == (
-                "step 1200, progress 4512: gain 6.25 at scale 8 (2 x 16), efficiency 78%, loss 0.213\n"
+                "step 1200 on 2 replicas, progress 4512: gain 6.25 at scale 8 (batch size 32, local batch "
+                "16), efficiency 78%, loss 0.213\n"
             )
             service.call("POST", "/gain", {**REPORT, "step": 1300, "time": time.time()})
-            assert watching.stdout.readline().startswith("step 1300, ")
+            assert watching.stdout.readline().startswith("step 1300 on ")
             registration = {
                 "replica": 0, "instance": "a.1", "state": "waiting", "generation": 0,
                 "address": "127.0.0.1", "port": 4000,
@@ -339,12 +340,10 @@ def test_watching_an_unknown_job_is_an_error(service: Service) -> None:
 
 
 def test_a_watched_run_that_ends_is_no_error(service: Service) -> None:
-    class Shown:
+    class Shown(GainLines):
         def __init__(self) -> None:
+            super().__init__(as_json=False)
             self.gains: list[GainView] = []
-
-        def running(self) -> AbstractContextManager[None]:
-            return nullcontext()
 
         def show(self, gain: GainView) -> None:
             self.gains.append(gain)
@@ -374,7 +373,7 @@ def test_on_a_terminal_a_watched_gain_is_shown_in_place(service: Service) -> Non
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     client = MetricsServiceClient(service.url)
     display = LiveGain(console)
-    with display.running():
+    with display:
         display.show(client.get_gain("default.digits"))
         display.show(client.get_gain("default.digits"))
     text = console.file.getvalue()  # type: ignore[attr-defined]

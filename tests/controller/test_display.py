@@ -35,7 +35,7 @@ from adascale_controller.local.display import (
     RunStatus,
     open_display,
 )
-from adascale_controller.local.run_report import GenerationSummary, Range, generations_table, repeated_steps
+from adascale_controller.local.run_report import GenerationSummary, generations_table, repeated_steps
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.gain import GainView, PredictionView
@@ -46,11 +46,9 @@ REPORT = GainReport(
 )  # fmt: skip
 STATUS = RunStatus("2 -> 4 replicas", 4512.4, 12_000, REPORT, 42.0)
 GENERATIONS = [
-    GenerationSummary(1, 1, Range(4, 4), Range(1, 1), Range(1, 1), 1.0, 1.0, 1496, 0, 20.41, None),
-    GenerationSummary(2, 2, Range(31, 64), Range(1, 1), Range(15.5, 32), 24.3, 0.81, 757, 18, 1205.5, 2.94),
-    GenerationSummary(
-        12, 16, Range(1024, 2048), Range(1, 1), Range(4096, 8192), 901.2, 0.2, 123_456, 0, 3.0, 0.1
-    ),
+    GenerationSummary(1, 1, (4, 4), (1, 1), (1, 1), 1.0, 1.0, 1496, 0, 20.41, None),
+    GenerationSummary(2, 2, (31, 64), (1, 1), (15.5, 32), 24.3, 0.81, 757, 18, 1205.5, 2.94),
+    GenerationSummary(12, 16, (1024, 2048), (1, 1), (4096, 8192), 901.2, 0.2, 123_456, 0, 3.0, 0.1),
 ]
 
 

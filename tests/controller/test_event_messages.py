@@ -103,7 +103,7 @@ def test_the_warnings_of_the_trainers_are_shown_once_and_whole(tmp_path: Path) -
         run.events.report_stall(VIEW, now)
     assert run.messages == [
         "T_max is 750 in the checkpoint",
-        "No step was made (/a/train.py:4)",
+        "no step was made (/a/train.py:4)",
         "No step for 35 s; the last output of replica 0 is: adascale: step 64: replica 1 is slow",
     ]
     run.folder.replica_log(0).write_text("t.py:4: RuntimeWarning: no step\n  for x, y in loader:\n")

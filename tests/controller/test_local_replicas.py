@@ -16,7 +16,7 @@ from rich.console import Console
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.failed_checks import FIRST_PAUSE, MAX_PAUSE
 from adascale_controller.local.local_command import LocalCommand
-from adascale_controller.local.replicas import AgentExit, Agents, JobFailure, Replicas, backoff
+from adascale_controller.local.replicas import AgentExit, Agents, Replicas, RunResult, backoff
 from adascale_controller.local.state_dir import StateDir, StateLock
 from adascale_core import names
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED
@@ -50,7 +50,7 @@ class Run:
 
     def handle_exit(
         self, agent_exit: AgentExit, view: JobView = VIEW, now: float | None = None
-    ) -> JobFailure | None:
+    ) -> RunResult | None:
         """Handle the exit of an agent that was started elsewhere."""
         self._replicas.agents.collect_exits = lambda: [agent_exit]  # type: ignore[method-assign]
         self._replicas.collect_exits()
@@ -62,10 +62,10 @@ class Run:
     def begin(self, view: JobView) -> None:
         self._replicas.begin(view)
 
-    def handle_exits(self, view: JobView, now: float | None = None) -> JobFailure | None:
+    def handle_exits(self, view: JobView, now: float | None = None) -> RunResult | None:
         return self._replicas.handle_exits(view, time.monotonic() if now is None else now)
 
-    def start_and_wait_for_exit(self) -> JobFailure | None:
+    def start_and_wait_for_exit(self) -> RunResult | None:
         """Start the replica, wait for its exit and return the failure of the job, if it failed."""
         self._replicas.start_and_stop(VIEW, time.monotonic())
         deadline = time.monotonic() + 30
@@ -202,10 +202,11 @@ def test_the_run_fails_after_too_many_restarts_without_a_step(run: Run) -> None:
     assert run.handle_exits(view) is None
     view = replace(view, restarts_without_progress=MAX_RESTARTS + 1)
     assert run.handle_exits(replace(view, complete=True)) is None
-    assert run.handle_exits(view) == JobFailure(
+    assert run.handle_exits(view) == RunResult(
         "The trainers were lost 3 times without a step in between (killed by SIGKILL): "
         "maxRestartsWithoutProgress (2) exceeded",
-        "Loading the data set",
+        1,
+        log="Loading the data set",
     )
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from adascale_controller.local.control_loop import RunResult
 from adascale_controller.local.display import PlainDisplay
-from adascale_controller.local.run_report import Range, print_summary, summarize_generations
+from adascale_controller.local.replicas import RunResult
+from adascale_controller.local.run_report import print_summary, summarize_generations
 from adascale_core.messages.reports import GainReport
 from support.manifests import make_manifest
 
@@ -67,7 +67,7 @@ def test_a_summary_covers_the_first_to_the_last_report_of_a_generation() -> None
     )
     assert (first.steps, first.gain, first.downtime) == (100, 1.0, None)
     assert first.seconds == pytest.approx(10.01)
-    assert (second.replicas, second.local_bsz, second.scale) == (2, Range(8, 16), Range(4.0, 8.0))
+    assert (second.replicas, second.local_bsz, second.scale) == (2, (8, 16), (4.0, 8.0))
     assert (second.steps, second.gain, second.efficiency) == (101, 3.0, 0.5)
     assert (second.downtime, second.repeated) == (2.5, 0)
     assert second.seconds == pytest.approx(10.1)

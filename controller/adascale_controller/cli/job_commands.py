@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -59,9 +60,10 @@ def status(
         return
     read = read_status(find_job(state_dir, job))
     if output is Output.JSON:
-        typer.echo(json.dumps(read.summary.to_json(), indent=2))
+        typer.echo(json.dumps(read.to_json(), indent=2))
     else:
-        typer.echo(render_status(read.summary, read.details, time.time()))
+        slow = describe_contention(read.view) if read.view is not None else ""
+        typer.echo(render_status(read, time.time(), slow))
 
 
 def _show_cluster(target: ClusterTarget, job: str, output: Output, system_namespace: str) -> None:
@@ -76,8 +78,7 @@ def _show_cluster(target: ClusterTarget, job: str, output: Output, system_namesp
         except (ServiceError, ClusterAccessError) as error:
             # The status of the AdaScaleJob has all but the states of single replicas.
             typer.echo(f"adascale: the replicas are not shown: {error}", err=True)
-        details = found.details(view, connection.api.context)
-        typer.echo(render_status(found.summary(view), details, time.time()))
+        typer.echo(render_status(found.summary(view, connection.api.context), time.time()))
 
 
 def gain(
@@ -103,16 +104,25 @@ def gain(
 ) -> None:
     """Show the gain of a job, and predictions for other replica counts."""
     target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
-    if target is not None:
-        with open_cluster(target) as connection:
-            found = connection.jobs.find(job)
-            _show(found.id, connection.metrics(system_namespace, url), output, watch, lambda: False)
-        return
+    is_local = target is None and not url
     job_id = parse_job_id(job)
-    if watch and not url and find_folders_of(state_dir, job_id) and not find_urls(state_dir, job_id):
+    if watch and is_local and find_folders_of(state_dir, job_id) and not find_urls(state_dir, job_id):
         raise NotRunningError(f"job {job} is not running: omit --watch to show its last gain")
-    with connect(job, url, state_dir) as client:
-        _show(job_id, client, output, watch, lambda: not url and not find_urls(state_dir, job_id))
+    with _service(target, job, url, state_dir, system_namespace) as (client, found):
+        _show(found, client, output, watch, lambda: is_local and not find_urls(state_dir, job_id))
+
+
+@contextmanager
+def _service(
+    target: ClusterTarget | None, job: str, url: str | None, state_dir: Path | None, system_namespace: str
+) -> Iterator[tuple[MetricsServiceClient, str]]:
+    """Yield the client of the metrics service of a job, and the id that the job has there."""
+    if target is None:
+        with connect(job, url, state_dir) as client:
+            yield client, parse_job_id(job)
+        return
+    with open_cluster(target) as connection:
+        yield connection.metrics(system_namespace, url), connection.jobs.find(job).id
 
 
 def _show(
@@ -151,17 +161,9 @@ def explain(
 ) -> None:
     """Show why a job has its replica count, and what other counts would give."""
     target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
-    if target is not None:
-        with open_cluster(target) as connection:
-            found = connection.jobs.find(job)
-            client = connection.metrics(system_namespace, url)
-            decision, view = client.get_decision(found.id), client.get_job(found.id)
-            slow = view.slowness
-    else:
-        job_id = parse_job_id(job)
-        with connect(job, url, state_dir) as client:
-            decision, view = client.get_decision(job_id), client.get_job(job_id)
-            slow = describe_contention(view) or view.slowness
+    with _service(target, job, url, state_dir, system_namespace) as (client, job_id):
+        decision, view = client.get_decision(job_id), client.get_job(job_id)
+    slow = (describe_contention(view) if target is None else "") or view.slowness
     if output is Output.JSON:
         print(json.dumps(decision.to_json(), indent=2))
         return

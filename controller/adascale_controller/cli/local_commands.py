@@ -218,11 +218,10 @@ def list_jobs(
     _cluster: KubectlOptions = False,
 ) -> None:
     """List your jobs that run, or have run, on this machine."""
-    statuses = [read_status(job) for job in find_jobs(state_dir)]
-    for status in statuses:
-        if status.checkpoint_error is not None:
-            typer.echo(f"adascale: {status.job.short_id}: {status.checkpoint_error}", err=True)
-    summaries = [status.summary for status in statuses]
+    summaries = [read_status(job) for job in find_jobs(state_dir)]
+    for summary in summaries:
+        if summary.checkpoint_error is not None:
+            typer.echo(f"adascale: {summary.shown_name}: {summary.checkpoint_error}", err=True)
     if output is Output.JSON:
         typer.echo(json.dumps([summary.to_json() for summary in summaries], indent=2))
     elif summaries:

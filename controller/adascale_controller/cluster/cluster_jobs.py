@@ -13,7 +13,7 @@ from adascale_controller.cluster.api import (
     job_path,
     jobs_path,
 )
-from adascale_controller.job_overview import JobDetails, JobOverview, NoSuchJobError
+from adascale_controller.job_overview import JobOverview, NoSuchJobError
 from adascale_controller.operator.types.conditions import (
     ConditionType,
     JobCondition,
@@ -124,9 +124,10 @@ class ClusterJob:
             return ""
         return f"{condition.reason}: {condition.message}" if condition.message else condition.reason
 
-    def summary(self, view: JobView | None = None) -> JobOverview:
+    def summary(self, view: JobView | None = None, context: str = "") -> JobOverview:
         """Return what `adascale status` shows of it, as of a job on this machine."""
-        status = self.status
+        status, condition = self.status, self.condition
+        explained = condition.message if condition is not None and not self.reason else ""
         return JobOverview(
             name=self.name,
             namespace=self.namespace,
@@ -145,18 +146,9 @@ class ClusterJob:
             progress_text=str(status.get("progressText") or ""),
             restarts=status.get("restarts"),
             reason=self.reason,
-            members=view.replicas if view else (),
-        )
-
-    def details(self, view: JobView | None, context: str) -> JobDetails:
-        """Return what `adascale status` shows in addition."""
-        condition = self.condition
-        explained = condition is not None and condition.message and not self.reason
-        return JobDetails(
-            state=f"{self.state} ({condition.message})" if explained and condition else self.state,
+            view=view,
+            explained=f" ({explained})" if explained else "",
             runs=self.runs,
-            stall=(view.stall if view else None) or "",
-            slow=view.slowness if view else "",
             checkpoint=self.checkpoints,
             places=[
                 ("accelerator", str(self.status.get("accelerator") or "")),

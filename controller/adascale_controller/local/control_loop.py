@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http import HTTPStatus
 
 from adascale_client import MetricsServiceClient, ServiceError, ServiceRefusedError
@@ -23,13 +23,13 @@ from adascale_controller.local.display import Display, RunStatus
 from adascale_controller.local.machine import describe_contention
 from adascale_controller.local.processes import StopSignals, has_message
 from adascale_controller.local.replica_limit import ReplicaLimit, ScaleRequests
-from adascale_controller.local.replicas import Replicas
+from adascale_controller.local.replicas import Replicas, RunResult
 from adascale_controller.local.service_process import ServiceSupervisor
 from adascale_controller.measurements import JobMeasurements, training_target
 from adascale_core.decision.decide import Decision, DecisionProblem, decide
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_utility import JobState
-from adascale_core.failures import EXIT_PEER_LOST, describe_exit, failure_cause
+from adascale_core.failures import EXIT_PEER_LOST, describe_exit
 from adascale_core.messages.allocation import Allocation, SlowReplacement
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import GainReport
@@ -74,7 +74,7 @@ class EventMessages:
     def report_messages(self) -> None:
         """Show the warnings of the trainers."""
         for text in self._replicas.agents.messages.read():
-            self._display.message(capitalized(text), "yellow")
+            self._display.message(text, "yellow")
 
     def report_losses(self, view: JobView, now: float) -> None:
         """Report the loss of a replica."""
@@ -148,24 +148,6 @@ class EventMessages:
         if not lines or has_message(lines):  # a message is shown already
             return ""
         return f"; the last output of replica {first} is: {lines.splitlines()[-1]}"
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Why a run ends."""
-
-    message: str  # for the user; empty if the program has finished
-    exit_code: int
-    finished: bool = False
-    log: str = ""  # the last lines of the program's output, if it failed
-    permanent: bool = False  # whether it would fail again, so that the program or the job must be changed
-    latest: GainReport | None = None  # the last report; None if there is none
-    stopped_at: float = 0.0  # when the replicas were requested to save and to stop, in seconds since 1970
-
-    @property
-    def reason(self) -> str:
-        """Why the run has failed; empty if it has not. An exit code above 128 is that of a signal."""
-        return (failure_cause(self.log) or self.message) if 0 < self.exit_code <= 128 else ""
 
 
 class LocalControlLoop:
@@ -274,7 +256,7 @@ class LocalControlLoop:
             return None
         failure = self._replicas.handle_exits(view, now)
         if failure is not None:
-            return RunResult(failure.message, 1, log=failure.log, permanent=failure.permanent)
+            return failure
         self._measure(view, now)
         self._limit = self._scale_requests.apply(self._limit)
         self._reallocate(view, now)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -35,29 +34,8 @@ class RunStatus:
     seconds_left: float | None = None  # the predicted seconds until its end; None if unknown
 
 
-class Display(Protocol):
-    """Shows a run to its user."""
-
-    def message(self, text: str, style: str = "") -> None:
-        """Print a message, with the time since the start of the run."""
-
-    def update(self, status: RunStatus) -> None:
-        """Show the newest status."""
-
-    def print(self, renderable: RenderableType) -> None:
-        """Print something without the time."""
-
-    def close(self) -> None:
-        """Remove the status; messages may still follow."""
-
-
-def open_display(console: Console) -> Display:
-    """Return the display for a console."""
-    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
-
-
-class _MessagePrinter:
-    """Prints messages, each with the time since the start of the run."""
+class Display:
+    """Shows a run to its user: messages, each with the time since its start."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -65,28 +43,28 @@ class _MessagePrinter:
 
     def message(self, text: str, style: str = "") -> None:
         """Print a message, with the time since the start of the run."""
-        with self._output():
-            self._print_message(text, style)
-
-    def _print_message(self, text: str, style: str) -> None:
+        at = clock(time.monotonic() - self._started_at)
         if not self._console.is_terminal:
-            # Not wrapped: programs that read the output from a pipe read it by lines.
-            self._console.print(f"{clock(self._elapsed()):>7}  {text}", soft_wrap=True, markup=False)
+            self.print(Text(f"{at:>7}  {text}"))
             return
         line = Table.grid(padding=(0, 2, 0, 0))
         line.add_column(width=7, justify="right", style="dim", no_wrap=True)
         line.add_column(overflow="fold")
-        line.add_row(clock(self._elapsed()), Text(text, style))
-        self._console.print(line)
+        line.add_row(at, Text(text, style))
+        self.print(line)
 
     def print(self, renderable: RenderableType) -> None:
         """Print something without the time."""
         with self._output():
-            # The terminal itself wraps a long line, so an address or a path in it can be copied.
+            # A terminal itself wraps a long line, so an address or a path in it can be copied.
             self._console.print(renderable, soft_wrap=isinstance(renderable, Text))
 
-    def _elapsed(self) -> float:
-        return time.monotonic() - self._started_at
+    def update(self, status: RunStatus) -> None:
+        """Show the newest status."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Remove the status; messages may still follow."""
 
     @contextmanager
     def _output(self) -> Iterator[None]:
@@ -115,7 +93,7 @@ class _MessagePrinter:
                 pass  # Discards what rich would write again: the file still has it in its buffer.
 
 
-class LiveDisplay(_MessagePrinter):
+class LiveDisplay(Display):
     """For a terminal: the status stays at the bottom and is updated in place."""
 
     def __init__(self, console: Console) -> None:
@@ -136,7 +114,7 @@ class LiveDisplay(_MessagePrinter):
             self._live.stop()
 
 
-class PlainDisplay(_MessagePrinter):
+class PlainDisplay(Display):
     """For a file or a pipe: prints the status as a line, at intervals."""
 
     def __init__(self, console: Console) -> None:
@@ -152,8 +130,10 @@ class PlainDisplay(_MessagePrinter):
         self._printed_at, self._printed = now, status
         self.message("  ".join((_progress_text(status), *_training_facts(status))))
 
-    def close(self) -> None:
-        """Do nothing: printed lines stay."""
+
+def open_display(console: Console) -> Display:
+    """Return the display for a console."""
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 
 def _status_lines(status: RunStatus) -> list[RenderableType]:

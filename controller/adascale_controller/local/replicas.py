@@ -27,10 +27,12 @@ from adascale_core.failures import (
     ProgramFailure,
     classify_exit,
     describe_exit,
+    failure_cause,
     is_permanent,
     repeats_early_failure,
 )
 from adascale_core.messages.registration import ReplicaState
+from adascale_core.messages.reports import GainReport
 from adascale_core.views.jobs import JobView, ReplicaView
 
 STOP_TIMEOUT = 20.0
@@ -141,12 +143,21 @@ def backoff(failures: int) -> float:
 
 
 @dataclass(frozen=True)
-class JobFailure:
-    """Why a job is not continued: failures of its program, or restarts without progress."""
+class RunResult:
+    """Why a run ends."""
 
-    message: str  # describes the last failure, for the user
-    log: str  # the last lines of the program's output
-    permanent: bool = False  # whether the program or the job must be changed
+    message: str  # for the user; empty if the program has finished
+    exit_code: int
+    finished: bool = False
+    log: str = ""  # the last lines of the program's output, if it failed
+    permanent: bool = False  # whether it would fail again, so that the program or the job must be changed
+    latest: GainReport | None = None  # the last report; None if there is none
+    stopped_at: float = 0.0  # when the replicas were requested to save and to stop, in seconds since 1970
+
+    @property
+    def reason(self) -> str:
+        """Why the run has failed; empty if it has not. An exit code above 128 is that of a signal."""
+        return (failure_cause(self.log) or self.message) if 0 < self.exit_code <= 128 else ""
 
 
 class Replicas:
@@ -201,7 +212,7 @@ class Replicas:
         """
         self._exits += self.agents.collect_exits()
 
-    def handle_exits(self, view: JobView, now: float) -> JobFailure | None:
+    def handle_exits(self, view: JobView, now: float) -> RunResult | None:
         """Record finished replicas, schedule restarts, count failures. Returns the job's failure, if any."""
         self.failing_counts.update(view)
         self._failed_checks.update(view)
@@ -249,7 +260,7 @@ class Replicas:
             if rank >= from_rank and not in_generation:
                 self.agents.request_stop(rank)
 
-    def _lack_of_progress(self, view: JobView) -> JobFailure | None:
+    def _lack_of_progress(self, view: JobView) -> RunResult | None:
         """Return the failure of a job whose trainers are lost again and again before any step."""
         # The service's count begins again at 0 after a step.
         self._restarts_before = min(self._restarts_before, view.restarts_without_progress)
@@ -260,10 +271,11 @@ class Replicas:
         lost = [replica for replica in view.replicas if replica.exit_code is not None]
         ends = sorted({describe_exit(replica.exit_code) for replica in lost if replica.exit_code is not None})
         how = f" ({', '.join(ends)})" if ends else ""
-        return JobFailure(
+        return RunResult(
             f"The trainers were lost {plural(restarts, 'time')} without a step in between{how}: "
             f"maxRestartsWithoutProgress ({limit}) exceeded",
-            self.agents.log_tail(lost[0].replica if lost else 0),
+            1,
+            log=self.agents.log_tail(lost[0].replica if lost else 0),
         )
 
     def _schedule_restart(
@@ -298,7 +310,7 @@ class Replicas:
             "yellow",
         )
 
-    def _count_failure(self, agent_exit: AgentExit, view: JobView, now: float) -> JobFailure | None:
+    def _count_failure(self, agent_exit: AgentExit, view: JobView, now: float) -> RunResult | None:
         """Count a failure of the program, once per generation, however many of its replicas fail."""
         rank = agent_exit.rank
         failed = _failed_registration(view, rank)
@@ -324,12 +336,12 @@ class Replicas:
             single = exit_class is ExitClass.SINGLE_REPLICA_PROGRAM
             given_up = self.failing_counts.fail(failed.generation, view, failure, at_once=single)
         if is_permanent(exit_class, measured):
-            return JobFailure(
-                f"{message}; it is not restarted, because it would fail again", log, permanent=True
+            return RunResult(
+                f"{message}; it is not restarted, because it would fail again", 1, log=log, permanent=True
             )
         if self._failures.exceeds(limit):
-            verb = "exceeds" if count == 1 else "exceed"
-            return JobFailure(f"{message}: {plural(count, 'failure')} {verb} backoffLimit ({limit})", log)
+            failures = f"{plural(count, 'failure')} exceed{'s' if count == 1 else ''}"
+            return RunResult(f"{message}: {failures} backoffLimit ({limit})", 1, log=log)
         if given_up is not None:
             fewer = plural(given_up.limit, "replica")
             self._display.message(f"{message}. T{str(given_up)[1:]}; continuing on {fewer} at most", "yellow")
@@ -339,7 +351,7 @@ class Replicas:
         latest = view.latest.generation if view.latest is not None else 0
         replicas = view.desired.replicas if view.desired is not None else None
         if repeats_early_failure(self._program_failures, latest, replicas, measured):
-            return JobFailure(f"{message}, twice in the same way before its first step", log)
+            return RunResult(f"{message}, twice in the same way before its first step", 1, log=log)
         self._display.message(
             f"{message}: failure {count}, backoffLimit is {limit}; restarting in {delay:.0f} s", "yellow"
         )

@@ -21,28 +21,17 @@ from adascale_controller.formatting import (
 )
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.job_overview import describe_size, format_result
-from adascale_controller.local.control_loop import RunResult
 from adascale_controller.local.display import Display
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.replica_limit import ReplicaLimit
-from adascale_controller.local.replicas import output_text
+from adascale_controller.local.replicas import RunResult, output_text
 from adascale_controller.local.state_dir import StateDir
 from adascale_core.checkpoint_manifest import Manifest
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.jobs import downtime
 
-
-@dataclass(frozen=True)
-class Range:
-    """The lowest and the highest of some values."""
-
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Range:
-        """Return the range of some values."""
-        return cls(min(values), max(values))
+Range = tuple[float, float]
+"""The lowest and the highest of some values."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +74,9 @@ def _summarize(
     return GenerationSummary(
         generation=first.generation,
         replicas=first.replicas,
-        local_bsz=Range.of([report.local_bsz for report in reports]),
-        accumulation=Range.of([report.accumulation for report in reports]),
-        scale=Range.of([report.scale for report in reports]),
+        local_bsz=_range([report.local_bsz for report in reports]),
+        accumulation=_range([report.accumulation for report in reports]),
+        scale=_range([report.scale for report in reports]),
         gain=_mean_gain(reports),
         efficiency=fmean(report.efficiency for report in reports),
         steps=last.step - first.step + 1,
@@ -140,8 +129,12 @@ def _local_batch(generation: GenerationSummary) -> str:
     return batch if accumulation == "1" else f"{batch} x {accumulation}"
 
 
+def _range(values: Sequence[float]) -> Range:
+    return min(values), max(values)
+
+
 def _format_range(values: Range) -> str:
-    low, high = trimmed(values.low), trimmed(values.high)
+    low, high = map(trimmed, values)
     return low if low == high else f"{low} to {high}"
 
 

@@ -14,13 +14,13 @@ from urllib.parse import quote
 from adascale_client import MetricsServiceClient, ServiceError
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.checkpoints import CheckpointStorageError, location, newest_manifest
-from adascale_controller.local.control_loop import LocalControlLoop, RunResult
+from adascale_controller.local.control_loop import LocalControlLoop
 from adascale_controller.local.display import Display, LiveDisplay
 from adascale_controller.local.local_command import LocalCommand, resolve_command
 from adascale_controller.local.machine import cpu_cores, package_versions, visible_gpus
 from adascale_controller.local.processes import StopSignals
 from adascale_controller.local.replica_limit import ReplicaLimit, ScaleRequests, replica_limit
-from adascale_controller.local.replicas import STOP_TIMEOUT, Agents, Replicas
+from adascale_controller.local.replicas import STOP_TIMEOUT, Agents, Replicas, RunResult
 from adascale_controller.local.run_history import (
     RunRecord,
     record_end,

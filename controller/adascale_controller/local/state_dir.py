@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,34 @@ class StateDirError(AdaScaleError):
     exit_code = 2
 
 
+def _inside(*parts: str) -> cached_property[Path]:
+    """Return the attribute of a state folder that is a path in it."""
+    return cached_property(lambda folder: folder.path.joinpath(*parts))
+
+
 @dataclass(frozen=True)
 class StateDir:
     """The paths in a state folder."""
 
     path: Path
+    checkpoints = _inside("checkpoints")
+    """The folder of the checkpoints, unless the job sets another."""
+    logs = _inside("logs")
+    """The folder with the output of all processes."""
+    service_log = _inside("logs", "api.log")
+    """The output of the metrics service."""
+    port_file = _inside("api.port")
+    """The file in which the metrics service writes its port."""
+    service_file = _inside("service.json")
+    """The file with the address of the metrics service, during a run."""
+    scale_request_file = _inside("scale-request.json")
+    """The file in which `adascale scale` requests another limit of replicas."""
+    scale_answer_file = _inside("scale-answer.json")
+    """The file in which the run answers the request."""
+    history_file = _inside("runs.jsonl")
+    """The file with the starts and ends of the runs."""
+    ignore_file = _inside(".gitignore")
+    """The file that keeps the folder out of a repository of Git."""
 
     @property
     def database(self) -> Path:
@@ -76,49 +99,9 @@ class StateDir:
         return lock_folder(self.path) / "api.sqlite"
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints, unless the job sets another."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """The folder with the output of all processes."""
-        return self.path / "logs"
-
-    @property
-    def service_log(self) -> Path:
-        """The output of the metrics service."""
-        return self.logs / "api.log"
-
-    @property
-    def port_file(self) -> Path:
-        """The file in which the metrics service writes its port."""
-        return self.path / "api.port"
-
-    @property
-    def service_file(self) -> Path:
-        """The file with the address of the metrics service, during a run."""
-        return self.path / "service.json"
-
-    @property
     def stop_lock_file(self) -> Path:
         """The file that `adascale stop` locks while it stops the run."""
         return lock_folder(self.path) / "stop.lock"
-
-    @property
-    def scale_request_file(self) -> Path:
-        """The file in which `adascale scale` requests another limit of replicas."""
-        return self.path / "scale-request.json"
-
-    @property
-    def scale_answer_file(self) -> Path:
-        """The file in which the run answers the request."""
-        return self.path / "scale-answer.json"
-
-    @property
-    def history_file(self) -> Path:
-        """The file with the starts and ends of the runs."""
-        return self.path / "runs.jsonl"
 
     @property
     def lock_file(self) -> Path:
@@ -130,11 +113,6 @@ class StateDir:
         """The folder for files that need file locks, if this folder has none."""
         folder = lock_folder(self.path)
         return None if folder == self.path else folder
-
-    @property
-    def ignore_file(self) -> Path:
-        """The file that keeps the folder out of a repository of Git."""
-        return self.path / ".gitignore"
 
     def replica_log(self, rank: int) -> Path:
         """The output of the replica of `rank`."""
