@@ -339,21 +339,6 @@ def test_reports_are_accepted_again_once_the_disk_of_the_server_has_room(
         assert "Traceback" not in service.log()
 
 
-@pytest.mark.slow
-def test_whether_the_disk_of_the_server_is_full_is_found_by_writing(
-    postgresql: PostgresqlServer,
-) -> None:
-    with postgresql.small_database() as (url, disk):
-        connector = PostgresqlConnector(url)
-        filler = fill(disk)
-        assert not connector.has_room(was_full=True)
-        filler.unlink()
-        assert connector.has_room(was_full=True)
-        with psycopg.connect(url) as connection:
-            left = connection.execute("SELECT tablename FROM pg_tables WHERE tablename LIKE '%room%'")
-            assert left.fetchall() == []
-
-
 def test_the_tables_of_the_release_before_are_migrated(postgresql: PostgresqlServer, tmp_path: Path) -> None:
     url = postgresql.new_database()
     with ServiceProcess(tmp_path, url=url) as service, Client(service.port) as client:

@@ -1,7 +1,6 @@
 """Group commits, the cache, long polling, and the expiry of heartbeats."""
 
 import asyncio
-import errno
 import sqlite3
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
@@ -98,23 +97,19 @@ def test_a_failed_write_changes_no_version_and_the_next_one_succeeds(url: str) -
     with_database(url, use)
 
 
-def test_writes_succeed_again_after_a_disk_that_was_full_and_could_not_be_changed(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_transaction: Transaction) -> None:
-        error = sqlite3.OperationalError("database or disk is full")
-        error.sqlite_errorcode = sqlite3.SQLITE_FULL
-        raise error
+def fail_by_a_full_disk(_transaction: Transaction) -> None:
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    raise error
 
-    def refuse(*_arguments: Any, **_options: Any) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
 
+def test_a_full_disk_is_noticed_until_something_can_be_written(url: str) -> None:
     async def use(database: Database) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "unlink", refuse)
-            with pytest.raises(DatabaseError, match="disk is full"):
-                await database.write(fail)
-        await database.write(partial(jobs.allocate, job_id="a.b", allocation=Allocation(1, 1), now=0.0))
+        with pytest.raises(DatabaseError, match="disk is full"):
+            await database.write(fail_by_a_full_disk)
+        assert database.condition.is_full
+        await database.check()
+        assert not database.condition.is_full
 
     with_database(url, use)
 
@@ -154,19 +149,14 @@ def test_writes_are_answered_and_all_is_closed_when_a_listener_fails(
 def test_writes_succeed_again_after_a_commit_that_failed_unexpectedly(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_transaction: Transaction) -> None:
-        error = sqlite3.OperationalError("database or disk is full")
-        error.sqlite_errorcode = sqlite3.SQLITE_FULL
-        raise error
-
-    def break_down() -> bool:
-        raise ZeroDivisionError("made no room")
+    def break_down(_error: Exception) -> Any:
+        raise ZeroDivisionError("no meaning")
 
     async def use(database: Database) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(database.connector, "make_room", break_down)
-            with pytest.raises(DatabaseError, match="made no room; whether it was stored is unknown"):
-                await database.write(fail)
+            patch.setattr(database.connector, "failure", break_down)
+            with pytest.raises(DatabaseError, match="no meaning; whether it was stored is unknown"):
+                await database.write(fail_by_a_full_disk)
         await database.write(partial(jobs.allocate, job_id="a.b", allocation=Allocation(1, 1), now=0.0))
 
     with_database(url, use)
@@ -216,16 +206,18 @@ def test_the_cache_is_bounded_in_bytes() -> None:
 
 def test_a_state_that_was_read_before_a_change_does_not_enter_the_cache() -> None:
     cache = JobCache()
-    ticket = cache.ticket("a.b")
+    changes = cache.changes
     cache.put(a_job("a.b", 2))
-    cache.add(a_job("a.b", 1), ticket)
+    cache.add([a_job("a.b", 1)], changes)
     cached = cache.get("a.b")
     assert cached is not None
     assert cached.version == 2
-    ticket = cache.ticket("a.b")
+    changes = cache.changes
     cache.remove("a.b")
-    cache.add(a_job("a.b", 2), ticket)
+    cache.add([a_job("a.b", 2)], changes)
     assert cache.get("a.b") is None
+    cache.add([a_job("a.b", 2)], cache.changes)
+    assert cache.get("a.b") is not None
 
 
 class Versions:

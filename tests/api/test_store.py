@@ -1,7 +1,6 @@
 """The store, compared with a plain model of it."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
@@ -513,42 +512,6 @@ def test_logs_are_stored_beside_the_state_and_bounded(store: Store) -> None:
     assert {rank: log.text for rank, log in logs.items()} == {
         rank: f"log {rank}" for rank in range(40 - replicas.MAX_LOGS, 40)
     }
-
-
-def test_clients_that_were_just_answered_share_the_next_commit_with_those_that_wait(
-    sqlite_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clients, rounds, commits = 8, 20, 0
-    began, others_wait = threading.Event(), threading.Event()
-
-    async def use(database: Database) -> None:
-        commit = database.connector.commit
-
-        def slow_commit(connection: Any, changed: Any) -> None:
-            nonlocal commits
-            commits += 1
-            began.set()
-            others_wait.wait(timeout=10)
-            commit(connection, changed)
-            time.sleep(0.01)  # as on a disk that is slower than the clients
-
-        monkeypatch.setattr(database.connector, "commit", slow_commit)
-
-        async def write_all(client: int) -> None:
-            for step in range(rounds):
-                post = partial(report_store.post, new=[a_report(step=step)], now=0.0)
-                await database.write(partial(post, job_id=f"store.client-{client}"))
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(write_all(0))
-            await asyncio.to_thread(began.wait)
-            for client in range(1, clients):
-                tasks.create_task(write_all(client))
-            asyncio.get_running_loop().call_soon(others_wait.set)
-
-    sqlite_store.run(use)
-    # Without waiting, two groups of clients would take turns, with twice as many commits.
-    assert commits <= 1.25 * rounds
 
 
 def test_an_unreadable_job_harms_itself_only(store: Store) -> None:

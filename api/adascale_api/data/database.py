@@ -1,30 +1,28 @@
 """The database as the event loop uses it: reads in threads, and group commits.
 
-Writes run in one thread, which commits together all writes that arrived during the last commit, and soon
-after it: under load, more requests share one flush to disk. A request is answered after its commit. Reads run
-concurrently, those that may take long in threads of their own, so that they never delay registrations and
-allocations.
+Writes run in one thread, which commits together all writes that arrived during the last commit: under load,
+more requests share one flush to disk. A request is answered after its commit. Reads run concurrently, those
+that may take long in threads of their own, so that they never delay registrations and allocations.
 
-Every call ends within its deadline. While the disk is full, reports are refused, and the rest of the space is
-left to registrations, allocations and deletions.
+Every call ends within its deadline.
 """
 
 import asyncio
 import logging
-import threading
+import sys
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from adascale_api.data.backend import Connector, Failure, UnusableDatabaseError
 from adascale_api.data.job import JobCache, StoredJob
-from adascale_api.data.sql import Transaction
+from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store.jobs import write_changes
+from adascale_api.data.tables import SCHEMA
 from adascale_api.errors import UnavailableError
 from adascale_core.errors import AdaScaleError, requires_extra
 
@@ -33,18 +31,12 @@ Operation = Callable[[Transaction], T]
 
 DEADLINE = 4.5
 """Seconds within which a read or write ends; clients wait 5 for an answer."""
-STOP_GRACE = 1.2
-"""Seconds that reads and writes may take to end after the service begins to stop."""
 READERS = 2
 """Threads for short reads, and as many for long ones."""
 MAX_WAITING_READS = 64
 """Long reads that may wait for a thread."""
-SWEEP_INTERVAL = 0.25
-"""Seconds between two searches for overdue writes."""
 MAX_WRITES_PER_COMMIT = 256
 """Writes in one commit."""
-MAX_GATHERING = 0.02
-"""Seconds, at most, for which a commit waits for further writes."""
 MAX_WAITING_WRITES = 20_000
 """Writes that may wait for a commit."""
 RETRY_INTERVAL = 0.2
@@ -63,10 +55,6 @@ class DatabaseError(UnavailableError):
         super().__init__(f"the database is unavailable: {reason}; {hint}")
 
 
-class _RetryError(Exception):
-    """The transaction may succeed if it is repeated."""
-
-
 @dataclass(frozen=True)
 class Committed:
     """The jobs that a commit has changed, and the ids of the jobs that it has deleted."""
@@ -79,8 +67,6 @@ class Committed:
 class _Write:
     operation: Operation[Any]
     job_id: str  # the job that it locks; empty if it locks none
-    is_report: bool  # refused first when there is little room
-    deadline: float
     done: asyncio.Future[Any]
     result: Any = None
     error: Exception | None = None
@@ -91,7 +77,7 @@ class DatabaseCondition:
     """What is wrong with the database. Probes and metrics show it, except for `error`."""
 
     damage: str = ""  # why its data can't be trusted until a restart; empty if it can
-    is_full: bool = False  # whether reports are refused because there is little room
+    is_full: bool = False  # whether there was no room for the last write
     error: str = ""  # why the last write failed, logged once; empty if it succeeded
     failures: dict[str, int] = field(default_factory=dict)  # reason -> number of failed transactions
 
@@ -125,16 +111,13 @@ class Database:
         self._long = _Readers(self, "long-reader")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._write_connection: Any = None
-        self._queue: deque[_Write] = deque()
+        self._queue: list[_Write] = []
         self._committing: asyncio.Task[None] | None = None
-        self._expected = 0
-        self._gathered = asyncio.Event()
-        self._waiting: deque[_Write] = deque()
-        self._sweep: asyncio.TimerHandle | None = None
-        self._pending: set[asyncio.Timeout] = set()
         self._stopping = False
         # Whether this service learns of all changes, so that cached states are the committed ones.
         self._is_current = not self.connector.is_shared
+        self._notified: dict[str, int] = {}
+        """The versions of jobs that services have committed during the present commit of this one."""
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -143,9 +126,11 @@ class Database:
         readers = self._long if is_long else self._short
         if is_long and readers.waiting >= MAX_WAITING_READS:
             raise UnavailableError("too many large requests at the same time; try again")
-        if self.condition.damage:
-            raise DatabaseError(self.condition.damage, "restart the service after repairing it")
-        return await self._within_deadline(readers.submit(query), "try again")
+        self._require_sound()
+        changes = self.cache.changes
+        result, loaded = await self._within_deadline(readers.run(query), "try again")
+        self.cache.add(loaded, changes)
+        return result
 
     def cached(self, job_id: str) -> StoredJob | None:
         """Return the committed state of a job if it is known without a read."""
@@ -159,6 +144,7 @@ class Database:
         self._listener = listener
 
         def change(job_id: str, version: int) -> None:
+            self._notified[job_id] = version
             known = self.cache.get(job_id)
             # This service may have committed the change, or read the job since. Waiting requests do not know
             # of what was only read.
@@ -182,117 +168,82 @@ class Database:
 
     # -- writing --------------------------------------------------------------------------------------------
 
-    async def write(self, operation: Operation[T], *, job_id: str = "", is_report: bool = False) -> T:
+    async def write(self, operation: Operation[T], *, job_id: str = "") -> T:
         """Return the result of `operation` once it is committed.
 
         The operation may run more than once, so it must have no effect outside the database. If it raises an
         `AdaScaleError`, it must not have changed anything.
         """
-        if self.condition.damage:
-            raise DatabaseError(self.condition.damage, "restart the service after repairing it")
-        if is_report and self.condition.is_full:
-            raise DatabaseError("the disk is full", "reports are refused until there is room, try again")
+        self._require_sound()
         if self._stopping:
             raise UnavailableError("the service is stopping; nothing was stored, try again")
         if len(self._queue) >= MAX_WAITING_WRITES:
             raise UnavailableError("too many requests at the same time; nothing was stored, try again")
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
-        write = _Write(operation, job_id, is_report, time.monotonic() + DEADLINE, done)
-        self._queue.append(write)
-        self._waiting.append(write)
-        if len(self._queue) >= self._expected:
-            self._gathered.set()
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._queue.append(_Write(operation, job_id, done))
         if self._committing is None:
             self._committing = asyncio.create_task(self._commit_all())
-        # Not a timer for each, which would take longer than the write.
-        if self._sweep is None:
-            self._sweep = loop.call_later(SWEEP_INTERVAL, self._end_overdue)
-        return await done
-
-    def _end_overdue(self) -> None:
-        now = time.monotonic()
-        while self._waiting and (self._waiting[0].done.done() or self._waiting[0].deadline < now):
-            done = self._waiting.popleft().done
-            if not done.done():
-                hint = "whether it was stored is unknown, try again"
-                done.set_exception(DatabaseError(f"no answer within {DEADLINE} s", hint))
-        self._sweep = None
-        if self._waiting:
-            self._sweep = asyncio.get_running_loop().call_later(SWEEP_INTERVAL, self._end_overdue)
+        return await self._within_deadline(done, "whether it was stored is unknown, try again")
 
     async def _commit_all(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             while self._queue:
-                batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_WRITES_PER_COMMIT))]
+                batch, self._queue = (
+                    self._queue[:MAX_WRITES_PER_COMMIT],
+                    self._queue[MAX_WRITES_PER_COMMIT:],
+                )
                 batch = [write for write in batch if not write.done.done()]
-                if not batch:
-                    continue
-                started = loop.time()
-                await self._commit_and_answer(batch)
-                if self._queue:
-                    await self._gather(len(batch), min((loop.time() - started) / 2, MAX_GATHERING))
+                self._notified.clear()
+                try:
+                    found = await loop.run_in_executor(self._writer, self._commit, batch)
+                except Exception as error:
+                    logger.exception("a commit failed")
+                    hint = "whether it was stored is unknown, try again"
+                    found = self._fail(batch, DatabaseError(f"{type(error).__name__}: {error}", hint))
+                for committed in found:
+                    self._take(committed)
+                for write in batch:
+                    if write.done.done():  # the request was cancelled
+                        continue
+                    if write.error is None:
+                        write.done.set_result(write.result)
+                    else:
+                        write.done.set_exception(write.error)
         finally:
             # Otherwise no later write would start another task.
             self._committing = None
 
-    async def _commit_and_answer(self, batch: list[_Write]) -> None:
-        """Commit writes together and answer them, whatever fails: they wait for this only."""
-        try:
-            committed = await asyncio.get_running_loop().run_in_executor(self._writer, self._commit, batch)
-        except Exception as error:
-            logger.exception("a commit failed")
-            hint = "whether it was stored is unknown, try again"
-            committed = self._fail(batch, DatabaseError(f"{type(error).__name__}: {error}", hint))
+    def _take(self, committed: Committed) -> None:
+        """Note what was committed, before any request is answered: the next one finds the new state."""
+        for job_id in committed.deleted:
+            self.cache.remove(job_id)
+        for job in committed.changed:
+            if 0 <= self._notified.get(job.id, 0) <= job.version:
+                self.cache.put(job)
+            else:
+                self.cache.remove(job.id)  # another service has changed it since
         try:
             if self._listener is not None:
                 self._listener.committed(committed)
         except Exception:
             logger.exception("a commit is stored, but what waits for it was not notified")
-        for write in batch:
-            if write.done.done():  # the request was cancelled
-                continue
-            if write.error is None:
-                write.done.set_result(write.result)
-            else:
-                write.done.set_exception(write.error)
 
-    async def _gather(self, answered: int, seconds: float) -> None:
-        """Wait until the clients that were just answered may have sent their next writes.
-
-        They share the next commit with the writes that wait for it. Otherwise two groups of clients would
-        take turns, each waiting for the commits of both.
-        """
-        self._expected = min(len(self._queue) + answered, MAX_WRITES_PER_COMMIT)
-        self._gathered = asyncio.Event()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._gathered.wait()
-
-    def _commit(self, batch: list[_Write]) -> Committed:
+    def _commit(self, batch: list[_Write]) -> list[Committed]:
         """Commit writes together, and set their results or errors."""
         # In the order of their jobs, so that two processes lock jobs in the same order.
         batch = sorted(batch, key=lambda write: write.job_id) if self.connector.is_shared else batch
-        may_repeat = True
+        end = time.monotonic() + DEADLINE
         while True:
             try:
-                return self._commit_together(batch)
-            except _RetryError as error:
-                if self._stopping or time.monotonic() > min(write.deadline for write in batch):
-                    return self._fail(batch, DatabaseError(error.__cause__))
-                time.sleep(RETRY_INTERVAL)
+                return [self._commit_together(batch)]
             except self.connector.error as error:
                 failure = self._note_failure(error)
-                if failure is Failure.FULL:
-                    made_room = self.connector.make_room()
-                    reports = [write for write in batch if write.is_report]
-                    others = [write for write in batch if not write.is_report]
-                    if others and (reports or (made_room and may_repeat)):
-                        self._fail(reports, DatabaseError(error))
-                        batch, may_repeat = others, may_repeat and not made_room
+                if failure in (Failure.LOST, Failure.CONFLICT) and not self._stopping:
+                    if time.monotonic() < end:
+                        time.sleep(RETRY_INTERVAL)
                         continue
-                if failure is Failure.OTHER and len(batch) > 1:
+                elif failure is Failure.OTHER and len(batch) > 1:
                     return self._commit_alone(batch)
                 return self._fail(batch, DatabaseError(error))
             except Exception as error:
@@ -301,18 +252,9 @@ class Database:
                 logger.exception("a write failed")
                 return self._fail(batch, error)
 
-    def _commit_alone(self, batch: list[_Write]) -> Committed:
+    def _commit_alone(self, batch: list[_Write]) -> list[Committed]:
         """Commit each write alone: a failed one undoes the others of its commit."""
-        changed: dict[str, StoredJob] = {}
-        deleted: set[str] = set()
-        for write in batch:
-            committed = self._commit([write])
-            for job in committed.changed:
-                changed[job.id] = job
-            for job_id in committed.deleted:
-                changed.pop(job_id, None)
-                deleted.add(job_id)
-        return Committed(tuple(changed.values()), frozenset(deleted))
+        return [committed for write in batch for committed in self._commit([write])]
 
     def _commit_together(self, batch: list[_Write]) -> Committed:
         connector = self.connector
@@ -330,22 +272,11 @@ class Database:
             write_changes(transaction, self._clock())
             versions = {job_id: transaction.jobs[job_id].version for job_id in transaction.changed}
             connector.commit(connection, {**dict.fromkeys(transaction.deleted, -1), **versions})
-        except connector.error as error:
-            self._roll_back()
-            if connector.failure(error) in (Failure.LOST, Failure.CONFLICT):
-                self._note_failure(error)
-                raise _RetryError from error
-            raise
         except BaseException:
             self._roll_back()
             raise
-        self.condition.error = ""
-        # Before any request is answered, so that the next request of the same client finds the new state.
-        for job_id in transaction.deleted:
-            self.cache.remove(job_id)
+        self.condition.error, self.condition.is_full = "", False
         changed = tuple(transaction.jobs[job_id] for job_id in transaction.changed)
-        for job in changed:
-            self.cache.put(job)
         return Committed(changed, frozenset(transaction.deleted - transaction.changed))
 
     def _roll_back(self) -> None:
@@ -358,20 +289,19 @@ class Database:
         with suppress(self.connector.error):
             connection.close()
 
-    def _fail(self, batch: list[_Write], error: Exception) -> Committed:
+    def _fail(self, batch: list[_Write], error: Exception) -> list[Committed]:
         for write in batch:
             write.error = error
-        return Committed((), frozenset())
+        return []
 
     def _note_failure(self, error: Exception) -> Failure:
         failure = self.connector.failure(error)
         condition = self.condition
         condition.failures[failure.name.lower()] = condition.failures.get(failure.name.lower(), 0) + 1
+        condition.is_full = failure is Failure.FULL
         if condition.error != str(error):
             condition.error = str(error)
             logger.warning("the database is unavailable: %s", error)
-        if failure is Failure.FULL:
-            condition.is_full = True
         if failure is Failure.DAMAGED:
             self.note_damage(str(error))
         return failure
@@ -380,123 +310,96 @@ class Database:
         """Refuse all further requests, because the data can't be trusted any more."""
         if not self.condition.damage:
             self.condition.damage = reason
-            self.cache.clear()
             logger.error("the database is damaged, all requests are refused: %s", reason)
+
+    def _require_sound(self) -> None:
+        if self.condition.damage:
+            raise DatabaseError(self.condition.damage, "restart the service after repairing it")
 
     # -- health ---------------------------------------------------------------------------------------------
 
     async def check(self, *, thorough: bool = False) -> None:
-        """Find out whether the database can be trusted, and whether it has room."""
-        if not self.condition.damage:
-            reason = await self._within_deadline(
-                self._long.submit_check(thorough=thorough), "try again", None if thorough else DEADLINE
-            )
-            if reason:
-                self.note_damage(reason)
-        was_full = self.condition.is_full
-        has_room = partial(self.connector.has_room, was_full=was_full)
-        self.condition.is_full = not await asyncio.get_running_loop().run_in_executor(None, has_room)
-        if self.condition.is_full and not was_full:
-            logger.warning("there is little room left, reports are refused")
-        if not self.condition.is_full:
-            self.connector.reserve_room()
+        """Find out whether the database can be trusted, and whether there is room again."""
+        if self.condition.damage:
+            return
+        if reason := await asyncio.to_thread(self._problem, thorough=thorough):
+            self.note_damage(reason)
+        elif self.condition.is_full:
+            await self.write(lambda transaction: transaction.execute(_WRITE))
+
+    def _problem(self, *, thorough: bool) -> str:
+        try:
+            connection = self.connector.connect(writes=False)
+            try:
+                return self.connector.check(connection, thorough=thorough)
+            finally:
+                connection.close()
+        except self.connector.error as error:
+            return str(error) if self.connector.failure(error) is Failure.DAMAGED else ""
 
     # -- the end --------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Accept no further writes, and cancel writes that do not end soon. Called in the event loop."""
-        if not self._stopping:
-            self._stopping = True
-            asyncio.get_running_loop().call_later(STOP_GRACE, self._abandon)
-
-    def _abandon(self) -> None:
-        for write in self._waiting:
-            if not write.done.done():
-                hint = "whether it was stored is unknown, try again"
-                write.done.set_exception(DatabaseError("the service is stopping", hint))
-        now = asyncio.get_running_loop().time()
-        for timeout in self._pending:
-            timeout.reschedule(now)
-        self._short.interrupt()
-        self._long.interrupt()
+        """Accept no further writes."""
+        self._stopping = True
 
     async def close(self) -> None:
         """Finish the pending writes, and close the connections."""
         self._stopping = True
-        with ExitStack() as stack:  # closes the others if one fails
-            stack.callback(self.connector.close)
-            stack.callback(self._roll_back)
-            stack.callback(self._long.close)
-            stack.callback(self._short.close)
-            stack.callback(self._writer.shutdown)
+        try:
             if self._committing is not None:
                 await self._committing
+        finally:
+            self._writer.shutdown()
+            self._short.close()
+            self._long.close()
+            self._roll_back()
+            self.connector.close()
 
-    async def _within_deadline(
-        self, future: "asyncio.Future[T]", hint: str, seconds: float | None = DEADLINE
-    ) -> T:
+    async def _within_deadline(self, result: Awaitable[T], hint: str) -> T:
         try:
-            async with asyncio.timeout(seconds) as timeout:
-                self._pending.add(timeout)
-                try:
-                    return await future
-                finally:
-                    self._pending.discard(timeout)
+            async with asyncio.timeout(DEADLINE):
+                return await result
         except TimeoutError:
-            reason = "the service is stopping" if self._stopping else f"no answer within {seconds} s"
-            raise DatabaseError(reason, hint) from None
+            raise DatabaseError(f"no answer within {DEADLINE} s", hint) from None
 
 
 class _Readers:
-    """Threads that read, each with a connection of its own."""
+    """Threads that read, with a connection for each."""
 
     def __init__(self, database: Database, name: str) -> None:
         self._database = database
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix=name)
-        self._local = threading.local()
-        self._connections: list[Any] = []
+        self._idle: list[Any] = []
+        """The connections that no thread uses."""
         self.waiting = 0
 
-    def submit(self, query: Operation[T]) -> "asyncio.Future[T]":
-        return self._submit(lambda: self._run(query))
-
-    def submit_check(self, *, thorough: bool) -> "asyncio.Future[str]":
-        def check() -> str:
-            connector = self._database.connector
-            try:
-                connection = connector.connect(writes=False)
-                try:
-                    return connector.check(connection, thorough=thorough)
-                finally:
-                    connection.close()
-            except connector.error as error:
-                return str(error) if connector.failure(error) is Failure.DAMAGED else ""
-
-        return self._submit(check)
-
-    def _submit(self, function: Callable[[], T]) -> "asyncio.Future[T]":
+    async def run(self, query: Operation[T]) -> tuple[T, list[StoredJob]]:
+        """Return the result of a query, and the jobs that it has loaded."""
         self.waiting += 1
-        future = asyncio.get_running_loop().run_in_executor(self._threads, function)
-        future.add_done_callback(self._ended)
-        return future
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, query)
+        finally:
+            self.waiting -= 1
 
-    def _ended(self, future: "asyncio.Future[Any]") -> None:
-        self.waiting -= 1
-        if not future.cancelled():
-            future.exception()  # retrieved, so that asyncio logs none of a request that was cancelled
-
-    def _run(self, query: Operation[T]) -> T:
+    def _run(self, query: Operation[T]) -> tuple[T, list[StoredJob]]:
         database, connector = self._database, self._database.connector
         for attempt in (1, 2):
+            connection: Any = self._idle.pop() if self._idle else None
             try:
-                connection = self._connection()
+                connection = connection or connector.connect(writes=False)
                 connector.begin(connection, writes=False)
+                transaction = Transaction(connector, connection, database.cache)
                 try:
-                    return query(Transaction(connector, connection, database.cache))
+                    return query(transaction), transaction.loaded
                 finally:
-                    connection.rollback()
+                    if not isinstance(sys.exception(), connector.error):
+                        connection.rollback()
+                        self._idle.append(connection)
             except connector.error as error:
-                self._forget_connection()
+                if connection is not None:
+                    with suppress(connector.error):
+                        connection.close()
                 failure = connector.failure(error)
                 if failure is Failure.LOST and attempt == 1:
                     continue
@@ -505,33 +408,15 @@ class _Readers:
                 raise DatabaseError(error, "try again") from error
         raise AssertionError
 
-    def _connection(self) -> Any:
-        connection = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = self._local.connection = self._database.connector.connect(writes=False)
-            self._connections.append(connection)
-        return connection
-
-    def _forget_connection(self) -> None:
-        connection = getattr(self._local, "connection", None)
-        self._local.connection = None
-        if connection is not None:
-            self._connections.remove(connection)
-            with suppress(self._database.connector.error):
-                connection.close()
-
-    def interrupt(self) -> None:
-        for connection in list(self._connections):
-            with suppress(self._database.connector.error):  # its thread has closed it meanwhile
-                self._database.connector.interrupt(connection)
-
     def close(self) -> None:
-        self.interrupt()
+        """Finish the reads, and close the connections."""
         self._threads.shutdown()
-        for connection in self._connections:
+        for connection in self._idle:
             with suppress(self._database.connector.error):
                 connection.close()
-        self._connections.clear()  # `interrupt` may be called once more
+
+
+_WRITE = Sql(f"UPDATE {SCHEMA} SET version = version")
 
 
 def open_database(url: str) -> Connector:

@@ -1,10 +1,9 @@
 """A stored job with its state as text for the database, and the cache of stored jobs."""
 
 import json
-from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from threading import Lock
 
 from pydantic import TypeAdapter
 
@@ -20,7 +19,6 @@ _MEMORY_PER_JOB = 2048
 _view = TypeAdapter(AllocationView)
 MAX_CACHED = 64 * 1024 * 1024
 """Bytes of the cached states."""
-_STRIPES = 1024
 
 
 class UnreadableJobError(AdaScaleError):
@@ -86,7 +84,7 @@ class StoredJob:
 
 
 class JobCache:
-    """The latest committed states of jobs, bounded in bytes. Threads may share it.
+    """The latest committed states of jobs, bounded in bytes. Changed by the event loop, and read by threads.
 
     Most requests need the state of their job, which rarely changes. Reading and parsing it again would take
     most of their time; one of 1,024 replicas has 300 KB.
@@ -94,56 +92,43 @@ class JobCache:
 
     def __init__(self, max_bytes: int = MAX_CACHED) -> None:
         self._max_bytes = max_bytes
-        self._lock = Lock()
-        self._jobs: OrderedDict[str, StoredJob] = OrderedDict()
+        self._jobs: dict[str, StoredJob] = {}
         self._bytes = 0
-        self._changes = [0] * _STRIPES
+        self.changes = 0
+        """How many changes of jobs the cache has seen."""
 
     def get(self, job_id: str) -> StoredJob | None:
         """Return the state of a job if it is cached."""
-        with self._lock:
-            job = self._jobs.get(job_id)
-            if job is not None:
-                self._jobs.move_to_end(job_id)
-            return job
+        return self._jobs.get(job_id)
 
-    def ticket(self, job_id: str) -> int:
-        """Return a number for `add`, taken before the state is read."""
-        return self._changes[hash(job_id) % _STRIPES]
-
-    def add(self, job: StoredJob, ticket: int) -> None:
-        """Cache a state that was read, unless the job has changed since the ticket was taken."""
-        with self._lock:
-            if self._changes[hash(job.id) % _STRIPES] == ticket:
+    def add(self, jobs: Iterable[StoredJob], changes: int) -> None:
+        """Cache states that were read, unless a job has changed since the cache had seen so many changes."""
+        if changes == self.changes:
+            for job in jobs:
                 self._put(job)
 
     def put(self, job: StoredJob) -> None:
         """Cache a state that was just committed."""
-        with self._lock:
-            self._changes[hash(job.id) % _STRIPES] += 1
-            self._put(job)
+        self.changes += 1
+        self._put(job)
 
     def remove(self, job_id: str) -> None:
         """Remove a job that was deleted, or changed by another process."""
-        with self._lock:
-            self._changes[hash(job_id) % _STRIPES] += 1
-            removed = self._jobs.pop(job_id, None)
-            self._bytes -= 0 if removed is None else removed.size
+        self.changes += 1
+        removed = self._jobs.pop(job_id, None)
+        self._bytes -= 0 if removed is None else removed.size
 
     def clear(self) -> None:
         """Remove all jobs."""
-        with self._lock:
-            self._changes = [change + 1 for change in self._changes]
-            self._jobs.clear()
-            self._bytes = 0
+        self.changes += 1
+        self._jobs.clear()
+        self._bytes = 0
 
     def _put(self, job: StoredJob) -> None:
         before = self._jobs.pop(job.id, None)
-        self._bytes -= 0 if before is None else before.size
-        if job.size > self._max_bytes:
-            return
+        self._bytes += job.size - (0 if before is None else before.size)
         self._jobs[job.id] = job
-        self._bytes += job.size
+        # The oldest goes first, unless this one alone is too large.
         while self._bytes > self._max_bytes:
-            _, oldest = self._jobs.popitem(last=False)
+            oldest = self._jobs.pop(job.id if job.size > self._max_bytes else next(iter(self._jobs)))
             self._bytes -= oldest.size

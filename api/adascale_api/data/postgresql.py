@@ -3,7 +3,6 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -11,22 +10,9 @@ import psycopg
 from psycopg import sql as psycopg_sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from adascale_api.data.backend import (
-    LITTLE_ROOM,
-    Failure,
-    UnusableDatabaseError,
-    migrates_from,
-    require_own_tables,
-)
+from adascale_api.data.backend import Connector, Failure, UnusableDatabaseError
 from adascale_api.data.sql import Sql
-from adascale_api.data.tables import (
-    READABLE_FROM,
-    SCHEMA,
-    SCHEMA_VERSION,
-    TABLES,
-    create_statements,
-    migration_statements,
-)
+from adascale_api.data.tables import TABLES
 
 MIN_VERSION = 150000
 """PostgreSQL 15."""
@@ -57,12 +43,6 @@ RECONNECT_INTERVAL = 0.5
 LOCK_TABLES = 0x41646153
 """The number of the advisory lock that is held while tables are created."""
 
-_ROW = 1024
-"""Bytes of a row that tries whether there is room; longer ones would be compressed."""
-_WRITE_ROWS = psycopg_sql.SQL(
-    f"CREATE UNLOGGED TABLE {{}} AS SELECT repeat('x', {_ROW}) FROM generate_series(1, %s)"
-)
-
 _FAILURES: dict[str, Failure] = {
     "53100": Failure.FULL,  # disk_full
     "55P03": Failure.BUSY,  # lock_not_available
@@ -78,16 +58,19 @@ _FAILURES: dict[str, Failure] = {
 _LOST_CLASSES = ("08", "57P", "53")
 """Connection exceptions, operator intervention, and insufficient resources such as too many connections."""
 
-_DOUBLE = "DOUBLE PRECISION"
-
 logger = logging.getLogger(__name__)
 
 
-class PostgresqlConnector:
+class PostgresqlConnector(Connector):
     """Opens connections to a PostgreSQL database."""
 
-    error: type[Exception] = psycopg.Error
+    error = psycopg.Error
     is_shared = True
+    types = {  # noqa: RUF012
+        "key": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
+        "double": "DOUBLE PRECISION",
+        "bytes": "BYTEA",
+    }
 
     def __init__(self, url: str) -> None:
         try:
@@ -171,11 +154,6 @@ class PostgresqlConnector:
             )
         connection.commit()
 
-    def interrupt(self, connection: psycopg.Connection[Any]) -> None:
-        """End the statement that another thread executes."""
-        with suppress(psycopg.Error):
-            connection.cancel_safe(timeout=1.0)
-
     def close(self) -> None:
         """End the listener."""
         self._closed.set()
@@ -202,33 +180,10 @@ class PostgresqlConnector:
     def check(self, connection: psycopg.Connection[Any], *, thorough: bool) -> str:  # noqa: ARG002
         """Return the problems of the tables; empty if there are none. The server itself checks its pages."""
         try:
-            _require_own_tables(connection, self.url)
+            self.require_own_tables(connection)
         except UnusableDatabaseError as error:
             return str(error)
         return ""
-
-    def has_room(self, *, was_full: bool) -> bool:
-        """Return whether there is room, which the server knows only when it writes.
-
-        After there was none, this writes a table of `LITTLE_ROOM` in a transaction that it rolls back.
-        """
-        if not was_full:
-            return True
-        try:
-            with self._open() as connection:
-                table = psycopg_sql.Identifier(f"adascale_room_{connection.info.backend_pid}")
-                connection.execute(_WRITE_ROWS.format(table), (LITTLE_ROOM // _ROW,))
-                connection.rollback()
-        except psycopg.Error as error:
-            return self.failure(error) is not Failure.FULL
-        return True
-
-    def make_room(self) -> bool:
-        """Return False: the server keeps its own reserve."""
-        return False
-
-    def reserve_room(self) -> None:
-        """Do nothing."""
 
     def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
         """Report the changes that services commit, this one's too, from a thread, until `close`."""
@@ -263,36 +218,12 @@ class PostgresqlConnector:
             )
         # Services that start together create the tables one after another.
         connection.execute("SELECT pg_advisory_xact_lock(%s)", (LOCK_TABLES,))
-        version = migrates_from(_find_tables(connection), connection.execute)
-        if version is not None:
-            for statement in migration_statements(version, double=_DOUBLE):
-                connection.execute(statement)
-            logger.warning(
-                "changed the tables of %s from version %d to %d", self.url, version, SCHEMA_VERSION
-            )
-        _require_own_tables(connection, self.url)
-        for statement in create_statements(
-            key="BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
-            double=_DOUBLE,
-            binary="BYTEA",
-            suffixes={},
-        ):
-            connection.execute(statement)
-        connection.execute(
-            f"INSERT INTO {SCHEMA} SELECT {SCHEMA_VERSION}, {READABLE_FROM} "
-            f"WHERE NOT EXISTS (SELECT * FROM {SCHEMA})"
+        self.prepare_tables(connection)
+
+    def find_tables(self, connection: psycopg.Connection[Any]) -> set[str]:
+        """Return the names of the tables that the database has, of those of a service."""
+        rows = connection.execute(
+            "SELECT tablename FROM pg_tables WHERE schemaname = current_schema() AND tablename = ANY(%s)",
+            (list(TABLES),),
         )
-
-
-def _find_tables(connection: psycopg.Connection[Any]) -> set[str]:
-    """Return the names of the tables that the database has, of those of a service."""
-    rows = connection.execute(
-        "SELECT tablename FROM pg_tables WHERE schemaname = current_schema() AND tablename = ANY(%s)",
-        (list(TABLES),),
-    )
-    return {name for (name,) in rows}
-
-
-def _require_own_tables(connection: psycopg.Connection[Any], url: str) -> None:
-    """Refuse tables of another version or program. Tables of other names do not matter."""
-    require_own_tables(url, _find_tables(connection), connection.execute, remedy="use another database")
+        return {name for (name,) in rows}

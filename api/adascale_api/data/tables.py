@@ -4,6 +4,8 @@ Rows refer to a job by its `key`, which is never reused: rows of a deleted job c
 with the same id.
 """
 
+from collections.abc import Mapping
+
 SCHEMA_VERSION = 18
 """Raised with every change of a table, or of a document in one; `MIGRATIONS` has the way to the next one."""
 
@@ -147,11 +149,11 @@ OF_A_JOB = ("reports", "step_times", "generations", "logs", "heartbeats", "decis
 """The tables whose rows belong to a job."""
 
 
-def migration_statements(version: int, *, double: str) -> list[str]:
+def migration_statements(version: int, types: Mapping[str, str]) -> list[str]:
     """Return the statements that change the tables of an earlier version to those of `SCHEMA_VERSION`."""
     return [
         *(
-            statement.format(double=double)
+            statement.format_map(types)
             for earlier in range(version, SCHEMA_VERSION)
             for statement in MIGRATIONS[earlier]
         ),
@@ -159,11 +161,9 @@ def migration_statements(version: int, *, double: str) -> list[str]:
     ]
 
 
-def create_statements(*, key: str, double: str, binary: str, suffixes: dict[str, str]) -> list[str]:
+def create_statements(types: Mapping[str, str], suffixes: Mapping[str, str]) -> list[str]:
     """Return the statements that create the tables."""
-    statements = []
-    for name, columns in TABLES.items():
-        # `format` would take a brace in a comment for a field, so the tables have none.
-        types = columns.format(key=key, double=double, bytes=binary)
-        statements.append(f"CREATE TABLE IF NOT EXISTS {name} ({types}) {suffixes.get(name, '')}")
-    return statements
+    return [
+        f"CREATE TABLE IF NOT EXISTS {name} ({columns.format_map(types)}) {suffixes.get(name, '')}"
+        for name, columns in TABLES.items()
+    ]

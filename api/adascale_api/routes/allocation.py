@@ -182,7 +182,7 @@ async def put_decision(
             [FieldError(field="job", got=body.job, expected=f"{job}, the job in the path")]
         )
     decision = replace(body, job=job)
-    await service.database.write(partial(jobs.store_decision, decision=decision), job_id=job, is_report=True)
+    await service.database.write(partial(jobs.store_decision, decision=decision), job_id=job)
 
 
 @decision_router.get(

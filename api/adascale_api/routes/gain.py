@@ -75,7 +75,6 @@ async def store_reports(service: Service, job: str, body: list[GainReport]) -> b
     posted = await service.database.write(
         partial(reports.post, job_id=job, new=body, now=service.clock(), retention=service.settings.reports),
         job_id=job,
-        is_report=True,
     )
     service.metrics.count_reports(posted.stored, posted.repeated)
     # The text of the generations is kept, since all requests of a job have the same.

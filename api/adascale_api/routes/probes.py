@@ -27,10 +27,10 @@ async def get_health() -> HealthResponse:
 
 @router.get("/readyz", summary="Readiness probe", responses=errors(503))
 async def get_readiness(service: ServiceOf) -> HealthResponse:
-    """Reads the database. Fails if it is damaged, and while reports are refused because the disk is full."""
+    """Reads the database. Fails if it is damaged, and while the disk is too full to store anything."""
     await service.database.read(lambda transaction: transaction.first(_READ))
     if service.database.condition.is_full:
-        raise UnavailableError("the disk is full: reports are refused until there is room")
+        raise UnavailableError("the disk is full: nothing can be stored until there is room")
     return HealthResponse("ok")
 
 

@@ -109,7 +109,7 @@ class _Health:
         condition = self._condition
         yield GaugeMetricFamily(
             "adascale_database_full",
-            "1 while reports are refused because there is little room on the disk.",
+            "1 while nothing can be stored because there is no room on the disk.",
             value=float(condition.is_full),
         )
         yield GaugeMetricFamily(

@@ -100,13 +100,10 @@ class JobPage:
 
 def find_job(transaction: Transaction, job_id: str) -> StoredJob:
     """Return a job."""
-    ticket = transaction.cache.ticket(job_id)
     found = transaction.first(_FIND, id=job_id)
     if found is None:
         raise JobNotFoundError(job_id)
-    job = _load(transaction, job_id, *found)
-    transaction.cache.add(job, ticket)
-    return job
+    return _load(transaction, job_id, *found)
 
 
 def list_jobs(transaction: Transaction, after: str, limit: int) -> JobPage:
@@ -298,14 +295,11 @@ def _require_room(transaction: Transaction, job_id: str, max_undeclared: int) ->
 
 
 def _load(transaction: Transaction, job_id: str, key: int, version: int) -> StoredJob:
-    """Return the state of a job, from the cache if it has this version."""
-    cached = transaction.cache.get(job_id)
-    if cached is not None and cached.key == key and cached.version == version:
-        return cached
-    row = transaction.first(_LOAD, key=key)
-    if row is None:
+    """Return the state of a job that has this version, or had it when its row was selected."""
+    job = transaction.load(job_id, key, version)
+    if job is None:
         raise JobNotFoundError(job_id)
-    return StoredJob.parse(key, job_id, *row)
+    return job
 
 
 def _page(transaction: Transaction, rows: list[tuple[str, int, int]], limit: int) -> JobPage:
@@ -313,9 +307,7 @@ def _page(transaction: Transaction, rows: list[tuple[str, int, int]], limit: int
     room, done = PageRoom(), None
     for job_id, key, version in rows[:limit]:
         try:
-            ticket = transaction.cache.ticket(job_id)
             job = _load(transaction, job_id, key, version)
-            transaction.cache.add(job, ticket)
         except UnreadableJobError as error:
             logger.error("%s", error)
         except JobNotFoundError:
@@ -384,7 +376,6 @@ def find_decision(transaction: Transaction, job: StoredJob) -> DecisionView | No
 
 _FIND = Sql("SELECT key, version FROM jobs WHERE id = :id")
 _LOCK = Sql("SELECT key, version FROM jobs WHERE id = :id", lock=True)
-_LOAD = Sql("SELECT created_at, version, spec, rendezvous FROM jobs WHERE key = :key")
 _PAGE = Sql("SELECT id, key, version FROM jobs WHERE id > :after ORDER BY id LIMIT :limit")
 _INCOMPLETE_PAGE = Sql(
     "SELECT id, key, version FROM jobs WHERE id > :after AND complete = 0 ORDER BY id LIMIT :limit"
