@@ -48,7 +48,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_what_was_answered_survives_a_full_disk_and_the_service_recovers(disk: Path) -> None:
+def test_what_was_answered_survives_a_full_disk_and_the_service_recovers(disk: Path, tmp_path: Path) -> None:
     with ServiceProcess(disk) as service, Client(service.port) as client:
         client.put("/jobs/a/allocation", {"generation": 1, "replicas": 1})
         client.register("a", a_registration())
@@ -70,7 +70,7 @@ def test_what_was_answered_survives_a_full_disk_and_the_service_recovers(disk: P
         wait_until(lambda: client.call("GET", "/readyz").status == 503, "the readiness probe")
         assert "adascale_database_full 1.0" in client.call("GET", "/metrics").body
         service.kill()
-        with ServiceProcess(disk) as service, Client(service.port) as client:
+        with ServiceProcess(disk, port_file=tmp_path / "port") as service, Client(service.port) as client:
             assert [replica["state"] for replica in client.get("/jobs/a")["replicas"]] == ["running"]
             assert client.get("/jobs/a/gain/history?points=1")["total"] == stored
             filler.unlink()
