@@ -36,7 +36,7 @@ class Authorizer(Protocol):
     async def authorize(self, token: str, role: Role, job_id: str | None, client: str = "") -> None:
         """Raise a `RequestError` unless the token has the role for a job; None for all jobs.
 
-        `client` is the address that sent it: clients with many tokens to check take turns.
+        `client` is the address that sent it: its tokens that wait for a check are bounded.
         """
         ...
 

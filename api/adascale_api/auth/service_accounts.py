@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,10 +32,10 @@ _MAX_EXPIRY = 2**53
 """No token expires later. Larger integers may not be exact as floats."""
 MAX_REVIEWS = 16
 """Reviews at the same time."""
-MAX_WAITING_PER_CLIENT = 16
-"""Reviews that may wait for a turn of a client."""
+MAX_REVIEWS_PER_CLIENT = 16
+"""Reviews of an address that may run or wait."""
 MAX_WAITING = 2048
-"""Reviews that may wait."""
+"""Reviews that may run or wait."""
 ACCEPTED_TTL = 60.0
 """Seconds until an accepted token is reviewed again."""
 REJECTED_TTL = 10.0
@@ -75,66 +75,29 @@ class TooManyReviewsError(UnavailableError):
     """Too many reviews wait."""
 
 
-_Waiters = OrderedDict[str, deque["asyncio.Future[None]"]]
-
-
 class TokenReviewQueue:
-    """A bounded queue of reviews that is fair to clients, since anyone can send tokens to review.
+    """Bounds the reviews of all clients and of each, since anyone can send tokens to review.
 
-    Clients take turns by their address. Namespaces whose tokens were accepted before have half of all turns,
-    however many tokens others send.
+    Reviews begin in the order of the requests, and no address has more than its share of the places before.
     """
 
     def __init__(self, reviewer: TokenReviewer) -> None:
         self._reviewer = reviewer
-        self._running = 0
-        self._waiting = 0
-        self._groups: tuple[_Waiters, _Waiters] = (OrderedDict(), OrderedDict())
-        self._next_group = 0
+        self._turns = asyncio.Semaphore(MAX_REVIEWS)
+        self._open: Counter[str] = Counter()
 
-    async def review(
-        self, token: str, audiences: Sequence[str], *, client: str, is_known: bool
-    ) -> TokenReviewResult:
-        """Review a token; `is_known`: whether its namespace has sent valid tokens before."""
-        if self._running >= MAX_REVIEWS:
-            await self._wait_for_turn(self._groups[is_known], client)
-        else:
-            self._running += 1
-        try:
-            return await self._reviewer.review(token, audiences)
-        finally:
-            self._running -= 1
-            self._start_next()
-
-    async def _wait_for_turn(self, group: _Waiters, client: str) -> None:
-        waiters = group.setdefault(client, deque())
-        if len(waiters) >= MAX_WAITING_PER_CLIENT or self._waiting >= MAX_WAITING:
-            if not waiters:
-                del group[client]
+    async def review(self, token: str, audiences: Sequence[str], client: str) -> TokenReviewResult:
+        """Review a token that an address has sent."""
+        if self._open[client] >= MAX_REVIEWS_PER_CLIENT or self._open.total() >= MAX_WAITING:
             raise TooManyReviewsError("too many tokens are being reviewed")
-        turn = asyncio.get_running_loop().create_future()
-        waiters.append(turn)
-        self._waiting += 1
+        self._open[client] += 1
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._running -= 1
-                self._start_next()
-            raise
-
-    def _start_next(self) -> None:
-        while self._waiting and self._running < MAX_REVIEWS:
-            group = self._groups[self._next_group] or self._groups[1 - self._next_group]
-            self._next_group = 1 - self._next_group
-            client, waiters = group.popitem(last=False)
-            turn = waiters.popleft()
-            self._waiting -= 1
-            if waiters:
-                group[client] = waiters  # at the end, so that the other clients are next
-            if not turn.done():
-                self._running += 1
-                turn.set_result(None)
+            async with self._turns:
+                return await self._reviewer.review(token, audiences)
+        finally:
+            self._open[client] -= 1
+            if not self._open[client]:
+                del self._open[client]
 
 
 @dataclass(frozen=True)
@@ -152,7 +115,6 @@ class TokenReviewCache:
 
     def __init__(self, reviewer: TokenReviewer, clock: Callable[[], float] = time.monotonic) -> None:
         self._queue = TokenReviewQueue(reviewer)
-        self._known: OrderedDict[str, None] = OrderedDict()
         self._clock = clock
         self._accepted: OrderedDict[bytes, _Entry] = OrderedDict()
         self._rejected: OrderedDict[bytes, _Entry] = OrderedDict()
@@ -160,13 +122,8 @@ class TokenReviewCache:
         self._retry_at = float("-inf")
         self._logged_error = ""
 
-    async def review(
-        self, token: str, audiences: Sequence[str], *, client: str = "", namespace: str = ""
-    ) -> TokenReviewResult:
-        """Return the cached or a new review of a token, whose audiences must be the same each time.
-
-        `namespace` is that of the job that the token claims to be for.
-        """
+    async def review(self, token: str, audiences: Sequence[str], client: str = "") -> TokenReviewResult:
+        """Return the cached or a new review of a token, whose audiences must be the same each time."""
         key = hashlib.sha256(token.encode()).digest()
         cached = self._find_fresh(key)
         if cached is not None:
@@ -175,20 +132,16 @@ class TokenReviewCache:
             return self._find_accepted(key)
         pending = self._pending.get(key)
         if pending is None:
-            pending = self._pending[key] = asyncio.create_task(
-                self._review(key, token, audiences, client, namespace)
-            )
+            pending = self._pending[key] = asyncio.create_task(self._review(key, token, audiences, client))
             pending.add_done_callback(lambda done: self._remove_pending(key, done))
         # Other requests wait for the same review, so a request that is cancelled must not cancel it.
         return await asyncio.shield(pending)
 
     async def _review(
-        self, key: bytes, token: str, audiences: Sequence[str], client: str, namespace: str
+        self, key: bytes, token: str, audiences: Sequence[str], client: str
     ) -> TokenReviewResult:
         try:
-            result = await self._queue.review(
-                token, audiences, client=client, is_known=namespace in self._known
-            )
+            result = await self._queue.review(token, audiences, client)
         except TooManyReviewsError:
             return self._find_accepted(key)
         except UnavailableError as error:
@@ -201,11 +154,6 @@ class TokenReviewCache:
             self._logged_error = ""
             logger.warning("the Kubernetes API reviews tokens again")
         self._add(key, result)
-        if result.user is not None:
-            self._known[namespace] = None
-            self._known.move_to_end(namespace)
-            if len(self._known) > MAX_ENTRIES:
-                self._known.popitem(last=False)
         return result
 
     def _remove_pending(self, key: bytes, done: asyncio.Task[TokenReviewResult]) -> None:
@@ -317,8 +265,7 @@ class ServiceAccountAuthorizer:
             raise UnauthorizedError(
                 f"the token expired {expired_for:.0f} s ago: read the token file again, the kubelet renews it"
             )
-        namespace = namespace_of(job_id or "")
-        result = await self._cache.review(token, audiences, client=client, namespace=namespace)
+        result = await self._cache.review(token, audiences, client)
         if result.user is None:
             reason = f": {result.error}" if result.error else ""
             raise UnauthorizedError(f"the Kubernetes API rejects the token{reason}")
