@@ -20,11 +20,10 @@ from adascale_api.bodies import (
 )
 from adascale_api.data.database import Database
 from adascale_api.http.connection_limits import ConnectionLimits
-from adascale_api.http.request_body import REFERENCE, BodyLimit
+from adascale_api.http.request_body import REFERENCE
 from adascale_api.routes import allocation, gain, jobs, logs, page, probes
 from adascale_api.routes.common import add_error_handlers
 from adascale_api.routes.runs import RunPaths
-from adascale_api.service.prometheus import RequestMetrics
 from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import Service, Settings
 
@@ -105,8 +104,6 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    app.add_middleware(BodyLimit, connections=service.connections)
-    app.add_middleware(RequestMetrics, metrics=service.metrics)
     add_error_handlers(app)
     for routes in (gain, allocation, jobs, logs, page, probes):
         app.include_router(routes.router)

@@ -23,7 +23,7 @@ from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.protocol import LimitedProtocol, limited_protocol
 from adascale_api.http.tls import RequireTls, ServerCertificate, TlsListener, keep_buffers_sparse
 from adascale_api.routes.common import response_to
-from adascale_api.routes.worker_endpoints import WorkerEndpoints
+from adascale_api.routes.worker_endpoints import MetricsService
 from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import Service, Settings
 from adascale_core.errors import AdaScaleError
@@ -69,7 +69,7 @@ def serve_jobs(database_url: str, authorizer: Authorizer | None, settings: Setti
         app = create_app(Database(database_url), authorizer, settings, connections=limits)
         service: Service = app.state.service
         data = f"database {without_password(database_url)}"
-        return ServedApp(WorkerEndpoints(app, service), service.stop, data)
+        return ServedApp(MetricsService(app), service.stop, data)
 
     return make
 

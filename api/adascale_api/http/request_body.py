@@ -13,7 +13,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope
 
 from adascale_api.bodies import MAX_REPORTS, GainReportBody, GainReports
 from adascale_api.errors import (
@@ -80,22 +80,6 @@ def limited_body(scope: Scope, receive: Receive, connections: ConnectionLimits) 
         connections.body_grows(-counted)
 
 
-class BodyLimit:
-    """ASGI middleware that limits bodies."""
-
-    def __init__(self, app: ASGIApp, connections: ConnectionLimits) -> None:
-        self._app = app
-        self._connections = connections
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request with a limited body."""
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
-            await self._app(scope, receive, send)
-            return
-        with limited_body(scope, receive, self._connections) as limited:
-            await self._app(scope, limited, send)
-
-
 def _refuse_size(got: str) -> None:
     raise BodyTooLargeError(
         f"body: got {got}, expected at most {MAX_BODY}; nothing was stored: send fewer reports at a time"
@@ -158,15 +142,8 @@ class ReportsBody:
 
 
 async def _read(request: Request) -> bytes:
-    require_json(request.headers.get("content-type", ""))
-    return await request.body()
-
-
-def require_json(content_type: str) -> None:
-    """Refuse another content type."""
-    if content_type == "application/json":
-        return
-    media_type = content_type.partition(";")[0].strip().lower()
+    """Return the body, unless its content type is another one than JSON."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
@@ -174,6 +151,7 @@ def require_json(content_type: str) -> None:
         raise NotJsonError(
             f"content-type: got {media_type or 'nothing'}, expected application/json; nothing was stored"
         )
+    return await request.body()
 
 
 def _check_size(text: bytes, expected: str) -> None:

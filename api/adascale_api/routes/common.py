@@ -259,7 +259,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _handle_invalid_parameter)
     app.add_exception_handler(HTTPException, _handle_http_error)
     app.add_exception_handler(ClientDisconnect, _handle_refusal)
-    app.add_exception_handler(Exception, _handle_failure)
+    app.add_exception_handler(Exception, failure_response)
 
 
 def error_response(status: int, body: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
@@ -292,8 +292,8 @@ def _handle_refusal(_request: Request, error: Exception) -> Response:
     return response_to(error)
 
 
-def _handle_failure(_request: Request, _error: Exception) -> Response:
-    # The error is raised again after the answer, so that the server logs it.
+def failure_response(*_of: object) -> Response:
+    """Return the response to an error that is not expected, which is raised again after it."""
     return error_response(500, ErrorBody(error="the service failed at this request: its log says why"))
 
 

@@ -1,138 +1,122 @@
-"""The endpoints that workers call all the time, as an ASGI application of their own.
+"""The metrics service as an ASGI application: it measures each request, limits its body, and finds its route.
 
-Reports, registrations and waits for changes are nearly all requests. FastAPI's routing, dependencies and
-middleware would take more time for each than all the rest, and more memory while it waits, so this answers
-them in front of it, by calling the same functions. FastAPI's routes document them.
+Reports, registrations and waits for changes are nearly all requests. FastAPI's routing and dependencies would
+take more time for each than all the rest, and more memory while it waits, so these call the functions of
+their routes directly. FastAPI answers all others, and documents these too.
 """
 
 import re
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
-from fastapi.routing import APIRoute
+from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from adascale_api.auth.authorization import Role
 from adascale_api.http.protocol import CLOSED
-from adascale_api.http.request_body import limited_body, require_json
+from adascale_api.http.request_body import limited_body
 from adascale_api.routes import allocation, gain
-from adascale_api.routes.common import authorize, bearer_token, may_read, response_to
+from adascale_api.routes.common import authorize, bearer_token, failure_response, may_read, response_to
 from adascale_api.service.service import Service
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import parse_job_id
 from adascale_core.names import MAX_REPLICAS
 
-_PATH = re.compile(r"/jobs/([^/]+)/(gain|replicas/([0-9]{1,4}))")
-_CHANGE_PATH = re.compile(r"/jobs/([^/]+)/allocation")
-_CHANGE_QUERY = re.compile(rb"version=([0-9]{1,15})&wait=([0-9]{1,2}(?:\.[0-9]{1,9})?)")
+_PATH = re.compile(r"/jobs/([^/]+)/(gain|allocation|replicas/([0-9]{1,4}))")
+_QUERY = re.compile(rb"version=([0-9]{1,15})&wait=([0-9]{1,2}(?:\.[0-9]{1,9})?)")
 """As agents write it; FastAPI's route answers all other queries."""
-_JSON = (b"content-type", b"application/json")
+
+Endpoint = Callable[[Request], Awaitable[bytes]]
+"""Answers a request with JSON."""
 
 
-class WorkerEndpoints:
-    """Answers posted reports, registrations and waits for changes, and passes all other requests on."""
+class MetricsService:
+    """The application that serves a metrics service."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: FastAPI) -> None:
         self._app = app
-        self._service = service
-        self._gain_route = _template(gain.router.routes, gain.post_gain)
-        self._change_route = _template(allocation.router.routes, allocation.get_allocation)
-        self._replica_route = _template(allocation.router.routes, allocation.put_replica)
+        self._service: Service = app.state.service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
-        if scope["type"] == "http" and scope["method"] == "GET":
-            path = _CHANGE_PATH.fullmatch(scope["path"])
-            query = _CHANGE_QUERY.fullmatch(scope["query_string"])
-            if path is not None and query is not None and float(query[2]) <= allocation.MAX_WAIT:
-                wait = partial(self._wait, path[1], int(query[1]), float(query[2]), scope)
-                await self._respond(self._change_route, wait, scope, receive, send)
-                return
-        elif scope["type"] == "http" and scope["method"] in ("POST", "PUT"):
-            path = _PATH.fullmatch(scope["path"])
-            if path is not None:
-                job, _, replica = path.groups()
-                if replica is None and scope["method"] == "POST":
-                    post = partial(self._store, job, None, scope)
-                    await self._respond(self._gain_route, post, scope, receive, send)
-                    return
-                if replica is not None and scope["method"] == "PUT" and int(replica) < MAX_REPLICAS:
-                    put = partial(self._store, job, int(replica), scope)
-                    await self._respond(self._replica_route, put, scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
-
-    async def _respond(
-        self,
-        route: str,
-        answer_to: Callable[[Receive], Awaitable[bytes]],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        started = time.perf_counter()
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         status = 500
+
+        async def send_and_note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        started = time.perf_counter()
+        route, endpoint = self._find(scope)
         try:
             with limited_body(scope, receive, self._service.connections) as limited:
-                try:
-                    answer = await answer_to(limited)
-                except (AdaScaleError, ClientDisconnect) as error:
-                    response = response_to(error)
-                    status = response.status_code
-                    await response(scope, receive, send)
-                    return
-            status = 200
-            headers = [_JSON, (b"content-length", b"%d" % len(answer))]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": answer})
+                if endpoint is None:
+                    await self._app(scope, limited, send_and_note_status)
+                    # Labelled with the route's template: labels with full paths would be a series for each.
+                    route = getattr(scope.get("route"), "path", "none")
+                else:
+                    await _answer(endpoint, scope, limited, send_and_note_status)
         finally:
             self._service.metrics.observe(scope["method"], route, status, time.perf_counter() - started)
 
-    async def _wait(self, job: str, version: int, seconds: float, scope: Scope, _receive: Receive) -> bytes:
+    def _find(self, scope: Scope) -> tuple[str, Endpoint | None]:
+        """Return the path of the route that a request has, and the endpoint of one that workers call."""
+        path = _PATH.fullmatch(scope["path"])
+        if path is not None:
+            job, name, replica = path.groups()
+            if scope["method"] == "POST" and name == "gain":
+                return "/jobs/{job}/gain", partial(self._post_gain, job)
+            if scope["method"] == "PUT" and replica is not None and int(replica) < MAX_REPLICAS:
+                return "/jobs/{job}/replicas/{replica}", partial(self._put_replica, job, int(replica))
+            query = _QUERY.fullmatch(scope["query_string"])
+            if scope["method"] == "GET" and name == "allocation" and query is not None:
+                version, seconds = int(query[1]), float(query[2])
+                if seconds <= allocation.MAX_WAIT:
+                    return "/jobs/{job}/allocation", partial(self._wait_for_change, job, version, seconds)
+        return "none", None
+
+    async def _post_gain(self, job: str, request: Request) -> bytes:
+        job_id = await self._authorize_worker(job, request)
+        return await gain.store_reports(self._service, job_id, await gain.reports_body(request))
+
+    async def _put_replica(self, job: str, replica: int, request: Request) -> bytes:
+        job_id = await self._authorize_worker(job, request)
+        body = await allocation.registration_body(request)
+        return await allocation.register(self._service, job_id, replica, body)
+
+    async def _authorize_worker(self, job: str, request: Request) -> str:
         job_id = parse_job_id(job)
-        token, client = _sender(scope)[1:]  # the headers are not kept while it waits
-        shows_all = await may_read(self._service, token, job_id, client)
-        closed = scope.get("state", {}).get(CLOSED)
+        await authorize(self._service, Role.WORKER, *_sender(request, job_id))
+        return job_id
+
+    async def _wait_for_change(self, job: str, version: int, seconds: float, request: Request) -> bytes:
+        job_id = parse_job_id(job)
+        shows_all = await may_read(self._service, *_sender(request, job_id))
+        closed = request.scope.get("state", {}).get(CLOSED)
         found = await self._service.wait_for_change(
             job_id, version, seconds, is_reader=shows_all, closed=closed
         )
         return allocation.allocation_json(found, shows_all=shows_all)
 
-    async def _store(self, job: str, replica: int | None, scope: Scope, receive: Receive) -> bytes:
-        job_id = parse_job_id(job)
-        headers, token, client = _sender(scope)
-        await authorize(self._service, Role.WORKER, token, job_id, client)
-        require_json(headers.get(b"content-type", b"").decode("latin-1"))
-        text = await _read(receive)
-        if replica is None:
-            return await gain.store_reports(self._service, job_id, gain.reports_body.parse(text))
-        body = allocation.registration_body.parse(text)
-        return await allocation.register(self._service, job_id, replica, body)
+
+async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+    try:
+        response = Response(await endpoint(Request(scope, receive)), media_type="application/json")
+    except (AdaScaleError, ClientDisconnect) as error:
+        response = response_to(error)
+    except Exception:
+        await failure_response()(scope, receive, send)
+        raise  # the server logs it
+    await response(scope, receive, send)
 
 
-def _sender(scope: Scope) -> tuple[dict[bytes, bytes], str | None, str]:
-    """Return the headers of a request, its token, and the address that sent it."""
-    # The first of several headers counts, as in FastAPI's routes.
-    headers = dict(reversed(scope["headers"]))
-    token = bearer_token(headers.get(b"authorization", b"").decode("latin-1"))
-    return headers, token, (scope.get("client") or ("",))[0]
-
-
-def _template(routes: Any, endpoint: object) -> str:
-    """Return the path of an endpoint's route, which labels its metrics."""
-    (path,) = [route.path for route in routes if isinstance(route, APIRoute) and route.endpoint is endpoint]
-    return str(path)
-
-
-async def _read(receive: Receive) -> bytes:
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
+def _sender(request: Request, job_id: str) -> tuple[str | None, str, str]:
+    """Return the token of a request, its job, and the address that sent it."""
+    token = bearer_token(request.headers.get("authorization", ""))
+    return token, job_id, request.client.host if request.client is not None else ""

@@ -1,11 +1,9 @@
 """Metrics for Prometheus: the jobs in the database, and the requests of this process."""
 
-import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adascale_api.data.backend import Failure
 from adascale_api.data.database import DatabaseCondition
@@ -67,35 +65,6 @@ class Metrics:
     def process_text(self) -> bytes:
         """Return the metrics of this process, without the metrics of jobs."""
         return generate_latest(self.registry)
-
-
-class RequestMetrics:
-    """ASGI middleware: counts and times the requests by their route."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request, and measure its time."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = 500
-
-        async def send_and_record_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        started = time.perf_counter()
-        try:
-            await self._app(scope, receive, send_and_record_status)
-        finally:
-            # Labelled with the route's template: labels with full paths would create a series per path.
-            route = getattr(scope.get("route"), "path", "none")
-            self._metrics.observe(scope["method"], route, status, time.perf_counter() - started)
 
 
 class _Health:
