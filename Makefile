@@ -17,7 +17,7 @@ UV := 0.13.8
 LOWEST_VENV := .venv-lowest
 LOWEST_READY := $(LOWEST_VENV)/.ready
 # Tests of what uses private parts of torch (worker/adascale_worker/torch_private/), of the Kubernetes client, and of
-# uvicorn (api/adascale_api/http/protocol.py, api/adascale_api/server.py).
+# uvicorn (api/adascale_api/http/connections.py).
 LOWEST_TESTS := $(patsubst %,tests/worker/test_%.py,torch_private adascale adascale_state adascale_adam adascale_ranks \
 	data_parallel hyperparameters patching previous_gradient program_gradients) \
 	tests/frameworks/test_lightning.py \

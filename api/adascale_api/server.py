@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -20,8 +18,8 @@ from adascale_api.auth.authorization import Authorizer
 from adascale_api.data.database import Database, without_password
 from adascale_api.errors import TlsRequiredError
 from adascale_api.http.connection_limits import ConnectionLimits
-from adascale_api.http.protocol import LimitedProtocol, limited_protocol
-from adascale_api.http.tls import RequireTls, ServerCertificate, TlsListener, keep_buffers_sparse
+from adascale_api.http.connections import Server, TlsListener, limited_protocol
+from adascale_api.http.tls import RequireTls, ServerCertificate
 from adascale_api.routes.common import response_to
 from adascale_api.routes.worker_endpoints import MetricsService
 from adascale_api.service.run_services import RunServices
@@ -132,9 +130,8 @@ def serve(
         )
         listen = None
         if certificate is not None:
-            keep_buffers_sparse()
             listen = partial(TlsListener, certificate, limits)
-        server = _Server(config, on_listening=announce, on_stopping=served.stop, listen=listen)
+        server = Server(config, on_listening=announce, on_stopping=served.stop, listen=listen)
         server.run([listener])
         if server.start_error is not None:
             raise server.start_error
@@ -148,47 +145,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-class _Server(uvicorn.Server):
-    """Calls `on_listening` once it listens, and `on_stopping` when it begins to stop."""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        on_listening: Callable[[], None],
-        on_stopping: Callable[[], None],
-        listen: Callable[[Callable[[], LimitedProtocol], socket.socket], TlsListener] | None,
-    ) -> None:
-        super().__init__(config)
-        self._listen = listen
-        self._on_listening = on_listening
-        self._on_stopping = on_stopping
-        self.start_error: AdaScaleError | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._listen is None:
-            await super().startup(sockets)
-        else:
-            await super().startup([])
-            listen = partial(self._listen, self._create_protocol)
-            self.servers = [listen(each) for each in sockets or []]  # type: ignore[misc]
-        try:
-            self._on_listening()
-        except AdaScaleError as error:
-            # Raised after the server has shut down.
-            self.start_error = error
-            self.should_exit = True
-
-    def _create_protocol(self) -> LimitedProtocol:
-        """Return the protocol of a connection, as uvicorn makes it."""
-        make = cast("type[LimitedProtocol]", self.config.http_protocol_class)
-        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 (of the base class)
-        # The base class raises the signal again after the shutdown; a requested stop exits with 0.
-        self.should_exit = True
-        self._on_stopping()
 
 
 def _allow_connections(wanted: int) -> int:

@@ -16,7 +16,7 @@ from adascale_api.data.database import Database
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, replicas
 from adascale_api.http.connection_limits import MAX_DATA
-from adascale_api.http.protocol import MAX_HEAD
+from adascale_api.http.connections import MAX_HEAD
 from adascale_api.service.summaries import MAX_JOBS
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState

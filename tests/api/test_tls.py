@@ -25,8 +25,8 @@ from uvicorn.server import ServerState
 
 from adascale_api.cli import run
 from adascale_api.http.connection_limits import Connection, ConnectionLimits
-from adascale_api.http.protocol import limited_protocol
-from adascale_api.http.tls import ServerCertificate, TlsListener
+from adascale_api.http.connections import TlsListener, limited_protocol
+from adascale_api.http.tls import ServerCertificate
 from adascale_client import MetricsServiceClient, ServiceRefusedError, ServiceUnreachableError
 from adascale_controller.operator.runtime.certificate_keeper import KeyPair, create_authority, renew_authority
 from adascale_core.errors import AdaScaleError

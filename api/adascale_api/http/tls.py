@@ -1,44 +1,21 @@
-"""TLS: the certificate of the server, and the listener that decides by the first byte of a connection.
+"""The certificate of the server, and the refusal of requests without TLS.
 
 A client that speaks TLS and one that does not are served at the same port, so that agents of jobs that were
-started before TLS was turned on reach the service. A connection is counted before its handshake, and has the
-time of a request for it: asyncio's own server counts nothing before, so that one client could open as many
-connections as it likes.
-
-This module alone uses a private part of uvloop, `SSLProtocol`. `pyproject.toml` has an upper bound for uvloop
-because of it.
+started before TLS was turned on reach the service; see `connections`.
 """
 
-import asyncio
-import ctypes
-import errno
 import logging
-import socket
 import ssl
-from collections.abc import Callable
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvloop.loop import SSLProtocol  # type: ignore[attr-defined]  # its stubs leave it out
 
-from adascale_api.http.connection_limits import ConnectionLimits
-from adascale_api.http.protocol import LimitedProtocol
 from adascale_core.errors import AdaScaleError
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE = b"\x16"
-"""The first byte of a TLS connection: the type of a record with a message of the handshake."""
 MAX_CONNECTIONS = 12 * 1024
 """Connections with TLS, by default: as many as fit into 512 MiB."""
-_M_MMAP_THRESHOLD = -3
-_MMAP_THRESHOLD = 128 * 1024
-"""Bytes: the initial value of glibc, which raises it as soon as a larger block is freed."""
-MAX_ACCEPTED = 64
-"""Connections that are accepted before the event loop does other work."""
-ACCEPT_PAUSE = 1.0
-"""Seconds until connections are accepted again after there was no room for one."""
-_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class CertificateFileError(AdaScaleError):
@@ -104,165 +81,6 @@ def _reason(error: OSError) -> str:
         mismatch = error.reason == "KEY_VALUES_MISMATCH"
         return "the key is of another certificate" if mismatch else "it has no certificate or key in PEM"
     return error.strerror or str(error)
-
-
-def keep_buffers_sparse() -> None:
-    """Let each large block of memory have pages of its own, as far as it is used.
-
-    uvloop allocates 256 KiB for each connection with TLS, and reads small requests into them. From the heap,
-    such blocks have pages that others have used before: a connection takes 50 KiB then, and 30 KiB otherwise.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
-
-
-class _Handshake:
-    """A connection that has sent nothing, or whose handshake is incomplete; a `Connection` of the limits."""
-
-    unread_size = 0
-
-    def __init__(self, connection: socket.socket, address: str) -> None:
-        self.connection = connection
-        self.address = address
-
-    def abort(self) -> None:
-        """End the connection; what waits for the client then closes it."""
-        try:
-            self.connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # The client has closed it.
-
-
-class _Tls(SSLProtocol):  # type: ignore[misc]  # of a type that the stubs leave out
-    """The TLS of a connection, which lets the protocol of the connection know what the client does not read.
-
-    The base class encrypts an answer at once, and hands all of it to the transport of the socket. It knows
-    how much waits there, and tells the protocol above it nothing.
-    """
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begin the handshake."""
-        self._app.encrypted = transport
-        super().connection_made(transport)
-
-    def pause_writing(self) -> None:
-        """Stop the answers."""
-        self._is_paused = True
-        super().pause_writing()
-        self._app.pause_writing()
-
-    def resume_writing(self) -> None:
-        """Continue the answers, unless the transport is full again by what has waited here."""
-        self._is_paused = False
-        super().resume_writing()
-        if not self._is_paused:
-            self._app.resume_writing()
-
-    @property
-    def _app(self) -> LimitedProtocol:
-        """The protocol of the connection, until it is closed."""
-        app: LimitedProtocol = self._get_app_transport().get_protocol()
-        return app
-
-
-class TlsListener:
-    """Accepts connections with and without TLS, with the methods of `asyncio.Server` that uvicorn calls."""
-
-    def __init__(
-        self,
-        certificate: ServerCertificate,
-        limits: ConnectionLimits,
-        create_protocol: Callable[[], LimitedProtocol],
-        listener: socket.socket,
-    ) -> None:
-        self._listener = listener
-        self._certificate = certificate
-        self._limits = limits
-        self._create_protocol = create_protocol
-        self._loop = asyncio.get_running_loop()
-        self._silent: set[_Handshake] = set()
-        """The connections that have sent nothing."""
-        self._tasks: dict[asyncio.Task[None], _Handshake] = {}
-        """The connections that have sent something and are not open yet."""
-        self._closed = False
-        listener.setblocking(False)
-        self._resume()
-
-    def close(self) -> None:
-        """Accept no more connections, and end those that have made no request."""
-        self._closed = True
-        self._loop.remove_reader(self._listener)
-        for handshake in list(self._silent):
-            self._drop(handshake)
-        for handshake in self._tasks.values():
-            handshake.abort()
-
-    async def wait_closed(self) -> None:
-        """Wait until all handshakes have ended."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _resume(self) -> None:
-        if not self._closed:
-            self._loop.add_reader(self._listener, self._accept)
-
-    def _accept(self) -> None:
-        for _ in range(MAX_ACCEPTED):
-            try:
-                connection, (address, *_) = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                if error.errno not in _NO_ROOM:
-                    raise
-                logger.warning("can't accept a connection: %s", error.strerror)
-                self._loop.remove_reader(self._listener)
-                self._loop.call_later(ACCEPT_PAUSE, self._resume)
-                return
-            connection.setblocking(False)
-            handshake = _Handshake(connection, address)
-            self._silent.add(handshake)
-            self._loop.add_reader(connection, self._begin, handshake)
-            self._limits.opened(handshake)
-
-    def _begin(self, handshake: _Handshake) -> None:
-        try:
-            first = handshake.connection.recv(1, socket.MSG_PEEK)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            first = b""
-        if not first:
-            self._drop(handshake)
-            return
-        self._loop.remove_reader(handshake.connection)
-        self._silent.discard(handshake)
-        task = self._loop.create_task(self._serve(handshake, is_tls=first == HANDSHAKE))
-        self._tasks[task] = handshake
-        task.add_done_callback(self._tasks.pop)
-
-    async def _serve(self, handshake: _Handshake, *, is_tls: bool) -> None:
-        app = self._create_protocol()
-        app.handshake = handshake
-        protocol: asyncio.BaseProtocol = app
-        opened = self._loop.create_future()
-        if is_tls:
-            protocol = _Tls(self._loop, app, self._certificate.context, opened, server_side=True)
-        try:
-            await self._loop.connect_accepted_socket(lambda: protocol, handshake.connection)
-            if is_tls:
-                await opened
-        except OSError as error:  # also of `ssl`
-            logger.debug("the handshake with %s fails: %s", handshake.address, error)
-            handshake.connection.close()
-        finally:
-            self._limits.lost(handshake)
-
-    def _drop(self, handshake: _Handshake) -> None:
-        self._loop.remove_reader(handshake.connection)
-        self._silent.discard(handshake)
-        self._limits.lost(handshake)
-        handshake.connection.close()
 
 
 class RequireTls:

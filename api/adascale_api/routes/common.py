@@ -19,7 +19,7 @@ from adascale_api.auth.authorization import Authorizer, Role
 from adascale_api.data.job import UnreadableJobError
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.errors import ErrorBody, ForbiddenError, InvalidInputError, RequestError, UnauthorizedError
-from adascale_api.http.protocol import CLOSED
+from adascale_api.http.connections import CLOSED
 from adascale_api.http.request_body import field_errors
 from adascale_api.service.changes import Closed
 from adascale_api.service.service import Service, Settings

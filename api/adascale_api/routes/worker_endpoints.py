@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from adascale_api.auth.authorization import Role
-from adascale_api.http.protocol import CLOSED
+from adascale_api.http.connections import CLOSED
 from adascale_api.http.request_body import limited_body
 from adascale_api.routes import allocation, gain
 from adascale_api.routes.common import authorize, bearer_token, failure_response, may_read, response_to

@@ -1,0 +1,425 @@
+"""The connections of the server, with limits that uvicorn does not have, and TLS beside plain HTTP.
+
+This module alone uses what uvicorn and uvloop do not document; `pyproject.toml` has an upper bound for both
+because of it. Without it one client could take the places of all others: uvicorn counts all connections
+together and waits for a head without end, and asyncio counts a connection after its handshake only.
+
+A connection is closed if its request is incomplete for too long, if the request line and headers are too
+large, if a request follows before the answer to the one before, if its client does not read the answer, or if
+all connections together need too much; see `connection_limits`.
+"""
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvloop.loop import SSLProtocol  # type: ignore[attr-defined]  # its stubs leave it out
+
+from adascale_api.http.connection_limits import Connection, ConnectionLimits
+from adascale_api.http.tls import ServerCertificate
+from adascale_core.errors import AdaScaleError
+
+logger = logging.getLogger(__name__)
+
+MAX_HEAD = 32 * 1024
+"""Bytes of a request line with its headers, with `HEADER_OVERHEAD` for each; a token may have 16 KiB."""
+SMALL_HEAD = 8 * 1024
+"""Bytes of a request line with its headers that are not counted once they are complete."""
+HEADER_OVERHEAD = 200
+"""Bytes that a header takes besides its text."""
+CLOSED = "closed"
+"""The name, in the state of a request, of a future that is done once its connection is closed."""
+METHODS_WITH_BODY = frozenset({b"POST", b"PUT"})
+"""The methods whose bodies are kept, for the application to read."""
+
+
+HANDSHAKE = b"\x16"
+"""The first byte of a TLS connection: the type of a record with a message of the handshake."""
+MAX_ACCEPTED = 64
+"""Connections that are accepted before the event loop does other work."""
+ACCEPT_PAUSE = 1.0
+"""Seconds until connections are accepted again after there was no room for one."""
+_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection with the limits of `limits`, which a subclass sets; see `limited_protocol`."""
+
+    limits: ConnectionLimits
+    handshake: Connection | None = None
+    """What was counted for this connection before it was open."""
+    encrypted: asyncio.Transport | None = None
+    """With TLS, the transport below that of `transport`, with what is encrypted and not sent."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_size = 0
+        """Bytes of the head that is kept."""
+        self._counted = 0
+        """Of these, how many `limits` counts."""
+        self._framing = 0
+        """Bytes since the last of the body: of chunk headers and trailers."""
+        self._in_head = True
+        self._made = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Count the connection."""
+        super().connection_made(transport)
+        self._made = True
+        self._closed: asyncio.Future[None] = self.loop.create_future()
+        """Is done once the connection is closed, so that a request that waits for a change can end."""
+        if self.handshake is not None:
+            self.limits.lost(self.handshake)
+        self.limits.opened(self)
+
+    @property
+    def address(self) -> str:
+        """The address of the client."""
+        return self.client[0] if self.client else ""
+
+    @property
+    def unread_size(self) -> int:
+        """Bytes of answers that the client has not read."""
+        encrypted = self.encrypted.get_write_buffer_size() if self.encrypted is not None else 0
+        return self.transport.get_write_buffer_size() + encrypted
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self.forget_head()
+        self.disconnect()
+        self._end_waits()
+        self.transport.abort()
+
+    def _end_waits(self) -> None:
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        self.forget_head()
+        if self._made:
+            self._end_waits()
+            self.limits.lost(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse data, unless the head or what frames the body is too large."""
+        if self._in_head:
+            self._head_size += len(data)
+        else:
+            self._framing += len(data)
+        super().data_received(data)
+        self._count_head()
+        if self._in_head and self._head_size > MAX_HEAD:
+            self.send_400_response(f"The request line and headers exceed {MAX_HEAD} bytes.")
+        elif self._framing > MAX_HEAD:
+            self.send_400_response(f"The chunk headers and trailers exceed {MAX_HEAD} bytes.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer with 400 and close the connection, unless it is closed already."""
+        if not self.transport.is_closing():
+            self.disconnect()
+            super().send_400_response(msg)
+
+    def disconnect(self) -> None:
+        """Let the application send nothing more, and release the headers, before the connection is closed."""
+        if self._has_unanswered_request:
+            self.headers.clear()
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    @property
+    def _has_unanswered_request(self) -> bool:
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # None before the first request
+        return cycle is not None and not cycle.response_complete
+
+    def on_message_begin(self) -> None:
+        """Start the time of the request, unless the one before has no answer: each takes memory."""
+        if self._has_unanswered_request:
+            self.send_400_response("Wait for the answer to a request before sending the next one.")
+            raise PipelineError
+        super().on_message_begin()
+        self.scope["state"][CLOSED] = self._closed
+        self._in_head = True
+        if not self.transport.is_closing():
+            self.limits.expect_request(self)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header; a trailer is dropped."""
+        if self._in_head:
+            self._head_size += HEADER_OVERHEAD
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Count only the head itself, and only if it is large."""
+        self._in_head = False
+        self._framing = 0
+        if self._head_size > SMALL_HEAD:
+            headers = sum(len(name) + len(value) + HEADER_OVERHEAD for name, value in self.headers)
+            self._head_size = len(self.url) + headers
+        if self._head_size > SMALL_HEAD:
+            self.limits.head_is_large(self)
+        else:
+            self._head_size = 0
+        self._count_head()
+        super().on_headers_complete()
+
+    def _count_head(self) -> None:
+        size, self._counted = self._head_size - self._counted, self._head_size
+        if size:
+            self.limits.head_grows(size)
+
+    def forget_head(self) -> None:
+        """Count the bytes of the head no longer."""
+        self._head_size = 0
+        self._count_head()
+        self.limits.head_is_released(self)
+
+    def on_body(self, body: bytes) -> None:
+        """Keep a part of the body, if the application may read it."""
+        self._framing = 0
+        if self.parser.get_method() in METHODS_WITH_BODY:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End the time of the request."""
+        self._in_head = True
+        self._framing = 0
+        if not self.transport.is_closing():
+            self.limits.request_complete(self, waits=self._has_unanswered_request)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Release the request, and regard the connection as idle."""
+        self.forget_head()
+        self.url, self.headers, self.scope = b"", [], {}  # type: ignore[typeddict-item]
+        self.cycle.scope, self.cycle.body = self.scope, bytearray()
+        super().on_response_complete()
+        self.limits.response_complete(self)
+
+    def shutdown(self) -> None:
+        """Close the connection when the server stops: at once if there is nothing to send.
+
+        With TLS, an orderly end would wait for that of the client, which reads nothing between two requests.
+        """
+        if self._has_unanswered_request or self.unread_size:
+            super().shutdown()
+        else:
+            self.abort()
+
+    def pause_writing(self) -> None:
+        """Start the time in which the client must read."""
+        super().pause_writing()
+        self.limits.unread(self)
+
+    def resume_writing(self) -> None:
+        """End the time in which the client must read."""
+        super().resume_writing()
+        self.limits.read(self)
+
+
+class PipelineError(Exception):
+    """A client does not wait for the answer to a request; ends the parsing of what it has sent."""
+
+
+def limited_protocol(limits: ConnectionLimits) -> type[LimitedProtocol]:
+    """Return a class of connections that share `limits`, for uvicorn's `http` option."""
+    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits})
+
+
+class _Handshake:
+    """A connection that has sent nothing, or whose handshake is incomplete; a `Connection` of the limits."""
+
+    unread_size = 0
+
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        self.connection = connection
+        self.address = address
+
+    def abort(self) -> None:
+        """End the connection; what waits for the client then closes it."""
+        try:
+            self.connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # The client has closed it.
+
+
+class _Tls(SSLProtocol):  # type: ignore[misc]  # of a type that the stubs leave out
+    """The TLS of a connection, which lets the protocol of the connection know what the client does not read.
+
+    The base class encrypts an answer at once, and hands all of it to the transport of the socket. It knows
+    how much waits there, and tells the protocol above it nothing.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Begin the handshake."""
+        self._app.encrypted = transport
+        super().connection_made(transport)
+
+    def pause_writing(self) -> None:
+        """Stop the answers."""
+        self._is_paused = True
+        super().pause_writing()
+        self._app.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Continue the answers, unless the transport is full again by what has waited here."""
+        self._is_paused = False
+        super().resume_writing()
+        if not self._is_paused:
+            self._app.resume_writing()
+
+    @property
+    def _app(self) -> LimitedProtocol:
+        """The protocol of the connection, until it is closed."""
+        app: LimitedProtocol = self._get_app_transport().get_protocol()
+        return app
+
+
+class TlsListener:
+    """Accepts connections with and without TLS, with the methods of `asyncio.Server` that uvicorn calls."""
+
+    def __init__(
+        self,
+        certificate: ServerCertificate,
+        limits: ConnectionLimits,
+        create_protocol: Callable[[], LimitedProtocol],
+        listener: socket.socket,
+    ) -> None:
+        self._listener = listener
+        self._certificate = certificate
+        self._limits = limits
+        self._create_protocol = create_protocol
+        self._loop = asyncio.get_running_loop()
+        self._silent: set[_Handshake] = set()
+        """The connections that have sent nothing."""
+        self._tasks: dict[asyncio.Task[None], _Handshake] = {}
+        """The connections that have sent something and are not open yet."""
+        self._closed = False
+        listener.setblocking(False)
+        self._resume()
+
+    def close(self) -> None:
+        """Accept no more connections, and end those that have made no request."""
+        self._closed = True
+        self._loop.remove_reader(self._listener)
+        for handshake in list(self._silent):
+            self._drop(handshake)
+        for handshake in self._tasks.values():
+            handshake.abort()
+
+    async def wait_closed(self) -> None:
+        """Wait until all handshakes have ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _resume(self) -> None:
+        if not self._closed:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(MAX_ACCEPTED):
+            try:
+                connection, (address, *_) = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                logger.warning("can't accept a connection: %s", error.strerror)
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(ACCEPT_PAUSE, self._resume)
+                return
+            connection.setblocking(False)
+            handshake = _Handshake(connection, address)
+            self._silent.add(handshake)
+            self._loop.add_reader(connection, self._begin, handshake)
+            self._limits.opened(handshake)
+
+    def _begin(self, handshake: _Handshake) -> None:
+        try:
+            first = handshake.connection.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            first = b""
+        if not first:
+            self._drop(handshake)
+            return
+        self._loop.remove_reader(handshake.connection)
+        self._silent.discard(handshake)
+        task = self._loop.create_task(self._serve(handshake, is_tls=first == HANDSHAKE))
+        self._tasks[task] = handshake
+        task.add_done_callback(self._tasks.pop)
+
+    async def _serve(self, handshake: _Handshake, *, is_tls: bool) -> None:
+        app = self._create_protocol()
+        app.handshake = handshake
+        protocol: asyncio.BaseProtocol = app
+        opened = self._loop.create_future()
+        if is_tls:
+            protocol = _Tls(self._loop, app, self._certificate.context, opened, server_side=True)
+        try:
+            await self._loop.connect_accepted_socket(lambda: protocol, handshake.connection)
+            if is_tls:
+                await opened
+        except OSError as error:  # also of `ssl`
+            logger.debug("the handshake with %s fails: %s", handshake.address, error)
+            handshake.connection.close()
+        finally:
+            self._limits.lost(handshake)
+
+    def _drop(self, handshake: _Handshake) -> None:
+        self._loop.remove_reader(handshake.connection)
+        self._silent.discard(handshake)
+        self._limits.lost(handshake)
+        handshake.connection.close()
+
+
+class Server(uvicorn.Server):
+    """Calls `on_listening` once it listens, and `on_stopping` when it begins to stop."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_listening: Callable[[], None],
+        on_stopping: Callable[[], None],
+        listen: Callable[[Callable[[], LimitedProtocol], socket.socket], TlsListener] | None,
+    ) -> None:
+        super().__init__(config)
+        self._listen = listen
+        self._on_listening = on_listening
+        self._on_stopping = on_stopping
+        self.start_error: AdaScaleError | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        if self._listen is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            listen = partial(self._listen, self._create_protocol)
+            self.servers = [listen(each) for each in sockets or []]  # type: ignore[misc]
+        try:
+            self._on_listening()
+        except AdaScaleError as error:
+            # Raised after the server has shut down.
+            self.start_error = error
+            self.should_exit = True
+
+    def _create_protocol(self) -> LimitedProtocol:
+        """Return the protocol of a connection, as uvicorn makes it."""
+        make = cast("type[LimitedProtocol]", self.config.http_protocol_class)
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 (of the base class)
+        """Begin to stop."""
+        # The base class raises the signal again after the shutdown; a requested stop exits with 0.
+        self.should_exit = True
+        self._on_stopping()
