@@ -28,7 +28,7 @@ from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, BatchPlan
 from adascale_core.decision.decide import DecisionProblem
 from adascale_core.decision.job_utility import UTILITY_UNIT, JobState, JobUtility, weighted
-from adascale_core.decision.slot_allocation import maximize
+from adascale_core.decision.placing import choose_counts
 from adascale_core.messages.reports import StepTime
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.placement.capacity import NodeCapacity
@@ -206,7 +206,7 @@ def main() -> None:
             start = process_time()
             best = optimum(utilities, [0] * number, [(1,)], replicas)
             exact = process_time() - start
-            below = distance(best, utilities, maximize(utilities, replicas))
+            below = distance(best, utilities, choose_counts(utilities, replicas))
         print(
             f"{number:>7} {replicas:>9} {first:>7.3f}s {again:>7.3f}s {on_nodes:>7.3f}s "
             f"{on_unlike_nodes:>7.3f}s {exact:>7.3f}s  {100 * below:.3f}%",

@@ -35,7 +35,7 @@ def test_a_replica_capacity_holds_counts_up_to_its_total(total: int, fits: bool)
     capacity = ReplicaCapacity(total)
     assert capacity.fits({"a": 2, "b": 3}) is fits
     assert capacity.fits({})
-    assert capacity.max_replicas("a") == capacity.simplified_for(["a", "b"]) == max(total, 0)
+    assert capacity.max_replicas("a") == capacity.total_for(["a", "b"]) == max(total, 0)
 
 
 # -- nodes ----------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_the_capacity_for_equal_replicas_is_a_number(
     demands: Mapping[str, Demand], number: int | None
 ) -> None:
     capacity = NodeCapacity([gpus("m", 3), gpus("n", 3), gpus("empty", 0)], demands)
-    assert capacity.simplified_for(demands) == (capacity if number is None else number)
+    assert capacity.total_for(list(demands)) == number
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_unlike_replicas_that_use_every_resource_of_every_node_fit(
 
 
 def test_a_resize_that_does_not_fit_changes_nothing() -> None:
-    packing = NodeCapacity([gpus("m", 2)], {"a": ONE, "b": ONE}).empty_packing()
+    packing = NodeCapacity([gpus("m", 2)], {"a": ONE, "b": ONE}).packing()
     assert packing.resize("a", 1)
     assert not packing.resize("b", 2)
     assert packing.counts == {"a": 1}
@@ -187,9 +187,7 @@ def test_a_resize_that_does_not_fit_changes_nothing() -> None:
 
 
 def test_a_resize_packs_all_jobs_again_if_the_job_does_not_fit_otherwise() -> None:
-    packing = NodeCapacity(
-        [gpus("m", 4), gpus("n", 4)], {"a": ONE, "b": on(1, "m", "m", "m", "m")}
-    ).empty_packing()
+    packing = NodeCapacity([gpus("m", 4), gpus("n", 4)], {"a": ONE, "b": on(1, "m", "m", "m", "m")}).packing()
     assert packing.resize("a", 4)
     assert set(packing.placements["a"].values()) == {"m"}
     assert packing.resize("b", 4)
@@ -319,7 +317,7 @@ def test_a_packing_does_not_exceed_the_free_resources_of_a_node(
 def test_a_packing_is_valid_after_every_resize(
     nodes: Sequence[Node], demands: Mapping[str, Demand], changes: Sequence[tuple[str, int]]
 ) -> None:
-    packing = NodeCapacity(nodes, demands).empty_packing()
+    packing = NodeCapacity(nodes, demands).packing()
     for job, count in changes:
         if job not in demands:
             continue
@@ -342,7 +340,7 @@ def test_a_single_job_fits_if_any_packing_exists(
         == possible(nodes, demands, {"a": count})
         == (count <= capacity.max_replicas("a"))
     )
-    assert capacity.simplified_for(["a"]) == capacity.max_replicas("a")
+    assert capacity.total_for(["a"]) == capacity.max_replicas("a")
 
 
 @st.composite
@@ -360,8 +358,8 @@ def test_equal_replicas_fit_if_any_packing_exists(
     counts = counts_of(demands, counts)
     capacity = NodeCapacity(nodes, demands)
     assert capacity.fits(counts) == possible(nodes, demands, counts)
-    number = capacity.simplified_for(demands)
-    if isinstance(number, int):
+    number = capacity.total_for(list(demands))
+    if number is not None:
         assert capacity.fits(counts) == (sum(counts.values()) <= number)
 
 

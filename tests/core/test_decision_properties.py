@@ -19,7 +19,6 @@ from adascale_core.decision.job_utility import (
     stabilization_seconds,
     weighted,
 )
-from adascale_core.decision.slot_allocation import maximize_exactly, maximize_greedily
 from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.placement.packing import Demand, Node
 from support.decision_cases import GPU, Demands, counts, gpus, on, placed
@@ -395,43 +394,6 @@ def test_32_jobs_on_256_replicas_are_decided_within_the_timeout() -> None:
     decided = decide(jobs, 256, NOW)
     assert sum(decision.replicas for decision in decided.values()) == 256
     assert set(decided.values()) == {Decision(8, "unchanged")}
-
-
-tables = st.lists(
-    st.dictionaries(st.integers(1, 12), st.integers(-(10**9), 10**9), min_size=1, max_size=6),
-    min_size=1,
-    max_size=12,
-)
-
-
-@given(tables, st.integers(0, 60))
-def test_the_greedy_choice_is_within_one_job_of_the_optimum(
-    utilities: Sequence[Mapping[int, int]], more: int
-) -> None:
-    total = sum(map(min, utilities)) + more
-    exact, greedy = (choose(utilities, total) for choose in (maximize_exactly, maximize_greedily))
-
-    def reached(chosen: Sequence[int]) -> int:
-        return sum(table[count] for table, count in zip(utilities, chosen, strict=True))
-
-    assert sum(greedy) <= total
-    assert all(count in table for count, table in zip(greedy, utilities, strict=True))
-    steps = [max(table.values()) - table[min(table)] for table in utilities]
-    assert reached(exact) - max(steps) <= reached(greedy) <= reached(exact)
-
-
-def test_a_decision_that_changes_nothing_keeps_one_solution_of_each_problem() -> None:
-    nodes = [Node(f"{kind}-{i}", {GPU: 4, "pods": 110}) for kind in "abc" for i in range(2)]
-    jobs = [job(f"{kind}-{i}", 2, arrival=i) for kind in "abc" for i in range(2)]
-    demands = {
-        state.id: Demand({GPU: 1}, frozenset(f"{state.id[0]}-{i}" for i in range(2)), {}) for state in jobs
-    }
-    problems: list[DecisionProblem] = []
-    for _ in range(5):
-        problems = DecisionProblem.independent(jobs, NodeCapacity(nodes, demands), problems)
-        for problem in problems:
-            problem.decide(NOW)
-        assert [len(problem.solutions) for problem in problems] == [1, 1, 1]
 
 
 def test_an_earlier_prediction_does_not_change_a_later_one() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from adascale_core.decision.decide import DecisionProblem
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_utility import JobState, JobUtility
-from adascale_core.decision.slot_allocation import maximize_exactly
+from adascale_core.decision.placing import choose_counts
 from adascale_core.decision.type_choice import TypeChoice, TypeOptions
 from adascale_core.messages.reports import StepTime
 from adascale_core.performance.throughput import StepTimeModel
@@ -199,7 +199,7 @@ def test_the_choice_is_near_the_best_of_all_choices(drawn: tuple[list[Node], lis
         for kind, size in sizes.items():
             tables = [_table(choice, name, kind) for name, each in types.items() if each == kind]
             if tables:
-                counts = maximize_exactly(tables, size)
+                counts = choose_counts(tables, size)
                 value += sum(table[count] for table, count in zip(tables, counts, strict=True))
         return value
 

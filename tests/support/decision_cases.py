@@ -31,7 +31,7 @@ Demands = dict[str, Demand]
 
 def placed(nodes: Sequence[Node], demands: Mapping[str, Demand], replicas: Mapping[str, int]) -> Demands:
     """Return the demands with as many placed replicas as fit, job after job."""
-    packing = NodeCapacity(nodes, demands).empty_packing()
+    packing = NodeCapacity(nodes, demands).packing()
     for name, count in replicas.items():
         while count and not packing.resize(name, count):
             count -= 1

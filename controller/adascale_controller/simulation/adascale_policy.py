@@ -10,22 +10,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
+import numpy as np
+
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements, training_target
 from adascale_controller.simulation.application import Application, fixed_plan
 from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings
 from adascale_core.batch.gain import GradientEstimate
-from adascale_core.batch.plans import BatchBounds, BatchPlan, plan_batch
+from adascale_core.batch.plans import BatchPlan, plan_batch
 from adascale_core.decision.decide import DecisionProblem
 from adascale_core.decision.job_utility import JobState
 from adascale_core.decision.type_choice import TypeChoice, TypeOptions
 from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.reports import StepTime
-from adascale_core.performance.goodput_table import PlanGrid, goodputs
+from adascale_core.performance.goodput_table import goodputs
 from adascale_core.performance.throughput import StepTimeModel, fit_all
-from adascale_core.placement.capacity import NodeCapacity, NodeSlots, free_slots
-from adascale_core.placement.packing import Demand, Node
+from adascale_core.placement.capacity import NodeCapacity
+from adascale_core.placement.packing import Demand, Node, choose_nodes
 from adascale_core.views.jobs import JobView
 
 
@@ -54,22 +56,24 @@ def place(
     """
     placed = {job: list(present.get(job, ()))[:count] for job, count in counts.items()}
     missing = {job: counts[job] - len(nodes) for job, nodes in placed.items() if counts[job] > len(nodes)}
-    slots = NodeSlots(free_slots(capacity, placed.values()) if missing else ())
+    slots = np.array(capacity, dtype=np.int64)
+    np.subtract.at(slots, [node for nodes in placed.values() for node in nodes], 1)
     for job, wanted in sorted(missing.items(), key=lambda item: -item[1]):
         nodes = placed[job]
-        if mode is PlacementMode.PACKED:
-            new = slots.place(nodes, wanted)
+        # The default scheduler places one pod after the other.
+        for number in [wanted] if mode is PlacementMode.PACKED else [1] * wanted:
+            own = [] if mode is PlacementMode.SPREAD else [node for node in nodes if slots[node] > 0]
+            if mode is PlacementMode.PACKED:
+                new = choose_nodes(slots, own, number)
+            else:
+                preferred = max(Counter(own).items(), key=lambda item: (item[1], -item[0]), default=None)
+                emptiest = int(slots.argmax())
+                new = {emptiest if preferred is None else preferred[0]: 1} if slots[emptiest] > 0 else None
             if new is None:
                 raise ValueError(f"{sum(counts.values())} replicas do not fit on {len(capacity)} nodes")
-            nodes.extend(new)
-            continue
-        for _ in range(wanted):
-            own = Counter(node for node in nodes if slots[node] > 0) if mode is PlacementMode.AFFINITY else {}
-            node = max(own, key=lambda node: (own[node], -node)) if own else slots.emptiest()
-            if node is None:
-                raise ValueError(f"{sum(counts.values())} replicas do not fit on {len(capacity)} nodes")
-            slots.take([node])
-            nodes.append(node)
+            for node, count in new.items():
+                slots[node] -= count
+                nodes.extend([node] * count)
     return {job: tuple(nodes) for job, nodes in placed.items() if nodes}
 
 
@@ -99,7 +103,6 @@ class AdaScalePolicy:
         """Job name -> what its last view depends on, and the view."""
         self._plans: dict[str, tuple[object, BatchPlan]] = {}
         """Job name -> what its last plan depends on, and the plan."""
-        self._grids: dict[tuple[BatchBounds, int], PlanGrid] = {}
 
     def allocate(
         self, jobs: Sequence[SimulatedJob], settings: SimulationSettings, now: float
@@ -196,11 +199,8 @@ class AdaScalePolicy:
                 # It has just moved to another type.
                 return plan_batch(application.bounds, replicas)
             # The same plans and rules as `plan_batch`, which is slower.
-            key = application.bounds, replicas
-            if key not in self._grids:
-                self._grids[key] = PlanGrid.of(application.bounds, (replicas,))
             model = self._trainer_models[job.name][2]
-            table = goodputs(application.bounds, (replicas,), estimate, model, self._grids[key])
+            table = goodputs(application.bounds, (replicas,), estimate, model)
             known = self._plans[job.name] = question, table.plan(0, on_one_node=on_one_node)
         return known[1]
 

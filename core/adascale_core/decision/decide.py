@@ -2,8 +2,8 @@
 
 1. Every job is admitted, by priority, then by deadline, then by arrival, whose smallest valid count fits
    beside those of the admitted jobs before it.
-2. Of all valid counts of the admitted jobs, those of the highest total utility (`job_utility`) are chosen:
-   exactly for interchangeable replicas (`slot_allocation`), otherwise by search (`hill_climbing`).
+2. Of all valid counts of the admitted jobs, those of the highest total utility (`job_utility`) are chosen
+   (`solver`), and on nodes placed (`placing`).
 
 A job changes only for lack of capacity while its last change is in progress or recent, while it is not
 measured, and shortly before its end. Every change raises the total utility, so jobs do not alternate between
@@ -13,25 +13,23 @@ counts: without new measurements, the same input gives the same decision, and th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, nextafter
 from typing import Self
 
 from adascale_core.decision.deadline import Feasibility
-from adascale_core.decision.hill_climbing import allocate_on_nodes
 from adascale_core.decision.job_utility import (
     JobState,
     JobUtility,
-    UtilityTables,
     change_allowed_at,
     utilities_of,
     weighted,
 )
-from adascale_core.decision.slot_allocation import allocate_replicas, allocate_slots
+from adascale_core.decision.placing import admitted, allocate_on_nodes, choose_counts
 from adascale_core.decision.type_choice import Accelerator, TypeChoice
 from adascale_core.names import DEFAULT_FAIRNESS
 from adascale_core.performance.goodput_table import candidate_counts
-from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity, SlotCapacity
+from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
 
 
 @dataclass(frozen=True)
@@ -48,26 +46,14 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class _Solution:
-    """What counts of interchangeable replicas were chosen from, and the counts."""
-
-    jobs: Sequence[str]
-    tables: Sequence[UtilityTables]
-    room: SlotCapacity | int  # the slots of the nodes, or how many replicas fit
-    counts: Sequence[int]
-
-
-@dataclass(frozen=True)
 class DecisionProblem:
     """What a decision is about: jobs that share capacity, with their predictions, and that capacity."""
 
     queue: Sequence[JobUtility]  # the jobs, in the order of their admission
     bound: Capacity
     valid: Sequence[str]  # the ids of the jobs that have a valid count
-    # the slots of the nodes if the replicas of all jobs are equal; None if not, or without nodes
-    slots: SlotCapacity | None
-    # the last solutions of earlier problems; after `solve`, the solution of this one
-    solutions: list[_Solution] = field(default_factory=list, repr=False, compare=False)
+    # how many replicas each node holds, if all nodes hold equally many and jobs get whole nodes
+    filled_nodes: int | None = None
 
     @classmethod
     def of(
@@ -86,22 +72,19 @@ class DecisionProblem:
         valid = [
             job.id for job in ordered if candidate_counts(job.bounds, job.min_replicas, job.max_replicas)
         ]
-        slots = bound.equal_slots(valid) if isinstance(bound, NodeCapacity) else None
-        fills_nodes = slots is not None and slots.is_uniform
+        sizes: Sequence[int | None] = [None] * len(ordered)
+        fills_nodes = False
+        if isinstance(bound, NodeCapacity):
+            sizes, fills_nodes = bound.node_sizes([job.id for job in ordered], valid)
         known = {utility.job.id: utility for problem in before for utility in problem.queue}
         if choice is not None:
             known |= choice.utilities
         queue = weighted(
-            utilities_of(
-                ordered,
-                [slots.node_size if slots else bound.node_size(job.id) for job in ordered],
-                fills_nodes=fills_nodes,
-                before=known,
-            ),
+            utilities_of(ordered, sizes, fills_nodes=fills_nodes, before=known),
             None if choice is None else choice.weights,
             DEFAULT_FAIRNESS if fairness is None else fairness,
         )
-        return cls(queue, bound, valid, slots, [each for problem in before for each in problem.solutions])
+        return cls(queue, bound, valid, sizes[0] if fills_nodes else None)
 
     @classmethod
     def independent(
@@ -130,21 +113,12 @@ class DecisionProblem:
     def solve(self, now: float) -> list[int]:
         """Return the count of each job of the queue. `now` is on the clock of `JobState.stable_since`."""
         tables = [utility.utilities(now) for utility in self.queue]
-        room = self.bound.simplified_for(self.valid) if self.slots is None else self.slots
-        if isinstance(room, NodeCapacity):
-            return allocate_on_nodes(self.queue, [one for one, _ in tables], room)
-        jobs = [utility.job.id for utility in self.queue]
-        for known in self.solutions:
-            if (known.jobs, known.room, known.tables) == (jobs, room, tables):
-                # Without those of other problems, which would be copied for each of the next problems.
-                self.solutions[:] = [known]
-                return list(known.counts)
-        if isinstance(room, SlotCapacity):
-            counts = allocate_slots(self.queue, tables, room)
-        else:
-            counts = allocate_replicas(self.queue, [one for one, _ in tables], room)
-        self.solutions[:] = [_Solution(jobs, tables, room, tuple(counts))]
-        return counts
+        if isinstance(self.bound, NodeCapacity):
+            return allocate_on_nodes(self.queue, tables, self.bound)
+        total = self.bound.total_for(self.valid) or 0
+        running = admitted(self.queue, total)
+        counts = dict(zip(running, choose_counts([tables[i][0] for i in running], total), strict=True))
+        return [counts.get(i, 0) for i in range(len(self.queue))]
 
     def next_change(self, now: float) -> float:
         """Return the first moment after `now` at which time alone may change the decision, or infinity."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import log2
@@ -17,7 +16,6 @@ from math import log2
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.job_utility import MAX_GROWTH, MIN_SPEEDUP, JobUtility
 from adascale_core.decision.type_choice import TypeChoice
-from adascale_core.placement.capacity import Capacity
 from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
 
 MAX_COUNTS = 24
@@ -43,33 +41,12 @@ def explain(
 
     `now` is on the clock of `JobState.stable_since`, `time` is the same moment in seconds since 1970.
     """
-    of_queue = {each.job.id: decisions[each.job.id] for each in problem.queue}
-    explainer = _Explainer(problem, of_queue, now, choice)
+    explainer = _Explainer(problem, decisions, now, choice)
     return {
         utility.job.id: explainer.explain(utility, time)
-        for utility in explainer.problem.queue
+        for utility in problem.queue
         if only is None or utility.job.id in only
     }
-
-
-@dataclass(frozen=True)
-class _Room:
-    """Whether counts fit."""
-
-    bound: Capacity
-    total: int | None  # how many replicas fit in any shares; None if no such number exists
-
-    @classmethod
-    def of(cls, problem: DecisionProblem) -> _Room:
-        if problem.slots is not None:
-            return cls(problem.bound, problem.slots.total)
-        simplified = problem.bound.simplified_for(problem.valid)
-        return cls(problem.bound, simplified if isinstance(simplified, int) else None)
-
-    def fits(self, counts: Mapping[str, int]) -> bool:
-        if self.total is not None:
-            return sum(counts.values()) <= self.total
-        return self.bound.fits({job: count for job, count in counts.items() if count})
 
 
 class _Explainer:
@@ -78,7 +55,7 @@ class _Explainer:
         problem: DecisionProblem,
         decisions: Mapping[str, Decision],
         now: float,
-        choice: TypeChoice | None = None,
+        choice: TypeChoice | None,
     ) -> None:
         self.problem = problem
         self._types: dict[str, list[JobUtility]] = {}
@@ -87,11 +64,10 @@ class _Explainer:
             self._types.setdefault(job, []).append(utility)
         self._now = now
         self._decisions = decisions
-        self._counts = {job: decision.replicas for job, decision in decisions.items()}
-        self._room = _Room.of(problem)
-        self._utilities = {
-            utility.job.id: utility.utilities(now)[0] if utility.counts else {} for utility in problem.queue
-        }
+        self._counts = {each.job.id: decisions[each.job.id].replicas for each in problem.queue}
+        self._total = problem.bound.total_for(problem.valid)
+        """How many replicas fit in any shares; None if no such number exists."""
+        self._utilities = {utility.job.id: utility.utilities(now)[0] for utility in problem.queue}
         self._running = [
             utility for utility in problem.queue if utility.counts and self._counts[utility.job.id]
         ]
@@ -153,9 +129,9 @@ class _Explainer:
         None if all do not fit, or if it would take too many steps.
         """
         tries = MAX_TRIES
-        while not self._room.fits(counts):
+        while not self._fits(counts):
             # Where replicas are not alike, each attempt packs the replicas of all jobs.
-            tries -= self._room.total is None
+            tries -= self._total is None
             if not steps or not tries:
                 return None
             _, other, count = heappop(steps)
@@ -168,6 +144,11 @@ class _Explainer:
             if count < self._counts[other]
         }
         return given if len(given) <= MAX_GIVING else None
+
+    def _fits(self, counts: Mapping[str, int]) -> bool:
+        if self._total is not None:
+            return sum(counts.values()) <= self._total
+        return self.problem.bound.fits(counts)
 
     def _push_step(self, steps: list[tuple[float, str, int]], job: str, present: int) -> None:
         """Add the step down from a count that loses the least utility per replica."""
@@ -228,20 +209,19 @@ class _Explainer:
             )
         if efficiency := utility.efficiency_limit:
             yield LimitView(LimitKind.EFFICIENCY, efficiency)
-        total = self._room.total
-        if total is not None:
-            free = total - sum(self._counts.values())
-            yield LimitView(LimitKind.CAPACITY, f"{max(free, 0)} of {total} replicas are free")
+        if self._total is not None:
+            free = max(self._total - sum(self._counts.values()), 0)
+            yield LimitView(LimitKind.CAPACITY, f"{free} of {self._total} replicas are free")
         if self._decisions[job.id].waiting:
             yield LimitView(LimitKind.CAPACITY, self._waits_for(utility))
         if job.accelerator is not None:
             yield LimitView(LimitKind.NODES, f"it runs on accelerators of the type {job.accelerator}")
         yield from self._type_limits(utility, count)
-        slots = self.problem.slots
-        if slots is not None and slots.is_uniform:
+        size = self.problem.filled_nodes
+        if size is not None:
             yield LimitView(
                 LimitKind.NODES,
-                f"a node holds {slots.node_size}: only counts that divide or fill nodes are considered",
+                f"a node holds {size}: only counts that divide or fill nodes are considered",
             )
         reachable = max(self._utilities[job.id])
         if reachable < counts[-1]:
@@ -268,7 +248,9 @@ class _Explainer:
 
     def _waits_for(self, utility: JobUtility) -> str:
         """Return which jobs leave too little capacity for a job that waits."""
-        earlier = bisect_left(self._running, _order(utility), key=_order)
+        earlier = bisect_left(
+            self._running, utility.job.admission_order, key=lambda each: each.job.admission_order
+        )
         if not earlier:
             return f"it needs {utility.counts[0]} at least, which do not fit even if no other job runs"
         named = [f"{each.job.id}: {each.counts[0]}" for each in self._running[: min(earlier, MAX_NAMED)]]
@@ -292,10 +274,6 @@ def _worth(utility: JobUtility, count: int) -> str:
     if nearest != utility.counts[0]:
         text += f", {utility.goodput(nearest):.3g} on {nearest}"
     return text
-
-
-def _order(utility: JobUtility) -> tuple[bool, int, float, float, str]:
-    return utility.job.admission_order
 
 
 def _shown(utility: JobUtility, chosen: int) -> Sequence[int]:

@@ -31,7 +31,6 @@ from adascale_core.messages.reports import StepTime
 from adascale_core.names import DEFAULT_FAIRNESS
 from adascale_core.performance.goodput_table import (
     Goodputs,
-    PlanGrid,
     candidate_counts,
     goodputs,
     smallest_scales,
@@ -160,9 +159,6 @@ class Change:
 class _Memory:
     """What was computed from predictions, for later decisions with the same predictions."""
 
-    # counts; utilities without the weight and the cost of a change, on one node and on several; 1 for
-    # each count that is a change to a measured count, and 1 for each that is a trial
-    values: tuple[tuple[int, ...], Floats, npt.NDArray[np.int64]] | None = None
     # weight, costs of a change and of a trial, and what its deadline adds; and the utilities
     tables: tuple[tuple[object, ...], UtilityTables] | None = None
     # the remaining progress, its unit and the later estimates, and the seconds to the end on each count
@@ -211,26 +207,12 @@ class JobUtility:
         largest = utility.largest_measured
         next_larger = counts[bisect_right(counts, largest) :][:1]
         limit = max([MAX_GROWTH * largest, job.replicas, *counts[:1], *next_larger])
-        reachable = counts[: bisect_right(counts, limit)]
-        known = None if before is None or _plan_inputs(before.job) != _plan_inputs(job) else before.table
-        if known is None or known.counts != reachable:
-            table = cls._table(job, reachable, job.estimate, model)
-        elif before is not None and (before.job.estimate, before.model) == (job.estimate, model):
-            table = known
-        else:
-            table = cls._table(job, reachable, job.estimate, model, known.grid)
-        return replace(utility, table=table)
+        return replace(utility, table=utility._table(counts[: bisect_right(counts, limit)], job.estimate))
 
-    @staticmethod
-    def _table(
-        job: JobState,
-        counts: tuple[int, ...],
-        estimate: GradientEstimate,
-        model: StepTimeModel,
-        grid: PlanGrid | None = None,
-    ) -> Goodputs:
-        least = job.efficiency.least_at_goodput
-        return goodputs(job.bounds, counts, estimate.cautious, model, grid, least_efficiency=least)
+    def _table(self, counts: tuple[int, ...], estimate: GradientEstimate) -> Goodputs:
+        assert self.model is not None
+        least = self.job.efficiency.least_at_goodput
+        return goodputs(self.job.bounds, counts, estimate.cautious, self.model, least_efficiency=least)
 
     @property
     def present_count(self) -> int | None:
@@ -286,7 +268,7 @@ class JobUtility:
     def _log_goodputs(self) -> tuple[tuple[int, ...], Floats, Floats]:
         """Return counts, and the logarithms of their goodputs on one node and on several nodes."""
         if self.table is not None:
-            one, several = self.table.logarithms
+            one, several = np.log(self.table.one_node), np.log(self.table.several_nodes)
             if self.node_size is not None:
                 fitting = bisect_right(self.table.counts, self.node_size)
                 one = np.concatenate((one[:fitting], several[fitting:]))
@@ -350,14 +332,13 @@ class JobUtility:
         the progress per second is their geometric mean.
         """
         job, counts = self.job, tuple(self.counts)
-        assert self.model is not None
         assert job.estimate is not None
         estimates = ((0.0, job.estimate), *job.later_estimates)
         ends = [*(progress for progress, _ in job.later_estimates), remaining]
         fitting = len(counts) if self.node_size is None else bisect_right(counts, self.node_size)
         total, before = np.zeros((2, len(counts))), None
         for (begin, estimate), end in zip(reversed(estimates), reversed(ends), strict=True):
-            table = self._table(job, counts, estimate, self.model)
+            table = self._table(counts, estimate)
             one, several = self._progress_per_second(table)
             present = 1 / np.array([np.concatenate((one[:fitting], several[fitting:])), several])
             total += (end - begin) * (present if before is None else np.sqrt(present * before))
@@ -365,21 +346,13 @@ class JobUtility:
         return total
 
     def _utilities(self, change: int, trial: int, bonus: npt.NDArray[np.int64] | int) -> UtilityTables:
-        if self._memory.values is None:
-            counts, *both = self._log_goodputs()
-            present = self.present_count or self.counts[0]
-            if self.job.moves:
-                present = max(self.job.replicas, present)
-            penalty = _growth_penalty(counts, present)
-            is_trial = np.array(counts) > max(self.largest_measured, present)
-            is_change = np.array(counts) != present
-            self._memory.values = (
-                counts,
-                np.array([logs - penalty for logs in both]),
-                np.array([is_change & ~is_trial, is_trial], dtype=np.int64),
-            )
-        counts, values, is_change = self._memory.values
-        costs = change * is_change[0] + trial * is_change[1]
+        counts, *logs = self._log_goodputs()
+        present = self.present_count or self.counts[0]
+        if self.job.moves:
+            present = max(self.job.replicas, present)
+        is_trial = np.array(counts) > max(self.largest_measured, present)
+        costs = np.where(is_trial, trial, np.where(np.array(counts) != present, change, 0))
+        values = np.array(logs) - _growth_penalty(counts, present)
         weighted = np.rint(UTILITY_UNIT * self.weight * values).astype(np.int64) - costs + bonus
         if self._leaves_present_count:
             weighted[:, counts.index(self.job.replicas)] -= INEFFICIENT_COST
@@ -511,7 +484,6 @@ def _efficient_counts(job: JobState, counts: tuple[int, ...]) -> tuple[int, ...]
     )
 
 
-_plan_inputs = attrgetter("bounds", "efficiency")
 _prediction_inputs = attrgetter(
     "bounds",
     "efficiency",
@@ -536,22 +508,22 @@ def utilities_of(
     before: Mapping[str, JobUtility] = MappingProxyType({}),
 ) -> list[JobUtility]:
     """Return `JobUtility.of` for each job."""
-    models: dict[str, StepTimeModel | None] = {}
-    unknown = []
-    for job in jobs:
-        known = before.get(job.id)
-        if known is not None and (known.job is job or _measured(known.job) == _measured(job)):
-            models[job.id] = known.model
-        else:
-            unknown.append(job)
+    known = [before.get(job.id) for job in jobs]
+    is_same = [
+        each is not None and (each.job is job or _measured(each.job) == _measured(job))
+        for job, each in zip(jobs, known, strict=True)
+    ]
     # Fitting takes most of the time of a first decision.
-    fitted = fit_all([_measured(job) for job in unknown])
-    models |= {job.id: model for job, model in zip(unknown, fitted, strict=True)}
+    fitted = iter(fit_all([_measured(job) for job, same in zip(jobs, is_same, strict=True) if not same]))
     return [
         JobUtility.of(
-            job, node_size, fills_nodes=fills_nodes, before=before.get(job.id), model=models[job.id]
+            job,
+            size,
+            fills_nodes=fills_nodes,
+            before=each,
+            model=each.model if same and each is not None else next(fitted),
         )
-        for job, node_size in zip(jobs, node_sizes, strict=True)
+        for job, size, each, same in zip(jobs, node_sizes, known, is_same, strict=True)
     ]
 
 

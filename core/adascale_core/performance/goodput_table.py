@@ -8,7 +8,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import (
@@ -45,7 +44,7 @@ def candidate_counts(bounds: BatchBounds, smallest: int, largest: int) -> tuple[
         sizes.add(int(value))
         value *= COUNT_RATIO
     sizes |= {size - size % 8 for size in sizes}
-    counts |= {size for size in sizes if smallest <= size <= largest and size in _valid_range(bounds, size)}
+    counts |= {size for size in sizes if smallest <= size <= largest and batch_choice(bounds, size)}
     return tuple(sorted(counts))
 
 
@@ -53,10 +52,6 @@ def candidate_counts(bounds: BatchBounds, smallest: int, largest: int) -> tuple[
 def smallest_scales(bounds: BatchBounds, counts: tuple[int, ...]) -> tuple[float, ...]:
     """Return the scale of the smallest batch of each of some valid counts."""
     return tuple(batch_choice(bounds, count)[0].scale(bounds) for count in counts)
-
-
-def _valid_range(bounds: BatchBounds, count: int) -> range:
-    return range(count, count + 1) if len(batch_choice(bounds, count)) else range(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,25 +76,9 @@ class PlanGrid:
         local_bsz, accumulation, scale = np.array(numbers).reshape(len(counts), width, 3).transpose(2, 0, 1)
         return cls(np.array(counts, dtype=np.float64).reshape(-1, 1), local_bsz, accumulation, scale)
 
-    @cached_property
-    def gain_bounds(self) -> tuple[Floats, Floats]:
-        """The smallest and the largest gain of each plan."""
-        return np.minimum(self.scale, 1.0), np.maximum(self.scale, 1.0)
 
-    @cached_property
-    def rows(self) -> npt.NDArray[np.int64]:
-        """The index of each row."""
-        return np.arange(len(self.replicas))
-
-    def plan(self, row: int, column: int) -> BatchPlan:
-        """Return a plan of the grid."""
-        return BatchPlan(
-            int(self.replicas[row, 0]), int(self.local_bsz[row, column]), int(self.accumulation[row, column])
-        )
-
-
-# Many jobs have the same bounds and counts. A few grids are enough for them, and take 5 MB at most.
-_grid = lru_cache(maxsize=64)(PlanGrid.of)
+# Many jobs have the same bounds and counts. A grid takes 50 kB at most, and a table keeps its own.
+_grid = lru_cache(maxsize=4096)(PlanGrid.of)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,19 +94,16 @@ class Goodputs:
     grid: PlanGrid
 
     @cached_property
-    def logarithms(self) -> tuple[Floats, Floats]:
-        """The logarithms of `one_node` and `several_nodes`."""
-        return np.log(self.one_node), np.log(self.several_nodes)
-
-    @cached_property
     def throughputs(self) -> tuple[Floats, Floats]:
         """Samples per second over `batch_size`, with the same plans, on one node and on several."""
-        one, several = (self.grid.scale[self.grid.rows, columns] for columns in self.columns)
+        rows = np.arange(len(self.counts))
+        one, several = (self.grid.scale[rows, columns] for columns in self.columns)
         return self.one_node * one / self.gains[0], self.several_nodes * several / self.gains[1]
 
     def plan(self, index: int, *, on_one_node: bool) -> BatchPlan:
         """Return the best plan of the count at an index."""
-        return self.grid.plan(index, int(self.columns[0 if on_one_node else 1][index]))
+        at = index, self.columns[0 if on_one_node else 1][index]
+        return BatchPlan(self.counts[index], int(self.grid.local_bsz[at]), int(self.grid.accumulation[at]))
 
     def prediction(self, index: int, estimate: GradientEstimate, *, on_one_node: bool = True) -> Prediction:
         """Return the prediction for the count at an index, by the estimate that is not cautious."""
@@ -157,7 +133,6 @@ def goodputs(
     counts: tuple[int, ...],
     estimate: GradientEstimate,
     model: StepTimeModel,
-    grid: PlanGrid | None = None,
     *,
     least_efficiency: float = 0.0,
 ) -> Goodputs:
@@ -165,7 +140,7 @@ def goodputs(
 
     The smallest plan of a count is allowed at any efficiency.
     """
-    grid = grid or _grid(bounds, counts)
+    grid = _grid(bounds, counts)
     sqr, var = max(estimate.grad_sqr, 0.0), max(estimate.grad_var, 0.0)
     largest = max(sqr, var)
     if largest == 0.0:
@@ -173,15 +148,15 @@ def goodputs(
     else:
         sqr, var = sqr / largest, var / largest
         gain = (var + sqr) / (var / grid.scale + sqr)
-        least, most = grid.gain_bounds
-        gain = np.minimum(np.maximum(gain, least), most)
+        # Rounding may exceed the bounds by the last bit.
+        gain = np.clip(gain, np.minimum(grid.scale, 1.0), np.maximum(grid.scale, 1.0))
     one, several = (gain / step_times for step_times in _step_times(grid, model))
     if least_efficiency:
         refused = gain / grid.scale < least_efficiency * (1 - TOLERANCE)
         refused[:, 0] = False
         one, several = (np.where(refused, 0.0, each) for each in (one, several))
     columns = one.argmax(axis=1), several.argmax(axis=1)
-    best, best_of_several = ((grid.rows, each) for each in columns)
+    best, best_of_several = ((np.arange(len(counts)), each) for each in columns)
     gains = gain[best], gain[best_of_several]
     return Goodputs(counts, one[best], several[best_of_several], columns, gains, grid)
 

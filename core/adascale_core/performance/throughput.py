@@ -186,9 +186,9 @@ class _Problems:
     Arrays have an element per job in the last dimension. Those with a row per measurement are padded.
     """
 
-    # is_parallel, is_between_nodes: whether a row has several replicas, and on several nodes
-    is_parallel: Flags
-    is_between_nodes: Flags
+    # near, far: 1 for a row with several replicas on one node, and on several nodes; 0 for others
+    near: Floats
+    far: Floats
     further: Floats  # replicas beyond the second
     size: Floats  # samples of a micro-batch, in units of the first
     accumulation: Floats
@@ -221,8 +221,8 @@ class _Problems:
         prior = np.where(has_template, np.log(given), _PRIOR[:, None])
         spread = np.where(has_template, _TEMPLATE_SPREAD[:, None], _SPREAD[:, None])
         return cls(
-            replicas > 1,
-            (replicas > 1) & (nodes > 1),
+            np.where((replicas > 1) & (nodes == 1), 1.0, 0.0),
+            np.where((replicas > 1) & (nodes > 1), 1.0, 0.0),
             np.maximum(replicas - 2, 0.0),
             local_bsz / samples,
             accumulation,
@@ -245,16 +245,12 @@ class _Problems:
         A parameter that is much too small has no influence, so a search could not leave it.
         """
         x, times = self.prior.copy(), np.exp(self.time)
-        alone = np.where(self.is_parallel, np.inf, times / self.accumulation).min(axis=0)
+        alone = np.where(self.near + self.far > 0, np.inf, times / self.accumulation).min(axis=0)
         compute = np.where(np.isfinite(alone), alone, np.exp(x[0]) + np.exp(x[1]))
-        for first, is_measured in (
-            (2, self.is_parallel & ~self.is_between_nodes),
-            (4, self.is_between_nodes),
-        ):
+        for first, is_measured in ((2, self.near), (4, self.far)):
             weight = self.weight * is_measured
             mean = sum(weight * (times - self.accumulation * compute)) / np.maximum(sum(weight), 1.0)
-            more = np.maximum(np.log(np.maximum(mean, 1e-300)) - x[first], 0.0)
-            x[first : first + 2] += more
+            x[first : first + 2] += np.maximum(np.log(np.maximum(mean, 1e-300)) - x[first], 0.0)
         return x
 
     def normal_equations(self, x: Floats) -> tuple[Floats, Floats, Floats]:
@@ -276,11 +272,9 @@ class _Problems:
         residual = rest / NOISE
         spread = np.sqrt(1 + (residual / OUTLIER) ** 2)
         weighted = derivatives * (self.weight / spread / NOISE)
-        # Row by row, so that a sum does not depend on the padding.
-        for i in range(len(rest)):
-            column += weighted[:, i] * residual[i]
-            matrix += weighted[:, None, i] * (derivatives[None, :, i] / NOISE)
-            error = error + 2 * OUTLIER**2 * self.weight[i] * (spread[i] - 1)
+        column += (weighted * residual).sum(axis=1)
+        matrix += (weighted[:, None] * (derivatives / NOISE)).sum(axis=2)
+        error = error + 2 * OUTLIER**2 * (self.weight * (spread - 1)).sum(axis=0)
         return matrix, column, error
 
     def _derivatives(self, x: Floats) -> tuple[Floats, Floats]:
@@ -288,9 +282,8 @@ class _Problems:
         fixed, per_sample, sync, per_replica, node_sync, node_per_replica, overlap = np.exp(x)
         of_samples = per_sample * self.size
         compute = fixed + of_samples
-        far = self.is_between_nodes
-        constant = np.where(self.is_parallel, np.where(far, node_sync, sync), 0.0)
-        slope = np.where(far, node_per_replica, per_replica) * self.further
+        constant = self.near * sync + self.far * node_sync
+        slope = (self.near * per_replica + self.far * node_per_replica) * self.further
         communication = constant + slope
         last = overlapped(compute, communication, overlap)
         total = (self.accumulation - 1) * compute + last
@@ -299,25 +292,16 @@ class _Problems:
         share = np.minimum((compute / last) ** overlap, 1.0)
         entropy = -(_xlogx(share) + _xlogx(1 - share)) / overlap
         by_constant, by_slope = of_sync * constant, of_sync * slope
+        of_links = [mask * each for mask in (self.near, self.far) for each in (by_constant, by_slope)]
         derivatives = np.array(
-            [
-                of_compute * fixed,
-                of_compute * of_samples,
-                np.where(far, 0.0, by_constant),
-                np.where(far, 0.0, by_slope),
-                np.where(far, by_constant, 0.0),
-                np.where(far, by_slope, 0.0),
-                -last * entropy / total,
-            ]
+            [of_compute * fixed, of_compute * of_samples, *of_links, -last * entropy / total]
         )
         return derivatives, self.time - np.log(total)
 
     def models(self, x: Floats) -> list[StepTimeModel]:
         """Return the models of some parameters."""
         values = np.exp(x)
-        is_measured = self.weight > 0
-        near = (self.is_parallel & ~self.is_between_nodes & is_measured).any(axis=0)
-        far = (self.is_between_nodes & is_measured).any(axis=0)
+        near, far = ((self.weight * each).any(axis=0) for each in (self.near, self.far))
         # Communication between nodes is not faster than on one node, unless it was measured to be.
         is_tied = self.link > 0
         slower, faster = np.maximum(values[2:4], values[4:6]), np.minimum(values[2:4], values[4:6])
@@ -354,8 +338,9 @@ def _solve(questions: Sequence[_Question]) -> list[StepTimeModel]:
 def _most_probable(given: _Problems) -> Floats:
     """Return the most probable parameters of each problem, of shape (7, jobs)."""
     solution = given.start()
-    jobs = np.arange(solution.shape[1])
-    x, damping = solution.copy(), np.full(len(jobs), DAMPING)
+    # Two at least, of which one may be there twice: NumPy adds the rows of a single one in another order.
+    jobs = np.resize(np.arange(solution.shape[1]), max(solution.shape[1], 2))
+    given, x, damping = given.take(jobs), solution[:, jobs], np.full(len(jobs), DAMPING)
     matrix, column, error = given.normal_equations(x)
     most = log(MAX_OVERLAP)
     for _ in range(ITERATIONS):
@@ -375,6 +360,7 @@ def _most_probable(given: _Problems) -> Floats:
             left = np.flatnonzero(~ended)
             if not len(left):
                 break
+            left = np.resize(left, max(len(left), 2))
             given, jobs, x, damping = given.take(left), jobs[left], x[:, left], damping[left]
             matrix, column, error = matrix[:, :, left], column[:, left], error[left]
     return solution

@@ -1,171 +1,36 @@
 """Whether replicas of several jobs fit at the same time, into a number or onto the nodes of a cluster.
 
-`ReplicaCapacity` is a number of interchangeable replicas. `SlotCapacity` has nodes with slots for replicas
-that all request the same. `NodeCapacity` packs replicas onto nodes (see `packing`). Finding the best packing
-of unlike replicas is NP-hard (vector bin packing), so `NodeCapacity` may reject counts that another packing
-would hold; it never accepts counts that it has not packed. For a single job, and for jobs with equal
-replicas, the answer is exact, and fewer replicas fit wherever more do. For unlike replicas neither holds.
+`ReplicaCapacity` is a number of interchangeable replicas, `NodeCapacity` packs replicas onto nodes (see
+`packing`). Finding the best packing of unlike replicas is NP-hard (vector bin packing), so `NodeCapacity` may
+reject counts that another packing would hold; it never accepts counts that it has not packed. For a single
+job, and for jobs with equal replicas, the answer is exact, and fewer replicas fit wherever more do. For
+unlike replicas neither holds.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from heapq import heappop, heappush
 from itertools import chain
-from typing import Protocol
 
-from adascale_core.placement.packing import Demand, Node, Packing, PackingProblem, pack
+import numpy as np
+
+from adascale_core.placement.kind_shares import Floats, Kind
+from adascale_core.placement.packing import (
+    MAX_KINDS,
+    PODS,
+    Demand,
+    IndexedDemand,
+    Node,
+    NodeTable,
+    Packing,
+    pack,
+)
 
 MIN_UNIFORM_NODES = 4
-
-
-@dataclass(frozen=True)
-class SlotCapacity:
-    """Nodes with slots for equal replicas."""
-
-    slots: Sequence[int]  # for each node, how many replicas it holds
-    # job id -> the node of each placed replica, by rank
-    placed: Mapping[str, Sequence[int]]
-
-    @property
-    def total(self) -> int:
-        """How many replicas fit."""
-        return sum(self.slots)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether there are several nodes, all of one size, so that whole nodes can be given to jobs.
-
-        On fewer nodes every single slot counts.
-        """
-        return len(self.slots) >= MIN_UNIFORM_NODES and len(set(self.slots)) == 1
-
-    @cached_property
-    def node_size(self) -> int:
-        """How many replicas fit on the largest node."""
-        return max(self.slots, default=0)
-
-
-def free_slots(slots: Sequence[int], placed: Iterable[Iterable[int]]) -> list[int]:
-    """Return the free slots of each node, negative where too many replicas are placed."""
-    free = list(slots)
-    for nodes in placed:
-        for node in nodes:
-            free[node] -= 1
-    return free
-
-
-class NodeSlots:
-    """The free slots of some nodes, and where new replicas go.
-
-    A replica goes to a node of its own job that has room, else to the fullest node that holds all new ones of
-    the job, else to the emptiest. Affinity to the pods of the same job gives about the same on a cluster.
-    """
-
-    def __init__(self, free: Sequence[int]) -> None:
-        self._free = list(free)
-        self._total = sum(units for units in self._free if units > 0)
-
-    @cached_property
-    def _by_free(self) -> dict[int, list[int]]:
-        """Free slots -> a heap of nodes that have, or had, as many."""
-        heaps: dict[int, list[int]] = {}
-        for node, units in enumerate(self._free):
-            heaps.setdefault(units, []).append(node)
-        return heaps
-
-    def __getitem__(self, node: int) -> int:
-        return self._free[node]
-
-    @property
-    def total(self) -> int:
-        """How many replicas all nodes can take."""
-        return self._total
-
-    def take(self, nodes: Iterable[int]) -> None:
-        """Take a slot for each element of `nodes`."""
-        for node, count in Counter(nodes).items():
-            self._set(node, self._free[node] - count)
-
-    def give(self, nodes: Iterable[int]) -> None:
-        """Free a slot for each element of `nodes`."""
-        for node, count in Counter(nodes).items():
-            self._set(node, self._free[node] + count)
-
-    def _set(self, node: int, units: int) -> None:
-        by_free = self._by_free
-        self._total += max(units, 0) - max(self._free[node], 0)
-        self._free[node] = units
-        heappush(by_free.setdefault(units, []), node)
-
-    def _first(self, units: int) -> int | None:
-        """Return the first node with exactly this many free slots."""
-        nodes = self._by_free[units]
-        while nodes and self._free[nodes[0]] != units:
-            heappop(nodes)
-        if not nodes:
-            del self._by_free[units]
-            return None
-        return nodes[0]
-
-    def find(self, wanted: int) -> int | None:
-        """Return the fullest node with at least `wanted` free slots; None if there is none."""
-        for units in sorted(units for units in self._by_free if units >= wanted):
-            node = self._first(units)
-            if node is not None:
-                return node
-        return None
-
-    def emptiest(self) -> int | None:
-        """Return the node with the most free slots; None if no node has any."""
-        for units in sorted((units for units in self._by_free if units > 0), reverse=True):
-            node = self._first(units)
-            if node is not None:
-                return node
-        return None
-
-    def place(self, own: Sequence[int], wanted: int) -> list[int] | None:
-        """Return the nodes for new replicas and take their slots; None, and take none, if they do not fit."""
-        placed: list[int] = []
-        used = Counter(own)
-        for node in sorted(used, key=lambda node: (-self._free[node], node)):
-            count = min(max(self._free[node], 0), wanted - len(placed))
-            placed += [node] * count
-        self.take(placed)
-        while len(placed) < wanted:
-            missing = wanted - len(placed)
-            found = self.find(missing)
-            if found is None:
-                found = self.emptiest()
-            if found is None:
-                self.give(placed)
-                return None
-            new = [found] * min(self._free[found], missing)
-            self.take(new)
-            placed += new
-        return placed
-
-
-class Capacity(Protocol):
-    """What the replicas of all jobs have to fit into."""
-
-    def fits(self, counts: Mapping[str, int]) -> bool:
-        """Whether all `counts` (job id -> replicas) fit at the same time."""
-
-    def max_replicas(self, job: str) -> int:
-        """Return how many replicas of `job` fit if no other job runs."""
-
-    def simplified_for(self, jobs: Iterable[str]) -> int | NodeCapacity:
-        """Return how many replicas of these jobs fit in any shares; the nodes if no such number exists."""
-
-    def node_size(self, job: str) -> int | None:
-        """Return how many replicas of `job` fit on the largest node; None if nodes are not known."""
-
-    def independent(self, jobs: Sequence[str]) -> Sequence[Sequence[str]]:
-        """Return `jobs` in groups, each in the same order, such that no two groups share capacity."""
+"""On fewer nodes every single slot counts."""
 
 
 @dataclass(frozen=True)
@@ -183,15 +48,10 @@ class ReplicaCapacity:
         del job
         return max(self.total, 0)
 
-    def simplified_for(self, jobs: Iterable[str]) -> int:
+    def total_for(self, jobs: Sequence[str]) -> int:
         """Return how many replicas of these jobs fit in any shares."""
         del jobs
         return max(self.total, 0)
-
-    def node_size(self, job: str) -> int | None:
-        """Return None: nodes are not known."""
-        del job
-        return None
 
     def independent(self, jobs: Sequence[str]) -> Sequence[Sequence[str]]:
         """Return all `jobs` in one group."""
@@ -208,8 +68,25 @@ class NodeCapacity:
     def __init__(
         self, nodes: Iterable[Node], demands: Mapping[str, Demand], before: NodeCapacity | None = None
     ) -> None:
-        earlier = None if before is None else before._problem
-        self._problem: PackingProblem = PackingProblem.of(nodes, demands, earlier)
+        nodes = tuple(nodes)
+        names = {name for demand in demands.values() for name, units in demand.request.items() if units}
+        resources = tuple(sorted(names | {PODS}))
+        self._table: NodeTable
+        known: Mapping[str, IndexedDemand] = {}
+        if (
+            before is not None
+            and (before._table.nodes, before._table.resources) == (nodes, resources)
+            and len(before._table.kinds) <= MAX_KINDS + len(demands)
+        ):
+            self._table, known = before._table, before._demands
+        else:
+            self._table = NodeTable(nodes, resources)
+        self._demands: dict[str, IndexedDemand] = {}
+        for job, demand in demands.items():
+            same = known.get(job)
+            if same is None or (same.demand is not demand and same.demand != demand):
+                same = self._table.indexed(job, demand)
+            self._demands[job] = same
 
     def fits(self, counts: Mapping[str, int]) -> bool:
         """Whether a packing of all `counts` (job id -> replicas) is found."""
@@ -217,116 +94,110 @@ class NodeCapacity:
 
     def max_replicas(self, job: str) -> int:
         """Return how many replicas of `job` fit if no other job runs."""
-        demand = self._problem.demands[job]
-        slots = self._problem.nodes.slots[demand.kind]
-        total = sum(slots.values())
+        demand = self._demands[job]
+        slots = demand.kind.slots
+        total = int(slots.sum())
 
         def fits(count: int) -> bool:
-            if demand.one_node:
+            if demand.demand.one_node:
                 return self.fits({job: count})
             # Without a search on all nodes: replicas that are placed stay, the others take any free slots.
             placed = Counter(node for rank, node in demand.placed.items() if rank < count)
-            taken = sum(min(slots.get(node, 0), replicas) for node, replicas in placed.items())
+            taken = sum(min(int(slots[node]), replicas) for node, replicas in placed.items())
             return count - placed.total() <= total - taken
 
-        lower, upper = 0, len(demand.placed) + total
-        while lower < upper:
-            count = (lower + upper + 1) // 2
-            lower, upper = (count, upper) if fits(count) else (lower, count - 1)
-        return lower
+        counts = range(1, len(demand.placed) + total + 1)
+        return bisect_left(counts, True, key=lambda count: not fits(count))
 
-    def simplified_for(self, jobs: Iterable[str]) -> int | NodeCapacity:
-        """Return how many replicas of these jobs fit in any shares; these nodes if no such number exists.
+    def total_for(self, jobs: Sequence[str]) -> int | None:
+        """Return how many replicas of these jobs fit in any shares; None if no such number exists.
 
         A number exists for a single job, and for jobs with equal replicas that may run on the same nodes.
         """
-        demands = [self._problem.demands[job] for job in jobs]
-        if not demands:
-            return 0
-        first = demands[0]
-        if len(demands) == 1:
-            return self.max_replicas(first.job)
-        if any(demand.one_node or demand.kind != first.kind for demand in demands):
-            return self
-        slots = self._problem.nodes.slots[first.kind]
-        placed = Counter(node for demand in demands for node in demand.placed.values())
-        if any(count > slots.get(node, 0) for node, count in placed.items()):
-            return self
-        return sum(slots.values())
+        if len(jobs) == 1:
+            return self.max_replicas(jobs[0])
+        slots = self.slots_for(jobs)
+        return None if slots is None else sum(slots)
 
-    def equal_slots(self, jobs: Sequence[str]) -> SlotCapacity | None:
-        """Return the slots of the nodes for these jobs; None if their replicas are not equal.
+    def slots_for(self, jobs: Sequence[str]) -> Sequence[int] | None:
+        """Return how many replicas of these jobs each node holds; None if their replicas are not equal.
 
         Their replicas are equal if they request the same, may run on the same nodes, and need not share one.
         """
-        if not jobs:
+        demands = [self._demands[job] for job in jobs]
+        if not demands:
+            return []
+        kind = demands[0].kind
+        if any(demand.demand.one_node or demand.kind is not kind for demand in demands):
             return None
-        demands = [self._problem.demands[job] for job in jobs]
-        first = demands[0]
-        if any(demand.one_node or demand.kind != first.kind for demand in demands):
+        placed = list(chain.from_iterable(demand.placed.values() for demand in demands))
+        if placed and (np.bincount(placed, minlength=len(kind.slots)) > kind.slots).any():
             return None
-        slots = self._problem.nodes.slots[first.kind]
-        placed = Counter(chain.from_iterable(demand.placed.values() for demand in demands))
-        if any(count > slots.get(node, 0) for node, count in placed.items()):
-            return None
-        sizes, index = self._problem.nodes.slots_by_node[first.kind]
-        return SlotCapacity(
-            sizes, {demand.job: [index[node] for node in demand.placed.values()] for demand in demands}
-        )
+        return [count for count in kind.slots.tolist() if count]
 
-    def node_size(self, job: str) -> int | None:
-        """Return how many replicas of `job` fit on the largest node that it may use, when it is empty."""
-        return self._problem.nodes.most_slots[self._problem.demands[job].kind]
+    def node_sizes(self, jobs: Sequence[str], valid: Sequence[str]) -> tuple[list[int], bool]:
+        """Return how many replicas of each job the largest node holds, and whether jobs get whole nodes.
+
+        They do on several nodes of one size, if the replicas of all `valid` jobs are equal.
+        """
+        slots = self.slots_for(valid) or ()
+        sizes = [max(slots) if slots else int(self._demands[job].kind.slots.max(initial=0)) for job in jobs]
+        return sizes, len(slots) >= MIN_UNIFORM_NODES and len(set(slots)) == 1
 
     def independent(self, jobs: Sequence[str]) -> Sequence[Sequence[str]]:
         """Return `jobs` in groups, each in the same order, such that no two groups use the same node."""
-        demands = [self._problem.demands[job] for job in jobs]
-        if len({demand.kind for demand in demands}) < 2:
-            return [jobs] if jobs else []
-        nodes = self._problem.nodes
-        groups = nodes.groups(tuple(sorted({demand.kind for demand in demands})))
-        for demand in demands:
+        members: dict[Kind, list[str]] = {}
+        for job in jobs:
+            members.setdefault(self._demands[job].kind, []).append(job)
+        groups: list[tuple[set[int], list[str]]] = []
+        for kind, same in members.items():
+            used = {*np.flatnonzero(kind.slots).tolist()}
             # A replica may be placed on a node that its job may no longer use.
-            others = {node for node in demand.placed.values() if node not in nodes.slots[demand.kind]}
-            if others:
-                groups.join([("kind", demand.kind), *(("node", node) for node in others)])
-        found: dict[object, list[str]] = {}
-        for demand in demands:
-            found.setdefault(groups.of(("kind", demand.kind)), []).append(demand.job)
-        return list(found.values())
+            used.update(*(self._demands[job].placed.values() for job in same))
+            apart = []
+            for nodes, others in groups:
+                if nodes.isdisjoint(used):
+                    apart.append((nodes, others))
+                else:
+                    used, same = used | nodes, [*same, *others]
+            groups = [*apart, (used, same)]
+        position = {job: i for i, job in enumerate(jobs)}
+        ordered = [sorted(same, key=position.__getitem__) for _, same in groups]
+        return sorted(ordered, key=lambda same: position[same[0]])
 
     def empty_slots(self, job: str) -> int:
         """Return how many replicas of `job` the nodes hold when they are empty."""
-        return sum(self._problem.nodes.slots[self._problem.demands[job].kind].values())
+        return int(self._demands[job].kind.slots.sum())
 
-    @property
-    def totals(self) -> Sequence[int]:
-        """The free units of each resource on all nodes."""
-        return self._problem.nodes.totals
+    def requests(self, jobs: Sequence[str]) -> tuple[Floats, Floats]:
+        """Return what a replica of each job takes, of shape (jobs, resources), and the units of all nodes."""
+        rows = [self._demands[job].kind.request for job in jobs]
+        return np.array(rows, dtype=np.float64).reshape(len(jobs), -1), self._table.totals.astype(np.float64)
 
-    def request(self, job: str) -> tuple[int, ...]:
-        """Return the units of each resource that a replica of `job` takes."""
-        units = [0] * len(self.totals)
-        for i, number in self._problem.demands[job].request:
-            units[i] = number
-        return tuple(units)
+    def admission(self) -> Callable[[str, int], bool]:
+        """Return a function that adds a smallest count of a job if it fits beside those that were added."""
+        packing = self.packing()
+        rejected: dict[object, int] = {}
 
-    def dominant_share(self, job: str) -> float:
-        """Return the largest share of a resource of all nodes that one replica of `job` requests, 0 to 1."""
-        return self._problem.demands[job].dominant_share
+        def add(job: str, count: int) -> bool:
+            # A count that did not fit does not fit beside even more jobs.
+            demand = self._demands[job]
+            same = (job,) if demand.placed else (demand.kind, demand.demand.one_node)
+            if count < rejected.get(same, count + 1) and packing.resize(job, count, always_repack=True):
+                return True
+            rejected[same] = min(count, rejected.get(same, count))
+            return False
 
-    def equivalence_class(self, job: str) -> object:
-        """Return a key that is equal for jobs of which equally many replicas fit.
-
-        Jobs without placed replicas that request the same on the same nodes share a key.
-        """
-        demand = self._problem.demands[job]
-        return (demand.job,) if demand.placed else (demand.kind, demand.one_node)
+        return add
 
     def pack(self, counts: Mapping[str, int]) -> Packing | None:
         """Return the packing of all `counts`, a function of the counts alone; None if none is found."""
-        return pack(self._problem, counts)
+        return pack(self._table, self._demands, counts)
 
-    def empty_packing(self) -> Packing:
-        """Return a packing without replicas, to be resized job by job."""
-        return Packing(self._problem)
+    def packing(self, placed: Mapping[str, int] | None = None) -> Packing:
+        """Return a packing of the placed replicas below these counts, to be resized job by job."""
+        return Packing(self._table, self._demands, placed)
+
+
+Capacity = ReplicaCapacity | NodeCapacity
+"""What the replicas of all jobs have to fit into."""

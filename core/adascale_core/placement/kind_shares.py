@@ -1,13 +1,14 @@
 """How many replicas of each kind each node gets, so that unlike replicas share nodes.
 
-First fit fills the first nodes with the largest replicas, which leaves resources there that only other
-replicas could use. `even_shares` spreads each kind over the nodes; `mixed_shares` fills node by node.
+Job by job, the first nodes would be filled with the largest replicas, which leaves resources there that only
+other replicas could use. So the number of each kind of replicas on each node is chosen first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -15,73 +16,26 @@ import numpy.typing as npt
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-Request = tuple[tuple[int, int], ...]
-"""(index of a resource, units) for each resource that one replica takes."""
-
-_LEVELS = 40
-"""How often the interval for the room that is left on each node is halved."""
 _MAX_MIXTURES = 2000
-"""Steps in which the mixtures that fill a node are found. With more kinds, `even_shares` does well."""
+"""Steps in which the mixtures that fill a node are found; with more, replicas are placed job by job."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
-    """Equal new replicas."""
+    """The demands for equal replicas on the same nodes."""
 
-    request: Request  # the resources that a replica takes
-    nodes: Integers  # the nodes that may get one, in the order in which they are tried
-    number: int
+    request: Integers  # the units of each resource that a replica takes
+    slots: Integers  # how many replicas each node holds when it is empty; 0 on nodes that are not allowed
+    groups: Sequence[Integers]  # the other nodes, in the order in which they are tried
+    share: float  # the largest share of a resource of all nodes that one replica requests, 0 to 1
 
-
-def as_int64(units: int) -> int:
-    """Return a number of units, limited to what a signed integer of 64 bits holds."""
-    return min(max(units, -(2**62)), 2**62)
-
-
-def even_shares(free: Integers, kinds: Sequence[Kind]) -> list[Integers] | None:
-    """Return how many replicas of each kind each of its nodes gets, such that the room left is even.
-
-    None if there is not enough room. `free` has the shape (nodes, resources), the largest kind is the first.
-    """
-    free = free.copy()
-    found = []
-    for kind in kinds:
-        units = np.array([as_int64(units) for _, units in kind.request])
-        columns = np.ix_(kind.nodes, np.array([i for i, _ in kind.request]))
-        room = np.maximum(np.min(free[columns] / units, axis=1), 0.0)
-        shares = _leveled(room, kind.number)
-        if shares is None:
-            return None
-        free[columns] -= shares[:, None] * units
-        found.append(shares)
-    return found
+    @cached_property
+    def nodes(self) -> Integers:
+        """The nodes that may get a replica."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *self.groups])
 
 
-def _leveled(room: Floats, total: int) -> Integers | None:
-    """Return how many of `total` replicas each node gets, such that the room left is even.
-
-    `room` is in replicas, with fractions. None if it is not enough.
-    """
-    whole = np.floor(room)
-    if total > whole.sum():
-        return None
-    low, high = 0.0, float(room.max(initial=0.0))
-    shares = np.zeros_like(whole)
-    for _ in range(_LEVELS):
-        level = (low + high) / 2
-        fewer = np.minimum(np.maximum(np.ceil(room - level), 0.0), whole)
-        if fewer.sum() > total:
-            low = level
-        else:
-            high, shares = level, fewer
-    more = np.flatnonzero(shares < whole)
-    last = more[np.argsort(shares[more] - room[more], kind="stable")]
-    counts: Integers = shares.astype(np.int64)
-    counts[last[: total - int(counts.sum())]] += 1
-    return counts
-
-
-def mixed_shares(free: Integers, kinds: Sequence[Kind]) -> list[Integers] | None:
+def mixed_shares(free: Integers, kinds: Sequence[tuple[Kind, int]]) -> list[Integers] | None:
     """Return how many replicas of each kind each of its nodes gets, such that hardly any resource is left.
 
     None if a node can be filled in too many ways, or not all replicas find a node.
@@ -89,15 +43,10 @@ def mixed_shares(free: Integers, kinds: Sequence[Kind]) -> list[Integers] | None
     # Each node gets one of the mixtures that fill it (patterns of the cutting-stock problem, Gilmore and
     # Gomory 1961, without their linear program): of those that leave no more unused than all nodes together
     # can, the mixture nearest to that of the replicas that have no node yet.
-    requests = np.zeros((len(kinds), free.shape[1]), dtype=np.int64)
-    allowed = np.zeros((len(free), len(kinds)), dtype=bool)
-    for k, kind in enumerate(kinds):
-        allowed[kind.nodes, k] = True
-        for i, units in kind.request:
-            requests[k, i] = as_int64(units)
+    requests = np.array([kind.request for kind, _ in kinds])
+    allowed = np.array([kind.slots > 0 for kind, _ in kinds]).T
     used_nodes = np.flatnonzero(allowed.any(axis=1))
-    free = np.maximum(free, 0)
-    left = np.array([kind.number for kind in kinds])
+    left = np.array([number for _, number in kinds])
     unused = free[used_nodes].sum(axis=0) - left @ requests
     if (unused < 0).any():
         return None
@@ -125,7 +74,7 @@ def mixed_shares(free: Integers, kinds: Sequence[Kind]) -> list[Integers] | None
         remaining = remaining - free[node]
     if left.any():
         return None
-    return [shares[kind.nodes, k] for k, kind in enumerate(kinds)]
+    return [shares[kind.nodes, k] for k, (kind, _) in enumerate(kinds)]
 
 
 def _mixtures(
