@@ -133,9 +133,8 @@ def choose_nodes(
 ) -> dict[int, int] | None:
     """Return node -> how many of a job's `wanted` new replicas it gets; None if they do not fit.
 
-    A replica goes to a node of its own job that has room, else to the fullest node that holds all new ones of
-    the job, else to the emptiest, in the first of the groups of nodes that has room. Affinity to the pods of
-    the same job gives about the same on a cluster.
+    A replica goes to a node of its own job, else to the fullest node that holds all new ones, else to the
+    emptiest. Affinity to the pods of the same job gives about the same on a cluster.
     """
     chosen: dict[int, int] = {}
     slots = slots.copy()
