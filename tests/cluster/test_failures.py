@@ -67,7 +67,7 @@ def test_a_failing_program_restarts_until_backoff_limit_is_exceeded(workspace: W
     fail(job, 0, FAIL_IN_ALL_PODS)
     job.wait_for("second failure", lambda status: status["failures"] == 2)
     message = failed_message(job)
-    assert message.startswith("The program has failed 3 times, backoffLimit (2) exceeded. Replica ")
+    assert "The program has failed 3 times, backoffLimit (2) exceeded. Replica " in message
     assert "failed: exit code 3:\nenters generation " in message
     assert message.endswith("this program fails on purpose")
     status = job.status()

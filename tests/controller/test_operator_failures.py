@@ -197,7 +197,7 @@ def test_the_same_failure_before_the_first_step_is_retried_once(
     if failed is not None and fails:
         assert failed.reason == Reason.PROGRAM_FAILED
         expected = (
-            "The program has failed twice in the same way before its first step. Replica 0 (pod digits-0)"
+            "ValueError: no. The program has failed twice in the same way before its first step. Replica 0"
         )
         assert failed.message.startswith(expected)
         assert "ValueError: no" in failed.message

@@ -17,7 +17,7 @@ from adascale_controller.operator.reconcile.failures import (
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
 from adascale_controller.operator.types.workload import ELASTIC_JOB, QUEUE_NAME, extra_name
 from adascale_core import names
-from adascale_core.failures import FailureCount, describe_exit
+from adascale_core.failures import FailureCount, describe_exit, failure_cause
 
 LOG_LINES = 20
 """How many lines of the program's output the condition of a failed job holds."""
@@ -91,11 +91,7 @@ def _ended(observed: ObservedJob, failures: FailureCount) -> _Finding | None:
     limit = job.job.backoff_limit if job.job is not None else None
     if limit is not None and failures.exceeds(limit):
         message = f"The program has failed {plural(failures.count, 'time')}, backoffLimit ({limit}) exceeded"
-        return (
-            JobPhase.FAILED,
-            Reason.BACKOFF_LIMIT_EXCEEDED,
-            f"{message}. {last_failure(observed)}".rstrip(),
-        )
+        return JobPhase.FAILED, Reason.BACKOFF_LIMIT_EXCEEDED, _with_cause(message, observed)
     restarts = observed.service.restarts_without_progress if observed.service is not None else 0
     if job.job is not None and restarts > job.job.max_restarts_without_progress:
         message = (
@@ -105,10 +101,10 @@ def _ended(observed: ObservedJob, failures: FailureCount) -> _Finding | None:
         return JobPhase.FAILED, Reason.NO_PROGRESS, f"{message}{_last_losses(observed)}"
     if has_permanent_failure(observed):
         message = "The program is not restarted, because it would fail again"
-        return JobPhase.FAILED, Reason.PROGRAM_FAILED, f"{message}. {last_failure(observed)}".rstrip()
+        return JobPhase.FAILED, Reason.PROGRAM_FAILED, _with_cause(message, observed)
     if has_repeated_failure(observed):
         message = "The program has failed twice in the same way before its first step"
-        return JobPhase.FAILED, Reason.PROGRAM_FAILED, f"{message}. {last_failure(observed)}".rstrip()
+        return JobPhase.FAILED, Reason.PROGRAM_FAILED, _with_cause(message, observed)
     return None
 
 
@@ -121,6 +117,12 @@ _END_CONDITIONS = (
 def _reason(name: str, default: Reason) -> Reason:
     """Return the reason of a name, which another version or the Job controller may have chosen."""
     return Reason(name) if name in set(Reason) else default
+
+
+def _with_cause(message: str, observed: ObservedJob) -> str:
+    """Return the error of the program, what follows from it, and the program's last output."""
+    failure = last_failure(observed)
+    return ". ".join(filter(None, (failure_cause(failure), message, failure)))
 
 
 def last_failure(observed: ObservedJob) -> str:
