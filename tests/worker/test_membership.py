@@ -261,7 +261,8 @@ def test_another_rank_0_saves_when_the_next_checkpoint_is_due(
     job.wait_step(job.last_step() + 20)
     job.activate([third])
     job.wait_step(job.last_step() + 20)
-    assert len(list(folder.glob("*.json"))) == 1
+    saved = sorted(path.name for path in folder.glob("*.json"))
+    assert saved == [f"checkpoint-0000000{number}.json" for number in (1, 2)], "after a step, before it grew"
 
 
 @pytest.mark.parametrize("end", [pytest.param("epochs", marks=pytest.mark.slow), "finished"])

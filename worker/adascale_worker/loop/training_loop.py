@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from adascale_core.batch.plans import BatchPlan
@@ -119,6 +119,7 @@ class TrainingLoop(Context):
 
     generations: Generations
     ending: Ending
+    has_grown: bool = field(default=False, init=False)  # whether it has trained with other replicas
 
     # -- batches ------------------------------------------------------------------------------------------
 
@@ -227,13 +228,14 @@ class TrainingLoop(Context):
         """Finish training, save, change the generation or exit if the replicas have agreed to."""
         agreed = self.steps.counter.agreement.agreed
         self.program.trained.record()
+        self.has_grown = self.has_grown or self.group.replicas > 1
         if agreed.finish and not self.job.finished:
             self.ending.finish_together()
             return
         if agreed.exit and self.channel is None:
             self.ending.save_and_exit()
         if agreed.exit or agreed.change:
-            if agreed.change and self.group.replicas == 1:
+            if agreed.change and not self.has_grown:
                 # What the program does may fail on several replicas, which then costs no steps.
                 self.state.save()
             self.generations.change()
