@@ -21,7 +21,7 @@ LOWEST_READY := $(LOWEST_VENV)/.ready
 LOWEST_TESTS := $(patsubst %,tests/worker/test_%.py,torch_private adascale adascale_state adascale_adam adascale_ranks \
 	data_parallel hyperparameters patching previous_gradient program_gradients) \
 	tests/frameworks/test_lightning.py \
-	tests/frameworks/test_huggingface_lowest.py \
+	tests/frameworks/test_huggingface_lowest.py tests/frameworks/test_private_parts.py \
 	$(patsubst %,tests/api/test_%.py,token_review attacks connection_limits tls) \
 	$(patsubst %,tests/controller/test_%.py,kubernetes_cluster kubernetes_lease lease node_capacity) \
 	tests/frameworks/test_accelerate.py

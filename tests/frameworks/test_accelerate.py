@@ -22,9 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, W
 from torch.utils.data.distributed import DistributedSampler
 
 from adascale.accelerate import ElasticAccelerator
-from adascale.errors import AdaScaleError, DatasetError, InvalidJobError, WorkerError
+from adascale.errors import DatasetError, InvalidJobError, WorkerError
 from adascale_core.errors import MissingExtraError
-from adascale_frameworks.accelerate import private
 from support.training import adamw, equal, network, parameters_of, samples, sgd
 
 Make = Callable[..., Any]
@@ -480,21 +479,6 @@ def test_a_loader_for_another_batch_size_is_refused(make: Make) -> None:
 
 
 # -- the installed version --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", private._LISTS)
-def test_a_private_part_that_has_moved_is_named(
-    make: Make, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    original = accelerate.Accelerator.__init__
-
-    def without(self: Any, *args: Any, **options: Any) -> None:
-        original(self, *args, **options)
-        delattr(self, name)
-
-    monkeypatch.setattr(accelerate.Accelerator, "__init__", without)
-    with pytest.raises(AdaScaleError, match=rf"has no list `Accelerator\.{name}`.*1\.10\.0"):
-        make()
 
 
 def test_without_accelerate_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from transformers import Trainer
 
-from adascale_frameworks.huggingface import private
 from frameworks.huggingface_problem import Texts, arguments, language_model, require_close, weights_of
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_steps_are_those_of_the_plain_trainer(make_elastic: Callable[..., Any], tmp_path: Path) -> None:
-    assert private.missing() == []
     data, trained = Texts(8), []
     made: tuple[Callable[[Any], Any], ...] = (lambda trainer: trainer, make_elastic)
     for makes in made:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -22,8 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 from adascale.errors import AdaScaleError, DatasetError, WorkerError
 from adascale.lightning import ElasticStrategy
 from adascale_core.errors import MissingExtraError
-from adascale_frameworks.lightning import private
-from adascale_frameworks.lightning.private import PACKAGES
+from adascale_frameworks.lightning.package import PACKAGES
 from adascale_frameworks.lightning.states import LightningStates
 
 # Lightning warns of few worker processes, short epochs and folders that exist.
@@ -585,40 +583,7 @@ def test_the_next_rank_0_continues_the_file_of_a_csv_logger(
     ]
 
 
-# -- private parts and imports ------------------------------------------------------------------------------
-
-
-PRIVATE_SOURCES: dict[str, tuple[str, ...]] = {
-    "loops.training_epoch_loop._TrainingEpochLoop": (
-        "self._batches_that_stepped",
-        "self.batch_progress.is_last_batch",
-        "batch_idx = self.batch_idx + 1",
-        "self.manual_optimization",
-    ),
-    "loops.fetchers._DataFetcher": ("self.length is not None", "self.done"),
-    "loggers.csv_logs._FabricExperimentWriter": (
-        "self._fs",
-        "self.log_dir",
-        "self.metrics_file_path",
-        "self.metrics_keys",
-    ),
-    "trainer.connectors.logger_connector.result._ResultMetric": ("cumulated_batch_size", "self.value"),
-}
-"""By class, what its source has to have: attributes that are set in methods."""
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_installed_lightning_has_the_private_parts(package: str) -> None:
-    assert private.missing_parts(package) == []
-    for path, texts in PRIVATE_SOURCES.items():
-        source = inspect.getsource(private.find(package, path))  # type: ignore[arg-type]
-        assert [text for text in texts if text not in source] == []
-
-
-def test_a_part_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(private.PRIVATE_PARTS, "loops.fit_loop._FitLoop", ("moved",))
-    with pytest.raises(WorkerError, match=r"_FitLoop\.moved"):
-        ElasticStrategy(package=LIGHTNING)
+# -- imports ----------------------------------------------------------------------------------------------
 
 
 def test_without_lightning_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             super().__init__(**{**options, "cpu": self.trainer.device.type == "cpu"})
         finally:
             os.environ.update(hidden)
-        private.require_parts(self)
         self._replica_state = AccelerateStates(self.trainer.device)
         self._trained_models: list[torch.nn.Module] = []
         self._trained_optimizers: list[torch.optim.Optimizer] = []

@@ -15,26 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import accelerate
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState, is_initialized
 
 from adascale_worker.errors import WorkerError
-
-TESTED_VERSIONS = ("1.10.0", "1.15.0")
-
-_LISTS = ("_models", "_optimizers", "_schedulers", "_custom_objects")
-
-
-def require_parts(accelerator: accelerate.Accelerator) -> None:
-    """Check that the installed version has the private parts."""
-    for name in _LISTS:
-        if not isinstance(getattr(accelerator, name, None), list):
-            raise WorkerError(
-                f"accelerate {accelerate.__version__} has no list `Accelerator.{name}`, which AdaScale needs "
-                f"to save what was prepared; install a version that AdaScale is tested with: "
-                f"{', '.join(TESTED_VERSIONS)}"
-            )
 
 
 def add_optimizer(accelerator: Any, optimizer: Any) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from adascale_frameworks.common import crossed
 from adascale_frameworks.lightning.loaders import EvaluationLoader
+from adascale_worker.errors import WorkerError
 
 if TYPE_CHECKING:
     from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
@@ -222,8 +223,14 @@ class ElasticEvaluationLoop(EvaluationLoop):
 
 
 def make_elastic(loop: Any, kind: type, strategy: object) -> None:
-    """Let a loop of Lightning have the methods of `kind`."""
+    """Let a loop of Lightning have the methods of `kind`, each in place of one of its own."""
     if not isinstance(loop, kind):
+        missing = [name for name in vars(kind) if not name.startswith("__") and not hasattr(loop, name)]
+        if missing:
+            raise WorkerError(
+                f"this version of Lightning has no {type(loop).__name__}.{missing[0]}, in place of which "
+                "adascale.lightning has a method: install a version that it was tested with, 2.6"
+            )
         loop.__class__ = type(kind.__name__, (kind, type(loop)), {})
     loop._elastic_strategy = strategy
 

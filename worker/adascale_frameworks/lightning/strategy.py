@@ -23,7 +23,7 @@ from adascale_frameworks.lightning.loops import (
     logged_sums,
     make_elastic,
 )
-from adascale_frameworks.lightning.private import Package, import_package, require_private_parts
+from adascale_frameworks.lightning.package import Package, import_package
 from adascale_frameworks.lightning.refusals import (
     require_one_loader,
     require_optimizers,
@@ -112,9 +112,7 @@ class ElasticStrategy(Strategy):
     def __new__(cls, *args: Any, package: Package | None = None, **kwargs: Any) -> ElasticStrategy:
         """Return an instance that is also a `Strategy` of the package that the program uses."""
         del args, kwargs
-        made = import_package(package)
-        require_private_parts(made.__name__)
-        base = import_module(f"{made.__name__}.strategies").Strategy
+        base = import_module(f"{import_package(package).__name__}.strategies").Strategy
         return object.__new__(type(cls.__name__, (cls, base), {"__abstractmethods__": frozenset()}))
 
     def __init__(
