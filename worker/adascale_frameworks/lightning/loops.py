@@ -225,7 +225,7 @@ class ElasticEvaluationLoop(EvaluationLoop):
 def make_elastic(loop: Any, kind: type, strategy: object) -> None:
     """Let a loop of Lightning have the methods of `kind`, each in place of one of its own."""
     if not isinstance(loop, kind):
-        missing = [name for name in vars(kind) if not name.startswith("__") and not hasattr(loop, name)]
+        missing = [name for name in vars(kind) if not name.startswith("__") and not hasattr(type(loop), name)]
         if missing:
             raise WorkerError(
                 f"this version of Lightning has no {type(loop).__name__}.{missing[0]}, in place of which "
