@@ -12,9 +12,8 @@ from torch import Tensor
 
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.program import ProgramState, load_model
+from adascale_worker.state.tree import Tree
 from adascale_worker.torch_private.tensors import version_of
-
-State = dict[str, Any]
 
 
 class ModelBuffers:
@@ -92,7 +91,7 @@ class StepUndo:
         self._program = program
         self._progress = progress
         self._memory: list[Tensor] = []
-        self.state: State | None = None  # None between two steps
+        self.state: Tree | None = None  # None between two steps
 
     def record(self) -> None:
         """Copy the state, at the beginning of a step."""

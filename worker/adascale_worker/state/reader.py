@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,10 +36,9 @@ from adascale_worker.state.shards import (
     Shards,
     without_previous_gradient,
 )
-from adascale_worker.state.tree import InvalidSpecError, TensorIndex, TensorLayout
+from adascale_worker.state.tree import InvalidSpecError, TensorIndex, TensorLayout, Tree
 
 _PARALLEL_READS = 4
-State = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def read_manifest(storage: Storage, number: int) -> Manifest:
         raise DamagedError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
-def read_state(storage: Storage, manifest: Manifest, own: Shards | None) -> State:
+def read_state(storage: Storage, manifest: Manifest, own: Shards | None) -> Tree:
     """Return the state of a checkpoint, or the part that this process needs.
 
     Tensors that this process's model divides in another way are returned whole.
@@ -127,7 +125,7 @@ class _Regrouping:
                 found[number] = path, division, division.whole
         return found
 
-    def read(self) -> State:
+    def read(self) -> Tree:
         index, divided = self._index, self._divided
         layouts = list(index.layouts)
         for number, (_, division, extent) in divided.items():
@@ -140,7 +138,7 @@ class _Regrouping:
             whole = []
             targets += self._shards_of(process, file, tensors)
             file.read_into(targets)
-        state: State = tree.unflatten(index.with_layouts(layouts), tensors)
+        state: Tree = tree.unflatten(index.with_layouts(layouts), tensors)
         return _without_description(without_previous_gradient(state))
 
     def _shards_of(self, process: int, file: _File, tensors: Sequence[Tensor]) -> Iterator[_Target]:
@@ -215,7 +213,7 @@ class _File:
             )
         return self._shards
 
-    def read(self, process: int = 0, count: int = 1) -> State:
+    def read(self, process: int = 0, count: int = 1) -> Tree:
         """Return the state, or the part of a process."""
         if count > 1:
             self.shards(process, count)
@@ -223,7 +221,7 @@ class _File:
         self.read_into(
             target for number, tensor in enumerate(tensors) for target in self.whole(number, tensor)
         )
-        state: State = tree.unflatten(self.layout.spec, tensors)
+        state: Tree = tree.unflatten(self.layout.spec, tensors)
         return state
 
     def whole(self, number: int, tensor: Tensor) -> Iterator[_Target]:
@@ -310,5 +308,5 @@ class _File:
         return content
 
 
-def _without_description(state: State) -> State:
+def _without_description(state: Tree) -> Tree:
     return {name: value for name, value in state.items() if name != KEY}

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -26,10 +26,10 @@ from adascale_worker.state.processes import CheckpointProcesses
 from adascale_worker.state.shards import Shards
 from adascale_worker.state.snapshot_memory import KeptSnapshot, number_of
 from adascale_worker.state.store import CheckpointInfo, CheckpointStore
+from adascale_worker.state.tree import Tree
 from adascale_worker.state.weights import BestWeights
 
-State = dict[str, Any]
-MakeState = Callable[[], State]
+MakeState = Callable[[], Tree]
 T = TypeVar("T")
 MAX_WAIT_AT_EXIT = 20.0
 """Seconds that the end of a process waits for the checkpoint that is being written."""
@@ -142,7 +142,7 @@ class Checkpointing:
 
     def load(
         self, own: Shards | None = None, *, wait: bool = False, kept: KeptSnapshot | None = None
-    ) -> State | None:
+    ) -> Tree | None:
         """Return the newest intact checkpoint, or a later copy `kept`; None without any. Called on rank 0.
 
         `own` is the part of the state that this process needs.
@@ -150,7 +150,7 @@ class Checkpointing:
         self._kept = None
         store = self._store
 
-        def read() -> tuple[State | None, Manifest | None]:
+        def read() -> tuple[Tree | None, Manifest | None]:
             newest = store.newest() if store is not None and kept is not None else None
             if kept is not None and (newest is None or kept.number > number_of(newest)):
                 return None, newest
@@ -253,7 +253,7 @@ class Checkpointing:
         An earlier one that is being written is given up. If `wait`, waits for a storage that does not answer.
         """
 
-        def copy(state: State) -> None:
+        def copy(state: Tree) -> None:
             with _copy_errors():
                 self._snapshot.copy(state)
                 self._snapshot.wait()
@@ -271,7 +271,7 @@ class Checkpointing:
 
     def start(
         self,
-        state: State,
+        state: Tree,
         info: CheckpointInfo,
         weights: Sequence[Tensor] = (),
         changed_by_step: Iterable[Tensor] = (),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ from adascale_worker.process.snapshot_place import (
 )
 from adascale_worker.state import tree
 from adascale_worker.state.store import CheckpointInfo
+from adascale_worker.state.tree import Tree
 
-State = dict[str, Any]
 _LINK: Final = f"/memfd:{SNAPSHOT_FILE}"
 """Beginning of the target of the link at the path of a file of the agent."""
 
@@ -55,9 +55,9 @@ class KeptSnapshot:
         """Which of two states of a job is later."""
         return number_of(self.info)
 
-    def read(self) -> State:
+    def read(self) -> Tree:
         """Return the state. Its tensors are copies."""
-        state: State = tree.unflatten(self.spec, _read_tensors(self.place, tree.layouts(self.spec)))
+        state: Tree = tree.unflatten(self.spec, _read_tensors(self.place, tree.layouts(self.spec)))
         return state
 
 
@@ -86,7 +86,7 @@ class SnapshotMemory:
                 "agent"
             )
 
-    def save(self, state: State, info: CheckpointInfo, result: dict[str, float | str]) -> None:
+    def save(self, state: Tree, info: CheckpointInfo, result: dict[str, float | str]) -> None:
         """Copy a state in place of the older copy, or of the newer one while the agent sends the older one.
 
         Tensors on a GPU are copied to the memory of the host one by one. Does not wait for the agent.

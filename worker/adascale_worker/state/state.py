@@ -27,7 +27,7 @@ from adascale_worker.state.exchange import (
 from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.snapshot_memory import KeptSnapshot, NoSnapshotMemoryError, SnapshotMemory
 from adascale_worker.state.training import TrainingState, model_tensor_numbers
-from adascale_worker.state.tree import layouts, on_host
+from adascale_worker.state.tree import Tree, layouts, on_host
 
 SNAPSHOT_SHARE = 0.02
 """The largest share of the time that copies for the agent may take."""
@@ -39,7 +39,7 @@ class Undo(Protocol):
     """Puts back what an unfinished step has changed."""
 
     @property
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> Tree | None:
         """The parts of the state that the step may have changed, from before it; None if it has not."""
 
     def restore(self) -> None:
@@ -155,14 +155,14 @@ class State:
             self._checkpointing.postpone()
             raise NonFiniteWeightsError(nonfinite_message(self._progress.step))
 
-    def load(self, *, wait: bool) -> tuple[dict[str, Any], KeptSnapshot | None] | None:
+    def load(self, *, wait: bool) -> tuple[Tree, KeptSnapshot | None] | None:
         """Return the last checkpoint, or a later copy of the agent; None without any. Called on rank 0."""
         self._receive_memory.clear()
         kept = self._memory.newest() if self._memory is not None else None
         state = self._checkpointing.load(self.contents.shards, wait=wait, kept=kept)
         return None if state is None else (state, kept if self._checkpointing.is_from_memory else None)
 
-    def restore(self, loaded: tuple[dict[str, Any], KeptSnapshot | None] | None) -> None:
+    def restore(self, loaded: tuple[Tree, KeptSnapshot | None] | None) -> None:
         """Restore what `load` has returned: without anything, the weights that the model was made with."""
         if loaded is None:
             if self._initial_weights is not None:

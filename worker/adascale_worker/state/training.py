@@ -17,7 +17,7 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.shards import KEY, Division, Shards
 from adascale_worker.state.store import CheckpointInfo
-from adascale_worker.state.tree import tensor_numbers
+from adascale_worker.state.tree import Tree, tensor_numbers
 
 
 class TrainerPart(Protocol):
@@ -85,7 +85,6 @@ def model_tensor_numbers(spec: bytes) -> dict[str, int]:
     return tensor_numbers(spec, ["program", "model"])
 
 
-State = dict[str, Any]
 Convert = Callable[[Tensor, object], Tensor]
 
 
@@ -96,11 +95,11 @@ class ShardedTrainingState(TrainingState):
         super().__init__(*arguments)
         self._group = group
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> Tree:
         """Return the state, with the shards of this process in place of whole tensors."""
         return _converted(super().state_dict(), lambda tensor, _: _local(tensor))
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Tree) -> None:
         """Restore a state with the shards of this process.
 
         Tensors that `Checkpointing.load` has returned whole are divided.
@@ -132,7 +131,7 @@ class ShardedTrainingState(TrainingState):
         """The part of the state that this process has."""
         return self._shards_of(self.program.model.state_dict())
 
-    def for_checkpoint(self) -> State:
+    def for_checkpoint(self) -> Tree:
         """Return the part of the state that this process has, with its description."""
         state = super().state_dict()
         part = _converted(state, lambda tensor, _: _local(tensor))
@@ -178,7 +177,7 @@ def _with_local(template: Any, local: Tensor) -> Tensor:
     )
 
 
-def _converted(state: State, convert: Convert) -> State:
+def _converted(state: Tree, convert: Convert) -> Tree:
     """Return a state in which the tensors of the model and of the optimizer are converted."""
     program = dict(state["program"])
     optimizer = dict(program["optimizer"])

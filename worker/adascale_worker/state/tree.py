@@ -32,6 +32,10 @@ MAX_DEPTH: Final = 100
 """Levels of a tree. A tree that contains itself has more."""
 
 
+Tree = dict[str, Any]
+"""A state: dicts, lists and values of the types in `ALLOWED`, by names."""
+
+
 class InvalidSpecError(CheckpointError):
     """A document is not one that `flatten` returns, or does not describe these tensors."""
 
