@@ -3,13 +3,17 @@
 import asyncio
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
+from adascale_api.app import create_app
+from adascale_api.data.database import Database
 from adascale_api.routes.common import add_error_handlers
+from adascale_api.routes.worker_endpoints import MetricsService
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
 from api.client import TOKEN, Answer, Client, ServiceProcess, a_registration, a_report, wait_until
@@ -346,5 +350,31 @@ def test_an_unexpected_error_is_answered_in_json_and_raised_again_for_the_log() 
     scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": []}
     with pytest.raises(ZeroDivisionError):
         asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 500
+    assert json.loads(sent[1]["body"])["error"] == "the service failed at this request: its log says why"
+
+
+def test_an_unexpected_error_of_what_workers_call_is_answered_in_json_too(tmp_path: Path) -> None:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": json.dumps(a_report().to_json()).encode()}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def fail(*_arguments: object, **_options: object) -> None:
+        raise ZeroDivisionError
+
+    async def post() -> None:
+        app = create_app(Database(f"sqlite:///{tmp_path / 'service.db'}"), None)
+        app.state.service.database.write = fail
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/jobs/a/gain", "headers": headers}
+        async with app.router.lifespan_context(app):
+            with pytest.raises(ZeroDivisionError):
+                await MetricsService(app)({**scope, "query_string": b""}, receive, send)
+
+    asyncio.run(post())
     assert sent[0]["status"] == 500
     assert json.loads(sent[1]["body"])["error"] == "the service failed at this request: its log says why"

@@ -6,13 +6,14 @@ OpenAPI document here and in `app`.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NoReturn, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
 from adascale_api.bodies import MAX_REPORTS, GainReportBody, GainReports
@@ -24,7 +25,6 @@ from adascale_api.errors import (
     UnavailableError,
 )
 from adascale_api.http.connection_limits import ConnectionLimits
-from adascale_core import messages
 from adascale_core.messages.reports import GainReport
 
 MAX_BODY = 1024 * 1024
@@ -42,7 +42,7 @@ REFERENCE = "#/components/schemas/{model}"
 MAX_EXCERPT = 80
 """Characters of an invalid value in an answer."""
 
-M = TypeVar("M", bound=messages.Message)
+M = TypeVar("M")
 
 
 @contextmanager
@@ -87,21 +87,22 @@ def _refuse_size(got: str) -> None:
 
 
 class JsonBody(Generic[M]):
-    """A FastAPI dependency that parses the body as a message."""
+    """A FastAPI dependency that parses the body with a model, from which `make` makes a message."""
 
-    def __init__(self, model: type[BaseModel], message: type[M]) -> None:
+    def __init__(self, model: type[BaseModel], make: Callable[[Any], M]) -> None:
         self._model = model
-        self._message = message
+        self._make = make
 
     async def __call__(self, request: Request) -> M:
         """Return the body."""
-        return self.parse(await _read(request))
+        return await self.read(request.scope, request.receive)
 
-    def parse(self, text: bytes) -> M:
-        """Return the body in a text; errors as for a call."""
+    async def read(self, scope: Scope, receive: Receive) -> M:
+        """Return the body; errors as for a call."""
+        text = await _read(scope, receive)
         _check_size(text, "an object")
         try:
-            return self._message.from_json(self._model.model_validate_json(text).model_dump())
+            return self._make(self._model.model_validate_json(text))
         except ValidationError as error:
             raise _invalid(error) from error
 
@@ -117,11 +118,15 @@ class ReportsBody:
     _reports: TypeAdapter[Any] = TypeAdapter(GainReports)
 
     async def __call__(self, request: Request) -> list[GainReport]:
-        """Return the reports; errors as for `JsonBody`."""
-        return self.parse(await _read(request))
+        """Return the reports."""
+        return await self.read(request.scope, request.receive)
+
+    async def read(self, scope: Scope, receive: Receive) -> list[GainReport]:
+        """Return the reports; errors as for a call."""
+        return self.parse(await _read(scope, receive))
 
     def parse(self, text: bytes) -> list[GainReport]:
-        """Return the reports in a text; errors as for `JsonBody`."""
+        """Return the reports in a text."""
         _check_size(text, f"1 to {MAX_REPORTS} reports")
         try:
             is_list = text.lstrip(b" \t\r\n").startswith(b"[")
@@ -130,7 +135,7 @@ class ReportsBody:
             )
         except ValidationError as error:
             raise _invalid(error) from error
-        return [GainReport(**vars(each)) for each in found]
+        return [_report(vars(each)) for each in found]
 
     @property
     def openapi(self) -> dict[str, Any]:
@@ -141,9 +146,18 @@ class ReportsBody:
         )
 
 
-async def _read(request: Request) -> bytes:
+def _report(members: Mapping[str, Any]) -> GainReport:
+    # The constructor of a frozen dataclass would take as long as the validation.
+    report = object.__new__(GainReport)
+    vars(report).update(members)
+    return report
+
+
+async def _read(scope: Scope, receive: Receive) -> bytes:
     """Return the body, unless its content type is another one than JSON."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # The first of several headers counts.
+    found = dict(reversed(scope["headers"])).get(b"content-type", b"")
+    media_type = found.partition(b";")[0].strip().lower().decode("latin-1")
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
@@ -151,7 +165,14 @@ async def _read(request: Request) -> bytes:
         raise NotJsonError(
             f"content-type: got {media_type or 'nothing'}, expected application/json; nothing was stored"
         )
-    return await request.body()
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
 
 
 def _check_size(text: bytes, expected: str) -> None:

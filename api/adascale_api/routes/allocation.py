@@ -43,10 +43,10 @@ MAX_WAIT = 60.0
 router = APIRouter(prefix="/jobs/{job}", tags=["allocation"])
 _view = TypeAdapter(AllocationView)
 _member_view = TypeAdapter(MemberView)
-allocation_body = JsonBody(AllocationBody, Allocation)
-registration_body = JsonBody(RegistrationBody, Registration)
+allocation_body = JsonBody(AllocationBody, lambda body: Allocation(**vars(body)))
+registration_body = JsonBody(RegistrationBody, lambda body: Registration(**vars(body)))
 decision_router = APIRouter(prefix="/jobs/{job}/decision", tags=["decision"])
-decision_body = JsonBody(DecisionBody, DecisionView)
+decision_body = JsonBody(DecisionBody, lambda body: DecisionView.from_json(body.model_dump()))
 
 
 @router.put(

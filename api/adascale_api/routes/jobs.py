@@ -44,7 +44,7 @@ _STEP_TIME_SIZE = 150
 logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
-spec_body = JsonBody(JobSpecBody, JobSpec)
+spec_body = JsonBody(JobSpecBody, lambda body: JobSpec(**vars(body)))
 _job_list, _job_view = TypeAdapter(JobList), TypeAdapter(JobView)
 changes_router = APIRouter(tags=["jobs"])
 _job_changes = TypeAdapter(JobChanges)

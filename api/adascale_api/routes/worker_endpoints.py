@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
@@ -28,7 +28,7 @@ _PATH = re.compile(r"/jobs/([^/]+)/(gain|allocation|replicas/([0-9]{1,4}))")
 _QUERY = re.compile(rb"version=([0-9]{1,15})&wait=([0-9]{1,2}(?:\.[0-9]{1,9})?)")
 """As agents write it; FastAPI's route answers all other queries."""
 
-Endpoint = Callable[[Request], Awaitable[bytes]]
+Endpoint = Callable[[Scope, Receive], Awaitable[bytes]]
 """Answers a request with JSON."""
 
 
@@ -81,24 +81,26 @@ class MetricsService:
                     return "/jobs/{job}/allocation", partial(self._wait_for_change, job, version, seconds)
         return "none", None
 
-    async def _post_gain(self, job: str, request: Request) -> bytes:
-        job_id = await self._authorize_worker(job, request)
-        return await gain.store_reports(self._service, job_id, await gain.reports_body(request))
+    async def _post_gain(self, job: str, scope: Scope, receive: Receive) -> bytes:
+        job_id = await self._authorize_worker(job, scope)
+        return await gain.store_reports(self._service, job_id, await gain.reports_body.read(scope, receive))
 
-    async def _put_replica(self, job: str, replica: int, request: Request) -> bytes:
-        job_id = await self._authorize_worker(job, request)
-        body = await allocation.registration_body(request)
+    async def _put_replica(self, job: str, replica: int, scope: Scope, receive: Receive) -> bytes:
+        job_id = await self._authorize_worker(job, scope)
+        body = await allocation.registration_body.read(scope, receive)
         return await allocation.register(self._service, job_id, replica, body)
 
-    async def _authorize_worker(self, job: str, request: Request) -> str:
+    async def _authorize_worker(self, job: str, scope: Scope) -> str:
         job_id = parse_job_id(job)
-        await authorize(self._service, Role.WORKER, *_sender(request, job_id))
+        await authorize(self._service, Role.WORKER, *_sender(scope, job_id))
         return job_id
 
-    async def _wait_for_change(self, job: str, version: int, seconds: float, request: Request) -> bytes:
+    async def _wait_for_change(
+        self, job: str, version: int, seconds: float, scope: Scope, _receive: Receive
+    ) -> bytes:
         job_id = parse_job_id(job)
-        shows_all = await may_read(self._service, *_sender(request, job_id))
-        closed = request.scope.get("state", {}).get(CLOSED)
+        shows_all = await may_read(self._service, *_sender(scope, job_id))
+        closed = scope.get("state", {}).get(CLOSED)
         found = await self._service.wait_for_change(
             job_id, version, seconds, is_reader=shows_all, closed=closed
         )
@@ -107,16 +109,20 @@ class MetricsService:
 
 async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
     try:
-        response = Response(await endpoint(Request(scope, receive)), media_type="application/json")
+        answer = await endpoint(scope, receive)
     except (AdaScaleError, ClientDisconnect) as error:
-        response = response_to(error)
+        await response_to(error)(scope, receive, send)
     except Exception:
         await failure_response()(scope, receive, send)
         raise  # the server logs it
-    await response(scope, receive, send)
+    else:
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": answer})
 
 
-def _sender(request: Request, job_id: str) -> tuple[str | None, str, str]:
+def _sender(scope: Scope, job_id: str) -> tuple[str | None, str, str]:
     """Return the token of a request, its job, and the address that sent it."""
-    token = bearer_token(request.headers.get("authorization", ""))
-    return token, job_id, request.client.host if request.client is not None else ""
+    # The first of several headers counts, as in FastAPI's routes.
+    header = dict(reversed(scope["headers"])).get(b"authorization", b"")
+    return bearer_token(header.decode("latin-1")), job_id, (scope.get("client") or ("",))[0]
