@@ -194,12 +194,10 @@ class _Problems:
     accumulation: Floats
     time: Floats  # the logarithm of the step time
     weight: Floats  # 0 for padding
-    # prior, precision: mean and inverse standard deviation of each parameter's logarithm, of shape (7, jobs)
-    prior: Floats
-    precision: Floats
-    # the inverse standard deviation of the link between communication on one node and between nodes, of
-    # shape (jobs,); 0 if they are not tied together, with a template
-    link: Floats
+    prior: Floats  # the mean of each parameter's logarithm, of shape (7, jobs)
+    certainty: Floats  # the inverse of their covariance, of shape (7, 7, jobs)
+    # whether communication on one node and between nodes are tied together, without a template; shape (jobs,)
+    is_tied: Flags
     # seconds, samples: of the first micro-batch, of shape (jobs,)
     seconds: Floats
     samples: Floats
@@ -220,6 +218,11 @@ class _Problems:
         given[:6] = np.maximum(given[:6] / seconds, 1e-12)
         prior = np.where(has_template, np.log(given), _PRIOR[:, None])
         spread = np.where(has_template, _TEMPLATE_SPREAD[:, None], _SPREAD[:, None])
+        certainty = np.eye(7)[..., None] / spread**2
+        for near, far in ((2, 4), (3, 5)):
+            link = np.zeros(7)
+            link[[near, far]] = 1 / LINK_SPREAD, -1 / LINK_SPREAD
+            certainty += np.outer(link, link)[..., None] * ~has_template
         return cls(
             np.where((replicas > 1) & (nodes == 1), 1.0, 0.0),
             np.where((replicas > 1) & (nodes > 1), 1.0, 0.0),
@@ -229,8 +232,8 @@ class _Problems:
             np.log(step_time / seconds),
             (np.arange(most)[:, None] < lengths).astype(np.float64),
             prior,
-            1 / spread,
-            np.where(has_template, 0.0, 1 / LINK_SPREAD),
+            certainty,
+            ~has_template,
             seconds,
             samples,
         )
@@ -255,26 +258,16 @@ class _Problems:
 
     def normal_equations(self, x: Floats) -> tuple[Floats, Floats, Floats]:
         """Return the matrices, right-hand sides and total errors of a step from `x`."""
-        matrix = np.zeros((7, *x.shape))
-        diagonal = np.arange(7)
-        residual = (self.prior - x) * self.precision
-        matrix[diagonal, diagonal] = self.precision**2
-        column = residual * self.precision
-        error = np.sum(residual * residual, axis=0)
-        for near, far in ((2, 4), (3, 5)):
-            tied = (x[near] - x[far] - (self.prior[near] - self.prior[far])) * self.link
-            for i, sign in ((near, 1.0), (far, -1.0)):
-                matrix[i, i] += self.link**2
-                column[i] -= sign * tied * self.link
-            matrix[far, near] = matrix[near, far] = -(self.link**2)
-            error = error + tied * tied
+        distance = self.prior - x
+        column = (self.certainty * distance).sum(axis=1)
+        error = (distance * column).sum(axis=0)
         derivatives, rest = self._derivatives(x)
         residual = rest / NOISE
         spread = np.sqrt(1 + (residual / OUTLIER) ** 2)
         weighted = derivatives * (self.weight / spread / NOISE)
         column += (weighted * residual).sum(axis=1)
-        matrix += (weighted[:, None] * (derivatives / NOISE)).sum(axis=2)
-        error = error + 2 * OUTLIER**2 * (self.weight * (spread - 1)).sum(axis=0)
+        matrix = self.certainty + (weighted[:, None] * (derivatives / NOISE)).sum(axis=2)
+        error += 2 * OUTLIER**2 * (self.weight * (spread - 1)).sum(axis=0)
         return matrix, column, error
 
     def _derivatives(self, x: Floats) -> tuple[Floats, Floats]:
@@ -303,10 +296,9 @@ class _Problems:
         values = np.exp(x)
         near, far = ((self.weight * each).any(axis=0) for each in (self.near, self.far))
         # Communication between nodes is not faster than on one node, unless it was measured to be.
-        is_tied = self.link > 0
         slower, faster = np.maximum(values[2:4], values[4:6]), np.minimum(values[2:4], values[4:6])
-        values[4:6] = np.where(is_tied & ~far, slower, values[4:6])
-        values[2:4] = np.where(is_tied & far & ~near, faster, values[2:4])
+        values[4:6] = np.where(self.is_tied & ~far, slower, values[4:6])
+        values[2:4] = np.where(self.is_tied & far & ~near, faster, values[2:4])
         values[:6] *= self.seconds
         values[1] /= self.samples
         separates = (self.size != 1.0).any(axis=0).tolist()
