@@ -292,7 +292,9 @@ def test_a_running_job_is_listed_scaled_and_stopped(tmp_path: Path, state: Path)
         assert listed["replicas"] == listed["desiredReplicas"] in {2, 3}
         shown = adascale_in_process("status", "test", "--state-dir", state).stdout
         assert f"Running (process {run.process.pid})" in shown
-        assert re.search(r"^1 +running +\d", shown, re.MULTILINE)
+        found = re.search(r"^1 +running +\d+ +(\d+)$", shown, re.MULTILINE)
+        assert found is not None
+        assert int(found[1]) == run.pid("trainer", 1)
         explain = ("explain", "test", "--state-dir", state, "-o", "json")
         wait_until(lambda: adascale_in_process(*explain).returncode == 0, "the first explained decision")
         explained = json.loads(adascale_in_process(*explain).stdout)
@@ -324,18 +326,19 @@ def test_a_running_job_is_listed_scaled_and_stopped(tmp_path: Path, state: Path)
 @pytest.mark.slow
 def test_a_slow_replica_is_named_in_the_output_and_the_status(tmp_path: Path, state: Path) -> None:
     job = write_paced_job(tmp_path / "job.yaml", pace=0.1, slow=1, minReplicas=2, maxReplicas=2)
-    named = r"eplica 1 is slow: in each step it computes \d\.\d+ times as long as the others"
+    # Where other programs use all cores, that is named as the cause.
+    named = r"eplica 1 is slow(: in each step it computes \d\.\d+ times| because more processes compute)"
     with running(job, state) as run:
-        run.wait_for_output("Replica 1 is slow: in each step", timeout=150.0)
+        run.wait_for_output("Replica 1 is slow", timeout=150.0)
         assert re.search(named, run.output)
         assert run.job()["latest"]["slow_replica"] == 1
         status = adascale_in_process("status", "test", "--state-dir", state)
-        assert re.search(rf"slow +r{named}", status.stdout), status.stdout + status.stderr
+        assert re.search(rf"slow +[rR]{named}", status.stdout), status.stdout + status.stderr
 
         def explained() -> str:
             return adascale_in_process("explain", "test", "--state-dir", state).stdout
 
-        assert "replica 1 is slow" in wait_until(explained, "the first explained decision")
+        assert re.search(named, wait_until(explained, "the first explained decision"))
 
 
 @pytest.mark.slow
