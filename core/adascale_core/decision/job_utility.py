@@ -399,7 +399,8 @@ class JobUtility:
             return 0
         seconds = job.restart_seconds if job.move_seconds is None else job.move_seconds
         as_move = replace(self, job=replace(job, restart_seconds=seconds))
-        return None if (factor := as_move.change(now).factor) is None else self._cost(factor)
+        # The goodput on another type is less certain than on another count.
+        return None if (factor := as_move.change(now).factor) is None else self._cost(factor * MIN_SPEEDUP)
 
     def prediction(self, count: int) -> Prediction | None:
         """Return the prediction for a count; None if there is none."""
