@@ -54,26 +54,6 @@ def test_the_reason_of_an_early_end_is_on_the_last_line(tmp_path: Path, state: P
     assert "has already finished, at progress 3 (no longer improves): accuracy 0.5." in again.stdout
 
 
-@pytest.mark.slow
-def test_a_program_without_a_required_end_shows_its_last_progress(tmp_path: Path, state: Path) -> None:
-    run = adascale("run", write(tmp_path / "job.yaml", {}), "--state-dir", state, "--port", 0)
-    assert run.returncode == 0, run.stdout
-    assert "Finished at progress 18 in " in run.stdout
-
-
-@pytest.mark.slow
-def test_a_program_that_ends_before_its_required_steps_fails_the_job(tmp_path: Path, state: Path) -> None:
-    job = write(tmp_path / "job.yaml", {"END": "exit"}, scaleInvariantSteps=100_000)
-    run = adascale("run", job, "--state-dir", state, "--port", 0)
-    assert run.returncode == 1
-    output = "adascale: the program ended at progress 3 of 100,000 scale-invariant steps"
-    assert run.stdout.count(output) == 1
-    assert (
-        "failed on replica 0 (exit code 78); it is not restarted, because it would fail again" in run.stdout
-    )
-    assert "Traceback" not in run.stdout
-
-
 def test_the_same_failure_before_the_first_step_is_shown_at_once_and_restarted_once(
     tmp_path: Path, state: Path
 ) -> None:

@@ -28,21 +28,13 @@ from e2e.local_run import (
     write_paced_job,
 )
 from support.fast_python import PYTHON
-from support.launch import wait_until
+from support.launch import has_exited, wait_until
 from support.manifests import make_manifest
 
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
     return tmp_path / "state"
-
-
-def has_exited(pid: int) -> bool:
-    """Whether a process has exited; it may be a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 # -- stopping and resuming --------------------------------------------------------------------------------

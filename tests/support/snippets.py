@@ -489,4 +489,4 @@ for x, y in loader:
 assert progress >= 16, progress
 """,
 }
-"""Programs that import a framework. `frameworks/test_documented_programs.py` runs them."""
+"""Programs that import a framework."""

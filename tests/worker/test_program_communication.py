@@ -123,7 +123,9 @@ def test_a_trainer_may_be_started_by_a_program_that_closes_descriptors(
     assert service.job()["complete"]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", pytest.param("accelerate", marks=[pytest.mark.slow, pytest.mark.release])]
+)
 def test_a_trainer_may_be_started_by_another_launcher(
     tmp_path: Path, service: Service, launcher: str
 ) -> None:
