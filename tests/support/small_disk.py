@@ -11,10 +11,10 @@ import pytest
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """Create a folder with a file system of 24 MiB; skip the test where that is not allowed."""
+def small_disk(folder: Path, mebibytes: int = 24) -> Iterator[Path]:
+    """Create a folder with a file system of this size; skip the test where that is not allowed."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
     mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
     if mounted.returncode != 0:
         pytest.skip(f"this user cannot mount a file system: {mounted.stderr.strip()}")

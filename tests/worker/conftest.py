@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -16,9 +15,9 @@ import torch
 from adascale import ElasticTrainer
 from adascale_worker.process import exit as shutdown
 from adascale_worker.state.schedule import Checkpointing
-from support.agent_job import Job
 from support.members import Members
-from support.service import Service
+from support.service import Job, Service
+from support.small_disk import small_disk
 
 JOB_NUMBERS = count()
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -104,18 +103,8 @@ def durable_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkpointing, "start", start_and_wait)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(name="small_disk")
+def disk_of_one_mebibyte(tmp_path: Path) -> Iterator[Path]:
     """A file system of one mebibyte, which a test can fill."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"this user cannot mount a file system: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with small_disk(tmp_path / "disk", mebibytes=1) as disk:
+        yield disk

@@ -17,11 +17,10 @@ import pytest
 from adascale_controller.operator.runtime.certificate_keeper import create_authority, renew_authority
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_INVALID_PROGRAM, TerminationMessage
 from adascale_worker.loop.step_watchdog import EXPLAIN_AFTER
-from support.agent_job import LONG, Job
 from support.certificates import tls_files
 from support.fast_python import PYTHON
 from support.launch import PROGRAM, TIMEOUT, AgentProcess, free_port, wait_until
-from support.service import Service
+from support.service import LONG, Job, Service
 
 FINISHES = {**LONG, "EPOCHS": 1000}
 """`LONG` for a job that finishes. Its program goes through all epochs, of which the last ones are empty."""

@@ -11,8 +11,8 @@ import pytest
 from adascale_core.names import SNAPSHOT_FILE
 from adascale_worker.state.snapshot_memory import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo
-from support.agent_job import LONG, Job
 from support.launch import AgentProcess, Journal, Replicas, has_exited, wait_until
+from support.service import LONG, Job
 
 COPIED = {"BOUNDS": json.dumps({"batch_size": 12}), "ADASCALE_CHECKPOINT_INTERVAL": 1000, "SNAPSHOT_SHARE": 1}
 """A trainer whose state is copied after each step, and saved after the first only."""
