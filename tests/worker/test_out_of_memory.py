@@ -222,12 +222,7 @@ def test_the_limits_of_a_trainer_are_for_the_type_of_accelerator_that_the_operat
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "replica"),
-    [
-        ("backward", 0),
-        ("backward", 1),
-        ("forward", 0),
-        ("allocate", 1),
-    ],
+    [("backward", 1), ("forward", 0), ("allocate", 1)],
 )
 def test_a_batch_that_does_not_fit_on_one_replica_is_repeated_in_smaller_batches_by_all(
     make_members: Callable[..., Members], place: str, replica: int
