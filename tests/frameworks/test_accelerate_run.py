@@ -94,14 +94,11 @@ def test_replicas_join_and_leave_and_one_is_killed(make_members: Callable[..., M
     job = make_members("job", BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.01)
     first, second, third = job.start(3)
     for members in ([first], [first, second]):
-        job.activate(members)
-        job.wait_step(job.last_step() + 5)
+        job.train(members, 5)
     second.kill()
     job.wait_holding([first])
-    job.activate([first, third])
-    job.wait_step(job.last_step() + 5)
-    job.activate([first])
-    job.wait_step(job.last_step() + 5)
+    job.train([first, third], 5)
+    job.train([first], 5)
     assert len(job.finish()) == 1
     job.require_complete_stream()
     require_evaluations(job.folder / "journal")
@@ -117,8 +114,7 @@ def test_a_replica_that_is_killed_in_an_evaluation_does_not_change_its_results(
     make_members: Callable[..., Members],
 ) -> None:
     calm = make_members("calm", EPOCHS=4)
-    calm.activate(calm.start(2))
-    expected = calm.finish()
+    expected = calm.complete(2)
     job = make_members("killed", EPOCHS=4, WAITS=0)
     victim, survivor, spare = job.start(3)
     job.activate([victim, survivor])

@@ -145,12 +145,10 @@ def test_replicas_join_leave_and_are_killed(make_members: Callable[..., Members]
     first, lost, spare = job.start(3)
     job.activate([first])
     job.wait_step(3)
-    job.activate([first, lost])
-    job.wait_step(job.last_step() + 5)
+    job.train([first, lost], 5)
     lost.kill()
     job.wait_holding([first])
-    job.activate([first, spare])
-    job.wait_step(job.last_step() + 5)
+    job.train([first, spare], 5)
     job.activate([spare])
     assert len(job.finish()) == 1
     job.require_complete_stream()
@@ -174,8 +172,7 @@ def test_a_replica_that_is_killed_in_an_evaluation_changes_no_metric(
     options = {"max_steps": 24, **BEST, "save_steps": 100, "load_best_model_at_end": False}
     environ = {"ARGUMENTS": json.dumps(options), "ELASTIC": json.dumps({"local_bsz_bounds": [4, 8]})}
     calm = make_members("calm", **environ)
-    calm.activate(calm.start(2))
-    expected = calm.finish()
+    expected = calm.complete(2)
     waits = tmp_path / str(victim)
     job = make_members("killed", **environ, WAITS=waits)
     *members, spare = job.start(3)
@@ -201,8 +198,7 @@ def test_callbacks_stop_training_on_all_replicas(make_members: Callable[..., Mem
     """Also if only one of them requests it."""
     options = {"max_steps": 1000, "logging_steps": 5}
     job = make_members(ARGUMENTS=json.dumps(options), STOPS=stops, STOP_AT=7)
-    job.activate(job.start(2))
-    assert len(job.finish()) == 1
+    assert len(job.complete(2)) == 1
     (step,) = {result["global_step"] for result in results_of(job.folder)}
     assert step in (8, 9), "the replicas agree with the next exchange"
 

@@ -48,15 +48,12 @@ def test_no_step_and_no_sample_is_lost_when_replicas_join_leave_and_are_killed(
     trainers = job.start(3)
     job.activate(trainers[:1])
     job.wait_step(5)
-    job.activate(trainers[:2])
-    job.wait_step(job.last_step() + 8)
+    job.train(trainers[:2], 8)
     killed_after = job.last_step()
     trainers[0].kill()
     job.wait_holding([trainers[1]])
-    job.activate([trainers[1]])
-    job.wait_step(job.last_step() + 5)
-    job.activate(trainers[1:])
-    job.wait_step(job.last_step() + 5)
+    job.train([trainers[1]], 5)
+    job.train(trainers[1:], 5)
     assert len(job.finish()) == 1
     job.require_complete_stream()
     assert {record["replicas"] for record in job.records()} == {1, 2}
@@ -74,8 +71,7 @@ def test_on_several_replicas_each_multiple_is_met_once_and_validations_are_equal
 ) -> None:
     doubled = json.dumps({"max_batch_size": 16, "local_bsz_bounds": [8, 8]})
     job = make_job(STRATEGY=doubled, TRAINER=json.dumps({"max_steps": 150, "val_check_interval": 3}))
-    job.activate(job.start(2))
-    assert len(job.finish()) == 1
+    assert len(job.complete(2)) == 1
     job.require_complete_stream()
     require_counts_of_progress(job)
     folder = job.folder / "journal"
@@ -101,8 +97,7 @@ def test_on_several_replicas_each_multiple_is_met_once_and_validations_are_equal
 def test_early_stopping_ends_training_on_all_replicas(make_job: Callable[..., Members]) -> None:
     trainer = json.dumps({"max_epochs": 1000, "val_check_interval": 0.5})
     job = make_job(STRATEGY=ELASTIC, TRAINER=trainer, STOP_BELOW=0.1)
-    job.activate(job.start(2))
-    assert len(job.finish()) == 1
+    assert len(job.complete(2)) == 1
     job.require_complete_stream()
     first, second = records(job.folder / "journal", "validation-*").values()
     assert first == second
@@ -115,8 +110,7 @@ def test_one_replica_ends_training_on_all(make_job: Callable[..., Members], step
     """Inside an epoch of 6 steps, so late that they agree after its last step, and in the last step."""
     fixed = json.dumps({"max_batch_size": 8, "local_bsz_bounds": [4, 4]})
     job = make_job(STRATEGY=fixed, TRAINER=json.dumps({"max_epochs": 1000}), STOP_AT=step)
-    job.activate(job.start(2))
-    assert len(job.finish()) == 1
+    assert len(job.complete(2)) == 1
     job.require_complete_stream()
     assert job.last_step() <= step + 2
     assert {record["epoch"] for record in job.records()} == {0}

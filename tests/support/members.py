@@ -174,6 +174,16 @@ class Members:
         if wait:
             self.wait_running()
 
+    def train(self, members: Sequence[Trainer], steps: int) -> None:
+        """Make a generation of these members active, and wait until it has made some steps."""
+        self.activate(members)
+        self.wait_step(self.last_step() + steps)
+
+    def complete(self, count: int) -> set[str]:
+        """Train on this number of replicas from the start to the end, see `finish`."""
+        self.activate(self.start(count))
+        return self.finish()
+
     def wait_running(self) -> None:
         generation = self.generation
         self.wait(

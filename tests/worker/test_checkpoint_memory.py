@@ -89,8 +89,7 @@ def test_rank_0_needs_no_more_memory_when_it_receives_a_state(
     """It has the copy for checkpoints, which it needs no longer."""
     options = {"ADASCALE_CHECKPOINT_DIR": tmp_path / "checkpoints", "ADASCALE_CHECKPOINT_INTERVAL": 1000}
     job = make_members(PROGRAM=BEHIND, **options)
-    job.activate(job.start(2))
-    assert len(job.finish()) == 1
+    assert len(job.complete(2)) == 1
     rise = json.loads((job.folder / "journal" / "rise").read_text())
     assert rise["steps"] == [3, 4], "the step that only the other rank has made is received"
     assert rise["bytes"] < 0.25 * BEHIND_STATE

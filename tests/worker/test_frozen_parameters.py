@@ -349,8 +349,7 @@ def test_two_replicas_freeze_and_unfreeze_as_a_plain_loop(
 ) -> None:
     changes = CHANGES[name]
     job = make_members(**options_of(changes, MICRO_BATCHES if "micro" in name else BOUNDS, 3))
-    job.activate(job.start(2))
-    assert len(job.finish()) == 1, "both replicas have the same weights"
+    assert len(job.complete(2)) == 1, "both replicas have the same weights"
     if name != "micro-batches":
         require_plain(job, changes)
     assert "Warning" not in job.output()
@@ -361,8 +360,7 @@ def test_two_replicas_freeze_and_unfreeze_inside_each_step(
     make_members: Callable[..., Members], inside: str, bounds: dict[str, object]
 ) -> None:
     job = make_members(**{**options_of({}, bounds, 2), "FROZEN": "[]", "INSIDE": inside})
-    job.activate(job.start(2))
-    assert len(job.finish()) == 1, "both replicas have the same weights"
+    assert len(job.complete(2)) == 1, "both replicas have the same weights"
     assert inside == "part" or "Warning" not in job.output()
     indices: dict[int, list[int]] = {}
     for record in job.records():
@@ -407,8 +405,7 @@ def test_a_replica_that_joins_after_a_change_trains_what_the_others_train(
     """Its program begins with other parameters, and is past the places where they change."""
     changes = CHANGES["steps"]
     calm = make_members("calm", **options_of(changes, SCALED_ON_TWO, 4))
-    calm.activate(calm.start(2))
-    expected = calm.finish()
+    expected = calm.complete(2)
     gains = {(record["step"], record["gain"]) for record in calm.records()}
     assert len(gains) == calm.last_step(), "both replicas have the same gains"
     assert {gain for _, gain in gains if gain > 1.0}
@@ -430,8 +427,7 @@ def test_a_job_grows_and_shrinks_while_its_program_freezes_parameters(
     job = make_members(**options_of(changes, MICRO_BATCHES, 12), STEP_SECONDS=0.02)
     trainers = job.start(3)
     for count in (1, 2, 3, 2):
-        job.activate(trainers[:count])
-        job.wait_step(job.last_step() + 5)
+        job.train(trainers[:count], 5)
     assert len(job.finish()) == 1
     require_plain(job, changes)
     assert job.require_complete_stream() == 48

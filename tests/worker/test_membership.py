@@ -33,12 +33,10 @@ def test_a_killed_member_costs_no_bit_if_micro_batches_have_weights(
     """The replacement does not know the weight of the steps before."""
     options = {"EPOCHS": 6, "STEP_SECONDS": 0.01, "WEIGHTED": 1}
     calm = make_members("calm", **options)
-    calm.activate(calm.start(2))
-    expected = calm.finish()
+    expected = calm.complete(2)
     job = make_members("killed", **options)
     first, lost, spare = job.start(3)
-    job.activate([first, lost])
-    job.wait_step(job.last_step() + 3)
+    job.train([first, lost], 3)
     lost.kill()
     job.wait_holding([first])
     job.activate([first, spare])
@@ -52,8 +50,7 @@ def test_survivors_stay_in_their_processes_when_replicas_join_and_leave(
     job = make_members(BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.01)
     trainers = job.start(3)
     for count in (1, 3, 2, 1):
-        job.activate(trainers[:count])
-        job.wait_step(job.last_step() + 5)
+        job.train(trainers[:count], 5)
     assert len(job.finish()) == 1
     job.require_complete_stream()
     first = {record["file"] for record in job.records() if record["replicas"] == 1}
@@ -69,13 +66,11 @@ def test_persistent_workers_load_each_sample_once_over_changes_of_size_and_a_los
     job = make_members(BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.01, LOADER=loader)
     trainers = job.start(3)
     for count in (1, 2, 3):
-        job.activate(trainers[:count])
-        job.wait_step(job.last_step() + 5)
+        job.train(trainers[:count], 5)
     trainers[1].kill()
     members = [trainers[0], trainers[2]]
     job.wait_holding(members)
-    job.activate(members)
-    job.wait_step(job.last_step() + 5)
+    job.train(members, 5)
     job.finish()
     job.require_complete_stream()
     first = {record["file"] for record in job.records() if record["rank"] == 0}
@@ -88,8 +83,7 @@ def test_averages_of_weights_and_batchnorm_are_those_of_the_steps_over_changes_o
     job = make_members(PROGRAM=AVERAGES, BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.01)
     trainers = job.start(3)
     for count in (1, 3, 2):
-        job.activate(trainers[:count])
-        job.wait_step(job.last_step() + 5)
+        job.train(trainers[:count], 5)
     job.finish()
     steps = {record["step"]: record for record in job.records() if record["rank"] == 0}
     assert sorted(steps) == list(range(1, job.require_complete_stream() + 1))
@@ -135,8 +129,7 @@ def test_a_killed_member_costs_no_step_and_no_bit(
         **({"KEEP_GRADIENTS": 1} if victim else {}),
     }
     calm = make_members("calm", **options)
-    calm.activate(calm.start(2))
-    expected = calm.finish()
+    expected = calm.complete(2)
     # Those that replace others prepare their memory before.
     job = make_members("killed", **options, ADASCALE_JOINS_OTHERS=1)
     *members, first, second = job.start(4)
@@ -172,8 +165,7 @@ def test_survivors_agree_on_the_later_step_if_only_one_has_finished_it(
     """A member is killed while one of the others has made the step, and the other has not."""
     options = {"EPOCHS": 4, "STEP_SECONDS": 0.01, "PER_EPOCH": 1}
     calm = make_members("calm", **options)
-    calm.activate(calm.start(3))
-    expected = calm.finish()
+    expected = calm.complete(3)
     last = max(record["step"] for record in calm.records() if record["epoch"] == 1)
     environ = {"LATE_REPLICA": late, "LATE_AT": last if ends_epoch else last - 2, "LATE_FAILS": int(fails)}
     job = make_members("late", **options, PROGRAM=LATE, **environ)
@@ -250,17 +242,13 @@ def test_another_rank_0_saves_when_the_next_checkpoint_is_due(
     first, second, third = job.start(3)
     job.activate([first])
     job.wait(lambda: list(folder.glob("*.json")), "the checkpoint of the first steps")
-    job.activate([first, second])
-    job.wait_step(job.last_step() + 20)
+    job.train([first, second], 20)
     if is_killed:
         first.kill()
         job.wait_holding([second])
-    job.activate([second])
-    job.wait_step(job.last_step() + 20)
-    job.activate([second, third])
-    job.wait_step(job.last_step() + 20)
-    job.activate([third])
-    job.wait_step(job.last_step() + 20)
+    job.train([second], 20)
+    job.train([second, third], 20)
+    job.train([third], 20)
     saved = sorted(path.name for path in folder.glob("*.json"))
     assert saved == [f"checkpoint-0000000{number}.json" for number in (1, 2)], "after a step, before it grew"
 
@@ -271,11 +259,9 @@ def test_replicas_of_a_finished_job_that_start_again_have_all_finished(
 ) -> None:
     environ = {**FINISHES, "EVALUATES": end, "ADASCALE_CHECKPOINT_DIR": tmp_path / "checkpoints"}
     job = make_members("first", **environ)
-    job.activate(job.start(2))
-    weights = job.finish()
+    weights = job.complete(2)
     again = make_members("again", **environ)
-    again.activate(again.start(2))
-    assert again.finish() == weights
+    assert again.complete(2) == weights
     assert not again.records(), "no step is made"
 
 
@@ -287,10 +273,8 @@ def test_a_compiled_model_is_compiled_once(make_members: Callable[..., Members],
     job = make_members(BOUNDS=bounds, EPOCHS=60, STEP_SECONDS=0.01, COMPILE=compilation)
     first, second, third = job.start(3)
     for members in ([first], [first, second], [first]):
-        job.activate(members)
-        job.wait_step(job.last_step() + 5)
-    job.activate([first, third])
-    job.wait_step(job.last_step() + 5)
+        job.train(members, 5)
+    job.train([first, third], 5)
     third.kill()
     job.wait_holding([first])
     job.activate([first])
@@ -405,8 +389,7 @@ def test_a_member_that_is_killed_in_an_evaluation_does_not_change_its_result(
     make_members: Callable[..., Members], victim: int
 ) -> None:
     calm = make_members("calm", PROGRAM=EVALUATES)
-    calm.activate(calm.start(2))
-    expected = calm.finish()
+    expected = calm.complete(2)
     results = results_of(calm)
     assert results["0"] == results["1"]
     assert [epoch for epoch, _ in results["0"]] == [0, 1, 2, 3]
@@ -430,8 +413,7 @@ def test_a_forward_pass_after_a_loss_leaves_no_statistics_of_the_discarded_step(
     make_members: Callable[..., Members],
 ) -> None:
     calm = make_members("calm", PROGRAM=EVALUATES)
-    calm.activate(calm.start(2))
-    expected = calm.finish()
+    expected = calm.complete(2)
 
     job = make_members("killed", PROGRAM=EVALUATES, PAUSES=0)
     survivor, victim, spare = job.start(3)

@@ -23,8 +23,7 @@ CHANGING_LOOPS = ("changed between two passes", "deleted by hand", "zeroed by an
 
 def calm_run(make_members: Callable[..., Members], **options: object) -> tuple[set[str], Members]:
     calm = make_members("calm", PROGRAM=PROGRAM, **options)
-    calm.activate(calm.start(2))
-    return calm.finish(), calm
+    return calm.complete(2), calm
 
 
 @pytest.mark.parametrize(
@@ -97,8 +96,7 @@ def test_survivors_continue_at_changing_sizes(make_members: Callable[..., Member
     job = make_members(PROGRAM=PROGRAM, BOUNDS=ELASTIC, EPOCHS=20, STEP_SECONDS=0.01)
     trainers = job.start(4)
     for count in (1, 2, 4, 2):
-        job.activate(trainers[:count])
-        job.wait_step(job.last_step() + 4)
+        job.train(trainers[:count], 4)
     assert len(job.finish()) == 1, "weights and their averages are equal on both"
     job.require_complete_stream()
     assert {record["replicas"] for record in job.records()} == {1, 2, 4}

@@ -32,8 +32,7 @@ def test_survivors_stay_in_their_processes_when_replicas_join_and_leave(
     job = make_members(**{**OPTIONS, "BOUNDS": ELASTIC, "EPOCHS": 15, "STEP_SECONDS": 0.01})
     trainers = job.start(3)
     for count in (1, 3, 2):
-        job.activate(trainers[:count])
-        job.wait_step(job.last_step() + 5)
+        job.train(trainers[:count], 5)
     assert len(job.finish()) == 1
     job.require_complete_stream()
     assert {record["replicas"] for record in job.records()} == {1, 2, 3}
@@ -58,8 +57,7 @@ def test_a_killed_or_frozen_process_costs_no_step_and_no_bit(
     make_members: Callable[..., Members], victim: int, process: int, number: signal.Signals
 ) -> None:
     calm = make_members("calm", **OPTIONS)
-    calm.activate(calm.start(2))
-    expected = calm.finish()
+    expected = calm.complete(2)
     assert len(expected) == 1
     job = make_members("killed", **OPTIONS, STEP_SECONDS=0.05, ADASCALE_PEER_TIMEOUT=3)
     *members, spare = job.start(3)

@@ -234,13 +234,11 @@ def test_a_stream_is_trained_once_over_changes_of_size_and_a_loss(
     job = make_members(BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.01, STREAM=kind)
     trainers = job.start(3)
     for count in (1, 2, 3):
-        job.activate(trainers[:count])
-        job.wait_step(job.last_step() + 5)
+        job.train(trainers[:count], 5)
     trainers[1].kill()
     members = [trainers[0], trainers[2]]
     job.wait_holding(members)
-    job.activate(members)
-    job.wait_step(job.last_step() + 5)
+    job.train(members, 5)
     job.finish()
     job.require_complete_stream()
     assert len({record["file"] for record in job.records() if record["rank"] == 0}) == 1
@@ -251,12 +249,10 @@ def test_a_killed_member_costs_no_bit_of_a_stream(make_members: Callable[..., Me
     loader = json.dumps({"num_workers": 1, "multiprocessing_context": "fork", "shuffle_buffer": 10})
     options = {"EPOCHS": 6, "STEP_SECONDS": 0.01, "STREAM": "states", "LOADER": loader}
     calm = make_members("calm", **options)
-    calm.activate(calm.start(2))
-    expected = calm.finish()
+    expected = calm.complete(2)
     job = make_members("killed", **options)
     first, lost, spare = job.start(3)
-    job.activate([first, lost])
-    job.wait_step(job.last_step() + 3)
+    job.train([first, lost], 3)
     lost.kill()
     job.wait_holding([first])
     job.activate([first, spare])
@@ -279,8 +275,7 @@ def test_replicas_with_streams_of_their_own_end_an_epoch_together(
 ) -> None:
     """Each trains 48 samples of its own in a pass, in another order."""
     job = make_members(EPOCHS=2, STREAM="unequal", EXACTLY_ONCE=0)
-    job.activate(job.start(2))
-    assert len(job.finish()) == 1
+    assert len(job.complete(2)) == 1
     seen: dict[int, list[int]] = {0: [], 1: []}
     for record in job.records():
         seen[record["rank"]] += record["indices"]
