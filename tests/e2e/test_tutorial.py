@@ -28,7 +28,7 @@ def code(blocks: list[Snippet], language: str) -> list[str]:
 
 def run(program: Path) -> str:
     with chdir(program.parent):
-        return run_python(program)
+        return run_python(program, timeout=280)
 
 
 def test_the_program_of_the_readme_trains_before_and_after_its_change(tmp_path: Path) -> None:
