@@ -171,8 +171,8 @@ def test_a_job_grows_on_its_type_or_moves_for_more(monkeypatch: pytest.MonkeyPat
         for replicas in (1, 2)
         for size, seconds in ((4, 1.0), (16, 3.5))
     ]
-    present = running(["h200", "h200"], required=H200, step_times=step_times)
-    for free, replicas, kind in ((4, 4, H200), (3, 3, H200), (2, 4, L4)):
+    for running_on, free, replicas, kind in ((2, 4, 4, H200), (2, 3, 3, H200), (1, 1, 4, L4)):
+        present = running(["h200"] * running_on, required=H200, step_times=step_times)
         # Each reading of the clock is after the stabilization window of what was measured before.
         monkeypatch.setattr("time.monotonic", count(0, 1000).__next__)
         (decision,) = decide(present, on=nodes(h200=free, l4=8))
