@@ -19,7 +19,7 @@ LOWEST_READY := $(LOWEST_VENV)/.ready
 # Tests of what uses private parts of torch (worker/adascale_worker/torch_private/), of the Kubernetes client, and of
 # uvicorn (api/adascale_api/http/connections.py).
 LOWEST_TESTS := $(patsubst %,tests/worker/test_%.py,torch_private adascale adascale_state adascale_adam adascale_ranks \
-	data_parallel hyperparameters patching previous_gradient program_gradients) \
+	gradient_exchange hyperparameters patching previous_gradient program_gradients) \
 	tests/frameworks/test_lightning.py \
 	tests/frameworks/test_huggingface_lowest.py tests/frameworks/test_private_parts.py \
 	$(patsubst %,tests/api/test_%.py,token_review attacks connection_limits tls) \

@@ -273,7 +273,9 @@ def add_measured(
             parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
         own = dict(zip(parameters, gradients, strict=True))
         for meter in meters:
-            (meter.measure if number == len(micro_batches) else meter.read_micro_gradient)(own)
+            for index, group in enumerate(meter.param_groups if meter.reads_gradients else ()):
+                meter.read(index, group["params"], [own[parameter] for parameter in group["params"]])
+            (meter.measure if number == len(micro_batches) else meter.end_micro_gradient)(1.0)
 
 
 class LargerBatch(Contender):

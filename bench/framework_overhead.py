@@ -199,7 +199,6 @@ def huggingface_trainer(model: nn.Module, data: TensorDataset, turns: Turns) -> 
         save_strategy="no",
         report_to="none",
         use_cpu=True,
-        ddp_find_unused_parameters=False,
         dataloader_pin_memory=False,
         disable_tqdm=True,
         log_level="error",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from adascale_core.batch.gain import GradientEstimate
-from support.launch import PROGRAMS, wait_until
+from support.launch import PROGRAMS
 from support.members import Members
 from support.training import (
     ACCUMULATING,
@@ -361,7 +361,7 @@ def test_two_replicas_freeze_and_unfreeze_inside_each_step(
 ) -> None:
     job = make_members(**{**options_of({}, bounds, 2), "FROZEN": "[]", "INSIDE": inside})
     assert len(job.complete(2)) == 1, "both replicas have the same weights"
-    assert inside == "part" or "Warning" not in job.output()
+    assert "Warning" not in job.output()
     indices: dict[int, list[int]] = {}
     for record in job.records():
         indices.setdefault(record["step"], []).extend(record["indices"])
@@ -382,20 +382,13 @@ def test_two_replicas_freeze_and_unfreeze_inside_each_step(
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("inside", "error"),
-    [
-        ("between", "requires_grad of the parameter '3.weight' was set between two forward passes of a step"),
-        ("last", "the parameter '3.weight' has gradients of an earlier micro-batch, but it was frozen in"),
-    ],
-)
-def test_gradients_that_would_not_be_averaged_are_refused(
-    make_members: Callable[..., Members], inside: str, error: str
+@pytest.mark.parametrize("inside", ["between", "last"])
+def test_parts_may_be_frozen_for_one_forward_pass_or_micro_batch_on_two_replicas(
+    make_members: Callable[..., Members], inside: str
 ) -> None:
     job = make_members(**{**options_of({}, MICRO_BATCHES, 1), "FROZEN": "[]", "INSIDE": inside})
-    job.activate(job.start(2), wait=False)
-    wait_until(lambda: all(trainer.code is not None for trainer in job.active), "both replicas end")
-    assert error in job.output()
+    assert len(job.complete(2)) == 1, "both replicas have the same weights"
+    assert "Warning" not in job.output()
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])

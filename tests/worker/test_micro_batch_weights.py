@@ -308,7 +308,8 @@ def test_weights_after_steps_without_them_are_an_error(make_trainer: MakeTrainer
 def test_two_weights_for_one_micro_batch_are_an_error(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**divided(8))
     model, _ = enter(trainer)
-    _, *batch = next(iter(trainer.dataloader(sequences())))
+    batches = iter(trainer.dataloader(sequences()))
+    _, *batch = next(batches)
     trainer.weighted(mean_loss(model, (batch[0], batch[1])), 3).backward()
     with pytest.raises(WorkerError, match="got the weights 3 and 4 for one micro-batch"):
         trainer.weighted(mean_loss(model, (batch[0], batch[1])), 4).backward()

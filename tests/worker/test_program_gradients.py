@@ -126,19 +126,19 @@ def test_several_backward_passes_for_a_micro_batch_add_up(make_trainer: MakeTrai
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
 
-    def loop() -> None:
-        for epoch in range(2):
-            for _, x, y in trainer.dataloader(samples()):
-                optimizer.zero_grad()
-                for _ in range(2):
-                    (nn.functional.cross_entropy(model(x), y) / 2).backward()
-                clip(model)
-                optimizer.step()
-            trainer.step(epoch)
-
-    with pytest.warns(RuntimeWarning, match="backward passes in a step"):
-        loop()
+    for epoch in range(2):
+        for _, x, y in trainer.dataloader(samples()):
+            optimizer.zero_grad()
+            for _ in range(2):
+                (nn.functional.cross_entropy(model(x), y) / 2).backward()
+            clip(model)
+            optimizer.step()
+        trainer.step(epoch)
     require_close(model, twin)
+    # The first step, which finds that there are several, is not measured.
+    estimate = trainer.adascale.estimate
+    assert estimate is not None
+    assert not estimate.biased
 
 
 def test_gradients_deleted_by_hand_are_those_of_the_last_step(make_trainer: MakeTrainer) -> None:
@@ -194,29 +194,28 @@ def test_hooks_of_parameters_see_the_gradient_of_each_micro_batch(make_trainer: 
     assert len(seen) == 3
 
 
-def test_hooks_on_accumulated_gradients_see_the_sum_of_the_micro_batches_so_far(
+def test_hooks_on_accumulated_gradients_see_the_gradient_of_each_micro_batch(
     make_trainer: MakeTrainer,
 ) -> None:
     trainer, model = make_trainer(**ACCUMULATING), network()
     optimizer = sgd(model)
     each: list[torch.Tensor] = []
-    sums: list[torch.Tensor] = []
+    accumulated: list[torch.Tensor] = []
     first = next(model.parameters())
 
-    def accumulated(parameter: torch.Tensor) -> None:
+    def record(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        sums.append(parameter.grad.clone())
+        accumulated.append(parameter.grad.clone())
 
     first.register_hook(lambda gradient: each.append(gradient.clone()))
-    first.register_post_accumulate_grad_hook(accumulated)
+    first.register_post_accumulate_grad_hook(record)
     trainer.program_reentry(model, optimizer)
     for _, x, y in trainer.dataloader(samples(24)):
         optimizer.zero_grad()
         learn(model, x, y)
         optimizer.step()
     assert trainer.steps == 2
-    expected = torch.cat([torch.stack(each[:3]).cumsum(0), torch.stack(each[3:]).cumsum(0)])
-    torch.testing.assert_close(torch.stack(sums), expected)
+    assert equal(accumulated, each)
 
 
 @pytest.mark.parametrize("left_out", range(3))
@@ -426,23 +425,20 @@ def test_a_program_that_skips_a_step_with_bad_gradients_trains_on(
     require_close(model, twin)
 
 
-def test_gradients_deleted_between_two_passes_for_a_later_micro_batch_are_an_error(
+def test_gradients_deleted_between_two_passes_for_a_micro_batch_do_not_count(
     make_trainer: MakeTrainer,
 ) -> None:
     trainer, model = make_trainer(**ACCUMULATING), network()
+    twin = twin_of(model, lambda _: None, epochs=1)
     optimizer = sgd(model)
     trainer.program_reentry(model, optimizer)
-    batches = iter(trainer.dataloader(samples()))
-    _, x, y = next(batches)
-    for _ in range(2):
+    for _, x, y in trainer.dataloader(samples()):
+        learn(model, 2.0 * x, y)
         optimizer.zero_grad()
         learn(model, x, y)
-    optimizer.step()
-    _, x, y = next(batches)
-    learn(model, x, y)
-    optimizer.zero_grad()
-    with pytest.raises(WorkerError, match=r"zero_grad\(\) was called between two backward passes"):
-        learn(model, x, y)
+        optimizer.step()
+        optimizer.zero_grad()
+    require_close(model, twin)
 
 
 def test_assigned_gradients_of_all_micro_batches_count(make_trainer: MakeTrainer) -> None:

@@ -101,13 +101,13 @@ def test_gradients_are_averaged_once_more_only_if_no_pass_reaches_the_optimizer(
 ) -> None:
     """The discriminator's pass does not reach the generator, whose earlier gradients wait for their pass."""
     calls: list[str] = []
-    average = OptimizerGradients.average
+    average = OptimizerGradients.begin_average
 
-    def counted(part: OptimizerGradients, *arguments: Any) -> None:
+    def counted(part: OptimizerGradients) -> None:
         calls.append(part.name)
-        average(part, *arguments)
+        average(part)
 
-    monkeypatch.setattr(OptimizerGradients, "average", counted)
+    monkeypatch.setattr(OptimizerGradients, "begin_average", counted)
     gan = Gan()
     trainer = make_trainer(**ACCUMULATING)
     gan.enter(trainer)

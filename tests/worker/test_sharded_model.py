@@ -16,7 +16,6 @@ from torch.distributed.tensor import Replicate, distribute_module
 from adascale import ElasticTrainer
 from adascale_core.errors import InvalidJobError
 from adascale_worker.errors import WorkerError
-from adascale_worker.gradients.sharded import buffers_of
 from adascale_worker.process.environment import RankAssignment, divide_into_replicas
 from support.training import FIXED, MakeTrainer, network, samples, sgd
 
@@ -180,14 +179,3 @@ def test_a_number_of_processes_is_refused_that_replicas_do_not_divide() -> None:
     assert (replica.rank, replica.replicas, process) == (1, 3, 1)
     with pytest.raises(Exception, match=r"WORLD_SIZE is 6, which is not a multiple .* start 4 processes"):
         divide_into_replicas(assignment, 4)
-
-
-def test_gradients_that_share_a_buffer_are_averaged_together() -> None:
-    buffer, other = torch.zeros(10), torch.zeros(3)
-    parts = [buffer[:4].view(2, 2), buffer[4:9], buffer[:0]]
-    together = list(buffers_of([*parts, other]))
-    assert [each.numel() for each in together] == [10, 3]
-    together[0].fill_(1.0)
-    assert parts[0].sum() == 4.0
-    # A small part of a large tensor stays alone.
-    assert [each.numel() for each in buffers_of([buffer[:2]])] == [2]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from adascale.errors import UnsupportedTorchError
 from adascale_worker.torch_private import autograd, distributed, modules
@@ -30,27 +29,12 @@ OF_THE_STANDARD_LIBRARY = {"_exit", "_getframe", "_current_frames"}
     [
         (modules.communication_hooks, "_comm_hooks"),
         (distributed.is_in_join, "_join_config"),
-        (modules.rebuild_buckets, "_push_all_rebuilt_params"),
-        (modules.timed_backward_pass, "_get_ddp_logging_data"),
     ],
 )
 def test_a_missing_part_of_torch_raises_with_its_name_and_the_version(function: Any, missing: str) -> None:
     version = re.escape(torch.__version__)
     with pytest.raises(UnsupportedTorchError, match=rf"torch {version} has no `\w+\.{missing}`"):
         function(SimpleNamespace(reducer=SimpleNamespace()))
-
-
-def test_the_exchange_of_gradients_is_timed() -> None:
-    model = torch.nn.Linear(3, 3)
-    parallel = DistributedDataParallel(model, process_group=distributed.local_process_group())
-    modules.set_timing_interval(parallel, 2)
-    passes = []
-    for _ in range(14):
-        timed = modules.timed_backward_pass(parallel)
-        passes.append(timed and timed[0])
-        assert timed is None or 0 <= timed[1] < 60
-        parallel(torch.ones(1, 3)).sum().backward()
-    assert passes == [None, None, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 12]
 
 
 def test_a_backward_pass_accumulates_and_grad_does_not() -> None:

@@ -530,7 +530,6 @@ class ElasticTrainer:
         lr_scheduler: Scheduler | SchedulersByName | None = None,
         *,
         register: Mapping[str, Stateful] | None = None,
-        find_unused_parameters: bool = False,
         hyperparameters: Choice = "checkpoint",
     ) -> ReentryState:
         """Make the program's model, optimizer and scheduler elastic, and restore the state of training.
@@ -556,8 +555,6 @@ class ElasticTrainer:
             lr_scheduler: the only scheduler of that optimizer: an `LRScheduler`, or one that has
                 `step_update(n)`, as those of timm; or several by the names of their optimizers.
             register: other objects to save and restore, by name.
-            find_unused_parameters: as DDP's argument of this name, for a model that does not use all of its
-                parameters in every step. Several optimizers do not need it.
             hyperparameters: which values are used if the program has changed the optimizer's or the
                 scheduler's (lr, momentum, weight_decay, step_size, ...) since the checkpoint was saved: those
                 of the "checkpoint", or those of the "program". Differences are printed. The position in a
@@ -588,7 +585,7 @@ class ElasticTrainer:
         check_optimizer_parameters(parts.model, parts, self.replicas)
         check_synchronized_norms(parts.model, self.device)
         scaler_of((register or {}).values())
-        options = ProgramOptions(register or {}, hyperparameters, find_unused_parameters)
+        options = ProgramOptions(register or {}, hyperparameters)
         self._made = training = Training(self._replica, parts, options, self.step)
         training.enter()
         arguments = self._replica.job.arguments

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adascale_worker.gradients.data_parallel import DataParallelModel
+from adascale_worker.gradients.exchange import GradientExchange
 from adascale_worker.membership import gloo
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
@@ -40,19 +40,31 @@ def begin(state: dict[str, Any] | None = None) -> tuple[nn.Module, torch.optim.S
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    device = torch.device("cpu")
-    assignment = RankAssignment(dist.get_rank(), dist.get_world_size(), 0, None, None)
-    DataParallelModel(model, device, ReplicaGroup(assignment, device))
     return model, optimizer
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    assignment = RankAssignment(dist.get_rank(), dist.get_world_size(), 0, None, None)
+    parameters = list(model.parameters())
+    exchange = GradientExchange(parameters, ReplicaGroup(assignment, torch.device("cpu")))
+    exchange.use(tuple(True for _ in parameters))
+
+    def take(positions: Any) -> list[Tensor | None]:
+        taken = [parameters[position].grad for position in positions]
+        for position in positions:
+            parameters[position].grad = None
+        return taken
+
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
         x = torch.randn(8, 20, generator=generator)
         y = torch.randint(0, 10, (8,), generator=generator)
         optimizer.zero_grad()
+        exchange.begin(take, is_early=True, keeps_means=False)
         nn.functional.cross_entropy(model(x), y).backward()
+        exchange.flush()
+        for position, mean in exchange.means():
+            parameters[position].grad = mean
         optimizer.step()
 
 

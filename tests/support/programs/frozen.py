@@ -55,7 +55,7 @@ def learn(x: torch.Tensor, y: torch.Tensor) -> None:
         freeze([])
         (nn.functional.cross_entropy(first, y) + second.square().mean()).backward()
         return
-    if inside == "last" and micro == 1:  # the gradients of the first micro-batch are not averaged
+    if inside == "last" and micro == 1:  # its gradients are those of the first micro-batch
         freeze(["3.weight", "3.bias"])
     nn.functional.cross_entropy(model(x), y).backward()
     if inside == "last":

@@ -9,12 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from adascale import ElasticTrainer
 from adascale_worker.program import weight_checks
-from adascale_worker.torch_private.autograd import call_at_end_of_backward
 from support.gan import Gan, noise_of
 from support.training import samples
 
@@ -37,32 +35,6 @@ class Net(nn.Module):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.parts["head"](x), y)
-
-
-def average_once_more(parameter: nn.Parameter) -> None:
-    """Average the gradient of a parameter over the replicas once more, as data parallelism does."""
-
-    def average() -> None:
-        assert parameter.grad is not None
-        parameter.grad.div_(dist.get_world_size())
-        dist.all_reduce(parameter.grad)
-        parameter.grad.div_(dist.get_world_size())
-
-    parameter.register_hook(lambda _: call_at_end_of_backward(average))
-
-
-def add_other_values(parameter: nn.Parameter) -> None:
-    """Add values to the averaged gradient of a parameter whose mean over two replicas is 0."""
-
-    def add() -> None:
-        assert parameter.grad is not None
-        parameter.grad.add_(1.0 - 2.0 * dist.get_rank())
-
-    def add_later() -> None:
-        call_at_end_of_backward(add)
-
-    # After DDP's own call at the end, which averages.
-    parameter.register_hook(lambda _: call_at_end_of_backward(add_later))
 
 
 trainer = ElasticTrainer(
@@ -129,12 +101,6 @@ if loop == "Accelerate":
     model = Accelerator(cpu=True).prepare(model)
 if loop == "Accelerate without a wrapper":
     model = Accelerator(cpu=True).prepare_model(model, evaluation_mode=True)
-if loop == "something else averages":
-    for parameter in model.parameters():
-        average_once_more(parameter)
-if loop == "gradients differ":
-    for parameter in model.parameters():
-        add_other_values(parameter)
 critic = Net()
 second = torch.optim.Adam(critic.parameters(), lr=0.01)
 if loop == "another optimizer":

@@ -86,7 +86,7 @@ def model_with_unused_parameters() -> dict[str, Any]:
     names = list(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     frozen = [parameter.detach().clone() for parameter in model.frozen.parameters()]
-    trainer.program_reentry(model, optimizer, find_unused_parameters=True)
+    trainer.program_reentry(model, optimizer)
     trained = digest(list(model.never.parameters()))
     steps = train(trainer, model, optimizer, 3)
     return {

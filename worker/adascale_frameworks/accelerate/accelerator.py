@@ -325,8 +325,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         for number, custom in enumerate(private.checkpointed_objects(self)):
             if not any(custom is each for each in prepared):
                 registered[f"registered_{number}"] = custom
-        unused = self.ddp_handler is not None and self.ddp_handler.find_unused_parameters
-        self.trainer.program_reentry(*self._parts(models), register=registered, find_unused_parameters=unused)
+        self.trainer.program_reentry(*self._parts(models), register=registered)
         for optimizer in optimizers:
             self._observe_step(optimizer)
         self._has_entered = True

@@ -53,7 +53,6 @@ class TrainingRun:
             optimizer,
             trainer.lr_scheduler,
             register={STATE_NAME: FrameworkState(trainer, self.losses)},
-            find_unused_parameters=bool(trainer.args.ddp_find_unused_parameters),
             hyperparameters=self._hyperparameters,
         )
         self.is_entered = True

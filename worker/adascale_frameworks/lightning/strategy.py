@@ -97,7 +97,6 @@ class ElasticStrategy(Strategy):
         order: a function of the number of a pass and a seed that returns the order of samples, in place of a
             sampler.
         lengths: the length of each sample, for batches of samples of similar length.
-        find_unused_parameters: whether a step may use only some of the parameters.
         package: the package of the Trainer, if the program imports both.
         options: other arguments of `ElasticTrainer`, such as `seed` or `checkpoint_interval`; `train_samples`
             is used in place of `max_steps` and `max_epochs`.
@@ -124,7 +123,6 @@ class ElasticStrategy(Strategy):
         checkpoint_dir: str | Path | None = None,
         order: OrderFunction | None = None,
         lengths: Lengths | None = None,
-        find_unused_parameters: bool = False,
         package: Package | None = None,
         **options: Any,
     ) -> None:
@@ -135,7 +133,6 @@ class ElasticStrategy(Strategy):
         self._options: dict[str, Any] = {**bounds, "checkpoint_dir": checkpoint_dir, **options}
         given = {"order": order, "lengths": lengths}
         self._data_options = {name: value for name, value in given.items() if value is not None}
-        self._find_unused_parameters = find_unused_parameters
         environments = import_module(f"{self._package}.plugins.environments")
         self.cluster_environment = environments.LightningEnvironment()
         self._layer_sync: object = None
@@ -274,7 +271,6 @@ class ElasticStrategy(Strategy):
                 self.optimizers[0],
                 next(iter(schedulers.values()), None),
                 register=register,
-                find_unused_parameters=self._find_unused_parameters,
             )
         else:
             # The backward passes are inside `training_step`, so DDP could not average their gradients.

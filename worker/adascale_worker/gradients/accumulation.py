@@ -8,8 +8,7 @@ step it finds the mean gradient of the step there, and in the others no gradient
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,29 +16,56 @@ import torch
 from torch import Tensor
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.errors import WorkerError
-from adascale_worker.gradients.data_parallel import DataParallelModel
-from adascale_worker.gradients.exchange import ExchangeCheck
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
-from adascale_worker.gradients.model_set import ModelSet
+from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
 from adascale_worker.gradients.step_division import StepDivision, StepPlan
 from adascale_worker.gradients.step_failure import StepFailure
+from adascale_worker.gradients.trained_models import TrainedModels
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.program.optimizers import ElasticAdaScale
+from adascale_worker.program.patching import MethodOverride
+from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.torch_private.optim import let_clipping_find_no_gradients
 
 
-class Accumulation(ABC):
-    """Counts the micro-batches of a step, and keeps the gradients of those before the last."""
+class Accumulation:
+    """Counts the micro-batches of a step, and has the gradients of each optimizer."""
 
-    def __init__(self, weights: MicroBatchWeights) -> None:
+    def __init__(
+        self,
+        parts: Sequence[OptimizerGradients],
+        models: TrainedModels,
+        group: ReplicaGroup,
+        failure: StepFailure,
+        division: StepDivision,
+        weights: MicroBatchWeights,
+        trains: Callable[[], bool],  # whether a backward pass is one of training
+        trained: TrainedParameters,
+        steps: Callable[[], int],
+    ) -> None:
+        self.parts = list(parts)
         self.weights = weights
+        self._models = models
+        self._group = group
+        self._failure = failure
+        self._division = division
+        self._trains = trains
+        self._trained = trained
+        self._steps = steps
         self.micro_batch = 0
         """Index of the present micro-batch in its step."""
         self.passes = 0
         """Backward passes for the present micro-batch."""
+        self.batch = 0
+        """The number of the present batch."""
+        self.micro_weight = 1.0
+        """By what the loss of the present micro-batch is multiplied."""
         self._accumulation = 1
+        self._is_inside_pass = False
+        self._is_reentrant = False
+        """Whether a backward pass has run inside another, so that gradients arrive in parts."""
+
+    # -- micro-batches ------------------------------------------------------------------------------------
 
     @property
     def at_first_micro_batch(self) -> bool:
@@ -56,16 +82,30 @@ class Accumulation(ABC):
         """Whether the present micro-batch is the last of a step, and others came before."""
         return self.at_last_micro_batch and not self.at_first_micro_batch
 
+    @property
+    def kept_micro_batches(self) -> int:
+        """The earlier micro-batches of this step that are not left out."""
+        return self.micro_batch - self.weights.left_out
+
     def advance(self) -> bool:
         """Count a micro-batch, and return whether it was the last of its step."""
+        passes = self.passes
         self.micro_batch = (self.micro_batch + 1) % self._accumulation
-        self.passes = 0
+        self.passes, self.micro_weight = 0, 1.0
+        self.batch += 1
         self.weights.finish_micro_batch(completes_step=self.at_first_micro_batch)
+        if self._accumulation == 1:
+            # One optimizer may need the gradients of the first of several passes; one of several optimizers
+            # that steps rarely may count batches, not steps.
+            is_single = len(self.parts) == 1
+            is_divisible = passes <= 1 if is_single else all(part.has_stepped for part in self.parts)
+            self._division.observe_step(is_divisible=is_divisible)
         return self.at_first_micro_batch
 
     def begin_batch(self) -> None:
         """Begin with a batch that the program gets."""
-        self.passes = 0
+        self.passes, self.micro_weight = 0, 1.0
+        self.batch += 1
         self.weights.begin_micro_batch()
 
     def leave_out_batch(self) -> None:
@@ -78,205 +118,172 @@ class Accumulation(ABC):
             self.weights.leave_out()
             self.advance()
 
-    @property
-    def kept_micro_batches(self) -> int:
-        """The earlier micro-batches of this step that are not left out."""
-        return self.micro_batch - self.weights.left_out
-
-    @abstractmethod
-    def set_plan(self, plan: BatchPlan, scale: float) -> None:
-        """Use the accumulation of `plan` from the next step on."""
-
-    @abstractmethod
-    def use_step(self, step: StepPlan) -> None:
-        """Use the micro-batches of the next step, which may be divided. Before its first backward pass."""
-
-    @abstractmethod
-    def restart_step(self) -> None:
-        """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
-
-    @abstractmethod
-    def before_backward(self) -> None:
-        """Prepare for the gradients of the next backward pass."""
-
-    @abstractmethod
-    def after_backward(self) -> None:
-        """Add the gradients of a backward pass to the gradients of its step."""
-
-    @abstractmethod
-    def put_back(self) -> None:
-        """Put the gradients back that are set aside, for the optimizer's step."""
-
-    @abstractmethod
-    def begin_generation(self) -> None:
-        """Begin with other replicas. A collective call."""
-
-    @abstractmethod
-    def check_exchange(self) -> None:
-        """Check that the gradients of a complete step are the means over the replicas. A collective call."""
-
-
-class GradientAccumulation(Accumulation):
-    """Counts the micro-batches of a step; the replicas exchange gradients only in the last micro-batch."""
-
-    def __init__(
-        self,
-        optimizer: ElasticAdaScale,
-        model: DataParallelModel | ModelSet,
-        program_model: torch.nn.Module,
-        group: ReplicaGroup,
-        failure: StepFailure,
-        division: StepDivision,
-    ) -> None:
-        super().__init__(MicroBatchWeights(group, optimizer.weigh_pass))
-        self._optimizer = optimizer
-        self._model = model
-        self._failure = failure
-        self._division = division
-        optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        both = [*program_model.parameters(), *optimized]
-        self._parameters = list({id(parameter): parameter for parameter in both}.values())
-        self._exchange = ExchangeCheck(program_model, group)
-        self._set_aside: list[tuple[Tensor, Tensor]] = []
-        self._has_pass = self._has_lost_pass = False
-        """Whether there was a backward pass for the present micro-batch, and the program has deleted it."""
-
-    @property
-    def has_set_aside(self) -> bool:
-        """Whether gradients of this step are set aside, so that `.grad` is None."""
-        return bool(self._set_aside)
-
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
         """Use the accumulation of `plan` from the next step on."""
         self._accumulation = plan.accumulation
-        self.weights.set_plan(plan)
-        self._optimizer.set_num_gradients_to_accumulate(plan.accumulation)
-        self._optimizer.update_scale(scale, plan.replicas)
+        self._set_weights(plan)
+        for part in self.parts:
+            part.adascale.set_num_gradients_to_accumulate(plan.accumulation)
+            part.adascale.update_scale(scale, plan.replicas)
         self.restart_step()
 
     def use_step(self, step: StepPlan) -> None:
-        """Use the micro-batches of the next step. See `Accumulation`."""
+        """Use the micro-batches of the next step, which may be divided. Before its first backward pass."""
         plan = step.plan
-        self._optimizer.use_step(
-            micro_batches=plan.accumulation,
-            interval=step.interval,
-            compares_steps=self._division.compares_steps(plan),
-        )
+        compares_steps = self._division.compares_steps(plan)
+        for part in self.parts:
+            part.adascale.use_step(
+                micro_batches=plan.accumulation, interval=step.interval, compares_steps=compares_steps
+            )
         if plan.accumulation != self._accumulation:
             self._accumulation = plan.accumulation
-            self.weights.set_plan(plan)
-            self.set_gradient_sync()
+            self._set_weights(plan)
+
+    def _set_weights(self, plan: BatchPlan) -> None:
+        self.weights.set_plan(plan if self._group.processes == 1 else plan.per_process(self._group.processes))
 
     def restart_step(self) -> None:
         """Begin with the first micro-batch of a step; discard the gradients of an unfinished step."""
         self.micro_batch = self.passes = 0
-        self._has_pass = self._has_lost_pass = False
-        self.set_gradient_sync()
         self.weights.restart_step()
-        self.discard_set_aside()
-        self._exchange.discard()
-        self._optimizer.zero_grad()
-
-    def before_backward(self) -> None:
-        """Let the next backward pass add its gradients to the gradients of earlier micro-batches."""
-        self.require_passes()
-        self._optimizer.sum_gradients_again()
-        self.put_back()
-        self.weights.begin_pass()
-        if self.at_last_micro_batch and not self._failure.is_discarded:
-            self._exchange.begin_pass()
-
-    def require_passes(self) -> None:
-        """Check that the gradients of the passes of this micro-batch are there."""
-        if self._has_lost_pass:
-            raise WorkerError(
-                "zero_grad() was called between two backward passes for a batch, but the gradients of the "
-                "first are added to those of earlier micro-batches of the step already: compute them with "
-                "torch.autograd.grad, or let a step have one micro-batch (local_bsz_bounds with a larger "
-                "upper bound, or a max_batch_size up to which the replicas need no accumulation; and "
-                'single_replica_gain="consecutive", with which no step of one replica is divided)'
-            )
-
-    def after_backward(self) -> None:
-        """Let the program see the mean gradient of the step in its last micro-batch, else none."""
-        self.passes += 1
-        self._model.end_backward()
-        self._exchange.end_pass()
-        is_weighted = self.weights.end_pass()
-        self.weights.check_pass()
-        if self.at_last_micro_batch and not self._failure.is_discarded:
-            self.weigh_step(is_weighted=is_weighted)
-        if self._accumulation == 1 and self.weights.of_step is None:
-            return
-        self._has_pass = True
-        if self.at_last_micro_batch:
-            self._optimizer.scale_grad_by_num_grads_to_accum()
-        else:
-            self._set_gradients_aside()
-
-    def weigh_step(self, *, is_weighted: bool) -> None:
-        """Use the weights of a step after a pass of its last micro-batch. A collective call with weights."""
-        if is_weighted:
-            self.weights.exchange()
-        if self.weights.of_step is not None:
-            self._optimizer.weigh_step(self.weights.of_step)
-        if self.weights.left_out:
-            self._optimizer.leave_out_step()
-
-    def put_back(self) -> None:
-        """Put back the gradients that were set aside, and add what the program has assigned since."""
-        for parameter, gradient in self._set_aside:
-            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
-        self._set_aside.clear()
+        for part in self.parts:
+            try:
+                part.discard()
+            except RuntimeError as error:
+                if not self._group.is_failure(error):
+                    raise
+                part.discard()
 
     def begin_generation(self) -> None:
         """Begin with other replicas. A collective call."""
-        self._exchange.begin_generation()
+        for part in self.parts:
+            part.begin_generation(self._trained.agreed_of)
         self.weights.begin_generation()
 
-    def check_exchange(self) -> None:
-        """Check that the gradients of a complete step are the means over the replicas.
+    def prepare(self) -> None:
+        """Map the memory of the exchange of gradients."""
+        for part in self.parts:
+            part.prepare()
 
-        A collective call in the first steps of a generation.
+    # -- backward passes ----------------------------------------------------------------------------------
+
+    def note_trained(self) -> None:
+        """Record which parameters are trained now, the same on all replicas."""
+        if not self._trains() or self._failure.is_discarded or self._group.has_failed:
+            return
+        are_new = [part.note_trained() for part in self.parts]
+        if are_new == [True]:
+            self._trained.agree(self._steps())
+
+    def before_backward(self) -> None:
+        """Let the gradients of the next pass come alone."""
+        self._is_inside_pass = self._trains()
+        if not self._is_inside_pass:
+            return
+        self.weights.begin_pass()
+        self.note_trained()
+        # With several optimizers, only the end of a pass shows which of them it has reached.
+        is_early = len(self.parts) == 1 and not (self._is_reentrant or self._failure.is_discarded)
+        for part in self.parts:
+            part.before_backward(completes_step=self.at_last_micro_batch, is_early=is_early)
+
+    def before_inner_backward(self) -> None:
+        """Begin no exchange in a pass, because a backward pass inside it may compute parts of gradients."""
+        self._is_reentrant = True
+        for part in self.parts:
+            part.exchange.stop_early()
+
+    def after_backward(self) -> None:
+        """Add the gradients of a pass to the batch's, and average them in the last micro-batch.
+
+        In the last micro-batch this is a collective call, with several optimizers also for a pass without
+        gradients on this replica.
         """
-        self.weights.exchange_later()
-        self._exchange.compare()
+        if not self._is_inside_pass:
+            return
+        self._is_inside_pass = False
+        if self._group.has_failed:
+            self._failure.discard()
+        number, self.passes = self.passes, self.passes + 1
+        reached = {part for part in self.parts if part.after_backward(self.batch, number)}
+        is_weighted = self.weights.end_pass(has_gradients=bool(reached))
+        self.weights.check_pass()
+        if reached:
+            self.micro_weight = self.weights.of_pass(is_weighted=is_weighted)
+        awaited: Collection[OptimizerGradients] = ()
+        if self.at_last_micro_batch and not self._failure.is_discarded:
+            if len(self.parts) > 1:
+                awaits = {part: part in reached or part.awaits_average(number) for part in self.parts}
+                awaited, is_weighted = self._agree(awaits), False
+            elif reached:
+                self._models.compute.end_backward()
+                awaited = reached
+        for part in self.parts:
+            if part in awaited:
+                self._average(part, is_weighted=is_weighted)
+            elif part in reached:
+                part.set_aside()
+            else:
+                part.restore()
 
-    def zeroed_later(self) -> None:
-        """Record that the program calls `zero_grad` in a micro-batch that is not the first of its step."""
-        self._has_lost_pass = self._has_pass
+    def complete(self, part: OptimizerGradients) -> None:
+        """Average what an optimizer has of earlier micro-batches, or what the program has assigned.
 
-    def discard_set_aside(self) -> None:
-        """Discard the gradients that were set aside, because the program deletes this step's gradients."""
-        self._set_aside.clear()
-        self.weights.begin_micro_batch()
+        If no pass of the last micro-batch has reached it. A collective call.
+        """
+        if part.is_averaged:
+            return
+        is_awaited = self._group.replicas > 1 or part.has_more
+        if len(self.parts) > 1:
+            is_awaited = bool(self._agree({part: part.has_more}))
+        if is_awaited:
+            part.prepare_without_pass()
+            self._average(part)
 
-    def advance(self) -> bool:
-        """Count a micro-batch, and return whether it was the last of its step."""
-        passes = self.passes
-        is_complete = super().advance()
-        if is_complete:
-            self.weights.check_complete_step()
-            if self._accumulation == 1:
-                # A second pass may come after zero_grad(), which is an error between two micro-batches.
-                self._division.observe_step(is_divisible=passes <= 1)
-        self._has_pass = self._has_lost_pass = False
-        self.set_gradient_sync()
-        if not is_complete:
-            self._set_gradients_aside()
-        return is_complete
+    def _agree(self, awaits: Mapping[OptimizerGradients, bool]) -> list[OptimizerGradients]:
+        """Return the optimizers whose average a replica awaits. A collective call."""
+        with self._models.measured_exchange():
+            numbers = self._group.sum([*map(float, awaits.values()), *self.weights.sums()])
+        self.weights.agree(numbers[len(awaits) :])
+        return [part for part, count in zip(awaits, numbers, strict=False) if count > 0.0]
 
-    def _set_gradients_aside(self) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                self._set_aside.append((parameter, parameter.grad))
-                parameter.grad = None
+    def _average(self, part: OptimizerGradients, *, is_weighted: bool = False) -> None:
+        """Average the gradients of an optimizer. A collective call."""
+        part.begin_average()
+        if is_weighted:
+            self.weights.exchange()
+        if self.weights.left_out:
+            part.adascale.leave_out_step()
+        with self._models.measured_exchange():
+            part.exchange.wait()
+        part.finish_average(self._accumulation, self.weights.of_step, self.micro_weight)
+        self._group.settle()
 
-    def set_gradient_sync(self) -> None:
-        """Let DDP exchange gradients in the last micro-batch only."""
-        ddp = self._model.ddp
-        if ddp is not None:
-            ddp.require_backward_grad_sync = self.at_last_micro_batch
+    def zeroed(self, deleted: Mapping[OptimizerGradients, tuple[set[int], bool]]) -> None:
+        """Record that the program has deleted gradients of each optimizer: some, or all of its own."""
+        try:
+            for part, (positions, is_whole) in deleted.items():
+                part.zeroed(positions, is_whole=is_whole)
+        except RuntimeError as error:
+            if not self._failure.handles(error):
+                raise
+
+
+class ZeroGrad(MethodOverride):
+    """Zeroes gradients, and lets the trainer know which."""
+
+    def __init__(
+        self, original: Callable[..., Any], parameters: Iterable[Tensor], gradients: Accumulation
+    ) -> None:
+        super().__init__(original)
+        given = list(parameters)
+        self._gradients = gradients
+        self._deleted = {part: part.positions_of(given) for part in gradients.parts}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Call the original."""
+        self.original(*args, **kwargs)
+        self._gradients.zeroed(self._deleted)
 
 
 class BackwardGuard:
@@ -325,9 +332,11 @@ class BackwardGuard:
         if self._failure.lacks_memory:
             return
         if self._is_inside:
+            self._gradients.before_inner_backward()
             self._run(*args, **kwargs)
             return
-        self._gradients.before_backward()
+        with self._handled():
+            self._gradients.before_backward()
         self._is_inside = True
         try:
             self._run(*args, **kwargs)

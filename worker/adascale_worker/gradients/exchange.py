@@ -1,231 +1,235 @@
-"""Averages gradients over the replicas without `DistributedDataParallel`, and checks averages in first steps.
+"""Averages the gradients of some parameters over the replicas, in buckets.
 
-Code that the trainer does not know can hook into the backward pass and divide or average the gradients once
-more: another data parallelism, for example. The weights then stay equal on all replicas, and nothing else
-shows it. What the program does between `backward()` and `optimizer.step()`, such as clipping, comes later
-and is not compared, nor is what its hooks on the parameters do before the exchange.
+A bucket is one tensor with the gradients of consecutive parameters. Its exchange begins while the backward
+pass computes the gradients of the next: when the last of its own has arrived, and the buckets before it have
+begun. What has not begun at the end of the pass begins then, with zeros for a gradient that this replica does
+not have. So all replicas exchange the same buckets in the same order, whatever parameters they have used. The
+last bucket also says which these are: a parameter that no replica has used gets no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, compress
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from adascale_worker.errors import ReplicationError
+from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.torch_private.autograd import (
-    accumulates_gradient,
-    has_post_accumulate_hooks,
-    remove_tensor_hook,
-)
+from adascale_worker.torch_private.tensors import flatten_together
 
-BUCKET_BYTES = 32 << 20
-"""Bytes of gradients that are averaged together."""
+BUCKET_BYTES = 25 << 20
+"""Bytes of gradients that are exchanged together."""
 
+MAX_ELEMENTS_TO_FLATTEN = 1 << 14
+"""Gradients on the CPU up to this size are copied together, which costs less than a call for each."""
 
-def averaged(
-    parameters: Sequence[Tensor],
-    gradients: Mapping[Tensor, Tensor],
-    average: Callable[[Sequence[Tensor]], None],
-) -> dict[Tensor, Tensor]:
-    """Return the means over the replicas of the gradients of `parameters`. A collective call.
-
-    A gradient that some replicas have and others do not have counts as zero where it is missing. A parameter
-    without a gradient on any replica is left out.
-    """
-    buckets = list(_buckets(parameters))
-    flat = []
-    for bucket in buckets:
-        parts = [gradients.get(p, torch.zeros_like(p)).reshape(-1).to(p.dtype) for p in bucket]
-        flat.append(torch.cat(parts))
-    # 1 for each gradient that this replica has.
-    present = _to_device([float(parameter in gradients) for parameter in parameters], parameters[0].device)
-    average([*flat, present])
-    means = {
-        parameter: mean.view(parameter.shape)
-        for bucket, tensor in zip(buckets, flat, strict=True)
-        for parameter, mean in zip(bucket, tensor.split([p.numel() for p in bucket]), strict=True)
-    }
-    if len(gradients) < len(parameters):
-        # Only now, because it waits for the device.
-        for parameter, share in zip(parameters, present.tolist(), strict=True):
-            if share == 0.0:
-                del means[parameter]
-    return means
+Flags = tuple[bool, ...]
+"""Whether each parameter is trained."""
 
 
-def _to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Return numbers as a tensor. Does not wait for the device."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, device=device)
-    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
+class _Bucket:
+    """One tensor with the gradients of consecutive parameters, small ones after the others."""
+
+    def __init__(self, shards: Sequence[tuple[int, Tensor]], flags: int) -> None:
+        def is_small(shard: Tensor) -> bool:
+            return shard.is_contiguous() and (not shard.is_cpu or shard.numel() <= MAX_ELEMENTS_TO_FLATTEN)
+
+        self.last = [position for position, _ in shards[-2:]]
+        ordered = sorted(shards, key=lambda each: is_small(each[1]))
+        self.positions = [position for position, _ in ordered]
+        self._shards = [shard for _, shard in ordered]
+        self._large = sum(not is_small(shard) for shard in self._shards)
+        self._flags = flags
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Use new memory."""
+        first, sizes = self._shards[0], [shard.numel() for shard in self._shards]
+        self.flat = torch.zeros(sum(sizes) + self._flags, dtype=first.dtype, device=first.device)
+        *parts, self.flags = self.flat.split([*sizes, self._flags])
+        self.views = [
+            # Optimizers are faster if gradients have the layout of their parameters.
+            part.as_strided(shard.shape, torch.empty_like(shard, device="meta").stride())
+            for part, shard in zip(parts, self._shards, strict=True)
+        ]
+        start = sum(sizes[: self._large])
+        self._small = self.flat[start : sum(sizes)]
+
+    def fill(self, gradients: Sequence[Tensor | None], factor: float) -> None:
+        """Copy gradients, times a factor; zeros for one that is missing."""
+        for view, gradient in zip(self.views, gradients[: self._large], strict=False):
+            if gradient is None:
+                view.zero_()
+            else:
+                torch.mul(gradient, factor, out=view)
+        small = [
+            view.new_zeros(view.shape) if gradient is None else gradient
+            for view, gradient in zip(self.views[self._large :], gradients[self._large :], strict=True)
+        ]
+        if small:
+            torch.mul(flatten_together(small), factor, out=self._small)
 
 
-def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of parameters of one type and device, each with at most `BUCKET_BYTES` if possible."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    for same in kinds.values():
-        bucket: list[Tensor] = []
-        size = 0
-        for parameter in same:
-            if bucket and size + parameter.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(parameter)
-            size += parameter.nbytes
-        yield bucket
+class GradientExchange:
+    """Averages over the replicas what each of them has of the gradients of some parameters."""
 
-
-CHECKED_STEPS = 3
-"""Steps of a generation in which gradients are compared."""
-
-MAX_NONFINITE_STEPS = 20
-"""Steps of a generation whose gradients are not finite, after which none are compared any more."""
-
-PROBES = 8
-"""Elements of each gradient that are compared."""
-
-TOLERANCE = 0.02
-"""Difference, relative to the mean gradient, that is accepted. The smallest that is searched is a half."""
-
-ROUNDING = 4.0
-"""Rounding errors that are accepted, in units of the last place of the replicas' gradients."""
-
-
-class ExchangeCheck:
-    """Compares a few elements of each gradient before and after its exchange."""
-
-    def __init__(self, model: torch.nn.Module, group: ReplicaGroup) -> None:
-        self._model = model
+    def __init__(self, shards: Sequence[Tensor], group: ReplicaGroup) -> None:
+        self._shards = shards  # the parameters, or of sharded ones the parts that this process has
         self._group = group
-        self._given: dict[str, Tensor] = {}
-        """Probes of what this replica gives to the exchange, by the parameter's name."""
-        self._found: dict[str, Tensor] = {}
-        """Probes of what it gets from the exchange."""
-        self._hooks: list[tuple[Tensor, RemovableHandle]] = []
-        self._has_arrived = False
-        """Whether a gradient has arrived in the pass that is read."""
-        self._steps = self._nonfinite_steps = 0
-        """Steps that are still compared, and steps that could not be compared."""
-        self.begin_generation()
+        self._trained: Flags | None = None
+        self._buckets: list[_Bucket] = []
+        self._hooks: list[RemovableHandle] = []
+        self._take: Callable[[Sequence[int]], list[Tensor | None]] = lambda _: []
+        self._begins_early = self._keeps_means = False
+        self._begun = self._early = 0
+        """Buckets whose exchange has begun, and of these before `flush`."""
+        self._works: list[dist.Work | None] = []
+        self._present: dict[int, bool] = {}
+        self._patterns: dict[tuple[bool, ...], Tensor] = {}
 
-    def begin_generation(self) -> None:
-        """Compare the gradients of the next steps, if there are several replicas."""
-        self.discard()
-        self._steps = CHECKED_STEPS if self._group.replicas > 1 else 0
-        self._nonfinite_steps = 0
+    @property
+    def trained(self) -> Flags | None:
+        """The parameters that there are buckets for; None without any."""
+        return self._trained
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the exchange of a bucket has begun, and none is finished."""
+        return self._begun > 0
+
+    def forget(self) -> None:
+        """Make the buckets again before the next exchange, with other replicas or after a failure."""
+        self._trained, self._buckets, self._works, self._begun = None, [], [], 0
+        self._begins_early = False
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def discard(self) -> None:
-        """Discard what was read."""
-        self._remove_hooks()
-        self._given.clear()
-        self._found.clear()
-        self._has_arrived = False
+        """Leave the memory of an exchange that has not finished to it."""
+        if self._works:
+            self.forget()
+        self._begins_early, self._begun = False, 0
 
-    def begin_pass(self) -> None:
-        """Read the gradients of the next backward pass, the first that exchanges those of the step.
+    def covers(self, trained: Flags) -> bool:
+        """Whether there are buckets for all parameters that are trained."""
+        known = self._trained
+        return known is not None and (
+            known == trained or all(has for has, needs in zip(known, trained, strict=True) if needs)
+        )
 
-        `.grad` is the sum over the micro-batches before.
-        """
-        if self._steps == 0 or self._found:
+    def use(self, trained: Flags) -> None:
+        """Make buckets for the parameters that are trained, the same on all replicas."""
+        if trained == self._trained:
             return
-        self.discard()
-        for name, parameter in self._model.named_parameters():
-            # Hooks on the accumulated gradient may change it after ours have read it.
-            if parameter.requires_grad and not has_post_accumulate_hooks(parameter):
-                self._given[name] = _probe(parameter, parameter.grad)
-                # The last hook, so it gets what the program's own hooks return.
-                self._hooks.append((parameter, parameter.register_hook(_ArrivalHook(self, name, parameter))))
+        self.forget()
+        self._trained = trained
+        # Usually the order in which gradients arrive.
+        numbers = [number for number, is_trained in enumerate(trained) if is_trained][::-1]
+        parts = list(_divided([(number, self._shards[number].detach()) for number in numbers]))
+        self._buckets = [_Bucket(part, len(numbers) if part is parts[-1] else 0) for part in parts]
+        self._patterns.clear()
+        for bucket in self._buckets[:-1]:
+            for position in bucket.last:
+                parameter = self._shards[position]
+                if parameter.is_leaf and parameter.requires_grad:
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
 
-    def end_pass(self) -> None:
-        """Read the gradients after the exchange, unless the pass has not reached the model."""
-        self._remove_hooks()
-        if self._has_arrived and not self._found:
-            parameters = dict(self._model.named_parameters())
-            self._found = {name: _probe(parameters[name], parameters[name].grad) for name in self._given}
+    def begin(
+        self,
+        take: Callable[[Sequence[int]], list[Tensor | None]],  # removes and returns gradients, by position
+        *,
+        is_early: bool,  # whether buckets whose gradients have all arrived begin before `flush`
+        keeps_means: bool,  # whether the last means are still used
+    ) -> None:
+        """Prepare for an exchange."""
+        self._take, self._begins_early, self._keeps_means = take, is_early, keeps_means
+        self._begun, self._early, self._works, self._present = 0, 0, [], {}
 
-    def arrived(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
-        """Add the gradient of a parameter that arrives in a backward pass, perhaps in parts."""
-        self._given[name] += _probe(parameter, gradient)
-        self._has_arrived = True
+    def map_memory(self) -> None:
+        """Map the memory of the buckets."""
+        for bucket in self._buckets:
+            bucket.flat.fill_(0.0)
 
-    def compare(self) -> None:
-        """Compare the gradients of this step. A collective call in the first steps."""
-        if not self._found:
-            return
-        given, found = (torch.stack(list(each.values())) for each in (self._given, self._found))
-        names = list(self._given)
-        self.discard()
-        means = torch.stack([given, found, given.abs()])
-        self._group.average([means])
-        means, found = means.cpu(), found.cpu()
-        if not means.isfinite().all():  # Such gradients have no mean.
-            self._nonfinite_steps += 1
-            if self._nonfinite_steps == MAX_NONFINITE_STEPS:
-                self._steps = 0
-            return
-        self._steps -= 1
-        mean_given, mean_found, _ = means
-        # Gradients that are not averaged at all have the right mean, so each replica compares its own.
-        _, greatest = self._group.extremes((found - mean_given).norm(dim=1))
-        numbers = torch.cat([means.norm(dim=2), (mean_found - mean_given).norm(dim=1)[None], greatest[None]])
-        for name, (before, after, size, of_mean, of_any) in zip(names, numbers.T.tolist(), strict=True):
-            limits = torch.finfo(self._model.get_parameter(name).dtype)
-            allowed = TOLERANCE * before + ROUNDING * limits.eps * size + PROBES * limits.tiny
-            replicas = self._group.replicas
-            if of_mean > allowed:
-                ratio = f"{after / before:.3g} times the mean" if before > 0.0 else "not the mean"
-                raise ReplicationError(
-                    f"the gradient of the parameter {name!r} is {ratio} over the {replicas} "
-                    "replicas at the end of backward(), so something else divides or averages it once more: "
-                    "data parallelism of a framework or of the program around the model, or a hook. The "
-                    "trainer averages gradients itself, so remove the other, or run this program with one "
-                    "replica (maxReplicas: 1)"
-                )
-            if of_any > allowed:
-                raise ReplicationError(
-                    f"the gradient of the parameter {name!r} is not the same on the {replicas} replicas at "
-                    "the end of backward(), but it has to be their mean: something changes it after the "
-                    "trainer has averaged it, or keeps it from being averaged, such as a hook. Change "
-                    "gradients between backward() and optimizer.step(), in the same way on all replicas, or "
-                    "run this program with one replica (maxReplicas: 1)"
-                )
+    def _arrived(self, _: Tensor) -> None:
+        while self._begins_early and self._begun < len(self._buckets):
+            positions = self._buckets[self._begun].positions
+            if any(self._shards[position].grad is None for position in positions):
+                return
+            self._begin_bucket()
+            self._early += 1
 
-    def _remove_hooks(self) -> None:
-        for parameter, handle in self._hooks:
-            remove_tensor_hook(parameter, handle)
-        self._hooks.clear()
+    def stop_early(self) -> None:
+        """Begin no more buckets before `flush`, because gradients may arrive in parts."""
+        self._begins_early = False
 
+    @torch.no_grad()
+    def _begin_bucket(self) -> None:
+        bucket = self._buckets[self._begun]
+        self._begun += 1
+        if self._keeps_means:
+            bucket.allocate()
+        gradients = self._take(bucket.positions)
+        bucket.fill(gradients, 1.0 / self._group.replicas)
+        for position, gradient in zip(bucket.positions, gradients, strict=True):
+            self._present[position] = gradient is not None
+        if bucket is self._buckets[-1]:
+            bucket.flags.copy_(self._pattern())
+        self._works.append(self._group.start_sum(bucket.flat))
 
-class _ArrivalHook:
-    """Reads a gradient that arrives, and does not change it."""
+    def _pattern(self) -> Tensor:
+        present = tuple(self._present.values())
+        if present not in self._patterns:
+            last = self._buckets[-1].flat
+            self._patterns = {present: torch.tensor(present, dtype=last.dtype).to(last.device)}
+        return self._patterns[present]
 
-    observes_only = True
-    """See `BackwardObserver.observe`."""
+    def flush(self) -> None:
+        """Begin with the buckets that have not begun."""
+        self._begins_early = False
+        begun = (position for bucket in self._buckets[: self._early] for position in bucket.positions)
+        if any(self._shards[position].grad is not None for position in begun):
+            raise WorkerError(
+                "the gradient of a parameter arrived in two parts of one backward pass, after the exchange "
+                "of the first part had begun: use checkpoint(..., use_reentrant=False)"
+            )
+        while self._begun < len(self._buckets):
+            self._begin_bucket()
 
-    def __init__(self, check: ExchangeCheck, name: str, parameter: Tensor) -> None:
-        self._check = check
-        self._name = name
-        self._parameter = parameter
+    def wait(self) -> None:
+        """Wait for the exchange."""
+        if self._works:
+            self._group.finish_sums(self._works)
+            self._works = []
 
-    def __call__(self, gradient: Tensor) -> None:
-        # torch.autograd.grad calls the same hook, also inside a backward pass.
-        if accumulates_gradient(self._parameter):
-            self._check.arrived(self._name, self._parameter, gradient)
+    def means(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the positions of parameters with their means, after the exchange."""
+        self.wait()
+        self._begun = 0
+        used = None
+        if not all(self._present.values()):
+            # Only now, because it waits for the device.
+            used = [share != 0.0 for share in self._buckets[-1].flags.tolist()]
+        means = chain.from_iterable(zip(each.positions, each.views, strict=True) for each in self._buckets)
+        return means if used is None else compress(means, used)
 
 
-def _probe(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    """Return a few elements of a gradient, evenly spaced, padded by zeros: shape (PROBES,), float32."""
-    probes = torch.zeros(PROBES, device=parameter.device)
-    if gradient is not None:
-        flat = gradient.detach().reshape(-1)
-        if flat.is_complex():
-            flat = torch.view_as_real(flat).reshape(-1)
-        found = flat[:: max(1, len(flat) // PROBES)][:PROBES]
-        probes[: len(found)] = found
-    return probes
+def _divided(shards: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
+    """Yield parts of one type and device, each with at most `BUCKET_BYTES` if possible."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
+    for position, shard in shards:
+        kinds.setdefault((shard.dtype, shard.device), []).append((position, shard))
+    for same in kinds.values():
+        part: list[tuple[int, Tensor]] = []
+        size = 0
+        for position, shard in same:
+            if part and size + shard.nbytes > BUCKET_BYTES:
+                yield part
+                part, size = [], 0
+            part.append((position, shard))
+            size += shard.nbytes
+        yield part

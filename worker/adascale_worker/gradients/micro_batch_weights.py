@@ -15,7 +15,7 @@ does not take part in the exchange, as it may have made fewer backward passes. I
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,9 +78,8 @@ class Weighing(Protocol):
 class MicroBatchWeights:
     """The weights of the micro-batches of a step."""
 
-    def __init__(self, group: Weighing, weigh: Callable[[float], None] = lambda _: None) -> None:
+    def __init__(self, group: Weighing) -> None:
         self._group = group
-        self._weigh = weigh
         self._micro_batches = 1
         """Micro-batches of a step on all replicas."""
         self._accumulation = 1
@@ -95,7 +94,7 @@ class MicroBatchWeights:
         self._weight: float | None = None
         """The weight of the present micro-batch, after its first weighted backward pass."""
         self._has_unweighted_pass = False
-        self._is_inside_pass = self._is_weighted_pass = self._has_arrived = False
+        self._is_inside_pass = self._is_weighted_pass = False
         self._unagreed: _Sums | None = None
         """The sums of the last step, if its replicas have not exchanged them."""
         self._exchanged: StepWeights | None = None
@@ -153,8 +152,7 @@ class MicroBatchWeights:
 
     def begin_pass(self) -> None:
         """Begin a backward pass."""
-        self._is_inside_pass, self._is_weighted_pass, self._has_arrived = True, False, False
-        self._weigh(1.0)
+        self._is_inside_pass, self._is_weighted_pass = True, False
 
     def _enter_weighted_pass(self, weight: float) -> None:
         """Record that the pass is of a weighted loss. Called before gradients of parameters arrive."""
@@ -166,17 +164,17 @@ class MicroBatchWeights:
                 "all of its losses need the same"
             )
         self._weight, self.factor, self._is_weighted_pass = weight, self._factor_of(weight), True
-        self._weigh(self.factor)
 
-    def gradient_arrived(self) -> None:
-        """Record that a gradient of a parameter of the trainer has arrived."""
-        self._has_arrived = self._is_inside_pass
-
-    def end_pass(self) -> bool:
+    def end_pass(self, *, has_gradients: bool) -> bool:
         """End a backward pass, and return whether it was of a weighted loss."""
         self._is_inside_pass = False
-        self._has_unweighted_pass |= self._has_arrived and not self._is_weighted_pass
+        self._has_unweighted_pass |= has_gradients and not self._is_weighted_pass
         return self._is_weighted_pass
+
+    def of_pass(self, *, is_weighted: bool) -> float:
+        """Return by what the loss of the last backward pass was multiplied."""
+        del is_weighted
+        return self.factor
 
     def check_pass(self) -> None:
         """Check that the passes of the present micro-batch have a weight, or none has. No collective call."""
@@ -213,10 +211,10 @@ class MicroBatchWeights:
                 raise self._mixed_here(self._present())
             self.agree(self._group.sum(self.sums()))
 
-    def check_complete_step(self) -> None:
-        """Check that all micro-batches of the last step have a weight, or none has. No collective call."""
-        sums = self._unagreed
-        if sums is not None and (self._are_used or sums.weighted) and sums.known < self._accumulation:
+    def check_step(self) -> None:
+        """Check that all micro-batches of this step have a weight, or none has. No collective call."""
+        sums = self._present()
+        if self._exchanged is None and (self._are_used or sums.weighted) and sums.known < self._accumulation:
             raise self._mixed_here(sums)
 
     def exchange_later(self) -> None:

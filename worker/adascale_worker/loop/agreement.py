@@ -13,7 +13,7 @@ from typing import Final
 from adascale_core.performance.slow_replica import SlowReplica, slow_replica
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError
-from adascale_worker.gradients.data_parallel import ComputeTimer
+from adascale_worker.gradients.trained_models import ComputeTimer
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.shutdown_request import ShutdownRequest

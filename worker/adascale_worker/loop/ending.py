@@ -84,7 +84,7 @@ class Ending(Context):
         self.generations.report()
         while True:
             try:
-                self.comparison.compare(self.progress.step, self.steps.passes_per_batch)
+                self.comparison.compare(self.progress.step)
                 self.state.save(final=True)
                 break
             except PeersLostError:

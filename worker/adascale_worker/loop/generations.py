@@ -38,7 +38,7 @@ class Generations(Context):
         """Prepare memory for the state of the other replicas and for gradients, before they wait."""
         if self.steps.models.device.type == "cpu":
             self.state.prepare_to_receive()
-            self.steps.models.prepare()
+            self.steps.accumulation.prepare()
 
     # -- entering -----------------------------------------------------------------------------------------
 
@@ -52,7 +52,6 @@ class Generations(Context):
 
     def release_group(self) -> None:
         """Release the process group of the present generation."""
-        self.steps.models.disconnect()
         self.group.destroy()
 
     def synchronize(self, assignment: Assignment, formation: Formation) -> None:
@@ -76,7 +75,6 @@ class Generations(Context):
         rows = group.gather([self.progress.finish_reason, trained.encoded()])
         self.progress.finish_reason = next((reason for reason, _ in rows if reason is not None), None)
         trained.begin_generation(rows[formation.sources[0] if formation.sources else 0][1])
-        steps.use_trained()
         steps.counter.agreement.begin_generation()
         steps.begin_generation()
         self._announce_place()
@@ -159,7 +157,6 @@ class Generations(Context):
         if not is_restored:
             self.planner.begin(self.job.settings.bounds)
         trained.begin_generation(trained.encoded())
-        self.steps.use_trained()
         return bool(is_restored)
 
     def _continues_elsewhere(self) -> bool:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import NonFiniteWeightsError
 from adascale_worker.gradients.accumulation import Accumulation
-from adascale_worker.gradients.data_parallel import DataParallelModel
 from adascale_worker.gradients.loss_scaling import UnregisteredScaler
-from adascale_worker.gradients.model_set import ModelSet
 from adascale_worker.gradients.step_division import StepPlan
 from adascale_worker.gradients.step_failure import StepFailure
+from adascale_worker.gradients.trained_models import TrainedModels
 from adascale_worker.loop.agreement import StepAgreement
-from adascale_worker.loop.checks import BatchChecks, LoopChecks
+from adascale_worker.loop.checks import BatchChecks
 from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop, ProgramPlace
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.links import PeersLostError
@@ -74,7 +74,7 @@ class StepCounter:
         self.scaler.check()
         self.planner.require_acknowledged()
 
-    def count(self, flags: tuple[float, ...], passes_per_batch: int) -> None:
+    def count(self, flags: tuple[float, ...]) -> None:
         """Count a step, in which this replica has requested `flags`, and agree on what to do after it."""
         self._skipped_steps = 0
         planner, compute = self.planner, self.agreement.compute
@@ -99,7 +99,7 @@ class StepCounter:
             now = time.monotonic()
             self.agreement.steps_are_slow = now - self._stepped_at >= SLOW_STEP
             self._stepped_at = now
-            self._check_weights(passes_per_batch)
+            self._check_weights()
         except PeersLostError:
             # The step is made. What follows it waits for the next generation.
             return
@@ -116,12 +116,12 @@ class StepCounter:
                 "logarithm of a number that is not positive in the loss, and try a smaller learning rate"
             )
 
-    def _check_weights(self, passes_per_batch: int) -> None:
+    def _check_weights(self) -> None:
         step, agreed = self.progress.step, self.agreement.agreed
         self.weights.check_step(step, gradients_are_finite=self.optimizer.gradients_are_finite)
         if agreed.compare_weights:
             agreed.compare_weights = False
-            self.comparison.compare(step, passes_per_batch)
+            self.comparison.compare(step)
             self.agreement.withdraw()
 
 
@@ -149,9 +149,8 @@ class StepStrategy(ABC):
     def __init__(
         self,
         optimizer: Optimizers,
-        models: DataParallelModel | ModelSet,
+        models: TrainedModels,
         accumulation: Accumulation,
-        checks: LoopChecks | BatchChecks,
         undo: Undo,
         parts: StepParts,
     ) -> None:
@@ -160,7 +159,7 @@ class StepStrategy(ABC):
         self.accumulation = accumulation
         self.failure = parts.failure
         self.counter = parts.counter
-        self._checks = checks
+        self._checks = BatchChecks(parts.group)
         self._undo = undo
         self._loop = parts.loop
         self._departures = parts.departures
@@ -201,11 +200,6 @@ class StepStrategy(ABC):
         """Calls of `optimizer.step()` so far."""
         return self.counter.calls
 
-    @property
-    def passes_per_batch(self) -> int:
-        """The most backward passes for one batch so far; 0 if unknown."""
-        return self._checks.passes_per_batch
-
     # -- a step -------------------------------------------------------------------------------------------
 
     @property
@@ -215,7 +209,15 @@ class StepStrategy(ABC):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Prepare for the next step, and for putting the state back if it fails."""
+        """Prepare for the next step, and for putting the state back if it fails. A collective call."""
+
+    def _copy_buffers(self, buffers: Iterable[Tensor]) -> None:
+        """Use the buffers of rank 0, such as BatchNorm's statistics, on all replicas."""
+        tensors = list(buffers)
+        if tensors and self._group.replicas > 1 and not self._group.has_mesh:
+            self.models.compute.suspend()
+            self._group.copy_from_rank_0(tensors)
+            self.models.compute.resume()
 
     def use_step(self, step: StepPlan) -> None:
         """Use the micro-batches of the next step, which may be divided."""
@@ -253,7 +255,7 @@ class StepStrategy(ABC):
     def begin_loop(self) -> None:
         """Begin with the first batch of a step, in another loop of the program."""
         self.accumulation.restart_step()
-        self._checks.begin_epoch()
+        self._checks.stepped()
 
     def discard(self) -> None:
         """Put back what an unfinished step has changed, so that its samples are delivered again."""
@@ -264,7 +266,7 @@ class StepStrategy(ABC):
                 raise
             self.accumulation.restart_step()
         self._undo.restore()
-        self._checks.discarded_step()
+        self._checks.stepped()
         self._progress.in_step = 0
 
     # Where a failed step has changed nothing, and a step has no later part, these three do nothing.
@@ -282,18 +284,10 @@ class StepStrategy(ABC):
 
     def connect(self) -> None:
         """Use the process group of the generation that was formed."""
-        self.models.connect()
-        self.optimizer.change_model(self.models.ddp)
-
-    def use_trained(self) -> None:
-        """Use the parameters that are trained in the restored state."""
-        self.models.use_trained()
-        self.optimizer.change_model(self.models.ddp)
-        self._checks.observe()
+        self.failure.clear()
 
     def begin_generation(self) -> None:
         """Begin with other replicas. A collective call."""
-        self._checks.begin_generation()
         self.accumulation.begin_generation()
 
     def use_plan(self, plan: BatchPlan, scale: float) -> None:

@@ -18,15 +18,15 @@ from torch import nn
 from adascale_core.names import ENV_JOINS_OTHERS
 from adascale_worker.batches.feed import DataFeed
 from adascale_worker.errors import ReplicaCheckError, WorkerError
-from adascale_worker.gradients.accumulation import Accumulation, BackwardGuard, GradientAccumulation
-from adascale_worker.gradients.data_parallel import DataParallelModel, ForwardRecord, warm_up
+from adascale_worker.gradients.accumulation import Accumulation, BackwardGuard
 from adascale_worker.gradients.loss_scaling import UnregisteredScaler, patch_scaler, scaler_of
-from adascale_worker.gradients.model_set import ModelSet
-from adascale_worker.gradients.sharded import ShardedAccumulation, ShardedModel
+from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
+from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
+from adascale_worker.gradients.sharded import ShardedWeights, require_sharded
 from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.gradients.step_failure import StepFailure
+from adascale_worker.gradients.trained_models import TrainedModels
 from adascale_worker.loop.agreement import FinishRequest, StepAgreement
-from adascale_worker.loop.checks import BatchChecks, LoopChecks, warn_of_parameters_outside
 from adascale_worker.loop.context import Context
 from adascale_worker.loop.ending import Ending
 from adascale_worker.loop.exchange import EvaluationSequence, ProgramCollectives, ReplicaSums
@@ -36,7 +36,7 @@ from adascale_worker.loop.held_state import ModelBuffers, StepUndo
 from adascale_worker.loop.one_optimizer import OneOptimizer
 from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop
 from adascale_worker.loop.replica import Replica, make_reporter
-from adascale_worker.loop.several_optimizers import SeveralAccumulations, SeveralOptimizers
+from adascale_worker.loop.several_optimizers import SeveralOptimizers
 from adascale_worker.loop.step_watchdog import StepWatchdog
 from adascale_worker.loop.steps import StepCounter, StepParts, StepStrategy
 from adascale_worker.loop.training_loop import EpochLoops, TrainingLoop
@@ -74,16 +74,15 @@ class ProgramOptions:
 
     registered: Mapping[str, Stateful]  # objects whose state is saved, by name
     hyperparameters: Choice  # which are used after a checkpoint was restored
-    find_unused_parameters: bool  # as DDP's argument of this name
 
 
 @dataclass(frozen=True)
 class _Gradients:
-    """What differs between one optimizer and several: how gradients are averaged, and a step is undone."""
+    """The optimizers and their gradients, and how a step is made and undone."""
 
     optimizer: Optimizers
     program: ProgramState
-    models: DataParallelModel | ModelSet
+    models: TrainedModels
     accumulation: Accumulation
     failure: StepFailure
     undo: ModelBuffers | StepUndo
@@ -113,10 +112,7 @@ class Training:
             is_allowed=job.settings.single_replica_gain == "divided" and not group.has_mesh,
             has_batch_norm=any(isinstance(each, _BATCH_NORMS) for each in parts.model.modules()),
         )
-        make: Callable[..., _Gradients] = _several_optimizers if parts.are_several else _one_optimizer
-        if group.has_mesh:
-            make = _sharded_model
-        gradients = make(replica, parts, options, loop, repeats_in_smaller_batches, division)
+        gradients = _make_gradients(replica, parts, options, loop, repeats_in_smaller_batches, division)
         optimizer, models, self.program = gradients.optimizer, gradients.models, gradients.program
         program = self.program
         self.accumulation = gradients.accumulation
@@ -246,7 +242,6 @@ class Training:
             self.generations.begin_alone()
             return
         self._require_sound_devices()
-        warm_up()
         if os.environ.get(ENV_JOINS_OTHERS) == "1" and not self._replica.group.has_mesh:
             self.generations.prepare_to_receive()
         self.membership.start()
@@ -319,72 +314,91 @@ def _membership(
     return kind(agent, group, shutdown_request, state)
 
 
-def _one_optimizer(
+def _make_gradients(
     replica: Replica,
     parts: ProgramParts,
     options: ProgramOptions,
-    _: ProgramLoop,
+    loop: ProgramLoop,
     repeats_in_smaller_batches: Callable[[BaseException], bool],
     division: StepDivision,
 ) -> _Gradients:
     group, model, progress, planner = replica.group, parts.model, replica.progress, replica.planner
-    forward, buffers, trained = ForwardRecord(), ModelBuffers(model), TrainedParameters(model, group)
-    failure = StepFailure(group, repeats_in_smaller_batches)
+    if group.has_mesh:
+        _require_sharded(group, parts, options)
+    trained = TrainedParameters(model, group)
+    elastic = {
+        name: ElasticAdaScale(optimizer, **_adascale_options(replica, options))
+        for name, optimizer in parts.optimizers.items()
+    }
+    optimizers = OptimizerSet(elastic) if parts.are_several else elastic[""]
+    program = _program_state(replica, parts, options, optimizers, trained)
+    buffers = ModelBuffers(model)
+    undo = StepUndo(program, progress) if parts.are_several else buffers
+    is_sharded = group.has_mesh
 
-    def changed_forward() -> None:
-        adascale.change_model(parallel.ddp)
-        accumulation.set_gradient_sync()
-        checks.observe()
+    def repeats(error: BaseException) -> bool:
+        # A batch that does not fit into the memory of one process of several ends its replica: its collective
+        # calls would not be those of the other processes.
+        return not is_sharded and repeats_in_smaller_batches(error)
 
-    def changed_trained(parameters: list[torch.Tensor]) -> None:
-        adascale.restart_statistics(parameters)
-        checks.observe()
-        warn_of_parameters_outside(model, adascale)
+    on_discard = undo.revert_progress if isinstance(undo, StepUndo) else lambda: None
+    failure = StepFailure(group, repeats, on_discard)
 
-    parallel = DataParallelModel(
-        model,
+    def before_forward() -> None:
+        if not is_sharded:
+            accumulation.note_trained()
+        if not parts.are_several and (group.is_elastic or group.replicas == 1):
+            buffers.record()
+
+    def trains() -> bool:
+        has_own_batches = not parts.are_several and loop.number == 0
+        return loop.trains or (has_own_batches and not loop.is_evaluating)
+
+    models = TrainedModels(
+        parts.models,
         replica.device,
         group,
-        forward,
-        trained,
         failure,
-        find_unused_parameters=options.find_unused_parameters,
-        before_forward=buffers.record if group.is_elastic or group.replicas == 1 else lambda: None,
-        changed_forward=changed_forward,
-        changed_trained=changed_trained,
-        steps=lambda: progress.step,
-        local_bsz=lambda: planner.step_plan.local_bsz,
+        lambda: planner.step_plan.local_bsz,
+        before_forward,
+        is_sharded=is_sharded,
     )
-    arguments = _adascale_options(replica, options)
-    adascale = ElasticAdaScale(parts.optimizers[""], model=parallel.ddp, **arguments)
-    program = _program_state(replica, parts, options, adascale, trained)
-    accumulation = GradientAccumulation(adascale, parallel, model, group, failure, division)
-    checks = LoopChecks(
-        model,
-        adascale,
-        forward,
+    gradients = [
+        OptimizerGradients(
+            name,
+            adascale,
+            # The program may clip all gradients of the model together.
+            [] if parts.are_several else model.parameters(),
+            group,
+            has_several_passes=parts.are_several,
+        )
+        for name, adascale in elastic.items()
+    ]
+    accumulation = Accumulation(
+        gradients,
+        models,
         group,
-        lambda: accumulation.at_first_micro_batch,
-        lambda: accumulation.has_set_aside,
-        accumulation.weights.gradient_arrived,
-        requires_all=not options.find_unused_parameters,
+        failure,
+        division,
+        ShardedWeights(group) if group.has_mesh else MicroBatchWeights(group),
+        trains,
+        trained,
+        lambda: progress.step,
     )
 
-    def make_steps(shared: StepParts, *_: object) -> StepStrategy:
-        return OneOptimizer(adascale, parallel, accumulation, checks, buffers, model, shared)
+    def make_steps(shared: StepParts, finish_request: FinishRequest, state: State) -> StepStrategy:
+        if isinstance(optimizers, OptimizerSet):
+            assert isinstance(undo, StepUndo)
+            return SeveralOptimizers(
+                optimizers, models, accumulation, undo, parts, trained, finish_request, state, shared
+            )
+        return OneOptimizer(optimizers, models, accumulation, buffers, model, trained, state, shared)
 
-    return _Gradients(adascale, program, parallel, accumulation, failure, buffers, make_steps)
+    return _Gradients(optimizers, program, models, accumulation, failure, undo, make_steps)
 
 
-def _sharded_model(
-    replica: Replica,
-    parts: ProgramParts,
-    options: ProgramOptions,
-    _: ProgramLoop,
-    __: Callable[[BaseException], bool],
-    division: StepDivision,
-) -> _Gradients:
-    group, model, progress = replica.group, parts.model, replica.progress
+def _require_sharded(group: ReplicaGroup, parts: ProgramParts, options: ProgramOptions) -> None:
+    """Check what a program passes whose replicas have several processes."""
     if parts.are_several:
         raise WorkerError(
             f"program_reentry got several models or optimizers, and a replica has {group.processes} "
@@ -397,89 +411,7 @@ def _sharded_model(
             "(processesPerReplica): use bfloat16, which needs none, as "
             "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
         )
-    forward, buffers, trained = ForwardRecord(), ModelBuffers(model), TrainedParameters(model, group)
-    # A batch that does not fit into the memory of one process ends its replica: its collective calls would
-    # not be those of the other processes.
-    failure = StepFailure(group)
-
-    def changed_trained(parameters: list[torch.Tensor]) -> None:
-        adascale.restart_statistics(parameters)
-        checks.observe()
-        warn_of_parameters_outside(model, adascale)
-
-    parallel = ShardedModel(
-        model,
-        replica.device,
-        group,
-        forward,
-        trained,
-        failure,
-        buffers.record,
-        changed_trained,
-        lambda: progress.step,
-    )
-    adascale = ElasticAdaScale(
-        parts.optimizers[""], observes_backward=False, shards=group, **_adascale_options(replica, options)
-    )
-    program = _program_state(replica, parts, options, adascale, trained)
-    accumulation = ShardedAccumulation(
-        adascale, parallel, model, group, failure, division, lambda gradient: checks.backward_pass(gradient)
-    )
-    checks = LoopChecks(
-        model,
-        adascale,
-        forward,
-        group,
-        lambda: accumulation.at_first_micro_batch,
-        lambda: accumulation.has_set_aside,
-        requires_all=False,
-    )
-
-    def make_steps(shared: StepParts, *_: object) -> StepStrategy:
-        return OneOptimizer(adascale, parallel, accumulation, checks, buffers, model, shared)
-
-    return _Gradients(adascale, program, parallel, accumulation, failure, buffers, make_steps)
-
-
-def _several_optimizers(
-    replica: Replica,
-    parts: ProgramParts,
-    options: ProgramOptions,
-    loop: ProgramLoop,
-    repeats_in_smaller_batches: Callable[[BaseException], bool],
-    division: StepDivision,
-) -> _Gradients:
-    group, progress, planner = replica.group, replica.progress, replica.planner
-    arguments = _adascale_options(replica, options)
-    optimizers = OptimizerSet(
-        {
-            name: ElasticAdaScale(optimizer, observes_backward=False, **arguments)
-            for name, optimizer in parts.optimizers.items()
-        }
-    )
-    trained = TrainedParameters(parts.model, group)
-    program = _program_state(replica, parts, options, optimizers, trained)
-    undo = StepUndo(program, progress)
-    failure = StepFailure(group, repeats_in_smaller_batches, undo.revert_progress)
-    models = ModelSet(parts.models, replica.device, group, failure, lambda: planner.step_plan.local_bsz)
-    accumulation = SeveralAccumulations(optimizers, models, group, failure, loop, division)
-
-    def make_steps(shared: StepParts, finish_request: FinishRequest, state: State) -> StepStrategy:
-        checks = BatchChecks(group)
-        return SeveralOptimizers(
-            optimizers,
-            models,
-            accumulation,
-            checks,
-            undo,
-            parts,
-            trained,
-            finish_request,
-            state,
-            shared,
-        )
-
-    return _Gradients(optimizers, program, models, accumulation, failure, undo, make_steps)
+    require_sharded(parts.model, group)
 
 
 def _adascale_options(replica: Replica, options: ProgramOptions) -> dict[str, Any]:
@@ -489,6 +421,8 @@ def _adascale_options(replica: Replica, options: ProgramOptions) -> dict[str, An
         # A scaler that is not registered is refused. So without one, any change of gradients is clipping.
         "grad_scaler": scaler_of(options.registered.values()) or torch.amp.GradScaler("cpu", enabled=False),
         "disjoint_pairs": True,
+        "observes_backward": False,
+        "shards": replica.group if replica.group.has_mesh else None,
         "max_gain": replica.job.settings.max_gain,
     }
 

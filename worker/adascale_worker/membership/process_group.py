@@ -101,8 +101,8 @@ class ReplicaGroup:
     fails raises `PeersLostError`, and so does every later one until the next generation is formed.
     """
 
-    # `average`, `send`, `receive` and `wait` communicate in the lane of this process only, and with several
-    # processes a failure of `average` takes effect at the next `settle`.
+    # Sums and means of tensors, `send`, `receive` and `wait` communicate in the lane of this process only,
+    # and with several processes a failure of a sum takes effect at the next `settle`.
 
     def __init__(
         self,
@@ -665,15 +665,26 @@ class ReplicaGroup:
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace `tensors` by their means over the lane. Each has the same type and shape on all ranks."""
-
-        def average() -> None:
-            works = [self._start_all_reduce(tensor) for tensor in tensors]
-            for work, tensor in zip(works, tensors, strict=True):
-                work.wait()
+        if self.replicas > 1:
+            self.finish_sums([self.start_sum(tensor) for tensor in tensors])
+            for tensor in tensors:
                 tensor.div_(self.replicas)
 
-        if self.replicas > 1:
-            self._in_lane(average)
+    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Start to replace a tensor by its sum over the lane, and return what `finish_sums` waits for."""
+        works: list[dist.Work] = []
+        self._in_lane(lambda: works.append(self._start_all_reduce(tensor)))
+        return works[0] if works else None
+
+    def finish_sums(self, works: Sequence[dist.Work | None]) -> None:
+        """Wait for sums over the lane."""
+
+        def wait() -> None:
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+        self._in_lane(wait)
 
     def copy_from_rank_0(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace `tensors` by those of the same process of rank 0. Each has the same type and shape."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from adascale_core.batch.gain import GradientEstimate, require_scale
 from adascale_worker.adascale import AdaScale
@@ -15,7 +14,6 @@ from adascale_worker.program.patching import Scheduler
 from adascale_worker.scaling.statistics.steps import StepWeights
 from adascale_worker.scaling.supported_optimizers import require_count
 from adascale_worker.torch_private.optim import SCHEDULERS
-from adascale_worker.torch_private.tensors import divide_in_place
 
 
 class ElasticAdaScale(AdaScale):
@@ -95,13 +93,6 @@ class ElasticAdaScale(AdaScale):
         if (settings, sampling) != (options.settings, options.sampling):
             self._estimator.change_options(replace(options, settings=settings, sampling=sampling))
 
-    def change_model(self, model: DistributedDataParallel | None) -> None:
-        """Read gradients of another `DistributedDataParallel` around the same parameters; None without one.
-
-        Call `update_scale` with the new number of replicas afterwards.
-        """
-        self._estimator.statistics.change_ddp(model)
-
     def restart_statistics(self, parameters: Iterable[Tensor]) -> None:
         """Estimate the gradients of the groups of `parameters` from the beginning, as they were (un)frozen.
 
@@ -114,29 +105,26 @@ class ElasticAdaScale(AdaScale):
 
     # -- gradients that the training loop passes ----------------------------------------------------------
 
-    def read_micro_gradient(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
-        """Read the gradient of a micro-batch that does not complete the step: of this rank, not averaged.
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether this step is measured, and the gradients of its micro-batches have to be read."""
+        return self._estimator.statistics.reads_gradients
 
-        With `observes_backward=False`. Its loss was multiplied by `weight`.
+    def read(self, group: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Read a part of a micro-gradient: the gradients of parameters of a group, not averaged."""
+        self._estimator.statistics.reader.read(group, parameters, gradients)
+
+    def end_micro_gradient(self, weight: float) -> None:
+        """End a micro-gradient that does not complete the step, whose loss was multiplied by `weight`."""
+        self._estimator.statistics.reader.end_micro_gradient(weight)
+
+    def measure(self, weight: float) -> None:
+        """Measure a step, after its last micro-gradient was read. A collective call.
+
+        `.grad` is the sum over the micro-batches of the gradient averaged over ranks. After
+        `discard_measurement` it may be called again, if another backward pass changes it.
         """
-        self._estimator.statistics.read_micro_gradient(gradients, weight)
-
-    def measure(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
-        """Measure a step, with `observes_backward=False`. A collective call.
-
-        `.grad` is the sum over the micro-batches of the gradient averaged over ranks. May be called again if
-        another backward pass changes it.
-        """
-        self._estimator.discard_measurement()
-        self._estimator.statistics.measure(gradients, weight)
-
-    def read_last_gradient(self, gradients: Mapping[Tensor, Tensor], weight: float = 1.0) -> None:
-        """Read the gradient of the micro-batch that completes the step, before it is averaged in place."""
-        self._estimator.statistics.read_last_gradient(gradients, weight)
-
-    def measure_averaged(self) -> None:
-        """Measure a step, after `read_last_gradient`. A collective call; see `measure`."""
-        self._estimator.statistics.measure_averaged()
+        self._estimator.statistics.measure(weight)
 
     def leave_out_step(self) -> None:
         """Leave this step out of the estimates, because its micro-gradients are unknown."""
@@ -146,21 +134,7 @@ class ElasticAdaScale(AdaScale):
         """Discard what `measure` has measured, because the gradients of this micro-batch were deleted."""
         self._estimator.discard_measurement()
 
-    def sum_gradients_again(self) -> None:
-        """Undo `scale_grad_by_num_grads_to_accum` of this step, before another backward pass."""
-        if self._estimator.gradients_are_divided:
-            divide_in_place(self._gradients(), 1.0 / self._estimator.statistics.divisor)
-            self._estimator.gradients_are_divided = False
-
     # -- micro-batches of unequal weight ------------------------------------------------------------------
-
-    def weigh_pass(self, weight: float) -> None:
-        """Set by what the loss of the present backward pass is multiplied, before its gradients arrive.
-
-        Only where gradients are read on arrival: in a loop that accumulates, or with a
-        `DistributedDataParallel` whose gradients are views of its buckets.
-        """
-        self._estimator.statistics.reader.weigh_pass(weight)
 
     def weigh_step(self, weights: StepWeights) -> None:
         """Set the weights of this step, after its last backward pass."""
@@ -304,9 +278,6 @@ class OptimizerSet:
         """Delete the gradients of the last step."""
         for part in self.parts.values():
             part.discard_comparison()
-
-    def change_model(self, model: DistributedDataParallel | None) -> None:
-        """Do nothing: the gradients are averaged without `DistributedDataParallel`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each optimizer by its name."""

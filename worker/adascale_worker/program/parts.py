@@ -86,13 +86,11 @@ class OtherParallelism:
     def __init__(
         self,
         models: Sequence[torch.nn.Module],
-        own: type[torch.nn.Module] | None = None,  # the type of what the trainer itself wraps
         *,
         allows_shards: bool = False,
     ) -> None:
         self._models = models
         self._allows_shards = allows_shards
-        self._own = own
         self._parameters = {id(parameter) for model in models for parameter in model.parameters()}
         self._calls = 0
         self._handle: RemovableHandle | None = None
@@ -132,7 +130,7 @@ class OtherParallelism:
     def _check_registration(self, module: torch.nn.Module, _name: str, part: torch.nn.Module | None) -> None:
         if part is None or not is_data_parallel(module):
             return
-        if (self._own is None or not isinstance(part, self._own)) and self._concerns(part):
+        if self._concerns(part):
             raise WorkerError(
                 f"the model that was passed to program_reentry, or a part of it, was wrapped in "
                 f"{type(module).__name__}, which would exchange its gradients once more. {_REMEDY}"

@@ -48,22 +48,6 @@ Scheduler = LRScheduler | UpdateScheduler
 """What `program_reentry` takes as the scheduler of an optimizer."""
 
 
-def patch_optimizer(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    step: Step,
-    at_first_micro_batch: Callable[[], bool],
-    zeroed_gradients: Callable[[], None],
-    zeroed_later: Callable[[], None],
-) -> None:
-    """Replace the optimizer's `step`, and make `zero_grad` a no-op while a step's gradients accumulate."""
-    patch_step(optimizer, step)
-    for owner in (optimizer, model):
-        owner.zero_grad = _ZeroGrad(  # type: ignore[method-assign]
-            owner.zero_grad, at_first_micro_batch, zeroed_gradients, zeroed_later
-        )
-
-
 def patch_step(optimizer: torch.optim.Optimizer, step: Step) -> None:
     """Replace the optimizer's `step`, and refuse more parameter groups."""
 
@@ -133,29 +117,6 @@ class ReplacedMethod(MethodOverride):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the replacement."""
         return self._replacement(*args, **kwargs)
-
-
-class _ZeroGrad(MethodOverride):
-    """Zeroes gradients before the first micro-batch of a step, and does nothing before the others."""
-
-    def __init__(
-        self,
-        original: Callable[..., Any],
-        at_first_micro_batch: Callable[[], bool],
-        zeroed_gradients: Callable[[], None],
-        zeroed_later: Callable[[], None],
-    ) -> None:
-        super().__init__(original)
-        self._at_first_micro_batch = at_first_micro_batch
-        self._zeroed_gradients = zeroed_gradients
-        self._zeroed_later = zeroed_later
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if self._at_first_micro_batch():
-            self.original(*args, **kwargs)
-            self._zeroed_gradients()
-        else:
-            self._zeroed_later()
 
 
 def patch_scheduler(

@@ -50,6 +50,11 @@ class TrainedParameters:
         """Return whether each parameter requires gradients now."""
         return tuple([parameter.requires_grad for parameter in self._parameters])
 
+    def agreed_of(self, parameters: Sequence[Tensor]) -> Flags:
+        """Return whether each of `parameters` is trained on all replicas of this generation."""
+        agreed = {id(p): is_trained for p, is_trained in zip(self._parameters, self._agreed, strict=True)}
+        return tuple([agreed.get(id(parameter), parameter.requires_grad) for parameter in parameters])
+
     # -- the state ----------------------------------------------------------------------------------------
 
     def record(self) -> None:

@@ -46,7 +46,7 @@ class WeightComparison:
         """Whether the interval since the last comparison has passed. Always False on one replica."""
         return self._group.replicas > 1 and time.monotonic() - self._compared_at >= COMPARISON_INTERVAL
 
-    def compare(self, step: int, passes_per_batch: int = 1) -> None:
+    def compare(self, step: int) -> None:
         """Compare the weights. A collective call, which raises on all replicas or on none."""
         self._compared_at = time.monotonic()
         reshard(self._model)
@@ -77,7 +77,7 @@ class WeightComparison:
                 raise DifferentWeightsError(
                     f"the weights of the {self._group.replicas} replicas differ after step {step}: a weight "
                     f"of {name!r} is {low[index]:.6g} on one and {high[index]:.6g} on another. "
-                    f"{_cause(passes_per_batch)}"
+                    f"{_CAUSE}"
                 )
 
     def _require_equal_lrs(self, step: int, low: Tensor, high: Tensor) -> None:
@@ -111,18 +111,8 @@ def _digest(parameters: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.tensor([float(sum(p.numel() for p in parameters)), magnitude]), sums])
 
 
-def _cause(passes_per_batch: int) -> str:
-    """Return what a program has to change so that its weights do not differ."""
-    if passes_per_batch > 1:
-        return (
-            f"The program calls backward() {passes_per_batch} times for each batch, and only the first call "
-            "after model(...) averages its gradients over the replicas. Add up the losses, and call "
-            "backward() once"
-        )
-    return (
-        "Every gradient has to come from model(...), and code that changes weights has to do the same on all "
-        "replicas"
-    )
+_CAUSE = "Code that changes weights or gradients has to do the same on all replicas"
+"""What a program has to change so that its weights do not differ."""
 
 
 def _probe(parameter: Tensor) -> Tensor:

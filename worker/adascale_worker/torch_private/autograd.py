@@ -64,12 +64,6 @@ def hooks_after(tensor: Tensor, handle: RemovableHandle) -> list[Callable[..., A
     return later
 
 
-def has_post_accumulate_hooks(parameter: Tensor) -> bool:
-    """Whether `parameter.register_post_accumulate_grad_hook` was called, and the hook not removed."""
-    hooks = private_part(parameter, "_post_accumulate_grad_hooks", "to find hooks that change gradients")
-    return bool(hooks)
-
-
 def remove_tensor_hook(tensor: Tensor, handle: RemovableHandle) -> None:
     """Remove a hook on the gradient of `tensor`, and the empty collection that its removal leaves behind.
 

@@ -6,64 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.torch_private import private_part
-
-
-def replace_process_group(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-    """Let DDP average its gradients over another process group. No backward pass runs.
-
-    `DistributedDataParallel._update_process_group` would fill the buckets again, in an order that depends on
-    the past of each process.
-    """
-    replace = private_part(ddp.reducer, "_update_process_group", "to change the number of replicas in place")
-    replace(group)
-    ddp.process_group = group
-
-
-def abandon(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-    """Detach DDP from its parameters and its process group, after a backward pass that has failed.
-
-    DDP is not used afterwards. The caller destroys the old process group.
-    """
-    purpose = "to continue after the loss of a replica"
-    private_part(ddp.reducer, "_reset_state", purpose)()
-    private_part(ddp.reducer, "_remove_autograd_hooks", purpose)()
-    replace_process_group(ddp, group)
-
-
-def rebuild_buckets(ddp: DistributedDataParallel) -> None:
-    """Fill the buckets of DDP in the order of its parameters, before the first step, as `join` of DDP does.
-
-    DDP does so after one step. The order in which gradients of three or more replicas are added up depends on
-    their place in the buckets, so a restarted program would round its first step differently.
-    """
-    purpose = "to make the first step of a restarted program equal to the bit"
-    private_part(ddp.reducer, "_push_all_rebuilt_params", purpose)()
-    private_part(ddp.reducer, "_rebuild_buckets", purpose)()
-
-
-def set_timing_interval(ddp: DistributedDataParallel, steps: int) -> None:
-    """Let DDP time each n-th backward pass that exchanges gradients. Its default is 100.
-
-    On a GPU, the program waits for the end of the timed pass in the next forward pass.
-    """
-    private_part(ddp, "_set_ddp_runtime_logging_sample_rate", "to measure the exchange of gradients")(steps)
-
-
-def timed_backward_pass(ddp: DistributedDataParallel) -> tuple[int, float] | None:
-    """Return the last backward pass that DDP has timed; None if it has timed no pass yet.
-
-    That is its number among those that exchange gradients, from 1, and the seconds from the end of the
-    computation to the end of the exchange. Hooks of a program see the gradients before the exchange.
-    """
-    data = private_part(ddp, "_get_ddp_logging_data", "to measure the exchange of gradients")()
-    exchange, hidden = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
-    if not exchange or hidden is None:
-        return None
-    return int(data["iteration"]), max(exchange - hidden, 0) / 1e9
 
 
 def communication_hooks(ddp: DistributedDataParallel) -> list[Callable[..., Any]]:

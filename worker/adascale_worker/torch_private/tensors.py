@@ -47,6 +47,12 @@ def divide_in_place(tensors: Sequence[Tensor], divisor: float) -> None:
         private_part(torch, "_foreach_div_", "to divide gradients")(tensors, divisor)
 
 
+def add_in_place(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Add to each tensor the one at the same place, with one kernel for many of them."""
+    if tensors:
+        private_part(torch, "_foreach_add_", "to add gradients")(tensors, others)
+
+
 def flatten_together(tensors: Sequence[Tensor]) -> Tensor:
     """Return a copy of all elements of `tensors` in one dimension.
 

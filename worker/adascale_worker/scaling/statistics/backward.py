@@ -63,7 +63,7 @@ class BackwardObserver:
         # Of the step: norms by parameter (AFTER_PASS with inner passes), in order of arrival (ON_ARRIVAL), or
         # squared norms by group (AFTER_PASS).
         self._norms: dict[int, Tensor] = {}
-        self._arrived: list[tuple[int, Tensor, float]] = []
+        self._arrived: list[tuple[int, Tensor]] = []
         self._sqr_norms: list[Tensor] | None = None
         self._arrived_before_pass = 0
         self._copies: dict[int, Tensor] = {}
@@ -72,7 +72,6 @@ class BackwardObserver:
         self._missed_whole_gradient = False
         self.keeps_copies = False
         self.passes = 0
-        self.weight = 1.0  # by which the loss of the present pass is multiplied
 
     def observe(self, groups: Sequence[Iterable[Tensor]], reading_time: ReadingTime) -> None:
         """Observe the passes of the next step. Hooks that are already there stay.
@@ -129,8 +128,7 @@ class BackwardObserver:
         """Whether no hook of the program on a parameter is called after ours."""
         if self._reading_time is ReadingTime.IN_FSDP:
             return True
-        later = hooks_after(self._parameters[index], self._handles[index])
-        return all(getattr(hook, "observes_only", False) for hook in later)
+        return not hooks_after(self._parameters[index], self._handles[index])
 
     def begin_step(self) -> None:
         """Discard the passes of this step so far."""
@@ -147,21 +145,11 @@ class BackwardObserver:
         self._sqr_norms = None
 
     def sum_of_sqr_norms(self, groups: int, device: torch.device) -> Tensor:
-        """Return the sum of the squared norms of the local micro-gradients: shape (groups,).
-
-        Each is divided by the weight of its pass.
-        """
-        by_weight: dict[float, list[list[Tensor]]] = {1.0: [[] for _ in range(groups)]}
-        for index, value in self._norms.items():
-            by_weight[1.0][self._group_of[index]].append(value)
-        for index, value, weight in self._arrived:
-            if weight > 0.0:
-                found = by_weight.setdefault(weight, [[] for _ in range(groups)])
-                found[self._group_of[index]].append(value)
-        sums = [sum_of_squares(values, device) for values in by_weight.pop(1.0)]
-        for weight, found in by_weight.items():
-            for group, values in enumerate(found):
-                sums[group] = sums[group] + sum_of_squares(values, device) / weight
+        """Return the sum of the squared norms of the local micro-gradients: shape (groups,)."""
+        found: list[list[Tensor]] = [[] for _ in range(groups)]
+        for index, value in (*self._norms.items(), *self._arrived):
+            found[self._group_of[index]].append(value)
+        sums = [sum_of_squares(values, device) for values in found]
         if self._sqr_norms is not None:
             sums = [a + b.to(device) for a, b in zip(sums, self._sqr_norms, strict=True)]
         return torch.stack(sums)
@@ -205,7 +193,7 @@ class BackwardObserver:
             if index in self._arrives_in_parts:
                 _add_to_copy(self._sums_of_parts, index, gradient)
             else:
-                self._arrived.append((index, self._norm(index, gradient), self.weight))
+                self._arrived.append((index, self._norm(index, gradient)))
             if self.keeps_copies:
                 _add_to_copy(self._copies, index, gradient)
 
@@ -295,9 +283,7 @@ class BackwardObserver:
 
     def _read_sums_of_parts(self) -> None:
         """Read the gradients that came in parts, and find those that did so for the first time."""
-        self._arrived += [
-            (index, self._norm(index, whole), self.weight) for index, whole in self._sums_of_parts.items()
-        ]
+        self._arrived += [(index, self._norm(index, whole)) for index, whole in self._sums_of_parts.items()]
         self._sums_of_parts.clear()
         if len(self._pass_ids) > 1:
             arrivals = Counter(index for index, *_ in self._arrived[self._arrived_before_pass :])

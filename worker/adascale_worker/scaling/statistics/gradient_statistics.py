@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Joinable
-from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.process.user_code import OneTimeWarnings
 from adascale_worker.scaling.rules import ScalingRule
@@ -29,7 +28,7 @@ from adascale_worker.scaling.statistics.loss_scale import GradientFingerprint, L
 from adascale_worker.scaling.statistics.metric import EuclideanMetric, SecondMomentMetric
 from adascale_worker.scaling.statistics.parameters import HOST, OptimizerParameters
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient, PreviousStep
-from adascale_worker.scaling.statistics.reader import GradientReader, LocalGradients
+from adascale_worker.scaling.statistics.reader import GradientReader
 from adascale_worker.scaling.statistics.steps import StepSettings, StepWeights
 
 
@@ -109,8 +108,6 @@ class GradientStatistics:
         self._metric.begin_step()
         if settings.micro_gradients > 1 or not measuring:
             self._previous_gradient.clear()
-        if settings.world_size == 1 and not begins_pair:
-            self._previous_gradient.release_memory()
         if measuring:
             self.reader.observe(settings)
         else:
@@ -140,28 +137,18 @@ class GradientStatistics:
         """The divisor of the sum over the backward passes of a step, if the loss is not scaled."""
         return float(self._settings.accumulation) if self._weights is None else self._weights.divisor
 
-    def read_micro_gradient(self, gradients: LocalGradients, weight: float) -> None:
-        """Read a local gradient that does not complete the step, times its weight."""
-        if self._is_measuring and self.reader.given is not None:
-            self.reader.given.add(gradients, weight)
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether the micro-gradients of this step are read."""
+        return self._is_measuring and self._settings.micro_gradients > 1
 
-    def measure(self, gradients: LocalGradients, weight: float) -> None:
-        """Read the local gradient that completes the step, and the averaged ones, which are in `.grad`.
+    def measure(self, weight: float) -> None:
+        """Measure the step, after the micro-gradient that completes it was read. `.grad` is the average.
 
-        Replaces what the last call has measured, because another backward pass has changed the gradients.
+        Not in place of an earlier measurement of the same step, unless it was discarded.
         """
-        if self._is_measuring and self.reader.given is not None:
-            self.reader.given.set_last(gradients, weight)
-            self._measure()
-
-    def read_last_gradient(self, gradients: LocalGradients, weight: float) -> None:
-        """Read the local gradient that completes the step, before it is averaged in place."""
-        if self._is_measuring and self.reader.given is not None:
-            self.reader.given.read_last(gradients, weight)
-
-    def measure_averaged(self) -> None:
-        """Read the averaged gradients, after `read_last_gradient`."""
-        if self._is_measuring and not self._is_left_out:
+        self.reader.end_last_gradient(weight)
+        if self._is_measuring:
             self._measure()
 
     def discard_measurement(self) -> None:
@@ -169,18 +156,7 @@ class GradientStatistics:
         all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is not None:
             all_reduce.wait()
-        if self.reader.given is not None:
-            self.reader.given.set_last(None)
-
-    def change_ddp(self, ddp: DistributedDataParallel | None) -> None:
-        """Read gradients of another `DistributedDataParallel`; None without one, on a single replica.
-
-        The present gradients are not used again. Then their memory, that of DDP's buckets, is kept for the
-        copy of a gradient.
-        """
-        if ddp is None and self.reader.ddp is not None:
-            self._previous_gradient.keep_memory(self.parameters.groups())
-        self.reader.ddp = ddp
+        self.reader.discard_last_gradient()
 
     def discard_comparison(self) -> None:
         """Discard the gradient of the last step, because the next is not made by one replica alone."""

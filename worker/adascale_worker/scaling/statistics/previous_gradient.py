@@ -37,7 +37,6 @@ class PreviousGradient:
     def __init__(self, metric: EuclideanMetric) -> None:
         self._metric = metric
         self._gradients: list[list[Tensor | None]] | None = None
-        self._free_memory: list[list[Tensor | None]] = []
         self._step_number = -1
         self._defined_groups: list[int] | None = None
         self.step: PreviousStep | None = None  # None until its all-reduce is complete
@@ -56,26 +55,12 @@ class PreviousGradient:
             return None
         return self.step
 
-    def keep_memory(self, parameters: Parameters) -> None:
-        """Copy the next gradients into the memory of the present ones, which are not used again.
-
-        To map new memory takes several times as long as to copy into it.
-        """
-        self._free_memory = [
-            [None if parameter.grad is None else local_shard(parameter.grad) for parameter in group]
-            for group in parameters
-        ]
-
-    def release_memory(self) -> None:
-        """Delete what `keep_memory` has kept."""
-        self._free_memory = []
-
     def copy_from(self, parameters: Parameters, *, step_number: int) -> None:
         """Copy the gradients of `parameters`, into the memory of the previous copy where it fits."""
         if are_read_together([parameter for group in parameters for parameter in group]):
             # The old copy is not used again, so its memory is free for the new one.
-            self._gradients, self._free_memory = None, []
-        old = self._gradients or self._free_memory
+            self._gradients = None
+        old = self._gradients or []
         gradients: list[list[Tensor | None]] = []
         for number, group in enumerate(parameters):
             shards = {
@@ -89,7 +74,6 @@ class PreviousGradient:
             old_copies = [memory[index] if index < len(memory) else None for index in present]
             copies = dict(zip(present, _copies(divided, sources, old_copies), strict=True))
             gradients.append([copies.get(index) for index in range(len(group))])
-        self.release_memory()
         self._gradients, self._step_number, self.step = gradients, step_number, None
         self._defined_groups = self._metric.defined_groups()
 

@@ -1,6 +1,6 @@
 """Reads the gradients of one step on this rank: by hooks, with FSDP2, or those that the caller passes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,66 +17,55 @@ from adascale_worker.scaling.statistics.steps import StepSettings
 from adascale_worker.torch_private.fsdp import is_fully_sharded
 from adascale_worker.torch_private.modules import communication_hooks
 
-LocalGradients = Mapping[Tensor, Tensor]
-"""The gradient of each parameter that has one."""
-
 
 class GivenGradients:
-    """The squared norms of the micro-gradients of this rank, which the caller passes in place of hooks."""
+    """The squared norms of the micro-gradients of this rank, which the caller reads in place of hooks."""
 
     def __init__(self, parameters: OptimizerParameters, metric: EuclideanMetric) -> None:
         self._parameters = parameters
         self._metric = metric
-        self._earlier: Tensor | None = None
-        self._last: LocalGradients | None = None
-        self._last_weight = 1.0
-        self._last_norms: Tensor | None = None
-        self.count = 0  # without the last one
+        self.clear()
 
     def clear(self) -> None:
         """Discard what was read."""
-        self._earlier = self._last = self._last_norms = None
-        self.count = 0
+        self._earlier: Tensor | None = None
+        self.discard_last()
+        self.count = 0  # without the last one
 
-    @property
-    def has_last(self) -> bool:
-        """Whether the micro-gradient that completes the step was given."""
-        return self._last is not None
+    def discard_last(self) -> None:
+        """Discard the present micro-gradient."""
+        self._present: dict[int, list[Tensor]] = {}
+        self.has_last = False
+        self._last_weight = 1.0
 
-    def add(self, gradients: LocalGradients, weight: float) -> None:
-        """Read a micro-gradient that does not complete the step, times its weight."""
-        norms = self._sqr_norms(gradients, weight)
+    def read(self, group: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Read a part of the present micro-gradient."""
+        norm = self._metric.sqr_norm(parameters, gradients, self._parameters.device)
+        self._present.setdefault(group, []).append(norm)
+
+    def end(self, weight: float) -> None:
+        """End a micro-gradient that does not complete the step, times its weight."""
+        norms = self._sqr_norms(weight)
         self._earlier = norms if self._earlier is None else self._earlier + norms
+        self.discard_last()
         self.count += 1
 
-    def set_last(self, gradients: LocalGradients | None, weight: float = 1.0) -> None:
-        """Use the micro-gradient that completes the step, in place of the one before; None deletes it."""
-        self._last, self._last_weight, self._last_norms = gradients, weight, None
-
-    def read_last(self, gradients: LocalGradients, weight: float) -> None:
-        """Read the micro-gradient that completes the step now, because it is averaged in place next."""
-        self.set_last({})
-        self._last_norms = self._sqr_norms(gradients, weight)
+    def end_last(self, weight: float) -> None:
+        """End the micro-gradient that completes the step."""
+        self.has_last, self._last_weight = True, weight
 
     def sum_of_sqr_norms(self) -> Tensor:
         """Return the sum of the squared norms, each divided by its weight: shape (groups,)."""
-        if self._last is None:
-            zeros = torch.zeros(len(self._parameters.groups()), **self._parameters.statistics_options)
-            return zeros if self._earlier is None else self._earlier
-        last = self._last_norms
-        if last is None:
-            last = self._sqr_norms(self._last, self._last_weight)
+        last = self._sqr_norms(self._last_weight)
         return last if self._earlier is None else self._earlier + last
 
-    def _sqr_norms(self, gradients: LocalGradients, weight: float) -> Tensor:
-        device = self._parameters.device
-        present = [[p for p in group if p in gradients] for group in self._parameters.groups()]
-        norms = torch.stack(
-            [self._metric.sqr_norm(group, [gradients[p] for p in group], device) for group in present]
-        )
-        if weight == 1.0:
-            return norms
-        return norms / weight if weight > 0.0 else torch.zeros_like(norms)
+    def _sqr_norms(self, weight: float) -> Tensor:
+        groups = len(self._parameters.groups())
+        zero = torch.zeros((), **self._parameters.statistics_options)
+        if weight <= 0.0:
+            return zero.repeat(groups)
+        sums = [sum(self._present.get(group, ()), zero) for group in range(groups)]
+        return torch.stack(sums) / weight if weight != 1.0 else torch.stack(sums)
 
 
 AVERAGING_HOOKS = (
@@ -103,11 +92,12 @@ class GradientReader:
     ) -> None:
         self._metric = metric
         self._parameters = parameters
-        self.given = None if observes_backward else GivenGradients(parameters, metric)
+        self._given = None if observes_backward else GivenGradients(parameters, metric)
         self._settings = settings
         self.ddp = model if isinstance(model, DistributedDataParallel) else None
         self.is_compressed = False  # whether averaged gradients are not the mean of the local ones
         self._sharded = _sharded_gradients(model, parameters, settings.world_size)
+        self._is_measuring = False
         self._on_pass_start = on_pass_start
         self._observer = BackwardObserver(self._start_pass, on_pass_end, metric)
 
@@ -134,13 +124,14 @@ class GradientReader:
     def observe(self, settings: StepSettings) -> None:
         """Observe the backward passes of the next step."""
         self._settings = settings
-        if self.given is None:
+        if self._given is None:
             self._observer.observe(self._parameters.groups(), self._reading_time())
 
     def begin_step(self, *, measuring: bool) -> None:
         """Discard what was read in this step, and read the next passes with FSDP2 if `measuring`."""
-        if self.given is not None:
-            self.given.clear()
+        self._is_measuring = measuring
+        if self._given is not None:
+            self._given.clear()
         self._observer.begin_step()
         if self._sharded is not None:
             self._sharded.begin_step(measuring=measuring)
@@ -160,8 +151,8 @@ class GradientReader:
     @property
     def passes(self) -> int:
         """Backward passes of this step so far, including passes that FSDP2 does not synchronise."""
-        if self.given is not None:
-            return self.given.count + self.given.has_last
+        if self._given is not None:
+            return self._given.count + self._given.has_last
         return self._observer.passes if self._sharded is None else self._sharded.passes
 
     @property
@@ -173,15 +164,35 @@ class GradientReader:
     @property
     def has_read_all(self) -> bool:
         """Whether all micro-gradients of this rank were read."""
-        if self.given is not None:
-            return self.given.has_last and self.passes == self._settings.accumulation
+        if self._given is not None:
+            return self._given.has_last and self.passes == self._settings.accumulation
         if self._sharded is not None:
             return self.micro_gradients > 1
         return self._observer.has_read_any and self._observer.has_read_all
 
-    def weigh_pass(self, weight: float) -> None:
-        """Set by what the loss of the present backward pass is multiplied."""
-        self._observer.weight = weight
+    # -- what the caller reads, without an observer --------------------------------------------------------
+
+    def read(self, group: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Read a part of a micro-gradient: the gradients of parameters of a group."""
+        if self._given is not None:
+            self._given.read(group, parameters, gradients)
+
+    def end_micro_gradient(self, weight: float) -> None:
+        """End a micro-gradient that does not complete the step, times its weight."""
+        if self._given is not None and self._is_measuring:
+            self._given.end(weight)
+
+    def end_last_gradient(self, weight: float) -> None:
+        """End the micro-gradient that completes the step, times its weight."""
+        if self._given is not None and self._is_measuring:
+            self._given.end_last(weight)
+
+    def discard_last_gradient(self) -> None:
+        """Discard the micro-gradient that completes the step."""
+        if self._given is not None:
+            self._given.discard_last()
+
+    # -- what was read --------------------------------------------------------------------------------------
 
     def synchronisation_problem(self) -> str | None:
         """Return why micro-gradients of FSDP2 cannot be read, and what to change; None if they can."""
@@ -192,8 +203,8 @@ class GradientReader:
 
         Each is divided by its weight.
         """
-        if self.given is not None:
-            return self.given.sum_of_sqr_norms()
+        if self._given is not None:
+            return self._given.sum_of_sqr_norms()
         device = self._parameters.device
         if self._sharded is not None:
             return self._sharded.sum_of_sqr_norms(device)
