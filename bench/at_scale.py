@@ -9,9 +9,9 @@ their own on this machine, and another process plays the agents of all pods: it 
 heartbeats, and reports steps, as often as the metrics service requests. With all jobs training, on as many
 replicas as they want, it measures the operator while nothing changes but reports, and then the times
 
-- apply: from the answer to the creation of another job to its Indexed Job,
+- apply: from the answer to the creation of another job to its first pod,
 - edit: from the answer to an edit of a job to the status with its `observedGeneration`,
-- lost pod: from the eviction of a pod to its deletion by the operator, so that it is replaced at once.
+- lost pod: from the eviction of a pod to the creation of the next one.
 
 The times are those at which watches of this process see the results. The jobs have 20 templates, which differ
 in image, processor and memory. --profile writes a flame graph of the operator during the changes, by py-spy
@@ -64,7 +64,6 @@ from support.launch import free_port, wait_until
 TOKEN = "token-of-the-measurement"
 TEMPLATES = 20
 THREADS = 8
-COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 SIMULATED = "kwok.x-k8s.io/node"
 JOBS_TIMEOUT = 1800.0
 STABLE_SECONDS = 30.0
@@ -328,7 +327,7 @@ class Measurement:
         self._add("operator, without reports", f"{quiet.cores:.3f} cores")
         self._note("without reports", begun)
         kinds: list[tuple[str, Callable[[int], float]]] = [
-            ("apply to Indexed Job", self._apply),
+            ("apply to first pod", self._apply),
             ("edit of the spec to new status", self._edit),
             ("lost pod to its deletion by the operator", self._lose),
         ]
@@ -398,7 +397,7 @@ class Measurement:
 
     def _apply(self, number: int) -> float:
         name = self._submit(self._arguments.jobs + number)
-        return self._seen.seconds_until(lambda: name in self._seen.indexed_jobs)
+        return self._seen.seconds_until(lambda: name in self._seen.first_pods)
 
     def _edit(self, number: int) -> float:
         name = f"job-{number:05d}"
@@ -413,7 +412,7 @@ class Measurement:
         job = f"job-{number + self._arguments.samples:05d}"
         name, uid = self._seen.first_pods[job]
         self._core.patch_namespaced_pod_status(name, self._namespace, {"status": evicted()})
-        return self._seen.seconds_until(lambda: uid in self._seen.deleted_pods)
+        return self._seen.seconds_until(lambda: self._seen.first_pods[job][1] != uid)
 
 
 class Seen:
@@ -423,19 +422,16 @@ class Seen:
         self._api = api
         self._namespace = namespace
         self._changed = threading.Condition()
-        self.indexed_jobs: set[str] = set()
         self.observed: dict[str, int] = {}
         self.first_pods: dict[str, tuple[str, str]] = {}
-        """Job -> name and uid of the pod of its first replica, if it runs."""
-        self.deleted_pods: set[str] = set()
+        """Job -> name and uid of the newest pod of its first replica."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch during the context. The threads end with the process."""
         objects: Any = client.CustomObjectsApi(self._api)
-        batch, core = client.BatchV1Api(self._api), client.CoreV1Api(self._api)
+        core = client.CoreV1Api(self._api)
         kinds: list[tuple[Callable[..., Any], tuple[str, ...], Callable[[str, Any], None]]] = [
-            (batch.list_namespaced_job, (self._namespace,), self._see_indexed_job),
             (
                 objects.list_namespaced_custom_object,
                 (*OBJECT, self._namespace, names.PLURAL),
@@ -468,27 +464,18 @@ class Seen:
             except client.ApiException:
                 continue
 
-    def _see_indexed_job(self, _: str, raw: Any) -> None:
-        self.indexed_jobs.add(raw["metadata"]["name"])
-
     def _see_job(self, _: str, raw: Any) -> None:
         generation = (raw.get("status") or {}).get("observedGeneration", 0)
         self.observed[raw["metadata"]["name"]] = generation
 
     def _see_pod(self, kind: str, raw: Any) -> None:
         metadata = raw["metadata"]
-        if kind == "DELETED" or "deletionTimestamp" in metadata:
-            self.deleted_pods.add(metadata["uid"])
-        elif metadata["annotations"][COMPLETION_INDEX] == "0" and raw["status"].get("phase") == "Running":
+        if kind == "ADDED" and replica_index(metadata) == 0:
             self.first_pods[metadata["labels"][names.LABEL_JOB]] = metadata["name"], metadata["uid"]
 
 
 def evicted() -> dict[str, Any]:
-    """Return the status that a kubelet writes when it evicts a pod.
-
-    The Job controller waits for some seconds after `finishedAt` before it replaces the pod. Without it, it
-    replaces the pod at once, and the operator has nothing to delete.
-    """
+    """Return the status that a kubelet writes when it evicts a pod."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     ended = {"exitCode": 137, "reason": "Error", "startedAt": now, "finishedAt": now}
     container = {"name": "worker", "image": "trainer", "imageID": "", "ready": False, "restartCount": 0}
@@ -661,7 +648,7 @@ class Agents:
                 self.changes += 1
         elif known is None and pod.status.phase == "Running":
             job = f"{pod.metadata.namespace}.{pod.metadata.labels[names.LABEL_JOB]}"
-            agent = Agent(job, replica_index({"annotations": pod.metadata.annotations}), uid)
+            agent = Agent(job, replica_index({"labels": pod.metadata.labels}), uid)
             self.agents[uid] = agent
             self.changes += 1
             self._schedule(agent, 0.0)

@@ -30,8 +30,8 @@ from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.runtime.control_loop import OperatorLoop
 from adascale_controller.operator.runtime.main import GC_THRESHOLD
 from adascale_controller.operator.runtime.object_cache import ObjectCache
-from adascale_controller.operator.types.actions import Event
-from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, ApiObject, Resource, timestamp
+from adascale_controller.operator.types.actions import Event, StoppedPod
+from adascale_controller.operator.types.kubernetes import ApiObject, Resource, replica_index, timestamp
 from adascale_controller.operator.types.workload import OperatorSettings
 from adascale_core import names
 from adascale_core.messages.allocation import Allocation, AllocationView
@@ -45,7 +45,7 @@ from adascale_core.views.jobs import JobChanges, JobList, JobView, ReplicaView
 
 Object = dict[str, Any]
 TEMPLATES = 20
-RESOURCES = (Resource.ADASCALEJOBS, Resource.JOBS, Resource.PODS, Resource.NODES)
+RESOURCES = (Resource.ADASCALEJOBS, Resource.PODS, Resource.NODES)
 SETTLE_SECONDS = 40.0
 """Seconds without a write after which no job changes its replica count again."""
 
@@ -155,7 +155,6 @@ class World:
         begun = time.process_time()
         await self._loop.cycle(full=full)
         seconds = time.process_time() - begun
-        self._run_pods()
         self._run_agents()
         return seconds
 
@@ -219,7 +218,7 @@ class World:
 
     def lose_pod(self, number: int) -> None:
         """Fail a pod, as the kubelet does on an eviction."""
-        name = f"job-{number:05d}-0"
+        name = f"job-{number:05d}-0-0"
         raw = self.objects[Resource.PODS][name]
         terminated = {"exitCode": 137, "reason": "Error"}
         status = {
@@ -240,37 +239,19 @@ class World:
 
     # -- what the cluster does ----------------------------------------------------------------------------
 
-    def _run_pods(self) -> None:
-        for name, raw in self.objects[Resource.JOBS].items():
-            count = 0 if raw["spec"]["suspend"] else raw["spec"]["parallelism"]
-            for rank in range(4):
-                pod = f"{name}-{rank}"
-                if rank >= count and pod in self.objects[Resource.PODS]:
-                    self._delete_pod(pod)
-                elif rank < count and pod not in self.objects[Resource.PODS]:
-                    self._create_pod(pod, name, rank, raw)
-
-    def _create_pod(self, name: str, job: str, rank: int, owner: Object) -> None:
+    def create_pod(self, manifest: ApiObject) -> ApiObject:
+        """Create a pod, which runs at once, as a call of the API server."""
+        self.writes += 1
         node = max(self._free, key=lambda each: self._free[each])
         self._free[node] -= 1
-        pod = owner["spec"]["template"]["spec"]
-        running = {"name": "worker", "state": {"running": {}}}
-        self.write(
-            Resource.PODS,
-            {
-                "metadata": {
-                    "name": name,
-                    "namespace": "team",
-                    "uid": f"{name}-{self._version}",
-                    "labels": {names.LABEL_JOB: job},
-                    "annotations": {COMPLETION_INDEX: str(rank)},
-                    "ownerReferences": [{"kind": "Job", "uid": owner["metadata"]["uid"], "controller": True}],
-                    "creationTimestamp": timestamp(time.time()),
-                },
-                "spec": {**deepcopy(pod), "nodeName": node},
-                "status": {"phase": "Running", "containerStatuses": [running]},
-            },
-        )
+        raw, running = deepcopy(dict(manifest)), {"name": "worker", "state": {"running": {}}}
+        raw["metadata"] |= {
+            "uid": f"{raw['metadata']['name']}-{self._version}",
+            "creationTimestamp": timestamp(time.time()),
+        }
+        raw["spec"]["nodeName"] = node
+        raw["status"] = {"phase": "Running", "containerStatuses": [running]}
+        return self.write(Resource.PODS, raw)
 
     def _delete_pod(self, name: str) -> None:
         raw = self.objects[Resource.PODS].pop(name)
@@ -284,7 +265,7 @@ class World:
         for raw in self.objects[Resource.PODS].values():
             if raw["status"]["phase"] == "Running":
                 metadata = raw["metadata"]
-                rank = int(metadata["annotations"][COMPLETION_INDEX])
+                rank = replica_index(metadata)
                 replicas.setdefault(metadata["labels"][names.LABEL_JOB], {})[rank] = metadata["uid"]
         for name, instances in replicas.items():
             job = self.jobs.get(f"team.{name}")
@@ -452,16 +433,9 @@ class InMemoryCluster:
         """Whether the operator may list a resource."""
         return True
 
-    async def may_create_pods(self) -> bool:
-        """Whether the operator may create pods."""
-        return True
-
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:
         """Return a pod, which admission leaves as it is."""
         return manifest
-
-    async def create_pod(self, manifest: ApiObject) -> None:
-        """Create no pod: no template is changed."""
 
     async def get_pod(self, namespace: str, name: str) -> ApiObject | None:
         """Return a pod."""
@@ -497,47 +471,19 @@ class InMemoryCluster:
         raw = self._world.objects[Resource.ADASCALEJOBS][name]
         return self._world.write(Resource.ADASCALEJOBS, {**raw, "status": dict(status)})
 
-    async def create_indexed_job(self, manifest: ApiObject) -> ApiObject:
-        """Create an Indexed Job."""
-        self._world.writes += 1
-        raw = deepcopy(dict(manifest))
-        raw["metadata"]["uid"] = f"uid-{raw['metadata']['name']}"
-        raw["metadata"]["creationTimestamp"] = timestamp(time.time())
-        return self._world.write(Resource.JOBS, raw)
+    async def create_pod(self, manifest: ApiObject) -> ApiObject | None:
+        """Create a pod, which runs at once."""
+        return self._world.create_pod(manifest)
 
-    async def patch_indexed_job(self, namespace: str, name: str, uid: str, patch: ApiObject) -> ApiObject:
-        """Change an Indexed Job."""
-        self._world.writes += 1
-        raw = self._world.objects[Resource.JOBS][name]
-        return self._world.write(Resource.JOBS, {**raw, "spec": {**raw["spec"], **patch["spec"]}})
+    async def stop_pod(self, namespace: str, pod: StoppedPod) -> bool:
+        """Delete a pod at once."""
+        self._world.delete_pod(pod.name)
+        return True
 
-    async def delete_indexed_job(self, namespace: str, name: str, uid: str) -> None:
-        """Is not needed here."""
-        raise ApiServerError("not expected")
-
-    async def try_indexed_job(self, manifest: ApiObject) -> None:
-        """Is not needed here: no template changes."""
-
-    async def leave_pods(self, namespace: str, name: str, uid: str) -> None:
-        """Is not needed here."""
-
-    async def own_pod(self, namespace: str, name: str, owner: ApiObject) -> None:
-        """Is not needed here."""
-
-    async def retire_pod(self, namespace: str, name: str) -> None:
+    async def delete_workload(self, namespace: str, name: str) -> None:
         """Is not needed here."""
 
     async def create_claim(self, manifest: ApiObject) -> None:
-        """Is not needed here."""
-
-    async def delete_pod(self, namespace: str, name: str) -> None:
-        """Delete a pod at once."""
-        self._world.delete_pod(name)
-
-    async def end_pod(self, namespace: str, name: str) -> None:
-        """End no pod: none needs it."""
-
-    async def release_pod(self, namespace: str, name: str) -> None:
         """Is not needed here."""
 
     async def delete_job(self, namespace: str, name: str, uid: str) -> None:

@@ -383,9 +383,8 @@ class AdaScaleJobSpec(_ClosedModel):
     opportunistic: Opportunistic | None = Field(
         default=None,
         description="Runs the smallest count of replicas, the core, as the pod template says, and all "
-        "further replicas as extra pods of a lower priority, in a second Indexed Job. Extra pods may be "
-        "taken at any time, which costs no step. On a cluster only. A change, also of the smallest count, "
-        "replaces all pods.",
+        "further replicas as extra pods of a lower priority. Extra pods may be taken at any time, which "
+        "costs no step. On a cluster only. A change replaces the pods.",
     )
     scale_invariant_steps: int | None = Field(
         default=None,

@@ -82,7 +82,7 @@ def validate_document(content: Any) -> AdaScaleJobDocument | list[FieldError]:
     except ValidationError as invalid:
         shape_errors = [_shape_error(error) for error in invalid.errors(include_url=False)]
         return shape_errors + _size_errors(_Sizes.valid_in(content, shape_errors))
-    errors = [*_size_errors(_Sizes.of(document.spec)), *_name_errors(document), *_spare_errors(document)]
+    errors = [*_size_errors(_Sizes.of(document.spec)), *_spare_errors(document)]
     return errors or document
 
 
@@ -104,18 +104,6 @@ def _spare_errors(document: AdaScaleJobDocument) -> list[FieldError]:
         )
         return [FieldError(("spec", "spareReplicas"), message)]
     return []
-
-
-def _name_errors(document: AdaScaleJobDocument) -> list[FieldError]:
-    """Return an error if the Job of extra pods would have a name that is too long."""
-    name, limit = document.metadata.name, names.MAX_NAME_LENGTH_WITH_EXTRA_PODS
-    if document.spec.opportunistic is None or len(name) <= limit:
-        return []
-    message = (
-        f"must have at most {limit} characters with spec.opportunistic, since the Job of the extra pods is "
-        f"named {name}{names.EXTRA_SUFFIX}, got {len(name)}"
-    )
-    return [FieldError(("metadata", "name"), message)]
 
 
 # -- shape ---------------------------------------------------------------------------------------------

@@ -296,7 +296,6 @@ class JobUnderTest:
         self.name = name
         self.id = f"{namespace}.{name}"
         self._objects: Any = client.CustomObjectsApi(system.api)
-        self._batch: Any = client.BatchV1Api(system.api)
 
     def kubectl(self, *arguments: str, **options: Any) -> str:
         """Run kubectl in the job's namespace."""
@@ -373,23 +372,13 @@ class JobUnderTest:
         """Return the newest pod of each replica; without pods that have ended, unless `ended`."""
         selector = f"{names.LABEL_JOB}={self.name}"
         found = self._system.core.list_namespaced_pod(self.namespace, label_selector=selector).items
-        index = "batch.kubernetes.io/job-completion-index"
         pods = [pod for pod in found if ended or pod.status.phase in ("Pending", "Running")]
         pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
-        first = names.ANNOTATION_FIRST_REPLICA
-        return {
-            int(pod.metadata.annotations[index]) + int(pod.metadata.annotations.get(first, 0)): pod
-            for pod in pods
-        }
+        return {int(pod.metadata.labels[names.LABEL_REPLICA]): pod for pod in pods}
 
     def uids(self) -> dict[int, str]:
         """Return the uids of its pods, by rank."""
         return {rank: pod.metadata.uid for rank, pod in sorted(self.pods().items())}
-
-    def indexed_jobs(self) -> list[Any]:
-        """Return its Indexed Jobs."""
-        selector = f"{names.LABEL_JOB}={self.name}"
-        return list(self._batch.list_namespaced_job(self.namespace, label_selector=selector).items)
 
     def logs(self, rank: int = 0) -> str:
         """Return the output of the newest pod of a rank."""

@@ -40,7 +40,6 @@ class Jobs:
     def __init__(self, api: client.ApiClient, namespace: str) -> None:
         self._objects: Any = client.CustomObjectsApi(api)
         self._core: Any = client.CoreV1Api(api)
-        self._batch: Any = client.BatchV1Api(api)
         self._namespace = namespace
 
     def submit(self, number: int) -> None:
@@ -83,14 +82,10 @@ class Jobs:
         return bool(raw["status"].get("observedGeneration") == raw["metadata"]["generation"])
 
     def made(self) -> dict[str, Any]:
-        """What must stay as it is: pods, Indexed Jobs with their sizes, and the generations."""
+        """What must stay as it is: pods and generations."""
         pods = self._core.list_namespaced_pod(self._namespace, label_selector=names.LABEL_JOB).items
-        indexed = self._batch.list_namespaced_job(self._namespace).items
         return {
             "pods": sorted(pod.metadata.uid for pod in pods),
-            "indexed jobs": sorted(
-                (each.metadata.uid, each.spec.parallelism, each.spec.suspend) for each in indexed
-            ),
             "counts": [
                 [
                     raw["status"].get(name)

@@ -41,7 +41,7 @@ def waits_for_room(job: JobUnderTest, replicas: str) -> None:
     condition = job.wait_for_condition("Running", "InsufficientCapacity", status="False")
     assert condition["message"].startswith(f"Insufficient capacity for {replicas}")
     assert job.status()["state"] == "Pending"
-    assert not job.indexed_jobs()
+    assert not job.pods()
 
 
 def finish(job: JobUnderTest) -> None:
@@ -159,8 +159,8 @@ def test_a_job_runs_on_one_type_of_accelerator_and_moves_when_its_nodes_are_gone
         first = workspace.submit(job_manifest("first", minReplicas=2, container=devices.container()))
         first.wait_until_training(2)
         assert (first.status()["accelerator"], nodes_of(first)) == ("test-a", {near})
-        (made,) = first.indexed_jobs()
-        assert made.metadata.annotations[names.ANNOTATION_ACCELERATOR] == "test-a"
+        made = first.pods()[0].metadata
+        assert made.annotations[names.ANNOTATION_ACCELERATOR] == "test-a"
         second = workspace.submit(job_manifest("second", minReplicas=2, container=devices.container()))
         second.wait_until_training(2)
         assert (second.status()["accelerator"], nodes_of(second)) == ("test-b", {far})

@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 GROUP = "kueue.x-k8s.io"
 VERSION = "v1beta2"
 QUEUE_NAME = f"{GROUP}/queue-name"
-ELASTIC = f"{GROUP}/elastic-job"
 
 
 class Queue:
@@ -117,13 +116,13 @@ def queue(system: System, workspace: Workspace) -> Iterator[Queue]:
 
 
 def queued(queue: Queue, **spec: Any) -> Manifest:
-    """Return a job of the queue, which may change its size while it is admitted."""
+    """Return a job of the queue."""
     return in_queue(queue, job_manifest(**spec))
 
 
 def in_queue(queue: Queue, manifest: Manifest) -> Manifest:
-    """Put a job into the queue, elastic while it is admitted."""
-    manifest["metadata"] |= {"labels": {QUEUE_NAME: queue.name}, "annotations": {ELASTIC: "true"}}
+    """Put a job into the queue."""
+    manifest["metadata"] |= {"labels": {QUEUE_NAME: queue.name}}
     return manifest
 
 
@@ -150,7 +149,7 @@ def test_a_queued_job_waits_for_its_quota_and_grows_and_shrinks_with_it(
 ) -> None:
     job = workspace.submit(queued(queue, scaleInvariantSteps=100000))
     waits_in_queue(job)
-    assert (job.status()["state"], job.uids()) == ("Pending", {})
+    assert (job.status()["state"], job.status().get("allocation")) == ("Pending", None)
     queue.set_quota(1)
     job.wait_until_training(1)
     first = job.uids()
@@ -173,8 +172,8 @@ def test_replicas_that_wait_for_quota_let_the_others_train(workspace: Workspace,
     first = job.uids()
     # More than there is quota for, by the spec alone.
     job.edit(minReplicas=2)
-    condition = job.wait_for_condition("Rescaling", "SchedulingGated")
-    assert condition["message"].startswith("1 -> 2: waiting for Kueue to reserve the quota of more replicas")
+    condition = job.wait_for_condition("Rescaling", "Queued")
+    assert condition["message"].startswith("1 -> 2: waiting for Kueue to reserve quota")
     before = job.view()["latest"]["step"]
     wait_until(lambda: job.view()["latest"]["step"] > before, "a step beside the pods that wait")
     begun = time.monotonic()
@@ -193,7 +192,7 @@ def test_a_job_that_kueue_preempts_saves_its_state_and_continues_when_there_is_q
     job = workspace.submit(queued(queue, scaleInvariantSteps=100000))
     job.wait_until_training(2)
     with preempted_by_another_job(system, queue):
-        job.wait_for("end of all replicas", lambda status: status["replicas"] == 0 and not job.pods())
+        job.wait_for("end of all replicas", lambda status: status["replicas"] == 0)
         last = job.view()["latest"]["step"]
         condition = job.wait_for_condition("Running", "Queued", status="False")
         assert "LocalQueue" in condition["message"]
@@ -204,7 +203,7 @@ def test_a_job_that_kueue_preempts_saves_its_state_and_continues_when_there_is_q
 
 
 @pytest.mark.release
-def test_kueue_admits_extra_pods_and_preempts_all_of_them_while_the_core_trains(
+def test_kueue_admits_extra_pods_one_by_one_and_preempts_as_many_as_it_needs_while_the_others_train(
     system: System, workspace: Workspace, queue: Queue
 ) -> None:
     with priority_classes(system, spare=-10) as classes:
@@ -212,19 +211,26 @@ def test_kueue_admits_extra_pods_and_preempts_all_of_them_while_the_core_trains(
         job = workspace.submit(job_manifest(scaleInvariantSteps=100000, opportunistic=settings))
         job.wait_until_training(1)
         core = job.uids()
-        condition = job.wait_for_condition("Rescaling", "ExtraPodsSuspended")
-        assert "waits to be admitted in LocalQueue" in condition["message"]
+        condition = job.wait_for_condition("Rescaling", "Queued")
+        assert "waiting for Kueue to reserve quota" in condition["message"]
         queue.set_quota(1)
         job.wait_until_training(2)
         queue.set_quota(3)
         status = job.wait_until_training(4, 240)
         assert (status["extraReplicas"], status["disruptions"]) == (3, 0)
         with preempted_by_another_job(system, queue):
-            status = job.wait_until_training(1)
-            assert (job.uids(), status["extraReplicas"], status["failures"]) == (core, 0, 0)
+            status = job.wait_until_training(2)
+            assert core.items() <= job.uids().items()
+            assert (status["extraReplicas"], status["failures"]) == (1, 0)
             before = job.view()["latest"]["step"]
-            wait_until(lambda: job.view()["latest"]["step"] > before, "a step of the core")
-        job.wait_until_training(4, 300)
+            wait_until(lambda: job.view()["latest"]["step"] > before, "a step of the others")
+
+        def may_grow() -> bool:
+            # What was measured beside other tests may keep it from growing.
+            limits = system.get(f"/jobs/{job.id}/decision")["limits"]
+            return any(each["reason"].endswith("holds 4 replicas") for each in limits)
+
+        wait_until(may_grow, "a limit of 4 replicas after there is quota again", patience=60)
         assert core.items() <= job.uids().items()
 
 
@@ -271,17 +277,28 @@ def other_job(queue: Queue, priority: str) -> Manifest:
     }
 
 
-@pytest.mark.release
-def test_a_suspension_by_others_saves_the_state_and_is_not_undone(workspace: Workspace) -> None:
-    job = workspace.submit(job_manifest(maxReplicas=1, scaleInvariantSteps=100000))
-    job.wait_until_training(1)
-    suspend = ("patch", "job", job.name, "--type=merge", "-p")
-    job.kubectl(*suspend, '{"spec": {"suspend": true}}')
-    condition = job.wait_for_condition("Suspended", "JobSuspended")
-    assert condition["message"].startswith(f"spec.suspend of Job {job.name} was set, and not by the operator")
-    wait_until(lambda: not job.pods(), "the end of its pods")
-    last = job.view()["latest"]["step"]
-    assert (job.status()["state"], job.indexed_jobs()[0].spec.suspend) == ("Suspended", True)
-    job.kubectl(*suspend, '{"spec": {"suspend": false}}')
-    resumed_step(job, last)
-    assert (job.status()["failures"], job.wait_for_event("JobSuspended").count("JobSuspended")) == (0, 1)
+def test_two_jobs_start_one_after_the_other_under_a_quota_that_holds_one_of_them(
+    workspace: Workspace, queue: Queue
+) -> None:
+    """Neither ever holds a part of its smallest count."""
+    queue.set_quota(3)
+    spec = {"minReplicas": 2, "maxReplicas": 2, "scaleInvariantSteps": 100000}
+    jobs = [workspace.submit(in_queue(queue, job_manifest(name, **spec))) for name in ("first", "second")]
+    wait_until(lambda: any(job.status().get("replicas") == 2 for job in jobs), "one that trains")
+    (waits,) = (job for job in jobs if job.status().get("replicas") != 2)
+    (trains,) = (job for job in jobs if job is not waits)
+    waits_in_queue(waits)
+    assert queue.reserved() == 2
+    assert {pod.spec.node_name for pod in waits.pods().values()} == {None}
+    trains.edit(suspend=True)
+    waits.wait_until_training(2)
+    wait_until(lambda: not trains.pods(ended=True), "the end of its pods")
+    assert queue.reserved() == 2
+    waits.edit(scaleInvariantSteps=1)
+    waits.wait_for("its end", lambda status: status["state"] == "Complete")
+    trains.edit(suspend=False)
+    trains.wait_until_training(2)
+    for job in jobs:
+        job.delete()
+    wait_until(lambda: not any(job.pods(ended=True) for job in jobs), "the end of their pods", patience=90)
+    assert queue.reserved() == 0

@@ -12,8 +12,8 @@ from kubernetes import client
 
 from adascale_core import names
 from cluster import system
-from cluster.simulated import OBJECT, PATIENCE, POOL, Place, place_at_work
-from cluster.test_kueue import ELASTIC, GROUP, QUEUE_NAME, VERSION, Queue, other_job
+from cluster.simulated import PATIENCE, POOL, Place, place_at_work
+from cluster.test_kueue import GROUP, QUEUE_NAME, VERSION, Queue, other_job
 
 # CI does not build Kueue: see test_kueue.py.
 pytestmark = [pytest.mark.cluster, pytest.mark.release, pytest.mark.timeout(600)]
@@ -39,10 +39,10 @@ def test_extra_pods_grow_within_the_quota_of_their_queue(place: Place) -> None:
     try:
         jobs.submit("digits", opportunistic={"priorityClassName": name, "queueName": name})
         wait_until(
-            lambda: jobs.condition("digits", "Rescaling")["reason"] == "ExtraPodsSuspended",
+            lambda: jobs.condition("digits", "Rescaling")["reason"] == "Queued",
             "extra pods that wait for quota",
         )
-        assert "waits to be admitted in LocalQueue" in jobs.condition("digits", "Rescaling")["message"]
+        assert "waiting for Kueue to reserve quota" in jobs.condition("digits", "Rescaling")["message"]
         assert jobs.trains_on("digits", 1)
         core = set(jobs.pods("digits"))
         queue.set_quota(1)
@@ -66,7 +66,7 @@ def test_the_flavor_that_kueue_chooses_is_the_type_of_accelerator(place: Place) 
     queue = Queue(place.api, name, {suffix: {label: each} for suffix, each in types.items()})
     queue.create()
     queue.set_quota(0, small=1, large=3)
-    marks = {"labels": {QUEUE_NAME: name}, "annotations": {ELASTIC: "true"}}
+    marks = {"labels": {QUEUE_NAME: name}}
     try:
         jobs.submit("digits", marks, minReplicas=2)
         wait_until(lambda: jobs.trains_on("digits", 2), "training on the flavor that has quota for it")
@@ -80,41 +80,7 @@ def test_the_flavor_that_kueue_chooses_is_the_type_of_accelerator(place: Place) 
         queue.delete()
 
 
-def test_jobs_without_a_queue_name_say_what_to_set_where_kueue_manages_them(place: Place) -> None:
-    api, jobs, name = place.api, place.jobs, place.namespace
-    batch: Any = client.BatchV1Api(api)
-    objects: Any = client.CustomObjectsApi(api)
-    scheduling: Any = client.SchedulingV1Api(api)
-    queue = Queue(api, name)
-    plain: Any = other_job(queue, name)
-    plain["metadata"]["labels"], plain["spec"]["suspend"] = {}, False
-    tried: Any = batch.create_namespaced_job(name, plain, dry_run="All")
-    if not tried.spec.suspend:
-        pytest.skip(
-            "needs manageJobsWithoutQueueName in the configuration of Kueue, and its webhook for all Jobs"
-        )
-    place.pool.add(8)
-    queue.create()
-    queue.set_quota(4)
-    scheduling.create_priority_class({"metadata": {"name": name}, "value": -10})
-    try:
-        jobs.submit("digits", opportunistic={"priorityClassName": name})
-        wait_until(lambda: jobs.condition("digits")["reason"] == "JobSuspended", "a suspended job")
-        assert f"set the label {QUEUE_NAME} of the AdaScaleJob" in jobs.condition("digits")["message"]
-        marks = {"labels": {QUEUE_NAME: name}, "annotations": {ELASTIC: "true"}}
-        objects.patch_namespaced_custom_object(*OBJECT, name, names.PLURAL, "digits", {"metadata": marks})
-        wait_until(
-            lambda: jobs.condition("digits", "Rescaling")["reason"] == "ExtraPodsSuspended",
-            "extra pods without one",
-        )
-        assert jobs.trains_on("digits", 1)
-        assert "set spec.opportunistic.queueName" in jobs.condition("digits", "Rescaling")["message"]
-    finally:
-        queue.delete()
-        scheduling.delete_priority_class(name)
-
-
-def test_an_elastic_job_that_kueue_evicts_with_more_than_its_smallest_count_is_admitted_again(
+def test_a_job_that_kueue_evicts_with_more_than_its_smallest_count_is_admitted_again(
     place: Place,
 ) -> None:
     api, jobs, name = place.api, place.jobs, place.namespace
@@ -129,7 +95,7 @@ def test_an_elastic_job_that_kueue_evicts_with_more_than_its_smallest_count_is_a
         GROUP, VERSION, "workloadpriorityclasses", {**priority, "metadata": {"name": name}}
     )
     try:
-        jobs.submit("digits", {"labels": {QUEUE_NAME: name}, "annotations": {ELASTIC: "true"}}, maxReplicas=2)
+        jobs.submit("digits", {"labels": {QUEUE_NAME: name}}, maxReplicas=2)
         wait_until(lambda: jobs.trains_on("digits", 2), "training on 2 replicas")
         other = other_job(queue, name)
         other["spec"]["template"]["spec"] |= {
@@ -138,7 +104,6 @@ def test_an_elastic_job_that_kueue_evicts_with_more_than_its_smallest_count_is_a
         }
         batch.create_namespaced_job(name, other)
         wait_until(lambda: jobs.condition("digits")["reason"] == "Queued", "the eviction")
-        wait_until(lambda: not jobs.pods("digits"), "the end of its pods")
         wait_until(lambda: "quota" in jobs.condition("digits")["message"], "Kueue's reason")
         batch.delete_namespaced_job("other", name, propagation_policy="Background")
         wait_until(lambda: jobs.trains_on("digits", 2), "training on 2 replicas again")

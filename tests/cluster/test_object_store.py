@@ -162,7 +162,7 @@ def test_a_job_whose_pods_are_all_lost_continues_from_an_object_store(
         volume.persistent_volume_claim is None for pod in first.values() for volume in pod.spec.volumes
     )
     assert "SingleNode" not in [reason for reason, _ in job.events()]
-    described = job.kubectl("get", "asj,jobs,pods", f"--selector={names.LABEL_JOB}={job.name}", "-o", "json")
+    described = job.kubectl("get", "asj,pods", f"--selector={names.LABEL_JOB}={job.name}", "-o", "json")
     assert s3.SECRET_KEY not in described + json.dumps(job.raw())
 
     saved = wait_until(lambda: store.saved_step(job.name), "a checkpoint in the object store")

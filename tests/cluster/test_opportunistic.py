@@ -91,8 +91,6 @@ def test_a_pod_of_high_priority_takes_extra_pods_and_no_step_is_lost(
         status = job.wait_until_training(4, 240)
         assert status["extraReplicas"] == 3
         wait_until(lambda: steps_of_core(job)[-1]["replicas"] == 4, "a step on four replicas")
-        sizes = {each.metadata.name: each.spec.parallelism for each in job.indexed_jobs()}
-        assert sizes == {"mine": 1, "mine-extra": 3}
         four_pods = job.uids()
         assert {pod.spec.priority for rank, pod in job.pods().items() if rank} == {-10}
 

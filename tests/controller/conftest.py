@@ -8,7 +8,6 @@ import pytest
 
 from adascale_controller.job_definition import OpportunisticSettings
 from adascale_controller.operator.apply.cluster import ApiServerError
-from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.operator.types.workload import QUEUE_NAME, Queueing
 from adascale_core import names
 from adascale_core.decision.decide import Decision, DecisionProblem
@@ -37,11 +36,10 @@ class Cluster:
         return {**pod, "spec": pod["spec"] | {"priority": self.priorities[name]}}
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The parallelism of the Indexed Jobs that are not being deleted."""
-        jobs = self.world.objects[Resource.JOBS]
-        present = {name: raw for name, raw in jobs.items() if "deletionTimestamp" not in raw["metadata"]}
-        return {name: raw["spec"]["parallelism"] for name, raw in present.items()}
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of live pods of the smallest count, and of extra pods."""
+        extra = len(self.extra_pods())
+        return len(self.world.live_pods) - extra, extra
 
     def decide(self, count: int) -> None:
         self.decided.count = count
@@ -52,7 +50,7 @@ class Cluster:
         return [
             raw["metadata"]["name"]
             for raw in self.world.live_pods
-            if names.ANNOTATION_FIRST_REPLICA in raw["metadata"]["annotations"]
+            if names.LABEL_EXTRA in raw["metadata"]["labels"]
         ]
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.apply.indexed_job import indexed_job_manifest
+from adascale_controller.operator.apply.manifests import pod_manifest
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.schedule.nodes import eligible_nodes
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_controller.operator.types.actions import Actions
+from adascale_controller.operator.types.actions import Actions, NewPod
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import PodSettings, Workload
@@ -26,7 +26,7 @@ from adascale_core.decision.type_choice import Accelerator
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.reports import StepTime
 from adascale_core.views.jobs import JobView
-from support.observed_jobs import SPEC, condition, indexed_job, job, observed, pod, report, view
+from support.observed_jobs import SPEC, condition, job, observed, pod, report, view
 
 GPU = "nvidia.com/gpu"
 H200, L4, NO_LABEL = "NVIDIA-H200", "NVIDIA-L4", names.NO_ACCELERATOR_LABEL
@@ -69,16 +69,14 @@ def running(
     """Return a job that trains on one replica on each of these nodes."""
     number = len(on)
     made = job((1, number), status={"accelerator": recorded} if recorded else None)
-    pods: list[Pod] = [pod(rank, node=node) for rank, node in enumerate(on)]
+    pods: list[Pod] = [pod(rank, node=node, accelerator=required) for rank, node in enumerate(on)]
     accelerator = required or "a kind of device"
     service = replace(
         view((1, number), (1, number)),
         latest=replace(report(1, number), accelerator=accelerator),
         step_times=tuple(step_times),
     )
-    return observed(
-        replace(made, template={"spec": spec}), service, indexed_job(number, accelerator=required), pods
-    )
+    return observed(replace(made, template={"spec": spec}), service, pods)
 
 
 def decide(*jobs: ObservedJob, on: Sequence[ApiObject] | None, label: str | None = None) -> list[Decision]:
@@ -138,7 +136,7 @@ def test_types_are_not_told_apart_without_a_label() -> None:
         (running(["h200"], recorded=H200), nodes(h200=4, l4=8), Accelerator(H200)),
         (running(["h200"]), nodes(h200=4, l4=8), Accelerator(H200)),
         # its pods have to be created again
-        (replace(running(["h200"], recorded=H200), indexed_job=None, pods=()), nodes(h200=4, l4=8),
+        (replace(running(["h200"], recorded=H200), pods=()), nodes(h200=4, l4=8),
          Accelerator(H200, required=True)),
         # pods that are on two types have to be kept on one
         (running(["h200", "l4"], recorded=H200), nodes(h200=4, l4=8), Accelerator(H200, required=True)),
@@ -287,7 +285,7 @@ def test_a_job_stops_if_its_pods_can_not_run_on_its_type(
     required: str | None, accelerator: Accelerator | None, stays: bool
 ) -> None:
     found = actions(running(["h200"], required=required), accelerator)
-    assert not found.delete_indexed_job
+    assert not found.stop_pods
     if stays:
         assert found.allocate is None
         return
@@ -295,19 +293,20 @@ def test_a_job_stops_if_its_pods_can_not_run_on_its_type(
     assert found.allocate.replicas == 0
     rescaling = condition(found, ConditionType.RUNNING)
     assert rescaling.status, "its state is not saved yet"
-    saved = observed(job((2, 0)), view((2, 0)), indexed_job(1, accelerator=required, suspended=True), ())
+    saved = observed(job((2, 0)), view((2, 0)), [pod(0, accelerator=required)])
     found = actions(saved, accelerator)
-    assert (found.delete_indexed_job, found.allocate) == (True, None)
+    assert ([each.name for each in found.stop_pods], found.allocate) == (["digits-0"], None)
     assert condition(found, ConditionType.RUNNING).reason == Reason.ACCELERATOR_CHANGED
-    assert not actions(saved, accelerator, replicas=0).delete_indexed_job, "it waits for capacity"
 
 
 def test_the_type_is_recorded_while_the_job_has_replicas() -> None:
     new = waiting()
     found = actions(new, Accelerator(H200, required=True), 2)
-    assert (found.create_indexed_job, found.accelerator, found.status["accelerator"]) == (2, H200, H200)
+    assert [each.accelerator for each in found.create_pods] == [H200, H200]
+    assert found.status["accelerator"] == H200
     found = actions(new, Accelerator(H200), 2)
-    assert (found.create_indexed_job, found.accelerator, found.status["accelerator"]) == (2, None, H200)
+    assert [each.accelerator for each in found.create_pods] == [None, None]
+    assert found.status["accelerator"] == H200
     assert "accelerator" not in actions(new, Accelerator(H200, required=True), 0).status
     assert "accelerator" not in actions(new, Accelerator(), 1).status
     present = running(["h200"], recorded=H200)
@@ -340,9 +339,9 @@ def test_pods_require_their_type_besides_what_the_template_requires(
     )
 
     def pod_spec(kind: str | None) -> dict[str, Any]:
-        manifest = indexed_job_manifest(workload, 2, suspend=False, single_node=False, accelerator=kind)
+        manifest = pod_manifest(workload, NewPod(0, 0, accelerator=kind))
         assert manifest["metadata"]["annotations"].get(names.ANNOTATION_ACCELERATOR) == kind
-        found: dict[str, Any] = manifest["spec"]["template"]["spec"]
+        found: dict[str, Any] = manifest["spec"]
         return found
 
     found = pod_spec(accelerator)

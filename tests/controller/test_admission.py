@@ -183,8 +183,8 @@ def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_rai
     status = {"conditions": merged((), [limited], 1, NOW)}
     resource = replace(job(status=status), template=template)
     workload = Workload("digits", "team", "job-uid", resource.valid_job, template, 0, PodSettings("http://a"))
-    cached = CachedJob(resource, workload, None, (), frozenset())
-    reader = AdmissionReader(Quota(World()), lambda _: None, may_create_pods=True)
+    cached = CachedJob(resource, workload, (), frozenset())
+    reader = AdmissionReader(Quota(World()), lambda _: None)
     found = []
     for number in range(3):
         now = NOW + number * admission_reader.QUOTA_INTERVAL

@@ -9,10 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_controller.operator.apply.indexed_job import (
-    indexed_job_manifest,
-    template_warnings,
-)
+from adascale_controller.operator.apply.manifests import template_warnings
 from adascale_controller.operator.apply.pod_template import TOKEN_FOLDER
 from adascale_controller.operator.schedule.nodes import eligible_nodes, pod_request
 from adascale_controller.operator.types.workload import (
@@ -152,10 +149,10 @@ def without_ours(made_of: dict[str, Any], warned: str) -> dict[str, Any]:
 def test_everything_that_a_template_sets_is_kept(made_of: dict[str, Any], single_node: bool) -> None:
     before = copy.deepcopy(made_of)
     made = workload(made_of)
-    manifest = indexed_job_manifest(made, 2, suspend=False, single_node=single_node)
+    manifest = pod(made, single_node)
     assert made_of == before
     assert json.loads(json.dumps(manifest)) == manifest
-    kept(without_ours(made_of, "\n".join(template_warnings(made))), manifest["spec"]["template"])
+    kept(without_ours(made_of, "\n".join(template_warnings(made))), manifest)
 
 
 @given(templates, st.booleans())
@@ -217,7 +214,7 @@ def test_an_invalid_pod_template_is_left_for_the_api_server_to_reject(
     for place, value in of_worker:
         put(made_of["spec"]["containers"][0], place, value)
     before = copy.deepcopy(made_of)
-    manifest = indexed_job_manifest(workload(made_of), 2, suspend=False, single_node=True)
+    manifest = pod(workload(made_of), single_node=True)
     assert made_of == before
     json.dumps(manifest)
     pod_request(made_of["spec"])

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_controller.job_definition import OpportunisticSettings
 from adascale_controller.operator.apply.applier import (
     MAX_STATUS_RATE,
     STATUS_BURST,
@@ -18,18 +17,17 @@ from adascale_controller.operator.apply.applier import (
 )
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import ObservedJob
-from adascale_controller.operator.types.actions import Actions
+from adascale_controller.operator.types.actions import Actions, NewPod, StatusChange, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
-from adascale_controller.operator.types.workload import PodSettings, Workload
 from support.fake_cluster import FakeCluster
-from support.observed_jobs import actions_for, indexed_job, job, observed, training_job, view
+from support.observed_jobs import actions_for, job, observed, training_job, view
 from support.world import World
 
 
 def test_of_more_statuses_than_the_rate_allows_the_oldest_is_written_first() -> None:
     world = World()
     applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
-    actions = replace(actions_for(training_job(), 2), allocate=None, status_is_urgent=False)
+    actions = replace(actions_for(training_job(), 2), allocate=None, status_change=StatusChange.REPORTED)
     jobs = [reported_status_of(world, f"job-{number}") for number in range(5 * STATUS_BURST // 2)]
     seconds = STATUS_BURST / MAX_STATUS_RATE
     rounds: list[set[str]] = []
@@ -75,7 +73,7 @@ def test_gpus_that_a_replica_does_not_use_are_named_in_an_event(gpus: str) -> No
 
 
 @pytest.mark.parametrize(("status", "is_refused"), [(403, True), (500, True), (422, False)])
-def test_extra_pods_are_not_made_and_may_be_deleted_while_the_job_of_the_others_is_not_created(
+def test_no_further_pods_are_tried_after_the_first_is_rejected_and_others_are_stopped(
     status: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []
@@ -85,56 +83,47 @@ def test_extra_pods_are_not_made_and_may_be_deleted_while_the_job_of_the_others_
         raise ApiServerError("rejects it: no", status, "no")
 
     world = World()
-    made = world.create(Resource.JOBS, {"metadata": {"name": "digits-extra"}, "spec": {"parallelism": 1}})
-    monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
+    monkeypatch.setattr(FakeCluster, "create_pod", refuse)
     applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
-    lacking = job_without_indexed_jobs()
-    having = replace(lacking, extra_job=indexed_job(1, uid=made["metadata"]["uid"], first=1))
-    nothing = Actions({}, status_is_urgent=False, status_changed=False, create_indexed_job=1)
-    for seen, actions in (
-        (lacking, replace(nothing, create_extra_job=1)),
-        (having, replace(nothing, delete_extra_job=True)),
-    ):
-        applied = asyncio.run(applier.apply(seen, actions))
-        assert tried == ["digits"]
-        tried.clear()
-        refused = applied.refused
-        assert (refused is not None and (refused.reply, refused.extra) == ("no", False)) == is_refused
-        assert applied.template_rejection == (None if is_refused else "no")
-    assert "deletionTimestamp" in world.objects[Resource.JOBS]["digits-extra"]["metadata"]
+    pods = (NewPod(0, 0), NewPod(1, 0))
+    stop = (StoppedPod("digits-2-0", "uid", Stop.DELETE),)
+    actions = Actions({}, StatusChange.NONE, create_pods=pods, stop_pods=stop)
+    applied = asyncio.run(applier.apply(job_without_pods(), actions))
+    assert tried == ["digits-0-0"]
+    assert (applied.refused is not None and applied.refused.reply == "no") == is_refused
+    assert applied.template_rejection == (None if is_refused else "no")
+    assert world.writes == ["delete pod digits-2-0"]
+    assert applied.is_stale, "the pod does not exist"
 
 
-def test_a_namespace_is_prepared_before_each_job_that_has_pods_is_created() -> None:
+def test_pods_are_created_each_once_after_their_namespace_is_prepared() -> None:
     world, prepared = World(), list[tuple[str, list[str]]]()
 
     async def prepare(namespace: str) -> None:
-        prepared.append((namespace, list(world.objects[Resource.JOBS])))
+        prepared.append((namespace, list(world.objects[Resource.PODS])))
 
     applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator", before_pods=prepare)
-    actions = Actions(
-        {}, status_is_urgent=False, status_changed=False, create_indexed_job=1, create_extra_job=1
-    )
-    asyncio.run(applier.apply(job_without_indexed_jobs(), actions))
-    assert prepared == [("team", []), ("team", ["digits"])]
+    actions = Actions({}, StatusChange.NONE, create_pods=tuple(NewPod(rank, 0) for rank in range(5)))
+    for _ in range(2):
+        asyncio.run(applier.apply(job_without_pods(), actions))
+    assert prepared[0] == ("team", [])
+    assert sorted(world.objects[Resource.PODS]) == [f"digits-{rank}-0" for rank in range(5)]
+    assert len(world.live_pods) == 5
 
 
 def test_a_job_that_is_deregistered_already_is_no_error() -> None:
     """The jobs of the metrics service may be a moment older than the last call."""
     world = World()
     applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
-    actions = Actions({}, status_is_urgent=False, status_changed=False, deregister=True)
+    actions = Actions({}, status_change=StatusChange.NONE, deregister=True)
     asyncio.run(applier.apply(training_job(), actions))
     assert world.writes == ["deregister team.digits"]
 
 
-def job_without_indexed_jobs() -> ObservedJob:
-    """Return a job with extra pods, whose Indexed Jobs do not exist yet."""
-    resource = job((1, 2), opportunistic=OpportunisticSettings("spare"))
-    template = {"spec": {"containers": [{"name": "worker"}]}}
-    workload = Workload(
-        "digits", "team", "job-uid", resource.valid_job, template, 0, PodSettings("http://api")
-    )
-    return observed(resource, view((1, 2)), workload=workload)
+def job_without_pods() -> ObservedJob:
+    """Return a job whose pods do not exist yet."""
+    template = {"spec": {"containers": [{"name": "worker", "image": "trainer:1"}]}}
+    return observed(replace(job((1, 2)), template=template), view((1, 2)))
 
 
 def reported_status_of(world: World, name: str) -> ObservedJob:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.observe.cached_fields import cached_fields
-from adascale_controller.operator.observe.observed_job import IndexedJob
 from adascale_controller.operator.observe.pods import job_of_pod, read_pod
 from adascale_controller.operator.schedule.nodes import eligible_nodes, free_nodes, pod_request
-from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, TRACKING_FINALIZER, Resource
+from adascale_controller.operator.types.kubernetes import Resource
+from adascale_controller.operator.types.workload import KUEUE_FINALIZER, POD_GROUP_SIZE, QUEUE_NAME
 from adascale_core import names
 
 MANAGED = [{"manager": "kwok", "fieldsV1": {"f:status": {f"f:field-{number}": {} for number in range(50)}}}]
@@ -22,10 +22,17 @@ METADATA = {
     "resourceVersion": "7",
     "creationTimestamp": "2027-01-15T08:00:00Z",
     "deletionTimestamp": "2027-01-15T08:01:00Z",
-    "finalizers": [TRACKING_FINALIZER],
-    "labels": {names.LABEL_JOB: "digits", COMPLETION_INDEX: "0", "app": "x", "controller-uid": "y"},
-    "annotations": {COMPLETION_INDEX: "0", "note": "z" * 500},
-    "ownerReferences": [{"kind": "Job", "uid": "job", "controller": True}],
+    "finalizers": [KUEUE_FINALIZER],
+    "labels": {
+        names.LABEL_JOB: "digits",
+        names.LABEL_REPLICA: "0",
+        names.LABEL_ATTEMPT: "2",
+        names.LABEL_EXTRA: "true",
+        QUEUE_NAME: "team",
+        "app": "x",
+    },
+    "annotations": {POD_GROUP_SIZE: "2", "note": "z" * 500},
+    "ownerReferences": [{"kind": "AdaScaleJob", "name": "digits", "uid": "job", "controller": True}],
     "managedFields": MANAGED,
 }
 SPEC = {
@@ -106,21 +113,6 @@ def test_a_pod_of_another_owner_takes_what_it_requests() -> None:
     for spec in ({"nodeSelector": {"zone": "a"}}, {"tolerations": [{"operator": "Exists"}]}):
         assert eligible_nodes(spec, [kept_node]) == eligible_nodes(spec, [node])
     assert len(json.dumps(kept_node)) < 0.4 * len(json.dumps(node))
-
-
-def test_an_indexed_job_is_read_as_before() -> None:
-    raw = {
-        "metadata": {
-            "name": "digits",
-            "uid": "job",
-            "annotations": {names.ANNOTATION_TEMPLATE: "digest"},
-            "ownerReferences": [{"kind": names.KIND, "uid": "owner"}],
-            "managedFields": MANAGED,
-        },
-        "spec": {"parallelism": 3, "suspend": True, "activeDeadlineSeconds": 5, "template": {"spec": SPEC}},
-        "status": {"conditions": [{"type": "Failed", "status": "True", "reason": "R", "message": "m"}]},
-    }
-    assert IndexedJob.read(cached_fields(Resource.JOBS, raw)) == IndexedJob.read(raw)
 
 
 def test_equal_short_strings_of_several_objects_are_kept_once() -> None:

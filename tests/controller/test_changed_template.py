@@ -10,6 +10,7 @@ import pytest
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.runtime import admission_reader
 from adascale_controller.operator.schedule.placement_backoff import MAX_PAUSE
+from adascale_controller.operator.types.actions import StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from adascale_controller.operator.types.workload import QUEUE_NAME
 from adascale_core.messages.allocation import ActiveAllocation
@@ -100,33 +101,31 @@ def test_a_check_ends_with_the_job_that_is_stopped(monkeypatch: pytest.MonkeyPat
     world.check_status = pending(WAITING)
     edit(world, 2)
     world.run_cycles(5)
-    delete, refusals = FakeCluster.delete_pod, [500]
+    stop, refusals = FakeCluster.stop_pod, [500]
 
-    async def refuse_once(fake: FakeCluster, namespace: str, name: str) -> None:
-        if refusals:
+    async def refuse_once(fake: FakeCluster, namespace: str, pod: StoppedPod) -> bool:
+        if refusals and "check" in pod.name:
             raise ApiServerError("internal error", refusals.pop())
-        await delete(fake, namespace, name)
+        return await stop(fake, namespace, pod)
 
-    monkeypatch.setattr(FakeCluster, "delete_pod", refuse_once)
+    monkeypatch.setattr(FakeCluster, "stop_pod", refuse_once)
     world.edit(suspend=True)
     world.run_cycles()
     assert (world.checks, refusals) == ({}, [])
 
 
-def test_a_queue_name_that_is_set_while_pods_change_their_job_replaces_all_pods(several: World) -> None:
+def test_a_queue_name_that_is_set_while_pods_are_replaced_replaces_all_pods(several: World) -> None:
     world = several
-    before = set(world.agents)
+    before = set(world.uids)
     edit(world, 2)
-    while "deletionTimestamp" not in world.objects[Resource.JOBS]["digits"]["metadata"]:
+    while len(before & set(world.uids)) == 3:
         world.run_cycles(1)
     assert world.job is not None
     meta = {**world.job["metadata"], "labels": {QUEUE_NAME: "team"}}
     world.write(Resource.ADASCALEJOBS, {**world.job, "metadata": meta})
     world.run_cycles()
-    assert not before & set(world.agents)
-    assert world.indexed_job is not None
-    assert world.indexed_job["metadata"]["labels"][QUEUE_NAME] == "team"
-    assert (world.indexed_job["spec"]["suspend"], running(world)[1]) == (True, "Queued")
+    assert not before & set(world.uids)
+    assert {raw["metadata"]["labels"][QUEUE_NAME] for raw in world.live_pods} == {"team"}
 
 
 def test_an_image_without_the_agent_stops_nothing() -> None:
@@ -157,9 +156,15 @@ def test_a_check_that_finds_no_node_does_not_last(seconds: float) -> None:
     assert images(world) == {"trainer:2" if seconds else "trainer:1"}
 
 
-def test_where_pods_may_not_be_created_the_pods_are_replaced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(_: FakeCluster, manifest: ApiObject) -> None:
-        raise ApiServerError("forbidden", 403)
+def test_where_a_policy_rejects_the_check_the_pods_are_replaced_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create = FakeCluster.create_pod
+
+    async def refuse(fake: FakeCluster, manifest: ApiObject) -> ApiObject | None:
+        if "check" in manifest["metadata"]["name"]:
+            raise ApiServerError("forbidden", 403)
+        return await create(fake, manifest)
 
     monkeypatch.setattr(FakeCluster, "create_pod", refuse)
     world = trained()
@@ -216,7 +221,7 @@ def active(world: World) -> ActiveAllocation:
 
 def test_pods_are_replaced_one_by_one_while_the_others_train(several: World) -> None:
     world = several
-    before, generations, messages = set(world.agents), set(), set()
+    before, generations, messages = set(world.uids), set(), set()
     edit(world, 2)
     for _ in range(60):
         world.run_cycles(1)
@@ -224,14 +229,13 @@ def test_pods_are_replaced_one_by_one_while_the_others_train(several: World) -> 
         messages.add(running(world)[2])
     assert images(world) == {"trainer:2"}
     assert len(world.live_pods) == 3
-    assert not before & set(world.agents)
+    assert not before & set(world.uids)
     # Each pod is a loss, and then a planned change. A generation of all three is active before the next.
     counts = [each.replicas for each in sorted(generations, key=lambda each: each.generation)]
     assert counts == [3, 2, 3, 2, 3, 2, 3]
     assert "Training on 3 replicas; 1 pod of the template before is left, replaced one by one" in messages
     assert world.status["failures"] == 0
     assert running(world)[:2] == ("True", "Training")
-    # Once more: the Job has a selector of its own now.
     edit(world, 3)
     world.run_cycles()
     assert images(world) == {"trainer:3"}
@@ -243,14 +247,14 @@ def test_all_pods_are_replaced_if_those_of_the_new_template_can_not_join(
     several: World, fail: Callable[[World, str], None]
 ) -> None:
     world = several
-    before, messages = set(world.agents), set()
+    before, messages = set(world.uids), set()
     edit(world, 2)
     for _ in range(60):
         world.run_cycles(1)
         messages.add(running(world)[2])
-        for name in set(world.agents) - before:
-            if before & set(world.agents):
-                fail(world, name)
+        for uid in world.uids.keys() - before:
+            if before & world.uids.keys() and world.uids[uid] in world.agents:
+                fail(world, world.uids[uid])
     assert images(world) == {"trainer:2"}
     assert active(world).replicas == 3
     changed = "spec.template or spec.stepTimeoutSeconds has changed"
@@ -264,31 +268,38 @@ def test_all_pods_are_replaced_at_once_where_no_smaller_count_is_valid(several: 
     edit(world, 2)
     world.run_cycles()
     assert images(world) == {"trainer:2"}
-    assert world.indexed_job is not None
-    assert "manualSelector" not in world.indexed_job["spec"]
 
 
-def test_pods_stay_if_the_api_server_rejects_the_job_of_the_new_template(several: World) -> None:
+def test_pods_stay_if_the_api_server_rejects_those_of_the_new_template(several: World) -> None:
     world = several
-    before = set(world.agents)
-    world.job_rejection = "spec.template.spec.initContainers[0].image: Required value"
+    before, reply = set(world.uids), "spec.initContainers[0].image: Required value"
+
+    def admit(pod: Object) -> Object:
+        if pod["spec"]["containers"][0]["image"] == "trainer:2":
+            raise ApiServerError("invalid", 422, reply)
+        return pod
+
+    world.admit = admit
     edit(world, 2)
     world.run_cycles()
-    assert set(world.agents) == before
+    assert set(world.uids) == before
     status, reason, message = running(world)
     assert (status, reason) == ("True", "InvalidSpec")
-    assert "initContainers[0].image" in message
+    assert reply in message
+    edit(world, 3)
+    world.run_cycles()
+    assert images(world) == {"trainer:3"}
 
 
 def test_no_second_pod_is_replaced_while_the_first_finds_no_place(several: World) -> None:
     world = several
-    before = set(world.agents)
+    before = set(world.uids)
     edit(world, 2)
-    while len(before & set(world.agents)) == 3:
+    while len(before & set(world.uids)) == 3:
         world.run_cycles(1)
     world.node_slots = 2
     world.run_cycles(30)
-    assert len(before & set(world.agents)) == 2
+    assert len(before & set(world.uids)) == 2
     world.node_slots = 100
     world.now += MAX_PAUSE
     world.run_cycles(90)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.observe.observed_job import IndexedJob, ObservedJob
+from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import next_deadline
 from adascale_controller.operator.schedule.scheduler import Scheduler
+from adascale_controller.operator.types.actions import StatusChange
 from adascale_controller.operator.types.conditions import ConditionType, condition_of
 from adascale_controller.operator.types.kubernetes import timestamp
 from adascale_core.decision.deadline import Feasibility
@@ -22,7 +23,7 @@ from support.observed_jobs import (
     NOW,
     actions_for,
     condition,
-    indexed_job,
+    finished_pod,
     job,
     observed,
     report,
@@ -127,28 +128,17 @@ def test_the_condition_says_whether_the_deadline_can_be_met(
 
 
 @pytest.mark.parametrize(("completed", "reason"), [(-1, "DeadlineMet"), (1, "DeadlineMissed")])
-def test_a_job_is_complete_when_its_indexed_job_is_and_not_when_the_operator_looks(
+def test_a_job_is_complete_when_a_pod_has_finished_and_not_when_the_operator_looks(
     completed: int, reason: str
 ) -> None:
     due = NOW - 40
     running = training_job(completion_deadline_seconds=60)
-    seen = replace(running, indexed_job=indexed_job(2, complete=True, completed_at=due + completed))
+    seen = replace(running, pods=[finished_pod(0, due + completed), finished_pod(1, due + completed + 3)])
     actions = actions_for(seen)
     assert condition(actions, ConditionType.DEADLINE_FEASIBLE).reason == reason
     assert actions.status["completionTime"] == timestamp(due + completed)
-    gone = replace(with_status(seen, actions), indexed_job=None)
+    gone = replace(with_status(seen, actions), pods=())
     assert actions_for(gone).status == actions.status
-
-
-def test_an_indexed_job_is_complete_when_its_success_policy_is_met() -> None:
-    """Kubernetes adds Complete when all pods have ended, which may take their grace period."""
-    met, complete = (
-        {"type": kind, "status": "True", "lastTransitionTime": timestamp(moment)}
-        for kind, moment in (("SuccessCriteriaMet", NOW), ("Complete", NOW + 30))
-    )
-    for conditions, moment in (([], None), ([met], NOW), ([met, complete], NOW), ([complete], NOW + 30)):
-        raw = {"metadata": {"uid": "1"}, "spec": {}, "status": {"conditions": conditions}}
-        assert IndexedJob.read(raw).completed_at == moment
 
 
 def test_a_program_that_has_finished_does_not_go_on_after_the_deadline() -> None:
@@ -167,8 +157,7 @@ def test_the_operator_looks_at_a_job_at_its_deadline() -> None:
     missed = replace(running, now=NOW + 500)
     assert condition(actions_for(missed, 2), ConditionType.DEADLINE_FEASIBLE).reason == "DeadlineMissed"
     assert next_deadline(missed, assess(missed)) == inf
-    assert running.indexed_job is not None
-    complete = replace(running, indexed_job=replace(running.indexed_job, complete=True))
+    complete = replace(running, pods=[finished_pod(0), finished_pod(1)])
     assert next_deadline(complete, assess(complete)) == inf
 
 
@@ -187,9 +176,9 @@ def test_another_prediction_is_not_urgent(feasibility: Feasibility) -> None:
     before = training_job(completion_deadline_seconds=600)
     predicted = with_status(before, actions_for(before, 2, feasibility=FOUR))
     again = actions_for(predicted, 2, feasibility=feasibility)
-    assert (again.status_is_urgent, again.status_changed) == (False, True)
+    assert again.status_change is StatusChange.REPORTED
     missed = actions_for(replace(predicted, now=NOW + 500), 2)
-    assert missed.status_is_urgent
+    assert missed.status_change is StatusChange.URGENT
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adascale_core.messages.job_spec import LocalBszLimit
-from support.observed_jobs import actions_for, indexed_job, job, observed, view
+from support.observed_jobs import actions_for, job, observed, pod, view
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_new_disruptions_of_the_metrics_service_are_added(
 ) -> None:
     status = {"disruptions": counted, "attempts": {"reportedDisruptions": included, "trained": 2}}
     service = view((2, 2), (2, 2), disruptions=disruptions, failures=failures)
-    actions = actions_for(observed(job((2, 2), status=status), service, indexed_job(2)), 2)
+    actions = actions_for(observed(job((2, 2), status=status), service, 2), 2)
     assert actions.status["disruptions"] == expected
     assert actions.status["attempts"]["reportedDisruptions"] == disruptions
     lost = [event for event in actions.events if event.reason == "ReplicaLost"]
@@ -51,7 +51,7 @@ def test_what_does_not_fit_into_memory_is_in_the_status_and_a_lower_limit_is_an_
 ) -> None:
     status = {"localBatchLimit": recorded} if recorded else {}
     service = view((2, 2), (2, 2), local_bsz_limit=limit)
-    actions = actions_for(observed(job((2, 2), status=status), service, indexed_job(2)), 2)
+    actions = actions_for(observed(job((2, 2), status=status), service, 2), 2)
     assert actions.status.get("localBatchLimit") == expected
     events = [event for event in actions.events if event.reason == "LocalBatchLimited"]
     assert len(events) == has_event
@@ -62,9 +62,8 @@ def test_what_does_not_fit_into_memory_is_in_the_status_and_a_lower_limit_is_an_
 def test_the_limit_in_the_status_is_that_of_the_type_of_accelerator_that_the_pods_require(
     required: str | None, expected: int | None
 ) -> None:
-    """While it is suspended, a job has no replicas, whose types the metrics service would know."""
+    """While its pods start, a job has no replicas, whose types the metrics service would know."""
     limits = (LocalBszLimit("NVIDIA-H200", 6), LocalBszLimit("NVIDIA-T4", 4))
     service = view((2, 0), (2, 0), local_bsz_limits=limits, local_bsz_limit=4)
-    present = indexed_job(2, suspended=True, accelerator=required)
-    actions = actions_for(observed(job((2, 0)), service, present), 0)
+    actions = actions_for(observed(job((2, 0)), service, [pod(0, accelerator=required)]), 0)
     assert actions.status.get("localBatchLimit") == expected

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adascale_client import ServiceError, ServiceRefusedError
-from adascale_controller.operator.apply.cluster import ApiServerError, JobRefusedError
+from adascale_controller.operator.apply.cluster import ApiServerError, PodRefusedError
 from adascale_controller.operator.runtime.error_isolation import (
     MAX_RETRY_INTERVAL,
     RETRY_INTERVAL,
@@ -17,7 +17,7 @@ from adascale_controller.operator.types.kubernetes import ApiObject
 from support.fake_cluster import FakeCluster
 from support.world import World
 
-REFUSED = ApiServerError('jobs.batch "digits" is forbidden: exceeded quota', 403)
+REFUSED = ApiServerError('pods "digits-0-0" is forbidden: exceeded quota', 403, "exceeded quota")
 
 
 class Clock:
@@ -48,7 +48,7 @@ def intervals(errors: list[Exception]) -> list[float]:
     "error",
     [
         REFUSED,
-        JobRefusedError(ApiServerError("failed calling webhook", 500), extra=False),
+        PodRefusedError("failed calling webhook", 500),
         ApiServerError("already exists", 409),
         ServiceRefusedError("unknown", 404),
         ValueError("a bug"),
@@ -101,7 +101,7 @@ def test_a_job_whose_pods_are_refused_sends_few_requests_and_one_at_once_when_it
         attempts.append(world.now)
         raise REFUSED
 
-    monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
+    monkeypatch.setattr(FakeCluster, "create_pod", refuse)
     world = World()
     world.submit()
     world.run_cycles(300)

@@ -19,7 +19,6 @@ from support.observed_jobs import (
     actions_for,
     condition,
     failed_pod,
-    indexed_job,
     job,
     observed,
     report,
@@ -118,7 +117,7 @@ def test_the_operator_returns_to_the_count_that_works_and_says_why() -> None:
     actions = actions_for(at_two, 1, failing_count=failing)
     rescaling = condition(actions, ConditionType.RESCALING)
     assert (rescaling.status, rescaling.reason) == (True, Reason.PREPARING_REPLICAS)
-    at_one = observed(job((3, 1)), view((3, 1), (3, 1)), indexed_job(1))
+    at_one = observed(job((3, 1)), view((3, 1), (3, 1)), 1)
     rescaling = condition(actions_for(at_one, 1, failing_count=failing), ConditionType.RESCALING)
     assert (rescaling.status, rescaling.reason) == (False, Reason.PROGRAM_FAILED)
     assert rescaling.message == f"T{expected[1:]}; it gets 1 replica at most"

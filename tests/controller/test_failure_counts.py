@@ -9,7 +9,8 @@ import pytest
 from adascale_controller.operator.observe.pods import Pod, PodExit
 from adascale_controller.operator.reconcile.failures import count_failures, read_failures, with_pods
 from adascale_core.failures import FailureCount
-from support.observed_jobs import failed_pod, indexed_job, job, observed, pod, view
+from adascale_core.messages.registration import ReplicaState
+from support.observed_jobs import failed_pod, finished_pod, job, observed, pod, replica, view
 
 EVICTED = pod(0, phase="Failed", exit=PodExit(3, disruption=True))
 
@@ -37,7 +38,7 @@ def test_failures_of_pods_are_added_to_the_recorded_count(
     assert with_pods(known, pods) == expected
 
 
-def test_failures_count_again_after_the_indexed_job_was_replaced() -> None:
+def test_failures_count_again_after_the_pods_were_replaced() -> None:
     known = with_pods(FailureCount(2, 0, 2), [])
     assert known.count == 2
     assert with_pods(known, [failed_pod(0)]).count == 3
@@ -49,11 +50,12 @@ def test_the_count_is_read_from_the_status() -> None:
     assert read_failures({}) == FailureCount()
 
 
-def test_pods_of_an_earlier_job_of_the_same_name_do_not_count() -> None:
-    observed_job = observed(job(), None, indexed_job(1, owner="earlier-uid"), pods=[failed_pod(0, 3)])
-    assert observed_job.own_pods == ()
-    assert replace(observed_job, indexed_job=None).own_pods == ()
-    assert len(replace(observed_job, indexed_job=indexed_job(1)).own_pods) == 1
+def test_the_failure_in_a_pod_that_is_gone_is_known_from_the_registration_of_its_agent() -> None:
+    gone = (replica(0, ReplicaState.FAILED, 3), replica(1, generation=3))
+    seen = observed(job((3, 2)), view((3, 2), (3, 2), replicas=gone), [pod(1)])
+    assert count_failures(seen) == FailureCount(1, 3)
+    assert count_failures(replace(seen, pods=[failed_pod(0, 3), pod(1)])) == FailureCount(1, 3)
+    assert count_failures(replace(seen, pods=[pod(0), pod(1)])) == FailureCount(), "its pod will say why"
 
 
 @pytest.mark.parametrize(
@@ -63,5 +65,6 @@ def test_pods_that_fail_after_rank_0_has_finished_do_not_count(
     complete: bool, known_by_service: bool, expected: int
 ) -> None:
     service = view((3, 2), (3, 2), complete=known_by_service)
-    at_its_end = observed(job((3, 2)), service, indexed_job(2, complete=complete), [pod(0), failed_pod(1, 3)])
+    first = finished_pod(0) if complete else pod(0)
+    at_its_end = observed(job((3, 2)), service, [first, failed_pod(1, 3)])
     assert count_failures(at_its_end).count == expected

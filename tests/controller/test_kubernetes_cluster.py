@@ -17,7 +17,7 @@ from adascale_controller.operator.apply.kubernetes_cluster import MAX_TRIES, Kub
 
 Answer = Callable[[int], web.Response]
 """Returns the answer to the call of a number, from 0."""
-JOB = {"metadata": {"name": "digits", "namespace": "team"}}
+POD = {"metadata": {"name": "digits-0-0", "namespace": "team"}}
 
 
 @asynccontextmanager
@@ -93,8 +93,7 @@ def test_unknown_fields_of_a_template_are_rejected() -> None:
 
     async def main() -> None:
         async with served(lambda _: web.json_response({}), [], [], queries) as cluster:
-            await cluster.try_indexed_job(JOB)
-            await cluster.create_indexed_job(JOB)
+            await cluster.create_pod(POD)
 
     asyncio.run(main())
-    assert [query["fieldValidation"] for query in queries] == ["Strict", "Strict"]
+    assert [query["fieldValidation"] for query in queries] == ["Strict"]

@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.job_definition import CheckpointSettings, JobDefinition, OpportunisticSettings
-from adascale_controller.operator.apply.cluster import ApiServerError, JobRefusedError
+from adascale_controller.job_definition import CheckpointSettings, JobDefinition
+from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.lookups import (
     CONTAINER_CREATING_TIMEOUT,
     CONTAINER_START_TIMEOUT,
+    START_EVENTS,
     LookupResults,
-    pod_creation_failure,
     with_start_problems,
 )
-from adascale_controller.operator.observe.observed_job import CachedJob, JobRefusal
+from adascale_controller.operator.observe.observed_job import CachedJob
 from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import (
-    SHORT_OF_PODS_TIMEOUT,
     EventReader,
     LookupFetcher,
 )
@@ -37,7 +36,6 @@ from support.observed_jobs import (
     SPEC,
     actions_for,
     condition,
-    indexed_job,
     job,
     observed,
     pod,
@@ -70,7 +68,7 @@ def cached(name: str) -> CachedJob:
     resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, parsed)
     template = {"spec": {"containers": [{"name": "worker"}]}}
     workload = Workload(name, "team", resource.uid, parsed, template, 0, PodSettings("http://api"))
-    return CachedJob(resource, workload, None, (), frozenset())
+    return CachedJob(resource, workload, (), frozenset())
 
 
 def test_a_call_that_hangs_for_one_job_delays_no_other_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,20 +204,19 @@ def test_a_hanging_claim_of_one_job_does_not_keep_another_job_from_training(
     assert world.status["state"] == "Running"
 
 
-@pytest.mark.parametrize("extra", [False, True])
-def test_a_refusal_is_kept_until_the_job_has_the_indexed_job_or_needs_it_no_more(extra: bool) -> None:
-    fetcher = LookupFetcher(FakeCluster(World()), lambda _: None)
-    fetcher.note_refusal("job-uid", JobRefusedError(ApiServerError("rejects it: no", 403, "no"), extra=extra))
-    lacking = observed(job(opportunistic=OpportunisticSettings("spare")))
-    with_one = replace(lacking, indexed_job=indexed_job(1)), replace(lacking, extra_job=indexed_job(1))
-    refusals = []
-    for seen in (lacking, with_one[not extra], with_one[extra], lacking):
+def test_a_refusal_is_kept_until_pods_are_created_and_its_text_only_changes_with_its_reason() -> None:
+    invalid = replace(job(), job=None)
+    fetcher, seen, shown = LookupFetcher(FakeCluster(World()), lambda _: None), observed(invalid), []
+    denied, again, quota = (
+        ApiServerError("rejects it", 403, reply) for reply in ("no 1", "no 2", "exceeded quota: gpus")
+    )
+    for error in (denied, again, quota, None):
+        fetcher.note_creation("job-uid", error)
         results = fetcher.results(seen)
         assert results is not None
-        refusals.append(results.refusal)
-    refusal = JobRefusal(PodProblem(Reason.POD_CREATION_FAILED, "no"), extra)
-    assert refusals == [refusal, refusal, None, None]
-    assert refusal.is_past(observed()) is extra, "there are no extra pods"
+        shown.append(None if results.refusal is None else (results.refusal.reason, results.refusal.message))
+    first = (Reason.POD_CREATION_FAILED, "no 1")
+    assert shown == [first, first, (Reason.QUOTA_EXCEEDED, "exceeded quota: gpus"), None]
 
 
 class EventsCluster(FakeCluster):
@@ -233,23 +230,15 @@ class EventsCluster(FakeCluster):
         return await self._list_events(namespace, field_selector)
 
 
-def failed_create(uid: str) -> ApiObject:
-    return {
-        "involvedObject": {"uid": uid},
-        "message": f"denied for {uid}",
-        "lastTimestamp": timestamp(NOW),
-    }
-
-
-def short_of_pods(number: int) -> CachedJob:
-    """Return a job whose Indexed Job has none of its pods."""
+def starting_slowly(number: int) -> CachedJob:
+    """Return a job with a pod that has been on its node for long without starting a container."""
     name = f"digits-{number}"
-    own = indexed_job(2, uid=f"uid-of-job-{number}", owner=f"uid-{name}")
     resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, JobDefinition(f"team.{name}", SPEC))
-    return CachedJob(resource, None, own, (), frozenset())
+    slow = creating_pod(CONTAINER_START_TIMEOUT + 1, uid=f"uid-of-pod-{number}")
+    return CachedJob(resource, None, (slow,), frozenset())
 
 
-def test_all_jobs_of_a_namespace_that_lack_pods_share_one_read_of_events() -> None:
+def test_all_jobs_of_a_namespace_with_pods_that_start_slowly_share_one_read_of_events() -> None:
     world = World()
 
     async def main() -> None:
@@ -257,7 +246,10 @@ def test_all_jobs_of_a_namespace_that_lack_pods_share_one_read_of_events() -> No
 
         async def list_events(namespace: str, selector: str) -> Sequence[ApiObject]:
             reads.append((namespace, selector))
-            return [failed_create(f"uid-of-job-{number}") for number in range(100)]
+            return [
+                {**event("FailedMount", f"of {each}"), "involvedObject": {"uid": f"uid-of-pod-{each}"}}
+                for each in range(100)
+            ]
 
         returned = set()
         all_returned = asyncio.Event()
@@ -268,19 +260,16 @@ def test_all_jobs_of_a_namespace_that_lack_pods_share_one_read_of_events() -> No
                 all_returned.set()
 
         fetcher = LookupFetcher(EventsCluster(world, list_events), on_result)
-        jobs = [short_of_pods(number) for number in range(100)]
+        jobs = [starting_slowly(number) for number in range(100)]
         await fetcher.fetch(jobs, NOW)
-        assert not reads
-        await fetcher.fetch(jobs, NOW + SHORT_OF_PODS_TIMEOUT)
         assert not reads, "a job with other changes waits for Events"
         async with asyncio.timeout(5):
             await all_returned.wait()
-        assert reads == [("team", "involvedObject.kind=Job,reason=FailedCreate")]
+        assert reads == [("team", START_EVENTS)]
         for number, each in enumerate(jobs):
             results = fetcher.results(each)
             assert results is not None
-            expected = PodProblem(Reason.POD_CREATION_FAILED, f"denied for uid-of-job-{number}")
-            assert results.pod_creation_failure == expected
+            assert [raw["message"] for raw in results.slow_pod_events] == [f"of {number}"]
 
     asyncio.run(main())
 
@@ -337,36 +326,13 @@ def test_claims_are_read_while_reads_of_events_wait(monkeypatch: pytest.MonkeyPa
             return []
 
         fetcher = LookupFetcher(EventsCluster(world, list_events), lambda _: None)
-        jobs = [short_of_pods(number) for number in range(lookup_fetcher.MAX_CONCURRENT + 1)]
+        jobs = [starting_slowly(number) for number in range(lookup_fetcher.MAX_CONCURRENT + 1)]
         await fetcher.fetch(jobs, NOW)
-        await fetcher.fetch(jobs, NOW + SHORT_OF_PODS_TIMEOUT)
         claimed = cached("claimed")
         await fetcher.fetch([claimed], NOW + 2)
         assert fetcher.results(claimed) is not None
 
     asyncio.run(main())
-
-
-# -- pods that the Job controller can't create --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("events", "expected"),
-    [
-        ([], None),
-        ([("too old", NOW - 10)], None),
-        ([("denied", NOW)], PodProblem(Reason.POD_CREATION_FAILED, "denied")),
-        (
-            [("denied", NOW), ("pods x is forbidden: exceeded quota: gpus", NOW + 1)],
-            PodProblem(Reason.QUOTA_EXCEEDED, "pods x is forbidden: exceeded quota: gpus"),
-        ),
-    ],
-)
-def test_the_newest_failed_create_event_is_the_reason(
-    events: Sequence[tuple[str, float]], expected: PodProblem | None
-) -> None:
-    raws = [{"message": message, "lastTimestamp": timestamp(moment)} for message, moment in events]
-    assert pod_creation_failure(raws, NOW - 5) == expected
 
 
 # -- pods in ContainerCreating ------------------------------------------------------------------------------
@@ -487,7 +453,7 @@ def test_only_a_pod_that_has_started_no_container_is_in_container_creating(chang
 
 def test_a_pod_in_container_creating_is_named_in_the_jobs_condition() -> None:
     creating = with_start_problems([creating_pod(61)], LookupResults(), NOW)
-    starting = observed(job((1, 1)), view((1, 1)), indexed_job(1), creating)
+    starting = observed(job((1, 1)), view((1, 1)), creating)
     actions = actions_for(starting, 1)
     running = condition(actions, ConditionType.RUNNING)
     assert (running.status, running.reason) == (False, Reason.CONTAINER_CREATING)
@@ -497,6 +463,6 @@ def test_a_pod_in_container_creating_is_named_in_the_jobs_condition() -> None:
 
 def test_a_pod_in_container_creating_does_not_fail_its_placement() -> None:
     creating = with_start_problems([creating_pod(61)], LookupResults(), NOW)
-    starting = observed(job((1, 1)), view((1, 1)), indexed_job(1), creating)
+    starting = observed(job((1, 1)), view((1, 1)), creating)
     assert starting.start_problem(range(1)) is not None
     assert starting.placement_problem(range(1)) is None

@@ -1,4 +1,4 @@
-"""Lost pods: which pods are deleted so that their replacements start at once."""
+"""The next pod of a replica: when it is made, and what becomes of those that have ended."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.observe.pods import Pod, PodExit
-from adascale_controller.operator.reconcile.failures import LONG_LIFE, is_lost
+from adascale_controller.operator.reconcile.failures import (
+    FIRST_PAUSE,
+    LONG_LIFE,
+    MAX_PAUSE,
+    is_lost,
+    replaced_at,
+)
 from adascale_core.failures import TerminationMessage
-from support.observed_jobs import NOW, actions_for, indexed_job, job, observed, pod, view
+from support.observed_jobs import NOW, actions_for, job, observed, pod, view, writes
 
 KILLED = PodExit(137)
 REENTERS = PodExit(75)
@@ -46,29 +52,47 @@ LOST = ended(1, replace(REENTERS, disruption=True), name="lost")
 
 
 @pytest.mark.parametrize(
-    ("removed", "pods", "more"),
+    ("ends", "pause"),
     [
-        (("lost",), [pod(0), LOST], {}),
-        ((), [pod(0), LOST, pod(1, created_at=NOW)], {}),
-        ((), [pod(0), replace(LOST, rank=2)], {}),
-        ((), [pod(0), LOST], {"suspended": True}),
-        ((), [pod(0), LOST], {"complete": True}),
-        ((), [pod(0), replace(LOST, created_at=NOW - 90), ended(1, FAILED)], {}),
+        ([], 0.0),
+        ([LOST], 0.0),
+        ([ended(1, replace(KILLED, ended_at=NOW))], FIRST_PAUSE),
+        ([ended(1, replace(FAILED, ended_at=NOW))], FIRST_PAUSE),
+        ([LOST, ended(1, replace(KILLED, ended_at=NOW), attempt=1)], FIRST_PAUSE),
+        ([ended(1, KILLED), ended(1, replace(KILLED, ended_at=NOW), attempt=1)], 2 * FIRST_PAUSE),
+        ([ended(1, KILLED), replace(LOST, attempt=1)], 0.0),
+        ([ended(1, replace(FAILED, ended_at=NOW), attempt=each) for each in range(99)], MAX_PAUSE),
     ],
 )
-def test_the_newest_pod_of_a_rank_is_deleted_if_it_is_lost(
-    removed: tuple[str, ...], pods: list[Pod], more: dict[str, Any]
+def test_a_pod_is_replaced_after_a_pause_that_doubles_unless_it_is_lost(
+    ends: list[Pod], pause: float
 ) -> None:
-    observed_job = observed(job((1, 2)), view((1, 2), (1, 2)), indexed_job(2, **more), pods)
-    assert actions_for(observed_job, 2).delete_pods == removed
+    assert replaced_at(ends, NOW) == NOW + pause
+    seen = observed(job((1, 2)), view((1, 2), (1, 2)), [pod(0), *ends], digest="")
+    seen = replace(seen, pods=[replace(each, template=None) for each in seen.pods])
+    assert [each.rank for each in actions_for(seen, 2).create_pods] == ([] if pause else [1])
+    due = replace(seen, now=NOW + pause)
+    assert [each.attempt for each in actions_for(due, 2).create_pods] in ([len(ends)], [])
 
 
-@pytest.mark.parametrize(("suspended", "released"), [(True, ("kept",)), (False, ())])
-def test_ended_pods_of_a_suspended_job_lose_their_finalizer(
-    suspended: bool, released: tuple[str, ...]
-) -> None:
-    pods = [pod(0, tracked=True), ended(1, FAILED, name="kept", tracked=True), ended(2, FAILED)]
-    observed_job = observed(job((1, 3)), view((1, 3)), indexed_job(3, suspended=suspended), pods)
-    actions = actions_for(observed_job, 3)
-    assert actions.release_pods == released
-    assert actions.delete_pods == ()
+NEXT = pod(1, uid="next", attempt=1)
+
+
+@pytest.mark.parametrize(
+    ("deleted", "pods"),
+    [
+        (["lost"], [pod(0), LOST, NEXT]),
+        ([], [pod(0), LOST, replace(NEXT, has_started=False)]),
+        ([], [pod(0), ended(1, KILLED, name="killed"), NEXT]),
+        (["killed"], [pod(0), ended(1, KILLED, name="killed", created_at=NOW - LONG_LIFE - 1), NEXT]),
+        ([], [pod(0), ended(1, FAILED, name="failed", created_at=NOW - LONG_LIFE - 1), NEXT]),
+    ],
+)
+def test_a_lost_pod_stays_until_the_next_one_runs(deleted: list[str], pods: list[Pod]) -> None:
+    seen = observed(job((1, 2)), view((1, 2), (1, 2)), pods)
+    assert writes(actions_for(seen, 2)).get("delete", []) == deleted
+
+
+def test_of_two_pods_of_a_rank_the_later_one_is_deleted() -> None:
+    seen = observed(job((1, 2)), view((1, 2), (1, 2)), [pod(0), pod(1), replace(NEXT, name="second")])
+    assert writes(actions_for(seen, 2)) == {"delete": ["second"]}

@@ -17,36 +17,36 @@ def version(number: int, name: str = "digits", **metadata: Any) -> dict[str, Any
 
 
 def versions(cache: ObjectCache) -> list[int]:
-    return [int(raw["metadata"]["resourceVersion"]) for raw in cache.all(Resource.JOBS)]
+    return [int(raw["metadata"]["resourceVersion"]) for raw in cache.all(Resource.ADASCALEJOBS)]
 
 
 def test_an_older_version_is_ignored() -> None:
     cache = ObjectCache()
-    cache.put(Resource.JOBS, version(5))
+    cache.put(Resource.ADASCALEJOBS, version(5))
     cache.changed.clear()
-    cache.put(Resource.JOBS, version(4))
-    cache.put(Resource.JOBS, version(5))
-    cache.remove(Resource.JOBS, version(4))
+    cache.put(Resource.ADASCALEJOBS, version(4))
+    cache.put(Resource.ADASCALEJOBS, version(5))
+    cache.remove(Resource.ADASCALEJOBS, version(4))
     assert versions(cache) == [5]
     assert not cache.changed.is_set()
 
 
 def test_an_older_version_does_not_bring_back_a_deleted_object() -> None:
     cache = ObjectCache()
-    cache.put(Resource.JOBS, version(5))
-    cache.remove(Resource.JOBS, version(7))
-    cache.put(Resource.JOBS, version(6))
-    cache.replace(Resource.JOBS, [version(6)], 6)
+    cache.put(Resource.ADASCALEJOBS, version(5))
+    cache.remove(Resource.ADASCALEJOBS, version(7))
+    cache.put(Resource.ADASCALEJOBS, version(6))
+    cache.replace(Resource.ADASCALEJOBS, [version(6)], 6)
     assert versions(cache) == []
-    cache.put(Resource.JOBS, version(8))
+    cache.put(Resource.ADASCALEJOBS, version(8))
     assert versions(cache) == [8], "an object of the same name was created again"
 
 
 def test_a_list_removes_objects_that_it_lacks_unless_they_are_newer() -> None:
     cache = ObjectCache()
-    cache.put(Resource.JOBS, version(3, "deleted"))
-    cache.put(Resource.JOBS, version(9, "new"))
-    cache.replace(Resource.JOBS, [version(4, "there")], 6)
+    cache.put(Resource.ADASCALEJOBS, version(3, "deleted"))
+    cache.put(Resource.ADASCALEJOBS, version(9, "new"))
+    cache.replace(Resource.ADASCALEJOBS, [version(4, "there")], 6)
     assert versions(cache) == [9, 4]
 
 
@@ -57,7 +57,7 @@ def test_the_order_of_changes_does_not_matter(changes: list[tuple[bool, int]], r
     random.shuffle(shuffled)
     cache = ObjectCache()
     for number, alive in shuffled:
-        (cache.put if alive else cache.remove)(Resource.JOBS, version(number))
+        (cache.put if alive else cache.remove)(Resource.ADASCALEJOBS, version(number))
     newest = max(shuffled, default=(0, False))
     assert versions(cache) == ([newest[0]] if newest[1] else [])
 

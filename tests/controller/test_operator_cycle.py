@@ -94,21 +94,18 @@ def test_a_job_that_is_created_again_at_once_does_not_count_the_end_of_the_old_p
     """The pod of the old job registers after it was deregistered, and is killed without a word."""
     world = World()
     world.submit()
-    while world.indexed_job is None:
+    while not world.live_pods:
         world.deliver()
         world.cycle()
     world.delete(Resource.ADASCALEJOBS, "digits")
     world.submit()
     world.deliver()
     world.cycle()
-    world.control_jobs()
     world.schedule_pods()
     (pod,) = world.agents
     world.run_agent(pod)
     world.collect_garbage()
-    world.control_jobs()
     world.delete_pod(pod)
-    world.control_jobs()
     for _ in range(4):
         world.deliver()
         world.cycle()
@@ -195,13 +192,10 @@ def test_a_missed_deletion_is_found_when_a_write_fails(
     world = World()
     world.submit()
     world.run_cycles()
-    world.delete(Resource.JOBS, "digits")
-    world.control_jobs()
-    world.run_kubelet()
+    for name in list(world.agents):
+        world.delete_pod(name)
     world.lose_undelivered()
     world.run_cycles(3)
-    assert world.indexed_job is None, "nothing was to be actions"
-    world.edit(activeDeadlineSeconds=600)
-    world.deliver()
-    world.run(0.5)
-    assert world.indexed_job is not None
+    assert not world.live_pods, "nothing was to be done"
+    world.edit(suspend=True)
+    world.run_until(lambda: not world.cached_pods)

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from adascale_controller.operator.observe.pods import Pod, PodExit
-from adascale_controller.operator.types.actions import Event
+from adascale_controller.operator.reconcile.job_phase import assess
+from adascale_controller.operator.reconcile.reconciler import next_deadline
+from adascale_controller.operator.types.actions import Event, StatusChange
 from adascale_controller.operator.types.conditions import ConditionType, Reason
+from adascale_controller.operator.types.kubernetes import timestamp
 from adascale_core import names
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
@@ -18,8 +20,6 @@ from support.observed_jobs import (
     SPEC,
     actions_for,
     condition,
-    failed_pod,
-    indexed_job,
     job,
     observed,
     pod,
@@ -27,13 +27,32 @@ from support.observed_jobs import (
     training_job,
     view,
     with_status,
+    writes,
 )
 from support.world import World
 
 
-def test_an_edited_deadline_is_written_without_a_change_of_parallelism() -> None:
-    assert actions_for(training_job((1, 2)), 2).resize is None
-    assert actions_for(training_job((1, 2), active_deadline_seconds=60), 2).resize == 2
+@pytest.mark.parametrize(("seconds", "ends"), [(None, False), (101, False), (100, True), (60, True)])
+def test_a_job_fails_once_its_active_deadline_has_passed(seconds: int | None, ends: bool) -> None:
+    """It counts from `startTime`, also after an edit."""
+    started = {"startTime": timestamp(NOW - 100)}
+    running = observed(job((1, 1), status=started, active_deadline_seconds=seconds), view((1, 1), (1, 1)), 1)
+    actions = actions_for(running, 1)
+    assert (actions.status["state"] == "Failed") == ends
+    assert writes(actions) == ({"end": ["digits-0"]} if ends else {})
+    if ends:
+        failed = condition(actions, ConditionType.FAILED)
+        assert (failed.reason, failed.message) == (
+            Reason.DEADLINE_EXCEEDED,
+            f"activeDeadlineSeconds ({seconds}) exceeded",
+        )
+    elif seconds is not None:
+        assert next_deadline(running, assess(running)) == NOW - 100 + seconds
+
+
+def test_the_time_in_which_a_job_is_stopped_does_not_count_for_its_deadline() -> None:
+    stopped = observed(job((1, 1), suspend=True), view((1, 1)))
+    assert "startTime" not in actions_for(stopped).status
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, 60), (60, 90), (60, None)])
@@ -75,7 +94,7 @@ def test_a_cap_below_the_smallest_valid_count_is_reported(replicas: int, fewest:
     assert (rescaling.status, rescaling.reason, rescaling.message) == (False, Reason.STABLE, message)
     assert Event("ReplicaLimitTooLow", message, warning=True) in actions.events
     again = actions_for(with_status(replace(before, resource=replace(edited, generation=2)), actions), fewest)
-    assert not again.status_is_urgent
+    assert again.status_change is not StatusChange.URGENT
     assert not again.events, "once per generation of the spec"
 
 
@@ -96,18 +115,6 @@ def _step_timeout(world: World) -> int | None:
     return int(value) if value is not None else None
 
 
-@pytest.mark.parametrize(("deadline", "resize"), [(60, None), (90, 2), (None, 2)])
-def test_the_indexed_job_is_patched_only_if_the_deadline_differs(
-    deadline: int | None, resize: int | None
-) -> None:
-    observed_job = observed(
-        job((1, 2), active_deadline_seconds=deadline),
-        view((1, 2), (1, 2)),
-        indexed_job(2, active_deadline_seconds=60),
-    )
-    assert actions_for(observed_job, 2).resize == resize
-
-
 def test_the_status_shows_nothing_of_an_earlier_job_of_the_same_name() -> None:
     service = view((7, 3), (7, 3), latest=report(7, 3))
     status = actions_for(observed(job(), service, pods=())).status
@@ -121,16 +128,7 @@ def test_the_status_shows_nothing_of_an_earlier_job_of_the_same_name() -> None:
     ids=["trained", "registered after it was deregistered"],
 )
 def test_an_earlier_job_of_the_same_name_is_deregistered_after_its_pods_have_ended(service: JobView) -> None:
-    ending = actions_for(observed(job(), service, pods=[pod(0, deletion_deadline=1_800_000_020.0)]))
+    ending = actions_for(observed(job(), service, others=[pod(0, deletion_deadline=1_800_000_020.0)]))
     assert not ending.deregister
     assert condition(ending, ConditionType.RUNNING).reason == Reason.CLEANING_UP
     assert actions_for(observed(job(), service, pods=())).deregister
-
-
-@pytest.mark.parametrize("changes", [{}, {"suspended": True}])
-@pytest.mark.parametrize("ended", [failed_pod(0), pod(0, phase="Failed", exit=PodExit(75))])
-def test_an_ended_pod_that_is_being_deleted_loses_its_finalizer(ended: Pod, changes: dict[str, bool]) -> None:
-    observed_job = observed(job((1, 1)), view((1, 1)), indexed_job(1, **changes), [ended])
-    assert actions_for(observed_job, 1).delete_pods == ()
-    deleted = replace(observed_job, pods=[replace(ended, deletion_deadline=NOW + 20)])
-    assert actions_for(deleted, 1).delete_pods == (ended.name,)

@@ -10,13 +10,13 @@ import pytest
 
 from adascale_controller.operator.observe.observed_job import CheckpointClaim
 from adascale_controller.operator.reconcile.status import REPORTED_FIELDS
-from adascale_controller.operator.types.kubernetes import Resource
+from adascale_controller.operator.types.actions import StatusChange, Stop
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.job_summary import JobStateName, summarize
 from support.observed_jobs import (
     SPEC,
     actions_for,
-    indexed_job,
+    finished_pod,
     job,
     observed,
     own_claim,
@@ -57,16 +57,17 @@ def test_the_metrics_service_gets_no_job_that_has_ended_and_no_replicas_for_one_
     parallelism: int | None,
     allocated: Allocation | None,
 ) -> None:
-    own = None if parallelism is None else indexed_job(parallelism)
-    actions = actions_for(observed(job(recorded, status=status), view(desired), own))
+    pods = () if parallelism is None else parallelism
+    actions = actions_for(observed(job(recorded, status=status), view(desired), pods))
     assert actions.allocate == allocated
-    assert actions.resize == (None if parallelism is None else 0)
+    ended = [f"digits-{rank}" for rank in range(parallelism or 0)]
+    assert [each.name for each in actions.stop_pods if each.how is Stop.END] == ended
     assert actions.declare is None
     assert not actions.events
 
 
 def test_a_failed_job_stays_as_it_is_while_the_metrics_service_does_not_answer() -> None:
-    actions = actions_for(observed(job((3, 2), status=FAILED), None, None))
+    actions = actions_for(observed(job((3, 2), status=FAILED), None))
     assert actions.allocate is None
     assert actions.status["allocation"] == {"generation": 3, "replicas": 2}
 
@@ -104,7 +105,7 @@ def test_more_steps_of_a_complete_job_are_answered_by_an_event_and_its_progress_
 ) -> None:
     service = view((3, 1), (3, 1), complete=True, latest=report(3, 1, progress=1000.5))
     spec = replace(SPEC, scale_invariant_steps=steps)
-    ended = observed(job((3, 1), spec=spec), service, indexed_job(1, complete=True), claim=claim)
+    ended = observed(job((3, 1), spec=spec), service, [finished_pod(0)], claim=claim)
     ended = with_status(ended, actions_for(ended))
     changed = replace(job(status=ended.resource.status, **edited), generation=2)
     actions = actions_for(replace(ended, resource=changed))
@@ -117,13 +118,13 @@ def test_more_steps_of_a_complete_job_are_answered_by_an_event_and_its_progress_
         assert events[0].message.startswith(message)
         assert ("are deleted with it" in events[0].message) == claim.own
     again = actions_for(with_status(replace(ended, resource=changed), actions))
-    assert not again.status_is_urgent
+    assert again.status_change is not StatusChange.URGENT
     assert not again.events
 
 
 def test_the_last_report_of_a_job_may_arrive_after_its_end() -> None:
     service = view((3, 1), (3, 1), complete=True, latest=report(3, 1, progress=950.0))
-    ended = observed(job((3, 1)), service, indexed_job(1, complete=True))
+    ended = observed(job((3, 1)), service, [finished_pod(0)])
     ended = with_status(ended, actions_for(ended))
     assert ended.resource.status["progressText"] == "95%"
     last = replace(service, latest=report(3, 1, progress=1000.0))
@@ -134,7 +135,7 @@ def test_the_last_report_of_a_job_may_arrive_after_its_end() -> None:
 def test_a_corrected_job_is_no_longer_failed_in_the_metrics_service(replicas: int, decided: int) -> None:
     invalid = {"conditions": [{"type": "Failed", "reason": "InvalidSpec", **TRUE}]}
     desired = Allocation(4, replicas, failed=True)
-    corrected = observed(job((4, replicas), status=invalid), view(desired=(4, replicas)), None)
+    corrected = observed(job((4, replicas), status=invalid), view(desired=(4, replicas)))
     assert corrected.service is not None
     corrected = replace(corrected, service=replace(corrected.service, desired=desired))
     assert actions_for(corrected, decided).allocate == Allocation(5, decided)
@@ -143,24 +144,26 @@ def test_a_corrected_job_is_no_longer_failed_in_the_metrics_service(replicas: in
 def complete(world: World) -> None:
     """Have the program of the job finish, and its pods end."""
     world.service.state = replace(world.service.state, complete=True)
-    _end(world, {"type": "Complete", "status": "True"})
+    for name in list(world.agents):
+        world.finish_program(name)
+    _look(world)
 
 
 def exceed_deadline(world: World) -> None:
-    """Have the Job controller fail the Indexed Job."""
-    _end(world, {"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": ""})
+    """Let the active deadline pass."""
+    world.now += 3600
+    _look(world)
 
 
-def _end(world: World, condition: dict[str, str]) -> None:
-    assert world.indexed_job is not None
-    world.write(Resource.JOBS, {**world.indexed_job, "status": {"conditions": [condition]}})
-    for name in list(world.agents):
-        world.delete_pod(name)
+def _look(world: World) -> None:
     for _ in range(3):
         world.full = True
         world.expire_missing()
         world.deliver()
         world.cycle()
+        world.run_kubelet()
+    world.deliver()
+    world.cycle()
 
 
 def state_of(world: World) -> JobStateName:

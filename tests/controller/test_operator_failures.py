@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.observe.pods import Pod, PodExit
-from adascale_controller.operator.reconcile.reconciler import TERMINATION_OVERDUE
+from adascale_controller.operator.reconcile.reconciler import END_TIMEOUT, TERMINATION_OVERDUE
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
 from adascale_core.failures import TerminationMessage
+from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import StepTime
 from support.observed_jobs import (
@@ -19,7 +20,7 @@ from support.observed_jobs import (
     condition,
     events,
     failed_pod,
-    indexed_job,
+    finished_pod,
     job,
     observed,
     pod,
@@ -34,9 +35,12 @@ from support.observed_jobs import (
 RUNNING, RESCALING, SUSPENDED = ConditionType.RUNNING, ConditionType.RESCALING, ConditionType.SUSPENDED
 
 
-def test_a_job_is_complete_when_its_indexed_job_is() -> None:
-    actions = actions_for(replace(training_job((3, 2)), indexed_job=indexed_job(2, complete=True)))
-    assert writes(actions) == {}
+def test_a_job_is_complete_when_a_replica_has_finished_and_the_others_end_or_are_ended() -> None:
+    seen = replace(training_job((3, 2)), pods=[finished_pod(0), pod(1), pod(2, has_started=False)])
+    actions = actions_for(seen)
+    assert writes(actions) == {"delete": ["digits-2"]}, "a pod that has not started would wait for ever"
+    later = replace(with_status(seen, actions), now=NOW + END_TIMEOUT)
+    assert writes(actions_for(later))["end"] == ["digits-1"]
     assert actions.status["state"] == "Complete"
     assert (actions.status["replicas"], actions.status["desiredReplicas"]) == (0, 0)
     assert "completionTime" in actions.status
@@ -49,7 +53,7 @@ def test_a_program_that_exceeds_backoff_limit_fails_the_job_with_its_last_output
     assert condition(actions, ConditionType.FAILED).reason == Reason.BACKOFF_LIMIT_EXCEEDED
     assert "exit code 3" in condition(actions, ConditionType.FAILED).message
     assert "ValueError: no" in condition(actions, ConditionType.FAILED).message
-    assert writes(actions) == {"resize": 0}
+    assert writes(actions) == {"end": ["digits-0"]}
     assert actions.status["failures"] == 2
     assert (
         actions_for(replace(observed_job, resource=job((5, 1), backoff_limit=2)), 1).status["failures"] == 2
@@ -69,7 +73,7 @@ def test_a_job_fails_after_too_many_restarts_without_a_step(
 ) -> None:
     lost = replace(replica(0, ReplicaState.LOST, 5), exit_code=-9)
     service = view((6, 1), (5, 1), replicas=(lost,), broken=True, restarts_without_progress=restarts)
-    restarted = observed(job((6, 1), max_restarts_without_progress=2), service, indexed_job(1), pods)
+    restarted = observed(job((6, 1), max_restarts_without_progress=2), service, pods)
     actions = actions_for(restarted, 1)
     failed = condition_of(actions.status, ConditionType.FAILED)
     assert actions.status["failures"] == 0, "disruptions do not count against backoffLimit"
@@ -83,7 +87,7 @@ def test_a_job_fails_after_too_many_restarts_without_a_step(
         "The trainers were lost 3 times without a step in between, maxRestartsWithoutProgress (2) exceeded"
     )
     assert failed.message == f"{expected} {ends}"
-    assert writes(actions) == {"resize": 0}
+    assert writes(actions).keys() <= {"end", "allocate"}
 
 
 @pytest.mark.parametrize(("trained_on", "fails"), [((), True), ((2,), True), ((1, 2), False)])
@@ -94,7 +98,7 @@ def test_a_program_that_cannot_have_several_replicas_fails_unless_it_has_trained
     assert failed.exit is not None
     single = replace(failed, exit=replace(failed.exit, exit_code=77))
     steps = tuple(StepTime(count, 4, 1, 0.1) for count in trained_on)
-    at_two = observed(job((5, 2)), view((5, 2), (5, 2), step_times=steps), indexed_job(2), [single])
+    at_two = observed(job((5, 2)), view((5, 2), (5, 2), step_times=steps), [single])
     ended = condition_of(actions_for(at_two, 1).status, ConditionType.FAILED)
     assert (ended is not None and ended.reason == Reason.PROGRAM_FAILED) == fails
 
@@ -109,7 +113,7 @@ def test_a_program_that_would_fail_again_fails_the_job_at_once_with_its_last_out
     assert "it would fail again" in message
     assert "exit code 78" in message
     assert "ValueError: no" in message
-    assert writes(actions) == {"resize": 0}
+    assert writes(actions) == {"allocate": Allocation(6, 0, failed=True)}
 
 
 REFUSAL = "replica 2 has adascale 9.9, but replica 0, which trains, has 0.1.0"
@@ -124,7 +128,7 @@ REFUSED = pod(
 
 @pytest.mark.parametrize("pods", [[pod(0), pod(1), REFUSED], [pod(0), pod(1), pod(2), REFUSED]])
 def test_a_replica_of_another_version_does_not_start_and_the_others_train(pods: list[Pod]) -> None:
-    growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), pods)
+    growing = observed(job((6, 3)), view((6, 3), (5, 2)), pods)
     actions = actions_for(growing, 3)
     assert condition_of(actions.status, ConditionType.FAILED) is None
     assert actions.status["failures"] == 0
@@ -138,7 +142,7 @@ def test_a_replica_of_another_version_does_not_start_and_the_others_train(pods: 
 def test_a_replica_that_has_failed_its_check_does_not_join_and_the_others_train() -> None:
     fault = "replica 2 on node node1 does not join: device cuda:0 has failed its check: got nan"
     failed = replace(REFUSED, exit=PodExit(81, termination=TerminationMessage(0, 81, fault)))
-    growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), [pod(0), pod(1), failed])
+    growing = observed(job((6, 3)), view((6, 3), (5, 2)), [pod(0), pod(1), failed])
     actions = actions_for(growing, 3)
     assert actions.status["failures"] == 0
     assert condition(actions, RUNNING).reason == Reason.TRAINING
@@ -151,14 +155,14 @@ def test_a_replica_that_has_failed_its_check_does_not_join_and_the_others_train(
 def test_a_replica_is_refused_until_the_metrics_service_accepts_it(state: ReplicaState) -> None:
     replicas = (replica(0, generation=5), replica(1, generation=5), replica(2, state))
     service = view((6, 3), (5, 2), replicas=replicas)
-    growing = observed(job((6, 3)), service, indexed_job(3), [pod(0), pod(1), pod(2), REFUSED])
+    growing = observed(job((6, 3)), service, [pod(0), pod(1), pod(2), REFUSED])
     refused = condition(actions_for(growing, 3), RESCALING).reason == Reason.REPLICA_REFUSED
     assert refused == (state is ReplicaState.LOST)
 
 
 def test_a_later_end_of_a_replica_that_was_refused_is_no_refusal() -> None:
     later = pod(2, uid="later", created_at=NOW - 60, phase="Failed", exit=PodExit(137))
-    growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), [pod(0), pod(1), later, REFUSED])
+    growing = observed(job((6, 3)), view((6, 3), (5, 2)), [pod(0), pod(1), later, REFUSED])
     assert condition(actions_for(growing, 3), RESCALING).reason == Reason.PREPARING_REPLICAS
 
 
@@ -190,7 +194,7 @@ def test_a_later_end_of_a_replica_that_was_refused_is_no_refusal() -> None:
 def test_the_same_failure_before_the_first_step_is_retried_once(
     pods: list[Pod], changes: dict[str, Any], fails: bool
 ) -> None:
-    starting = observed(job((5, 1)), view((5, 1), **changes), indexed_job(1), pods)
+    starting = observed(job((5, 1)), view((5, 1), **changes), pods)
     actions = actions_for(starting, 1)
     failed = condition_of(actions.status, ConditionType.FAILED)
     assert (failed is not None and failed.status) == fails
@@ -207,7 +211,7 @@ def test_different_failures_before_the_first_step_are_retried() -> None:
     other = failed_pod(0, created_at=NOW - 40)
     assert other.exit is not None
     other = replace(other, exit=replace(other.exit, exit_code=4))
-    starting = observed(job((5, 1)), view((5, 1)), indexed_job(1), [failed_pod(0), other])
+    starting = observed(job((5, 1)), view((5, 1)), [failed_pod(0), other])
     assert condition_of(actions_for(starting, 1).status, ConditionType.FAILED) is None
 
 
@@ -221,7 +225,7 @@ def test_a_failed_condition_with_a_reason_of_another_version_is_kept() -> None:
 
 @pytest.mark.parametrize(("ttl", "age", "removed"), [(None, 99, False), (60, 59, False), (60, 60, True)])
 def test_an_ended_job_is_deleted_after_its_ttl(ttl: int | None, age: int, removed: bool) -> None:
-    observed_job = replace(training_job(), indexed_job=indexed_job(2, complete=True))
+    observed_job = replace(training_job(), pods=[finished_pod(0), finished_pod(1)])
     ended = with_status(observed_job, actions_for(observed_job))
     spec = replace(ended.resource.valid_job, ttl_seconds_after_finished=ttl)
     later = replace(ended, resource=replace(ended.resource, job=spec), now=NOW + age)
@@ -243,7 +247,7 @@ def test_overdue_pods_and_pods_on_lost_nodes_are_deleted_by_force(
 ) -> None:
     pods = [pod(0), pod(1, deletion_deadline=spec, node=node)]
     observed_job = replace(training_job(), pods=pods, lost_nodes=frozenset({"lost"}), now=now)
-    assert actions_for(observed_job, 2).delete_pods == (("digits-1",) if removed else ())
+    assert writes(actions_for(observed_job, 2)).get("force", []) == (["digits-1"] if removed else [])
 
 
 # -- agents that give up -----------------------------------------------------------------------------------
@@ -252,11 +256,11 @@ def test_overdue_pods_and_pods_on_lost_nodes_are_deleted_by_force(
 def test_what_an_agent_says_when_it_gives_up_is_in_the_condition() -> None:
     said = "the metrics service at http://adascale-api:8265 does not answer: Name or service not known"
     gave_up = pod(0, uid="old", phase="Failed", exit=PodExit(69, termination=TerminationMessage(0, 69, said)))
-    starting = observed(job((1, 1)), view((1, 1)), indexed_job(1), [gave_up, pod(0, created_at=NOW)])
+    starting = observed(job((1, 1)), view((1, 1)), [gave_up, pod(0, created_at=NOW)])
     actions = actions_for(starting, 1)
     running = condition(actions, ConditionType.RUNNING)
     assert (running.reason, running.message) == (Reason.METRICS_SERVICE_UNREACHABLE, said)
     assert Reason.METRICS_SERVICE_UNREACHABLE in [event.reason for event in actions.events]
     registered = view((1, 1), replicas=(replica(0, ReplicaState.WAITING),))
-    started = observed(job((1, 1)), registered, indexed_job(1), [gave_up, pod(0, created_at=NOW)])
+    started = observed(job((1, 1)), registered, [gave_up, pod(0, created_at=NOW)])
     assert condition(actions_for(started, 1), ConditionType.RUNNING).reason == Reason.STARTING

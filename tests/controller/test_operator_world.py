@@ -159,16 +159,6 @@ class OperatorMachine(RuleBasedStateMachine):
     def fail_the_program_in_a_pod(self, seed: int) -> None:
         self.world.fail_program(self._pick_pod(seed))
 
-    @precondition(lambda self: self.world.indexed_job is not None)
-    @rule()
-    def delete_the_indexed_job(self) -> None:
-        self.world.delete(Resource.JOBS, "digits")
-
-    @precondition(lambda self: self.world.indexed_job is not None)
-    @rule(suspend=st.booleans())
-    def suspend_the_indexed_job(self, suspend: bool) -> None:
-        self.world.suspend_job(suspend)
-
     @rule()
     def lose_the_data_of_the_metrics_service(self) -> None:
         self.world.service.lose_data()
@@ -180,7 +170,6 @@ class OperatorMachine(RuleBasedStateMachine):
         world = self.world
         controllers: list[Callable[[], None]] = [
             world.collect_garbage,
-            world.control_jobs,
             world.schedule_pods,
             world.run_kubelet,
             world.expire_missing,
@@ -204,11 +193,6 @@ class OperatorMachine(RuleBasedStateMachine):
         world = self.world
         world.meanwhile = lambda: None
         world.node_slots = 100
-        if world.is_suspended_by_others:
-            world.run_cycles()
-        # Its Job may be deleted meanwhile, with an AdaScaleJob that was deleted.
-        if world.is_suspended_by_others:
-            world.suspend_job(suspend=False)
         for name in self.types:
             world.add_node(name)
         world.run_cycles()
@@ -220,7 +204,7 @@ class OperatorMachine(RuleBasedStateMachine):
         world.run_cycles(1)
         assert world.writes == [], "a change was missed: a look at everything finds more to do"
         if world.job is None:
-            assert world.indexed_job is None
+            assert not world.objects[Resource.PODS]
             jobs = world.service.list_jobs()
             assert not any(job.spec or job.desired or job.replicas for job in jobs)
             return
@@ -258,11 +242,11 @@ class OperatorMachineWithTypes(OperatorMachine):
 
     @invariant()
     def pods_that_are_kept_on_one_type_are_on_one_type(self) -> None:
-        # If there was one type when the Indexed Job was created, a pod may be scheduled on another before the
-        # operator knows of it.
-        indexed_job = self.world.indexed_job
-        if indexed_job is not None and names.ANNOTATION_ACCELERATOR in indexed_job["metadata"]["annotations"]:
-            assert len(self.world.nodes_of_jobs().get(indexed_job["metadata"]["uid"], set())) <= 1
+        # If there was one type when they were created, a pod may be scheduled on another before the operator
+        # knows of it.
+        pods = self.world.live_pods
+        if all(names.ANNOTATION_ACCELERATOR in raw["metadata"]["annotations"] for raw in pods):
+            assert len(self.world.nodes_of_pods()) <= 1
 
     def teardown(self) -> None:
         super().teardown()
@@ -290,11 +274,6 @@ class OperatorMachineWithExtraPods(OperatorMachine):
     def edit_the_size_of_the_core(self, fewest: int) -> None:
         self.world.edit(minReplicas=fewest)
 
-    @precondition(lambda self: "digits-extra" in self.world.objects[Resource.JOBS])
-    @rule()
-    def delete_the_job_of_extra_pods(self) -> None:
-        self.world.delete(Resource.JOBS, "digits-extra")
-
     @rule()
     def take_all_extra_pods(self) -> None:
         for name, raw in list(self.world.objects[Resource.PODS].items()):
@@ -304,8 +283,7 @@ class OperatorMachineWithExtraPods(OperatorMachine):
     @invariant()
     def pods_beyond_the_core_have_the_lower_priority(self) -> None:
         for raw in self.world.live_pods:
-            first = raw["metadata"]["annotations"].get(names.ANNOTATION_FIRST_REPLICA, "0")
-            assert (raw["spec"]["priority"] == -10) == (first != "0")
+            assert (raw["spec"]["priority"] == -10) == (names.LABEL_EXTRA in raw["metadata"]["labels"])
 
     def teardown(self) -> None:
         if self.world.job is not None:
@@ -314,7 +292,6 @@ class OperatorMachineWithExtraPods(OperatorMachine):
             self.world.full = True
         super().teardown()
         if self.world.job is None:
-            assert not self.world.objects[Resource.JOBS]
             return
         core = [raw for raw in self.world.live_pods if raw["spec"]["priority"] == 0]
         fewest = self.world.job["spec"].get("minReplicas", 1)
@@ -339,6 +316,32 @@ def test_the_job_reaches_the_requested_state_whatever_happens(
     monkeypatch.setattr(DecisionProblem, "decide", decide)
     monkeypatch.setattr(error_isolation.logger, "exception", _raise)
     run_state_machine_as_test(machine, settings=settings(max_examples=examples(8), stateful_step_count=25))
+
+
+@pytest.mark.parametrize("before", range(7))
+def test_an_operator_that_is_killed_before_any_write_makes_no_second_replica_and_stops_none_that_trains(
+    before: int,
+) -> None:
+    """The cluster of the test refuses both."""
+    world = World()
+    changes: list[tuple[Callable[[], object], int]] = [
+        (lambda: world.submit(minReplicas=2), 2),
+        (lambda: world.edit(minReplicas=4), 4),
+        (lambda: world.evict_pod(min(world.agents)), 4),
+        (lambda: world.fail_program(max(world.agents)), 4),
+        (lambda: world.edit(template={"spec": {"containers": [world.worker(2)]}}), 4),
+        (lambda: world.edit(minReplicas=1, maxReplicas=1), 1),
+        (lambda: world.edit(suspend=True), 0),
+        (lambda: world.edit(suspend=False, minReplicas=2, maxReplicas=2), 2),
+    ]
+    for change, replicas in changes:
+        change()
+        for _ in range(40):
+            world.kill_before = before
+            world.run_cycles(1)
+        world.kill_before = None
+        world.run_cycles(10)
+        assert (world.status["replicas"], len(world.live_pods)) == (replicas, replicas)
 
 
 @pytest.mark.usefixtures("decided")
@@ -397,7 +400,7 @@ def test_a_pod_stays_until_a_metrics_service_that_has_lost_its_data_knows_its_tr
     world.deliver()
     world.meanwhile = lambda: world.run_agent(last)
     world.cycle()
-    assert not [write for write in world.writes if write.startswith("resize")]
+    assert not [write for write in world.writes if write.startswith("delete pod")]
     world.meanwhile = lambda: None
     world.run_cycles(20)
     assert [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING] * count
@@ -413,7 +416,6 @@ def test_a_job_moves_to_another_type_of_accelerator_when_the_nodes_of_its_own_ar
     world.run_cycles(15)
     assert (world.status["accelerator"], world.status["replicas"]) == ("l4", 2)
     assert {raw["spec"]["nodeName"] for raw in world.live_pods} == {"l4"}
-    assert "AcceleratorChanged" in [event.reason for event in world.events]
     world.add_node("h200")
     world.edit(suspend=True)
     world.run_cycles(15)
@@ -441,15 +443,18 @@ def test_a_job_of_an_earlier_operator_whose_pods_are_on_two_types_is_moved_to_on
     world = World(types=("h200",), node_slots=2)
     world.submit(minReplicas=4)
     world.run_cycles(5)
-    assert world.indexed_job is not None
-    assert names.ANNOTATION_ACCELERATOR not in world.indexed_job["metadata"]["annotations"]
+    assert not any(map(is_kept_on_a_type, world.live_pods))
     world.add_node("l4")
     world.schedule_pods()
-    assert len(set.union(*world.nodes_of_jobs().values())) == 2
+    assert len(world.nodes_of_pods()) == 2
     world.node_slots = 4
     world.run_cycles()
-    assert (world.status["replicas"], len(set.union(*world.nodes_of_jobs().values()))) == (4, 1)
-    assert names.ANNOTATION_ACCELERATOR in world.indexed_job["metadata"]["annotations"]
+    assert (world.status["replicas"], len(world.nodes_of_pods())) == (4, 1)
+    assert all(map(is_kept_on_a_type, world.live_pods))
+
+
+def is_kept_on_a_type(raw: dict[str, Any]) -> bool:
+    return names.ANNOTATION_ACCELERATOR in raw["metadata"]["annotations"]
 
 
 def api_urls(world: World) -> set[str]:
@@ -468,8 +473,6 @@ def test_pods_from_before_tls_stay_until_their_template_changes() -> None:
     world.submit(minReplicas=2)
     world.run_cycles(15)
     before = {raw["metadata"]["uid"] for raw in world.live_pods}
-    assert world.indexed_job is not None
-    indexed_job = world.indexed_job["metadata"]["uid"]
     world.api_url = "https://api"
     world.start_operator()
     world.run_cycles(15)
@@ -478,7 +481,6 @@ def test_pods_from_before_tls_stay_until_their_template_changes() -> None:
     world.run_cycles(15)
     assert len(world.live_pods) == 3
     assert before < {raw["metadata"]["uid"] for raw in world.live_pods}
-    assert world.indexed_job["metadata"]["uid"] == indexed_job
     assert api_urls(world) == {"http://api"}
     world.edit(template={"spec": {"containers": [world.worker(2)]}})
     world.run_cycles()

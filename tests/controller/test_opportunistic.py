@@ -1,4 +1,4 @@
-"""Replicas beyond the smallest count run in an Indexed Job of their own, of a lower priority."""
+"""Replicas beyond the smallest count run as pods of a lower priority."""
 
 from __future__ import annotations
 
@@ -7,121 +7,40 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.job_definition import JobDefinition, OpportunisticSettings
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.local_command import resolve_command
-from adascale_controller.operator.apply.indexed_job import indexed_job_manifest
 from adascale_controller.operator.observe.observed_job import Admission, ObservedJob
-from adascale_controller.operator.observe.pods import read_pod
+from adascale_controller.operator.runtime.admission_reader import RETRY_INTERVAL
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_controller.operator.types.conditions import ConditionType
-from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, Resource
-from adascale_controller.operator.types.workload import (
-    ELASTIC_JOB,
-    QUEUE_NAME,
-    PodSettings,
-    Workload,
-    template_digest,
-)
+from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.validation import validate_document
 from adascale_core import names
-from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.allocation import Allocation
 from adascale_core.views.decision import LimitKind, LimitView
-from controller.conftest import QUEUED, SETTINGS, SPOT, Cluster
-from support.observed_jobs import (
-    NOW,
-    SPEC,
-    actions_for,
-    condition,
-    indexed_job,
-    job,
-    observed,
-    pod,
-    view,
-)
+from controller.conftest import SETTINGS, SPOT, Cluster
+from support.observed_jobs import NOW, SPEC, actions_for, job, observed, pod, view, writes
 from support.world import GPU
 
 Object = dict[str, Any]
 
 
-# -- the two Indexed Jobs ----------------------------------------------------------------------------------
-
-
-def test_extra_pods_have_their_own_job_priority_indices_and_queue() -> None:
-    template = {
-        "spec": {
-            "containers": [{"name": "worker", "image": "trainer:1"}],
-            "priorityClassName": "high",
-            "preemptionPolicy": "Never",
-        }
-    }
-    spec = JobSpec(4, 256, (4, 64), 2, 8)
-    settings = replace(SETTINGS, queue_name="team-queue")
-    made_of = Workload(
-        "digits",
-        "team",
-        "b7d1",
-        JobDefinition("team.digits", spec, opportunistic=settings, active_deadline_seconds=60),
-        template,
-        5,
-        PodSettings("http://api"),
-    )
-    core = indexed_job_manifest(made_of, 2, suspend=False, single_node=False)
-    extra = indexed_job_manifest(made_of, 3, suspend=False, single_node=False, extra=True)
-    assert (core["metadata"]["name"], extra["metadata"]["name"]) == ("digits", "digits-extra")
-    assert (core["spec"]["activeDeadlineSeconds"], extra["spec"].get("activeDeadlineSeconds")) == (60, None)
-    assert QUEUE_NAME not in core["metadata"]["labels"]
-    assert extra["metadata"]["labels"][QUEUE_NAME] == "team-queue"
-    assert extra["metadata"]["annotations"][ELASTIC_JOB] == "true"
-    for made, first, priority in ((core, "0", "high"), (extra, "2", "spot")):
-        pod_spec = made["spec"]["template"]["spec"]
-        (container,) = pod_spec["containers"]
-        environment = {each["name"]: each.get("value") for each in container["env"]}
-        assert environment[names.ENV_FIRST_REPLICA] == first
-        assert pod_spec["priorityClassName"] == priority
-    assert core["spec"]["template"]["spec"]["preemptionPolicy"] == "Never"
-    assert "preemptionPolicy" not in extra["spec"]["template"]["spec"]
-
-
-def test_the_rank_of_an_extra_pod_is_counted_after_the_core() -> None:
-    marks = {COMPLETION_INDEX: "1", names.ANNOTATION_FIRST_REPLICA: "2"}
-    meta = {"name": "digits-extra-1", "uid": "a", "annotations": marks}
-    assert read_pod({"metadata": meta, "spec": {"containers": [{"name": "worker"}]}}).rank == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "same"),
-    [
-        ({}, True),
-        ({"spec": replace(SPEC, max_replicas=6)}, True),
-        ({"spec": replace(SPEC, min_replicas=2)}, False),
-        ({"opportunistic": OpportunisticSettings("other")}, False),
-        ({"opportunistic": None}, False),
-    ],
-)
-def test_an_edit_of_the_core_or_of_its_class_replaces_all_pods(changes: Object, same: bool) -> None:
-    before = JobDefinition("team.digits", SPEC, opportunistic=SETTINGS)
-
-    def digest(made: JobDefinition) -> str:
-        workload = Workload("digits", "team", "b7d1", made, {"spec": {}}, 5, PodSettings("http://api"))
-        return template_digest(workload, single_node=False)
-
-    assert (digest(before) == digest(replace(before, **changes))) is same
+# -- pods --------------------------------------------------------------------------------------------------
 
 
 def test_a_job_grows_by_extra_pods_and_gives_them_back(cluster: Cluster) -> None:
     cluster.world.submit(minReplicas=2, opportunistic=SPOT)
     cluster.world.run_cycles(15)
-    assert cluster.sizes == {"digits": 2, "digits-extra": 2}
+    assert cluster.sizes == (2, 2)
     assert (cluster.world.status["replicas"], cluster.world.status["extraReplicas"]) == (4, 2)
     core = {raw["metadata"]["uid"] for raw in cluster.world.live_pods if raw["spec"]["priority"] == 100}
     cluster.decide(3)
-    assert cluster.sizes == {"digits": 2, "digits-extra": 1}
+    assert cluster.sizes == (2, 1)
     cluster.decide(2)
-    assert cluster.sizes == {"digits": 2}
+    assert cluster.sizes == (2, 0)
     assert (cluster.world.status["replicas"], cluster.world.status["extraReplicas"]) == (2, 0)
     assert {raw["metadata"]["uid"] for raw in cluster.world.live_pods} == core
     cluster.decide(4)
-    assert cluster.sizes == {"digits": 2, "digits-extra": 2}
+    assert cluster.sizes == (2, 2)
     assert (cluster.world.status["disruptions"], cluster.world.status["failures"]) == (0, 0)
 
 
@@ -136,13 +55,13 @@ def test_extra_pods_that_are_taken_leave_the_core_as_it_is(cluster: Cluster) -> 
     for name in cluster.extra_pods():
         world.terminate_pod(name)
     world.run_cycles(5)
-    assert cluster.sizes["digits"] == 1
+    assert cluster.sizes[0] == 1
     assert cluster.world.status["replicas"] == 1
     reasons = [event.reason for event in world.events]
     assert "ExtraPodsTaken" in reasons
     assert "ReplicaLost" not in reasons
     cluster.decide(1)
-    assert cluster.sizes == {"digits": 1}
+    assert cluster.sizes == (1, 0)
     world.node_slots = 4
     cluster.decide(4)
     assert (cluster.world.status["replicas"], cluster.world.status["failures"]) == (4, 0)
@@ -163,97 +82,92 @@ def test_a_lost_core_pod_is_replaced_while_extra_pods_train(cluster: Cluster, re
     assert [event.reason for event in world.events].count("ReplicaLost") == 1
 
 
-def test_a_core_whose_job_is_deleted_is_made_again_beside_the_extra_pods(cluster: Cluster) -> None:
+def test_an_edit_of_the_smallest_count_replaces_the_pods_with_another_priority(cluster: Cluster) -> None:
     world = cluster.world
     world.submit(opportunistic=SPOT)
     world.run_cycles(15)
-    extra = set(cluster.extra_pods())
-    world.delete(Resource.JOBS, "digits")
-    world.run_cycles(15)
-    assert cluster.sizes == {"digits": 1, "digits-extra": 3}
-    assert set(cluster.extra_pods()) == extra
+    assert cluster.sizes == (1, 3)
+    before = set(world.uids)
+    world.edit(minReplicas=2)
+    world.run_cycles(30)
+    assert cluster.sizes == (2, 2)
+    assert len(before & set(world.uids)) == 3
+    assert (world.status["replicas"], world.status["failures"]) == (4, 0)
 
 
 def test_no_pod_is_removed_before_its_trainer_has_left_when_extra_pods_are_introduced() -> None:
-    made = job((2, 0), opportunistic=SETTINGS)
-    before = indexed_job(3, digest="without-extra-pods")
-    stopping = observed(made, view((2, 0), (1, 3)), before)
-    actions = actions_for(stopping)
-    assert (actions.resize, actions.create_extra_job, actions.delete_indexed_job) == (None, None, False)
-    left = replace(stopping, service=view((2, 0)))
-    assert actions_for(left).delete_indexed_job
+    made, pods = job((2, 0), opportunistic=SETTINGS), [pod(rank, template="before") for rank in range(3)]
+    stopping = observed(made, view((2, 0), (1, 3)), pods)
+    assert writes(actions_for(stopping)) == {}
+    left = writes(actions_for(replace(stopping, service=view((2, 0)))))
+    assert left == {"delete": ["digits-0", "digits-1", "digits-2"]}
 
 
-def test_extra_pods_save_their_state_when_the_core_is_evicted_from_its_queue() -> None:
-    made = replace(job((2, 0), opportunistic=SETTINGS), queueing=QUEUED)
-    held = indexed_job(
-        1, suspended=True, suspended_by_operator=False, queue="gpus", queue_request=QUEUED.request
+def test_a_failed_job_keeps_its_ended_pods_and_a_suspended_job_has_none(cluster: Cluster) -> None:
+    world = cluster.world
+    world.submit(opportunistic=SPOT, backoffLimit=0)
+    world.run_cycles(15)
+    world.edit(suspend=True)
+    world.run_cycles(15)
+    assert (world.status["state"], cluster.sizes) == ("Suspended", (0, 0))
+    world.edit(suspend=False)
+    world.run_cycles(15)
+    assert world.status["replicas"] == 4
+    world.fail_program(cluster.extra_pods()[0])
+    world.run_cycles(15)
+    assert (world.status["state"], world.live_pods) == ("Failed", [])
+    assert len(world.objects[Resource.PODS]) == 4, "with their logs"
+
+
+def test_a_count_is_recorded_with_the_first_extra_pods() -> None:
+    actions = actions_for(observed(job(opportunistic=SETTINGS), view()), 3)
+    assert actions.allocate == Allocation(1, 3)
+    assert [(each.rank, each.extra) for each in actions.create_pods] == [(0, False), (1, True), (2, True)]
+
+
+# -- PriorityClasses ---------------------------------------------------------------------------------------
+
+
+def test_without_its_priority_class_a_job_trains_on_its_core_and_says_why(cluster: Cluster) -> None:
+    del cluster.priorities["spot"]
+    cluster.world.submit(opportunistic=SPOT)
+    cluster.world.run_cycles(15)
+    assert cluster.sizes == (1, 0)
+    rescaling = cluster.world.condition("Rescaling")
+    assert (rescaling["status"], rescaling["reason"]) == ("False", "ExtraPodsRejected")
+    assert rescaling["message"] == (
+        "No extra pods are made: the API server rejects extra pods: no PriorityClass with name spot was "
+        "found. Create PriorityClass spot, or change spec.opportunistic.priorityClassName"
     )
-    extra = indexed_job(2, uid="extra-uid", first=1, of="digits")
-    pods = [pod(rank) for rank in (1, 2)]
-    leaving = observed(made, view((2, 0), (1, 3), running=(1, 2)), held, pods, extra_job=extra)
-    actions = actions_for(leaving)
-    assert (actions.delete_extra_job, actions.resize_extra_job) == (False, None)
-    assert actions_for(replace(leaving, service=view((2, 0)))).delete_extra_job
+    assert [event.reason for event in cluster.world.events].count("ExtraPodsRejected") == 1
+    cluster.priorities["spot"] = -10
+    cluster.world.now += RETRY_INTERVAL
+    cluster.world.run_cycles(15)
+    assert cluster.sizes == (1, 3)
 
 
-def test_no_two_pods_have_the_index_of_a_replica_after_a_job_was_deleted() -> None:
-    """As `kubectl delete job` does: the Job is gone at once, and its pods save their state."""
-    core, extra = indexed_job(1), indexed_job(2, uid="extra-uid", first=1, of="digits")
-    made, service = job((1, 3), opportunistic=SETTINGS), view((1, 3), (1, 3))
-    without_extra = observed(made, service, core, [pod(0)], leaving=[pod(1), pod(2)])
-    assert actions_for(without_extra, 3).create_extra_job is None
-    assert actions_for(replace(without_extra, leaving=()), 3).create_extra_job == 2
-    without_core = observed(made, service, None, [pod(1), pod(2)], extra_job=extra, leaving=[pod(0)])
-    actions = actions_for(without_core, 3)
-    assert (actions.create_indexed_job, actions.delete_extra_job) == (None, False)
-    running = condition(actions, ConditionType.RUNNING)
-    assert running.message.startswith("Waiting for 1 pod of an earlier Job digits to end (digits-0)")
-    assert actions_for(replace(without_core, leaving=[pod(5)]), 3).create_indexed_job == 1
+def test_a_priority_that_is_not_lower_than_that_of_the_core_is_an_error(cluster: Cluster) -> None:
+    cluster.priorities["spot"] = 100
+    cluster.world.submit(opportunistic=SPOT)
+    cluster.world.run_cycles(15)
+    assert cluster.sizes == (1, 0)
+    assert cluster.world.condition("Rescaling")["message"] == (
+        "No extra pods are made: PriorityClass spot of extra pods has the priority 100, which is not lower "
+        "than that of the other pods, 100: name a lower one in spec.opportunistic.priorityClassName, or a "
+        "higher one in spec.template.spec.priorityClassName"
+    )
 
 
-def test_pods_of_a_deleted_job_are_known_until_they_end(cluster: Cluster) -> None:
-    world = cluster.world
-    world.submit(opportunistic=SPOT)
-    world.run_cycles(15)
-    before = set(cluster.extra_pods())
-    world.delete(Resource.JOBS, "digits-extra")
-    world.deliver()
-    world.cycle()
-    assert cluster.sizes == {"digits": 1}, "the pods of the Job before have not ended"
-    world.run_cycles(15)
-    assert cluster.sizes == {"digits": 1, "digits-extra": 3}
-    assert not before & set(cluster.extra_pods())
-
-
-def test_extra_pods_that_are_introduced_while_pods_change_their_job_replace_all(cluster: Cluster) -> None:
-    world = cluster.world
-    world.submit()
-    world.run_cycles(15)
-    world.edit(template={"spec": {"containers": [world.worker(2)]}})
-    while "deletionTimestamp" not in world.objects[Resource.JOBS]["digits"]["metadata"]:
-        world.run_cycles(1)
-    world.edit(opportunistic=SPOT)
-    world.run_cycles()
-    assert cluster.sizes == {"digits": 1, "digits-extra": 3}
-    assert {raw["spec"]["containers"][0]["image"] for raw in world.live_pods} == {"trainer:2"}
+def test_extra_pods_that_run_stay_when_their_priority_class_is_deleted(cluster: Cluster) -> None:
+    cluster.world.submit(opportunistic=SPOT)
+    cluster.world.run_cycles(15)
+    running = set(cluster.extra_pods())
+    del cluster.priorities["spot"]
+    cluster.world.start_operator()
+    cluster.world.run_cycles(15)
+    assert cluster.world.condition("Rescaling")["reason"] == "ExtraPodsRejected"
+    assert set(cluster.extra_pods()) == running
     assert cluster.world.status["replicas"] == 4
-
-
-def test_no_job_adopts_the_pods_of_two(cluster: Cluster) -> None:
-    """As after `kubectl delete jobs --cascade=orphan`."""
-    world = cluster.world
-    world.submit(opportunistic=SPOT)
-    world.run_cycles(15)
-    for name in ("digits", "digits-extra"):
-        world.delete(Resource.JOBS, name)
-    for raw in list(world.objects[Resource.PODS].values()):
-        assert world.job is not None
-        owner = {"kind": names.KIND, "uid": world.job["metadata"]["uid"]}
-        world.write(Resource.PODS, {**raw, "metadata": {**raw["metadata"], "ownerReferences": [owner]}})
-    world.run_cycles(3)
-    assert cluster.sizes == {}
-    assert cluster.world.condition("Running")["reason"] == "CleaningUp"
 
 
 # -- the decision ------------------------------------------------------------------------------------------
@@ -275,14 +189,11 @@ def test_a_job_waits_for_the_extra_pods_of_a_job_whose_core_has_a_higher_priorit
 
     def opportunistic(*ranks: int) -> ObservedJob:
         made = replace(job((1, 2), opportunistic=SETTINGS), template=template)
-        jobs = {"extra_job": indexed_job(1, uid="extra-uid", first=1, of="digits")}
         return observed(
             made,
             view((1, 2), (1, 2)),
-            indexed_job(1),
-            [pod(rank) for rank in ranks],
+            [pod(rank, is_extra=rank > 0) for rank in ranks],
             admission=admitted(1000, -10),
-            **jobs,
         )
 
     later = replace(job(spec=replace(SPEC, max_replicas=1)), name="later", uid="later", template=template)
@@ -315,14 +226,8 @@ def test_a_job_waits_for_the_extra_pods_of_a_job_whose_core_has_a_higher_priorit
 @pytest.mark.parametrize(
     ("name", "opportunistic", "message"),
     [
-        ("a" * 52, {"priorityClassName": "spot", "queueName": "team"}, None),
-        (
-            "a" * 53,
-            SPOT,
-            "metadata.name: must have at most 52 characters with spec.opportunistic, since the Job of the "
-            f"extra pods is named {'a' * 53}-extra, got 53",
-        ),
-        ("a" * 53, None, None),
+        ("a", {"priorityClassName": "spot", "queueName": "team"}, None),
+        ("a", None, None),
         ("a", {}, "spec.opportunistic.priorityClassName: is required"),
         (
             "a",

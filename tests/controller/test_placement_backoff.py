@@ -19,7 +19,7 @@ from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import Reason
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED
 from support.decisions import decided
-from support.observed_jobs import indexed_job, job, observed, pod, view
+from support.observed_jobs import job, observed, pod, view
 
 UNSCHEDULABLE = ("Unschedulable", "0/2 nodes are available")
 
@@ -120,7 +120,7 @@ def test_a_count_is_given_up_if_a_replica_is_refused_or_fails_its_check(
     scheduler = Scheduler()
     ended = pod(2, uid="ended", phase="Failed", exit=PodExit(code, message="it has 9.9"))
     pods = (pod(0), pod(1), pod(2), ended)
-    growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), pods)
+    growing = observed(job((6, 3)), view((6, 3), (5, 2)), pods)
     template = {"spec": {"containers": [{"name": "worker"}]}}
     growing = replace(growing, resource=replace(growing.resource, template=template))
     later = replace(growing, now=growing.now + TIMEOUT_TRAINING)
@@ -142,7 +142,7 @@ def test_replicas_that_wait_for_a_scheduling_gate_are_no_failed_placement() -> N
     scheduler = Scheduler()
     gated = PodProblem(Reason.SCHEDULING_GATED, "waiting for Kueue")
     pods = (pod(0), pod(1), pod(2, node=None, phase="Pending", problem=gated))
-    growing = observed(job((6, 3)), view((6, 3), (5, 2)), indexed_job(3), pods)
+    growing = observed(job((6, 3)), view((6, 3), (5, 2)), pods)
     template = {"spec": {"containers": [{"name": "worker"}]}}
     growing = replace(growing, resource=replace(growing.resource, template=template))
     later = replace(growing, now=growing.now + TIMEOUT_TRAINING)

@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 
 from adascale_controller.job_definition import CheckpointSettings
-from adascale_controller.operator.apply.indexed_job import (
-    claim_manifest,
-    indexed_job_manifest,
-    template_warnings,
-)
+from adascale_controller.operator.apply.manifests import claim_manifest, pod_manifest, template_warnings
 from adascale_controller.operator.apply.pod_template import TOKEN_FOLDER
+from adascale_controller.operator.types.actions import NewPod
 from adascale_controller.operator.types.workload import (
     CHECKPOINT_FOLDER,
     PodSettings,
@@ -62,12 +59,7 @@ def test_the_environment_of_a_replica() -> None:
         "ADASCALE_JOB_ID": "team.digits",
         "ADASCALE_API_URL": "http://adascale-api.adascale-system:8265",
         "ADASCALE_TOKEN_FILE": "/var/run/secrets/adascale/token",
-        "ADASCALE_REPLICA": {
-            "fieldRef": {
-                "apiVersion": "v1",
-                "fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
-            }
-        },
+        "ADASCALE_REPLICA": "0",
         "ADASCALE_ADDRESS": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}},
         "ADASCALE_NODE_NAME": {"fieldRef": {"apiVersion": "v1", "fieldPath": "spec.nodeName"}},
         "ADASCALE_CHECKPOINT_DIR": "/var/lib/adascale/checkpoints/team.digits",
@@ -103,7 +95,7 @@ def test_a_variable_of_the_protocol_is_replaced_with_a_warning() -> None:
     made = workload(
         template(container(env=[{"name": "ADASCALE_REPLICA", "value": "7"}, {"name": "A", "value": "1"}]))
     )
-    assert isinstance(env(made)["ADASCALE_REPLICA"], dict)
+    assert env(made)["ADASCALE_REPLICA"] == "0"
     assert env(made)["A"] == "1"
     assert template_warnings(made) == (
         "environment variable ADASCALE_REPLICA of spec.template is replaced: the operator sets it",
@@ -379,8 +371,8 @@ def test_pods_have_no_group_where_the_operator_must_not_set_it() -> None:
     made = workload()
     made = replace(made, settings=replace(made.settings, fs_group=False))
     assert "fsGroup" not in pod(made)["spec"]["securityContext"]
-    built = indexed_job_manifest(workload(), 1, suspend=False, single_node=False, fs_group=False)
-    assert "fsGroup" not in built["spec"]["template"]["spec"]["securityContext"]
+    built = pod_manifest(workload(), NewPod(0, 0), fs_group=False)
+    assert "fsGroup" not in built["spec"]["securityContext"]
 
 
 def test_an_fs_group_of_the_template_keeps_its_change_policy() -> None:
@@ -512,26 +504,9 @@ def test_labels_and_annotations_of_the_template_are_kept() -> None:
         "app.kubernetes.io/managed-by": "adascale-operator",
         names.LABEL_JOB: "digits",
         names.LABEL_JOB_UID: workload().uid,
+        names.LABEL_REPLICA: "0",
+        names.LABEL_ATTEMPT: "0",
     }
-
-
-def test_pods_say_which_job_template_and_accelerator_they_are_of() -> None:
-    made = indexed_job_manifest(workload(), 2, suspend=False, single_node=False, accelerator="h200")
-    metadata = made["spec"]["template"]["metadata"]
-    for name in (names.ANNOTATION_TEMPLATE, names.ANNOTATION_ACCELERATOR):
-        assert metadata["annotations"][name] == made["metadata"]["annotations"][name]
-    assert metadata["labels"][names.LABEL_JOB_UID] == workload().uid
-    assert "selector" not in made["spec"]
-
-
-def test_a_job_that_takes_over_pods_selects_those_of_its_adascalejob() -> None:
-    spec = indexed_job_manifest(workload(), 2, suspend=False, single_node=False, adopts=True)["spec"]
-    assert spec["manualSelector"] is True
-    selected = spec["selector"]["matchLabels"]
-    assert selected == {names.LABEL_JOB_UID: workload().uid}
-    labels = spec["template"]["metadata"]["labels"]
-    assert selected.items() <= labels.items()
-    assert labels["job-name"] == labels["batch.kubernetes.io/job-name"] == "digits"
 
 
 def test_the_job_label_is_replaced_with_a_warning() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, is_program_failure, read_pod
 from adascale_controller.operator.types.conditions import Reason
-from adascale_controller.operator.types.workload import ELASTIC_JOB
+from adascale_controller.operator.types.workload import KUEUE_FINALIZER, KUEUE_GROUP
+from adascale_core import names
 from adascale_core.failures import TerminationMessage
 
 # -- builders ----------------------------------------------------------------------------------------------
@@ -22,11 +23,12 @@ def raw(
     **spec: Any,
 ) -> dict[str, Any]:
     meta = {
-        "name": "digits-1-x2x4z",
+        "name": "digits-1-2",
         "namespace": "team",
         "uid": "5a0d",
         "creationTimestamp": "2026-03-01T10:00:00Z",
-        "annotations": {"batch.kubernetes.io/job-completion-index": "1"},
+        "labels": {names.LABEL_REPLICA: "1", names.LABEL_ATTEMPT: "2"},
+        "ownerReferences": [{"kind": "AdaScaleJob", "name": "digits", "uid": "b7d1", "controller": True}],
     }
     placed = {"nodeName": node} if node else {}
     containers = [{"name": "worker", "image": "trainer:1", "resources": {"requests": {"cpu": "500m"}}}]
@@ -71,8 +73,10 @@ def unscheduled(message: str, **spec: Any) -> PodProblem | None:
 def test_a_running_pod() -> None:
     status = {"phase": "Running", "containerStatuses": [container(running={"startedAt": "x"})]}
     assert read_pod(raw(status)) == Pod(
-        name="digits-1-x2x4z",
+        name="digits-1-2",
         uid="5a0d",
+        attempt=2,
+        controller=("AdaScaleJob", "digits", "b7d1"),
         rank=1,
         node="node1",
         phase="Running",
@@ -108,9 +112,9 @@ def test_a_pod_has_started_when_one_of_its_containers_has(begun: bool, status: d
     assert read_pod(raw(status)).has_started == begun
 
 
-def test_a_pod_with_the_job_controllers_finalizer_is_tracked() -> None:
-    assert read_pod(raw(metadata={"finalizers": ["batch.kubernetes.io/job-tracking"]})).tracked
-    assert not read_pod(raw(metadata={"finalizers": ["example.com/other"]})).tracked
+def test_a_pod_with_the_finalizer_of_kueue_is_held_by_it() -> None:
+    assert read_pod(raw(metadata={"finalizers": [KUEUE_FINALIZER]})).is_held_by_kueue
+    assert not read_pod(raw(metadata={"finalizers": ["example.com/other"]})).is_held_by_kueue
 
 
 def test_the_deletion_deadline_includes_the_grace_period() -> None:
@@ -123,12 +127,12 @@ def test_the_deletion_deadline_includes_the_grace_period() -> None:
     ("metadata", "rank"),
     [
         ({}, 1),
-        ({"annotations": None, "labels": {"batch.kubernetes.io/job-completion-index": "12"}}, 12),
-        ({"annotations": {}}, -1),
-        ({"annotations": {"batch.kubernetes.io/job-completion-index": "x"}}, -1),
+        ({"labels": {names.LABEL_REPLICA: "12"}}, 12),
+        ({"labels": None}, -1),
+        ({"labels": {names.LABEL_REPLICA: "x"}}, -1),
     ],
 )
-def test_the_rank_is_the_completion_index(metadata: dict[str, Any], rank: int) -> None:
+def test_the_rank_is_in_a_label(metadata: dict[str, Any], rank: int) -> None:
     assert read_pod(raw(metadata=metadata)).rank == rank
 
 
@@ -154,17 +158,21 @@ def test_a_pod_whose_scheduling_gates_are_gone_has_no_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gate", "message"),
+    ("gate", "reason", "message"),
     [
-        ("example.com/gate", "waiting until scheduling gates are removed: example.com/gate"),
-        (ELASTIC_JOB, "waiting for Kueue to reserve the quota of more replicas"),
+        (
+            "example.com/gate",
+            Reason.SCHEDULING_GATED,
+            "waiting until scheduling gates are removed: example.com/gate",
+        ),
+        (f"{KUEUE_GROUP}/admission", Reason.QUEUED, "waiting for Kueue to reserve quota"),
     ],
 )
-def test_a_pod_with_a_scheduling_gate_waits(gate: str, message: str) -> None:
+def test_a_pod_with_a_scheduling_gate_waits(gate: str, reason: Reason, message: str) -> None:
     gated = condition("PodScheduled", "False", reason="SchedulingGated")
     waiting = raw({"phase": "Pending", "conditions": [gated]}, node=None)
     waiting["spec"]["schedulingGates"] = [{"name": gate}]
-    assert read_pod(waiting).problem == PodProblem(Reason.SCHEDULING_GATED, message)
+    assert read_pod(waiting).problem == PodProblem(reason, message)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from adascale_controller.operator.schedule.scheduler import MAX_HOLD, Scheduler
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from adascale_core.decision.decide import Decision
 from adascale_core.views.jobs import JobView
-from support.observed_jobs import NOW, SPEC, indexed_job, job, observed, pod, view
+from support.observed_jobs import NOW, SPEC, job, observed, pod, view
 from support.world import GPU, World
 
 Object = dict[str, Any]
@@ -56,7 +56,7 @@ def test_the_smallest_count_is_requested_where_pods_of_lower_priority_can_be_pre
 def test_a_request_is_recorded_whose_pods_are_placed_at_once() -> None:
     world = crowded(0, priority=1000)
     for _ in range(5):
-        if world.indexed_job is None:
+        if not world.live_pods:
             world.run_cycles(1)
     assert world.condition()["reason"] == "Preempting"
     world.delete(Resource.PODS, "other")
@@ -109,7 +109,7 @@ TEMPLATE: Object = {"spec": {"containers": [{"name": "worker", "resources": {"li
 def low(*ranks: int) -> ObservedJob:
     """Return a job without priority that trains on two replicas, of which these have a pod."""
     made = replace(job((1, 2)), template=TEMPLATE)
-    return observed(made, view((1, 2), (1, 2)), indexed_job(2), [pod(rank) for rank in ranks])
+    return observed(made, view((1, 2), (1, 2)), [pod(rank) for rank in ranks])
 
 
 def high(priority: int, now: float = NOW) -> ObservedJob:

@@ -13,7 +13,7 @@ from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import QueueView
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import QueueReader, confirmed
-from adascale_controller.operator.schedule.quota import read_queues, unused_quota
+from adascale_controller.operator.schedule.quota import of_job, read_queues, unused_quota
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.operator.types.workload import QUEUE_NAME
 from support.fake_cluster import FakeCluster
@@ -26,7 +26,7 @@ FLAVOR = ("h100", GPU)
 def workload(
     name: str, *conditions: tuple[str, str, str], count: int | None = None, created: int = 1, per_pod: int = 2
 ) -> dict[str, Any]:
-    """Return a Workload of the Job `job-uid`, with conditions (type, status, message) and an admission."""
+    """Return a Workload of a pod, with conditions (type, status, message) and an admission."""
     status: dict[str, Any] = {
         "conditions": [{"type": kind, "status": value, "message": text} for kind, value, text in conditions]
     }
@@ -41,7 +41,7 @@ def workload(
     meta = {
         "name": name,
         "creationTimestamp": f"2027-01-15T08:00:0{created}Z",
-        "ownerReferences": [{"kind": "Job", "uid": "job-uid", "controller": True}],
+        "ownerReferences": [{"kind": "Pod", "uid": name}],
     }
     return {"metadata": meta, "status": status}
 
@@ -78,26 +78,23 @@ QUEUES = [cluster_queue("team", "10", 4)]
 @pytest.mark.parametrize(
     ("workloads", "queues", "expected"),
     [
-        pytest.param([], QUEUES, None, id="no Workload"),
+        pytest.param([], QUEUES, QueueView(), id="no Workload"),
         pytest.param([workload("a", PENDING)], QUEUES, QueueView(message=PENDING[2]), id="waits"),
-        pytest.param([workload("a", RESERVED, count=2)], QUEUES, QueueView(2, 3, "team"), id="admitted"),
+        pytest.param([workload("a", RESERVED, count=1)], QUEUES, QueueView(1, 3, "team"), id="admitted"),
         pytest.param(
-            [workload("a", RESERVED, count=2)], None, QueueView(2, None, "team"), id="without rights"
+            [workload("a", RESERVED, count=1)], None, QueueView(1, None, "team"), id="without rights"
         ),
         pytest.param(
-            [workload("a", RESERVED, count=2), workload("b", PENDING, created=2)],
+            [workload("a", RESERVED, count=1), workload("b", PENDING)],
             QUEUES,
-            QueueView(2, 3, "team", PENDING[2]),
-            id="growth waits",
+            QueueView(1, 3, "team", PENDING[2]),
+            id="one of two waits",
         ),
         pytest.param(
-            [
-                workload("a", RESERVED, ("Finished", "True", "Replaced"), count=2),
-                workload("b", RESERVED, count=4, created=2),
-            ],
+            [workload("a", RESERVED, count=1), workload("b", RESERVED, count=1)],
             QUEUES,
-            QueueView(4, 3, "team"),
-            id="growth admitted",
+            QueueView(2, 3, "team"),
+            id="both admitted",
         ),
         pytest.param(
             [workload("a", PENDING, ("Evicted", "True", "Preempted by another workload"))],
@@ -107,16 +104,24 @@ QUEUES = [cluster_queue("team", "10", 4)]
         ),
     ],
 )
-def test_what_kueue_says_about_a_job(
-    workloads: list[dict[str, Any]], queues: list[dict[str, Any]] | None, expected: QueueView | None
+def test_what_kueue_says_about_the_pods_of_a_job(
+    workloads: list[dict[str, Any]], queues: list[dict[str, Any]] | None, expected: QueueView
 ) -> None:
-    assert read_queues(workloads, queues).get("job-uid") == expected
+    assert of_job(read_queues(workloads, queues).values()) == expected
+
+
+def test_the_workload_of_a_group_is_that_of_each_of_its_pods() -> None:
+    group = workload("a", RESERVED, count=2)
+    group["metadata"]["ownerReferences"] = [{"kind": "Pod", "uid": each} for each in "abc"]
+    found = read_queues([group], QUEUES)
+    assert found == dict.fromkeys("abc", QueueView(1, 3, "team"))
+    assert of_job(found[each] for each in "ab") == QueueView(2, 3, "team")
 
 
 def test_the_scarcest_resource_decides() -> None:
     many = [workload("a", RESERVED, count=2, per_pod=1)]
     # 500 millicores each: 16 more by the CPUs, 96 by the GPUs.
-    assert read_queues(many, [cluster_queue("team", "100", 4)])["job-uid"].room == 16
+    assert read_queues(many, [cluster_queue("team", "100", 4)])["a"].room == 16
 
 
 @pytest.mark.parametrize(
@@ -179,15 +184,14 @@ def test_the_queues_of_jobs_that_have_ended_are_not_read(monkeypatch: pytest.Mon
     monkeypatch.setattr(FakeCluster, "list_kueue", read)
     monkeypatch.setattr(lookup_fetcher, "QUEUE_INTERVAL", 0.0)
     world = World()
-    world.submit()
+    world.submit(activeDeadlineSeconds=60)
     assert world.job is not None
     meta = {**world.job["metadata"], "labels": {QUEUE_NAME: "team"}}
     world.write(Resource.ADASCALEJOBS, {**world.job, "metadata": meta})
     world.run_cycles(5)
     assert reads
-    assert world.indexed_job is not None
-    failed = {"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}
-    world.write(Resource.JOBS, {**world.indexed_job, "status": {"conditions": [failed]}})
+    world.now += 60
+    world.full = True
     world.run_cycles(5)
     assert world.status["state"] == "Failed"
     reads.clear()
@@ -198,7 +202,7 @@ def test_the_queues_of_jobs_that_have_ended_are_not_read(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("view", "last", "room"),
     [
-        pytest.param(QueueView(1, 4), None, 0, id="read for the first time"),
+        pytest.param(QueueView(1, 4), QueueView(), 0, id="read for the first time"),
         pytest.param(QueueView(1, 3), QueueView(1, 3), 3, id="read twice"),
         pytest.param(QueueView(3, 3), QueueView(1, 3), 1, id="reserved and not yet counted"),
         pytest.param(QueueView(3, 1), QueueView(1, 3), 1, id="reserved and counted"),
@@ -206,7 +210,5 @@ def test_the_queues_of_jobs_that_have_ended_are_not_read(monkeypatch: pytest.Mon
         pytest.param(QueueView(1), QueueView(1, 3), None, id="not known"),
     ],
 )
-def test_more_room_counts_once_it_is_read_twice(
-    view: QueueView, last: QueueView | None, room: int | None
-) -> None:
+def test_more_room_counts_once_it_is_read_twice(view: QueueView, last: QueueView, room: int | None) -> None:
     assert confirmed(view, last).room == room

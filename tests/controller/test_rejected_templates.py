@@ -1,4 +1,4 @@
-"""A spec whose Indexed Job the API server rejects."""
+"""A spec whose pods the API server rejects."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import pytest
 
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob, SpecReader
-from adascale_controller.operator.runtime.admission_reader import QUOTA_INTERVAL
 from adascale_controller.operator.runtime.error_isolation import MAX_RETRY_INTERVAL
-from adascale_controller.operator.schedule.placement_backoff import FIRST_PAUSE, TIMEOUT_TRAINING
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
-from controller.conftest import DecidedCount
 from support.fake_cluster import FakeCluster
-from support.observed_jobs import actions_for, condition, indexed_job, job, observed, view
+from support.observed_jobs import actions_for, condition, job, observed, view
 from support.world import World
 
 REJECTION = 'spec.template: spec.containers[0].volumeMounts[0].name: Not found: "data"'
@@ -54,42 +51,42 @@ def test_a_job_without_pods_fails_and_starts_once_the_spec_is_corrected() -> Non
     actions = actions_for(observed(rejected, view((1, 2))))
     failed = condition(actions, ConditionType.FAILED)
     assert (failed.status, failed.reason, failed.message) == (True, Reason.INVALID_SPEC, REJECTION)
-    assert actions.create_indexed_job is None
+    assert actions.create_pods == ()
 
     right = job((1, 2), status=actions.status)
     again = actions_for(observed(right, view((1, 2))), 2)
-    assert again.create_indexed_job == 2
+    assert [each.rank for each in again.create_pods] == [0, 1]
     assert again.status["state"] == "Starting"
     assert "completionTime" not in again.status
 
 
 def test_a_job_with_pods_continues_with_its_previous_spec() -> None:
     rejected = replace(job((1, 2)), job=None, invalid=REJECTION)
-    actions = actions_for(observed(rejected, view((1, 2), (1, 2)), indexed_job(2)))
+    actions = actions_for(observed(rejected, view((1, 2), (1, 2)), 2))
     running = condition(actions, ConditionType.RUNNING)
     assert (running.status, running.reason, running.message) == (True, Reason.INVALID_SPEC, REJECTION)
-    assert (actions.resize, actions.delete_indexed_job) == (None, False)
+    assert (actions.create_pods, actions.stop_pods) == ((), ())
 
 
-# -- an Indexed Job that the API server forbids, such as by a quota of Jobs ---------------------------------
+# -- pods that the API server forbids, such as by a quota --------------------------------------------------
 
-QUOTA = 'jobs.batch "digits" is forbidden: exceeded quota: few, requested: count/jobs.batch=1'
+QUOTA = 'pods "digits-0-0" is forbidden: exceeded quota: few, requested: pods=1'
 
 
 @pytest.mark.parametrize(
     ("reply", "reason"), [(QUOTA, "QuotaExceeded"), ("denied by a policy", "PodCreationFailed")]
 )
-def test_a_job_whose_indexed_job_is_forbidden_says_so_until_it_is_allowed(
+def test_a_job_whose_pods_are_forbidden_says_so_until_it_is_allowed(
     reply: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forbidden, create = ["digits"], FakeCluster.create_indexed_job
+    forbidden, create = ["digits-0-0"], FakeCluster.create_pod
 
-    async def refuse(fake: FakeCluster, manifest: ApiObject) -> ApiObject:
+    async def refuse(fake: FakeCluster, manifest: ApiObject) -> ApiObject | None:
         if manifest["metadata"]["name"] in forbidden:
             raise ApiServerError(f"rejects it: {reply}", 403, reply)
         return await create(fake, manifest)
 
-    monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
+    monkeypatch.setattr(FakeCluster, "create_pod", refuse)
     world = World()
     world.submit()
     world.run_cycles(10)
@@ -104,44 +101,16 @@ def test_a_job_whose_indexed_job_is_forbidden_says_so_until_it_is_allowed(
 def test_a_refusal_whose_text_differs_each_time_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts: list[float] = []
 
-    async def refuse(_: FakeCluster, manifest: ApiObject) -> ApiObject:
+    async def refuse(_: FakeCluster, manifest: ApiObject) -> ApiObject | None:
         attempts.append(world.now)
         raise ApiServerError("rejects it", 403, f"denied by a policy, request {len(attempts)}")
 
-    monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
+    monkeypatch.setattr(FakeCluster, "create_pod", refuse)
     world = World()
     world.submit()
     world.run_cycles(100)
     assert len(attempts) <= 10, attempts
     assert running(world) == ("False", "PodCreationFailed", "denied by a policy, request 1")
-
-
-def test_extra_pods_whose_indexed_job_is_forbidden_keep_no_nodes_for_long(
-    monkeypatch: pytest.MonkeyPatch, decided: DecidedCount
-) -> None:
-    create = FakeCluster.create_indexed_job
-
-    async def refuse(fake: FakeCluster, manifest: ApiObject) -> ApiObject:
-        if manifest["metadata"]["name"] == "digits-extra":
-            raise ApiServerError(f"rejects it: {QUOTA}", 403, QUOTA)
-        return await create(fake, manifest)
-
-    monkeypatch.setattr(FakeCluster, "create_indexed_job", refuse)
-    decided.count = 2
-    world = World()
-    world.submit(opportunistic={"priorityClassName": "spare"})
-    world.run_cycles(30)
-    assert (world.status["replicas"], world.status["desiredReplicas"]) == (1, 1)
-    rescaling = world.condition("Rescaling")
-    assert rescaling["reason"] == "QuotaExceeded"
-    assert QUOTA in rescaling["message"]
-    desired = []
-    for pause in (QUOTA_INTERVAL, FIRST_PAUSE, TIMEOUT_TRAINING, FIRST_PAUSE, FIRST_PAUSE):
-        world.now += pause
-        world.run_cycles(5)
-        desired.append(world.status["desiredReplicas"])
-    # A dry run of a pod says nothing about a quota of Jobs. The pause doubles.
-    assert desired == [1, 2, 1, 1, 2]
 
 
 def running(world: World) -> tuple[str, str, str]:

@@ -21,7 +21,7 @@ from adascale_core.messages.reports import StepTime
 from adascale_core.names import DEFAULT_ACCELERATOR_LABEL
 from adascale_core.views.jobs import JobView
 from support.examples import examples
-from support.observed_jobs import NOW, indexed_job, job, observed, pod, report, view
+from support.observed_jobs import NOW, job, observed, pod, report, view
 
 Nodes = Sequence[Mapping[str, Any]]
 CONTAINER = {"name": "worker", "resources": {"limits": {"nvidia.com/gpu": 1}}}
@@ -44,7 +44,7 @@ def waiting(number: int, most: int | None, zone: str | None) -> ObservedJob:
         template={"spec": spec},
         generation=(most or 0) + 10 * len(zone or ""),
     )
-    return observed(resource, JobView.empty(resource.id), None, ())
+    return observed(resource, JobView.empty(resource.id), ())
 
 
 def training(number: int, most: int | None, zone: str | None, count: int, *, measured: bool) -> ObservedJob:
@@ -59,7 +59,6 @@ def training(number: int, most: int | None, zone: str | None, count: int, *, mea
         base,
         resource=replace(base.resource, status=status),
         service=service,
-        indexed_job=indexed_job(count),
         pods=pods,
     )
 

@@ -95,7 +95,7 @@ def test_a_job_shrinks_and_lost_pods_are_replaced_while_a_decision_takes_long(
         yield from shrink_during_a_decision(world, decisions)
         pod = next(iter(world.agents))
         world.evict_pod(pod)
-        yield lambda: f"delete pod {pod}" in world.writes
+        yield lambda: f"create pod {pod[:-1]}1" in world.writes
         assert decisions.ended == begun, "all this was done without a new decision"
         decisions.may_end.set()
         yield lambda: decisions.ended > begun
@@ -206,7 +206,7 @@ def test_a_decision_knows_of_replicas_that_are_being_requested(
         world.submit("another")
         yield lambda: decisions.begun > begun
         may_answer.set()
-        yield lambda: world.indexed_job is not None
+        yield lambda: bool(world.live_pods)
         world.edit(backoffLimit=5)
         yield lambda: world.job is not None and world.status["observedGeneration"] == 2
         decisions.may_end.set()
@@ -236,7 +236,7 @@ def test_what_is_planned_is_dropped_with_its_job(
         yield desired(world, 2)
 
     run_steps(world, steps())
-    assert "other" not in world.objects[Resource.JOBS]
+    assert not any(name.startswith("other") for name in world.objects[Resource.PODS])
 
 
 def test_what_is_planned_for_a_job_is_not_begun_while_the_job_is_looked_at(
@@ -291,7 +291,6 @@ def test_a_slow_metrics_service_delays_no_reaction(
             world.edit(replicaLimit=2)
         else:
             world.delete(Resource.ADASCALEJOBS, "digits")
-            world.delete(Resource.JOBS, "digits")
             for name in list(world.agents):
                 world.delete_pod(name)
         yield waiting.is_set
@@ -380,7 +379,7 @@ def test_a_decision_that_fails_is_made_again(
         yield lambda: failures > 0
         pod = next(iter(world.agents))
         world.evict_pod(pod)
-        yield lambda: f"delete pod {pod}" in world.writes
+        yield lambda: f"create pod {pod[:-1]}1" in world.writes
         ended = decisions.ended
         yield lambda: decisions.ended > ended
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.types.actions import StatusChange
 from adascale_controller.operator.types.conditions import ConditionType, condition_of
 from adascale_core.messages.allocation import SlowReplacement
 from support.observed_jobs import (
@@ -42,7 +43,7 @@ def test_a_slow_replica_is_named_in_the_condition_and_in_one_event() -> None:
     # The factor changes with each report. That is no other status.
     later = actions_for(with_slow(with_status(job, actions), 1, 1.31), 2)
     assert condition(later, SLOW) == found
-    assert not later.status_is_urgent
+    assert later.status_change is not StatusChange.URGENT
     ended = actions_for(with_slow(with_status(job, actions), None), 2)
     assert (condition(ended, SLOW).status, condition(ended, SLOW).reason) == (False, "NoReplicaSlow")
     assert not [each for each in ended.events if "Slow" in each.reason]
@@ -90,5 +91,5 @@ def test_a_report_names_nobody_once_no_step_ends() -> None:
 
 def test_the_condition_stays_while_the_metrics_service_does_not_answer() -> None:
     before = with_status(training_job(), actions_for(with_slow(training_job(), 1), 2))
-    silent = observed(before.resource, None, before.indexed_job)
+    silent = observed(before.resource, None, before.pods)
     assert condition(actions_for(silent), SLOW).status

@@ -30,7 +30,6 @@ from support.observed_jobs import (
     actions_for,
     condition,
     failed_pod,
-    indexed_job,
     job,
     observed,
     pending_pod,
@@ -39,6 +38,7 @@ from support.observed_jobs import (
     report,
     training_job,
     view,
+    writes,
 )
 from support.world import GPU
 
@@ -63,7 +63,7 @@ def with_spares(
     *,
     members: Sequence[int] | None = None,
     waiting: Sequence[int] | None = None,
-    pods: Sequence[Pod] | None = None,
+    pods: Sequence[Pod] | int = 0,
 ) -> ObservedJob:
     """Return a job that trains on the first replicas by default, while the others wait."""
     indices = range(replicas + spares)
@@ -83,7 +83,7 @@ def with_spares(
     ]
     desired = Allocation(1, replicas, spares=spares)
     service = replace(base, desired=desired, active=active, replicas=tuple(registered))
-    return observed(resource, service, indexed_job(len(indices)), pods)
+    return observed(resource, service, pods or len(indices))
 
 
 # -- pods ---------------------------------------------------------------------------------------------------
@@ -92,14 +92,14 @@ def with_spares(
 def test_pods_are_those_of_the_replicas_and_of_the_spares() -> None:
     starting = observed(job(spare_replicas=1), view())
     actions = actions_for(starting, 2)
-    assert (actions.allocate, actions.create_indexed_job) == (Allocation(1, 2, spares=1), 3)
+    assert (actions.allocate, writes(actions)["create"]) == (Allocation(1, 2, spares=1), [0, 1, 2])
     assert actions.status["allocation"] == {"generation": 1, "replicas": 2, "spares": 1}
     assert actions_for(observed(job(spare_replicas=1), view()), 0).allocate is None
     training = with_spares()
     assert actions_for(training, 2).allocate is None
-    assert actions_for(training, 2).resize is None
-    grown = actions_for(training, 4)
-    assert (grown.allocate, grown.resize) == (Allocation(2, 4, spares=1), 5)
+    assert writes(actions_for(training, 2)) == {}
+    grown = writes(actions_for(training, 4))
+    assert grown == {"allocate": Allocation(2, 4, spares=1), "create": [3, 4]}
     suspended = replace(training, resource=job((1, 2), spare_replicas=1, suspend=True))
     assert actions_for(suspended).allocate == Allocation(2, 0)
 
@@ -107,14 +107,13 @@ def test_pods_are_those_of_the_replicas_and_of_the_spares() -> None:
 def test_an_edit_of_the_spares_is_another_allocation() -> None:
     edited = training_job((3, 2), spare_replicas=1)
     assert actions_for(edited, 2).allocate == Allocation(4, 2, spares=1)
-    assert actions_for(edited, 2).resize == 3
+    assert writes(actions_for(edited, 2))["create"] == [2]
 
 
 def test_a_pod_beyond_the_spares_stays_until_its_trainer_has_left() -> None:
     """The spare of index 3 has taken the place of replica 1."""
     training = with_spares(3, 1, members=[0, 2, 3])
-    shrunk = actions_for(training, 2)
-    assert (shrunk.allocate, shrunk.resize) == (Allocation(2, 2, spares=1), None)
+    assert writes(actions_for(training, 2)) == {"allocate": Allocation(2, 2, spares=1)}
 
 
 # -- status -------------------------------------------------------------------------------------------------
@@ -146,7 +145,7 @@ def test_a_job_starts_if_any_of_its_pods_but_the_spares_can_start() -> None:
         ([pending_pod(0), pod(1), pod(2)], Reason.STARTING),
         ([pending_pod(0), pod(1), pending_pod(2)], Reason.UNSCHEDULABLE),
     ):
-        starting = observed(resource, service, indexed_job(3), pods)
+        starting = observed(resource, service, pods)
         assert condition(actions_for(starting, 2), RUNNING).reason == reason
 
 

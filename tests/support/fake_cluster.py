@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.pods import END_DEADLINE
-from adascale_controller.operator.types.actions import Event
-from adascale_controller.operator.types.kubernetes import ORPHAN_FINALIZER, ApiObject, Resource, timestamp
+from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
+from adascale_controller.operator.types.kubernetes import ApiObject, Resource
+from adascale_core import names
 
 if TYPE_CHECKING:
     from support.world import World
@@ -39,17 +40,19 @@ class FakeCluster:
         """As `Cluster.may_list`: nodes may not be listed."""
         return resource in self._world.objects
 
-    async def may_create_pods(self) -> bool:
-        """As `Cluster.may_create_pods`."""
-        return True
-
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:
         """As `Cluster.admit_pod`."""
         return self._world.admit(deepcopy(dict(manifest)))
 
-    async def create_pod(self, manifest: ApiObject) -> None:
-        """As `Cluster.create_pod`: these pods are not replicas, and the operator does not watch them."""
-        self._world.checks.setdefault(manifest["metadata"]["name"], deepcopy(dict(manifest)))
+    async def create_pod(self, manifest: ApiObject) -> ApiObject | None:
+        """As `Cluster.create_pod`: pods that check a template are not replicas, and are not watched."""
+        name = manifest["metadata"]["name"]
+        if names.LABEL_REPLICA not in manifest["metadata"]["labels"]:
+            return self._world.checks.setdefault(name, deepcopy(dict(manifest)))
+        self._world.before_write(f"create pod {name}")
+        if name in self._world.objects[Resource.PODS]:
+            return None
+        return self._world.create_pod(deepcopy(dict(manifest)))
 
     async def get_pod(self, namespace: str, name: str) -> ApiObject | None:
         """As `Cluster.get_pod`."""
@@ -87,59 +90,6 @@ class FakeCluster:
         assert new["generation"] >= current["generation"], "a generation in the status fell"
         return self._world.write(Resource.ADASCALEJOBS, {**raw, "status": deepcopy(dict(status))})
 
-    async def create_indexed_job(self, manifest: ApiObject) -> ApiObject:
-        """As `Cluster.create_indexed_job`."""
-        self._world.before_write(f"create a Job with parallelism {manifest['spec']['parallelism']}")
-        if manifest["metadata"]["name"] in self._world.objects[Resource.JOBS]:
-            raise ApiServerError("already exists", 409)
-        return self._world.create(Resource.JOBS, deepcopy(dict(manifest)))
-
-    async def try_indexed_job(self, manifest: ApiObject) -> None:
-        """As `Cluster.try_indexed_job`."""
-        if self._world.job_rejection:
-            raise ApiServerError("invalid", 422, self._world.job_rejection)
-
-    async def patch_indexed_job(self, namespace: str, name: str, uid: str, patch: ApiObject) -> ApiObject:
-        """As `Cluster.patch_indexed_job`."""
-        spec, marks = patch.get("spec", {}), (patch.get("metadata") or {}).get("annotations") or {}
-        raw = self._find(Resource.JOBS, name, uid)
-        parallelism = 0 if spec.get("suspend") else spec.get("parallelism", raw["spec"]["parallelism"])
-        self._world.before_write(f"resize to {parallelism}" if spec else f"mark Job {name}")
-        self._world.check_saved(raw, parallelism)
-        annotations = {**raw["metadata"].get("annotations", {}), **marks}
-        annotations = {key: value for key, value in annotations.items() if value is not None}
-        changed = {
-            "metadata": {**raw["metadata"], "annotations": annotations},
-            "spec": {**raw["spec"], **spec},
-        }
-        return self._world.write(Resource.JOBS, {**raw, **changed})
-
-    async def delete_indexed_job(self, namespace: str, name: str, uid: str) -> None:
-        """As `Cluster.delete_indexed_job`."""
-        self._world.before_write("delete the Job")
-        raw = self._find(Resource.JOBS, name, uid)
-        self._world.check_saved(raw, 0)
-        meta = {**raw["metadata"], "deletionTimestamp": timestamp(self._world.now)}
-        self._world.write(Resource.JOBS, {**raw, "metadata": meta})
-
-    async def leave_pods(self, namespace: str, name: str, uid: str) -> None:
-        """As `Cluster.leave_pods`."""
-        self._world.before_write("delete the Job without its pods")
-        raw = self._find(Resource.JOBS, name, uid)
-        meta = {
-            **raw["metadata"],
-            "deletionTimestamp": timestamp(self._world.now),
-            "finalizers": [ORPHAN_FINALIZER],
-        }
-        self._world.write(Resource.JOBS, {**raw, "metadata": meta})
-
-    async def own_pod(self, namespace: str, name: str, owner: ApiObject) -> None:
-        """As `Cluster.own_pod`."""
-        self._world.before_write(f"own pod {name}")
-        raw = self._find(Resource.PODS, name)
-        owners = [*raw["metadata"]["ownerReferences"], dict(owner)]
-        self._world.write(Resource.PODS, {**raw, "metadata": {**raw["metadata"], "ownerReferences": owners}})
-
     async def create_claim(self, manifest: ApiObject) -> None:
         """As `Cluster.create_claim`: every claim exists."""
 
@@ -166,28 +116,27 @@ class FakeCluster:
         self._world.before_write("apply a ConfigMap")
         self.config_maps[_key(manifest)] = deepcopy(dict(manifest))
 
-    async def delete_pod(self, namespace: str, name: str) -> None:
-        """As `Cluster.delete_pod`."""
-        if self._world.checks.pop(name, None) is None:
-            self._world.before_write(f"delete pod {name}")
-            self._world.delete_pod(name)
+    async def stop_pod(self, namespace: str, pod: StoppedPod) -> bool:
+        """As `Cluster.stop_pod`."""
+        if self._world.checks.pop(pod.name, None) is not None:
+            return True
+        self._world.before_write(f"{pod.how.name.lower()} pod {pod.name}")
+        raw = self._world.objects[Resource.PODS].get(pod.name)
+        if raw is None or raw["metadata"]["uid"] != pod.uid:
+            return False
+        self._world.check_saved(pod.name)
+        if pod.how is Stop.FORCE:
+            self._world.delete_pod(pod.name)
+        elif pod.how is Stop.DELETE:
+            self._world.terminate_pod(pod.name)
+        else:
+            spec = {**raw["spec"], "activeDeadlineSeconds": END_DEADLINE}
+            self._world.write(Resource.PODS, {**raw, "spec": spec})
+        return True
 
-    async def retire_pod(self, namespace: str, name: str) -> None:
-        """As `Cluster.retire_pod`."""
-        self._world.before_write(f"retire pod {name}")
-        if name in self._world.objects[Resource.PODS]:
-            self._world.terminate_pod(name)
-
-    async def end_pod(self, namespace: str, name: str) -> None:
-        """As `Cluster.end_pod`."""
-        self._world.before_write(f"end pod {name}")
-        raw = self._world.objects[Resource.PODS][name]
-        self._world.write(
-            Resource.PODS, {**raw, "spec": {**raw["spec"], "activeDeadlineSeconds": END_DEADLINE}}
-        )
-
-    async def release_pod(self, namespace: str, name: str) -> None:
-        """As `Cluster.release_pod`: pods have no finalizers."""
+    async def delete_workload(self, namespace: str, name: str) -> None:
+        """As `Cluster.delete_workload`: there is no Kueue."""
+        self._world.before_write(f"delete Workload {name}")
 
     async def delete_job(self, namespace: str, name: str, uid: str) -> None:
         """As `Cluster.delete_job`."""

@@ -9,12 +9,13 @@ from typing import Any
 from adascale_controller.failing_counts import FailingCount
 from adascale_controller.job_definition import CheckpointSettings, JobDefinition
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.observed_job import CheckpointClaim, IndexedJob, ObservedJob
+from adascale_controller.operator.observe.observed_job import CheckpointClaim, ObservedJob
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
 from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
-from adascale_controller.operator.types.actions import Actions, FailedPlacement
+from adascale_controller.operator.types.actions import Actions, FailedPlacement, Stop
 from adascale_controller.operator.types.conditions import ConditionType, JobCondition, Reason, condition_of
+from adascale_controller.operator.types.workload import PodSettings, Workload
 from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.decide import Decision
 from adascale_core.failures import TerminationMessage
@@ -43,11 +44,12 @@ def job(
     return AdaScaleJob("team", "digits", "job-uid", 1, int(NOW) - 100, parsed, status=current)
 
 
-def indexed_job(parallelism: int, **changes: Any) -> IndexedJob:
-    """Return the Indexed Job of the AdaScaleJob. If it is suspended, the operator has suspended it."""
-    changes.setdefault("suspended_by_operator", changes.get("suspended", False))
-    built = IndexedJob("indexed-job-uid", "job-uid", DIGEST, parallelism, False, False, False, None)
-    return replace(built, **changes)
+def workload(resource: AdaScaleJob) -> Workload:
+    """Return what the pods of an AdaScaleJob are made from."""
+    return Workload(
+        *(resource.name, resource.namespace, resource.uid, resource.valid_job, resource.template),
+        *(resource.created_at, PodSettings("http://api"), resource.queueing),
+    )
 
 
 def pod(rank: int, **changes: Any) -> Pod:
@@ -60,6 +62,8 @@ def pod(rank: int, **changes: Any) -> Pod:
         "Running",
         NOW - 50,
         scheduled_at=NOW - 49,
+        controller=("AdaScaleJob", "digits", "job-uid"),
+        template=DIGEST,
     )
     return replace(built, **changes)
 
@@ -74,6 +78,11 @@ def failed_pod(rank: int, generation: int = 0, *, created_at: float = NOW - 50, 
         phase="Failed",
         exit=end,
     )
+
+
+def finished_pod(rank: int, ended_at: float = NOW, **changes: Any) -> Pod:
+    """Return a pod whose program has finished."""
+    return pod(rank, phase="Succeeded", exit=PodExit(0, "Completed", ended_at=ended_at), **changes)
 
 
 def pending_pod(rank: int, reason: Reason = Reason.UNSCHEDULABLE) -> Pod:
@@ -131,21 +140,19 @@ def _active(generation: int, replicas: int) -> ActiveAllocation:
 def observed(
     job_: AdaScaleJob | None = None,
     service: JobView | None = None,
-    indexed_job_: IndexedJob | None = None,
-    pods: Sequence[Pod] | None = None,
+    pods: Sequence[Pod] | int = (),
     **changes: Any,
 ) -> ObservedJob:
-    """Return an observed job. The pods of the Indexed Job run by default."""
-    count = indexed_job_.parallelism if indexed_job_ is not None and not indexed_job_.suspended else 0
+    """Return an observed job, with these pods, or with this number of pods that run."""
+    resource = job_ or job()
     built = ObservedJob(
-        resource=job_ or job(),
-        workload=None,
+        resource=resource,
+        workload=None if resource.job is None else workload(resource),
         service=service,
-        indexed_job=indexed_job_,
-        pods=tuple(pod(rank) for rank in range(count)) if pods is None else pods,
+        pods=tuple(map(pod, range(pods))) if isinstance(pods, int) else pods,
         claim=None,
         digest=DIGEST,
-        pod_creation_failure=None,
+        refusal=None,
         lost_nodes=frozenset(),
         now=NOW,
     )
@@ -154,7 +161,7 @@ def observed(
 
 def training_job(recorded: tuple[int, int] = (1, 2), **spec: Any) -> ObservedJob:
     """Return a job that trains with its recorded allocation."""
-    return observed(job(recorded, **spec), view(recorded, recorded), indexed_job(recorded[1]))
+    return observed(job(recorded, **spec), view(recorded, recorded), recorded[1])
 
 
 def own_claim(*, exists: bool = True, single_node: bool = False) -> CheckpointClaim:
@@ -187,20 +194,16 @@ def condition(actions: Actions, kind: ConditionType) -> JobCondition:
     return found
 
 
-FIELDS = (
-    "deregister", "declare", "allocate", "create_claim", "create_indexed_job", "resize", "delete_indexed_job",
-    "delete_pods", "release_pods", "delete_job",
-)  # fmt: skip
+FIELDS = ("deregister", "declare", "allocate", "delete_group", "delete_job")
 
 
 def writes(actions: Actions) -> dict[str, object]:
-    """Return the actions besides status and Events, without empty fields."""
-    values = {name: getattr(actions, name) for name in FIELDS}
-    return {
-        name: value
-        for name, value in values.items()
-        if value is not None and value is not False and value != ()
-    }
+    """Return the actions besides status and Events, without empty fields: of pods, ranks and names."""
+    values: dict[str, object] = {name: getattr(actions, name) for name in FIELDS}
+    values["create"] = [pod.rank for pod in actions.create_pods]
+    for how in Stop:
+        values[how.name.lower()] = [pod.name for pod in actions.stop_pods if pod.how is how]
+    return {name: value for name, value in values.items() if value not in (None, False, [])}
 
 
 def events(actions: Actions) -> list[str]:

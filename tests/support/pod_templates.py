@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from adascale_controller.job_definition import JobDefinition
-from adascale_controller.operator.apply.indexed_job import indexed_job_manifest
+from adascale_controller.operator.apply.manifests import pod_manifest
+from adascale_controller.operator.types.actions import NewPod
 from adascale_controller.operator.types.workload import PodSettings, Workload
 from adascale_core.messages.job_spec import JobSpec
 
@@ -45,10 +46,7 @@ def workload(made_of: Mapping[str, Any] | None = None, **of_job: Any) -> Workloa
 
 
 def pod(made_of: Workload, single_node: bool = False) -> dict[str, Any]:
-    manifest: dict[str, Any] = indexed_job_manifest(made_of, 2, suspend=False, single_node=single_node)[
-        "spec"
-    ]["template"]
-    return manifest
+    return pod_manifest(made_of, NewPod(0, 0), single_node=single_node)
 
 
 def worker(made_of: Workload) -> dict[str, Any]:

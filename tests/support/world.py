@@ -1,4 +1,4 @@
-"""A small world in memory for the real operator: its API server, Job controller, scheduler, node and agents.
+"""A small world in memory for the real operator: its API server, scheduler, node and agents.
 
 The metrics service has the real rules for generations. A test chooses what happens between any two calls of
 the operator, and whether the operator is killed there.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +18,7 @@ from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.schedule.nodes import eligible_nodes
 from adascale_controller.operator.types.actions import Event
 from adascale_controller.operator.types.kubernetes import (
-    COMPLETION_INDEX,
-    ORPHAN_FINALIZER,
     Resource,
-    first_replica,
     replica_index,
     timestamp,
 )
@@ -34,7 +30,7 @@ from support.fake_cluster import FakeCluster, Object
 from support.fake_service import FakeAgent, FakeService
 from support.inline_loop import run_inline
 
-RESOURCES = (Resource.ADASCALEJOBS, Resource.JOBS, Resource.PODS)
+RESOURCES = (Resource.ADASCALEJOBS, Resource.PODS)
 GRACE_PERIOD = 30
 GPU = "nvidia.com/gpu"
 UNSCHEDULABLE = {
@@ -91,8 +87,6 @@ class World:
     """The pods that check changed templates, by name."""
     check_status: Object = field(default_factory=lambda: {"phase": "Succeeded"})
     """The status of these pods."""
-    job_rejection: str = ""
-    """Why an Indexed Job would be rejected; empty if it is not."""
     meanwhile: Callable[[], None] = lambda: None
     """Is called before each write of the operator."""
 
@@ -168,6 +162,11 @@ class World:
 
         asyncio.run(run())
 
+    @property
+    def cached_pods(self) -> list[Any]:
+        """The pods of the AdaScaleJob in the operator's cache."""
+        return self._cache.pods_of(("team", "digits"))
+
     def lose_undelivered(self) -> None:
         """Drop the undelivered changes, as when a watch is interrupted."""
         self._undelivered.clear()
@@ -230,15 +229,15 @@ class World:
         return next(each for each in self.status["conditions"] if each["type"] == kind)
 
     @property
-    def indexed_job(self) -> Object | None:
-        """The Indexed Job of `digits`."""
-        return self.objects[Resource.JOBS].get("digits")
-
-    @property
     def live_pods(self) -> list[Object]:
         """The pods of jobs that have not ended."""
         pods = [raw for raw in self.objects[Resource.PODS].values() if "labels" in raw["metadata"]]
         return [raw for raw in pods if not _has_ended(raw)]
+
+    @property
+    def uids(self) -> dict[str, str]:
+        """The names of the live pods by their uids."""
+        return {raw["metadata"]["uid"]: raw["metadata"]["name"] for raw in self.live_pods}
 
     # -- users ----------------------------------------------------------------------------------------------
 
@@ -271,20 +270,6 @@ class World:
             Resource.ADASCALEJOBS, {**self.job, "metadata": meta, "spec": {**self.job["spec"], **spec}}
         )
 
-    def suspend_job(self, suspend: bool) -> None:
-        """Set `spec.suspend` of the Indexed Job, as anybody else than the operator does."""
-        assert self.indexed_job is not None
-        spec = {**self.indexed_job["spec"], "suspend": suspend}
-        self.write(Resource.JOBS, {**self.indexed_job, "spec": spec})
-
-    @property
-    def is_suspended_by_others(self) -> bool:
-        """Whether the Indexed Job is suspended without the operator's mark."""
-        indexed_job = self.indexed_job
-        if indexed_job is None or not indexed_job["spec"]["suspend"]:
-            return False
-        return names.ANNOTATION_SUSPENDED not in indexed_job["metadata"]["annotations"]
-
     # -- nodes ----------------------------------------------------------------------------------------------
 
     def add_node(self, name: str) -> None:
@@ -305,103 +290,38 @@ class World:
                 if raw["spec"].get("nodeName") == name:
                     self.delete_pod(raw["metadata"]["name"])
 
-    def nodes_of_jobs(self) -> dict[str, set[str]]:
-        """Return the nodes of the live pods of each Indexed Job, by its uid."""
-        found: dict[str, set[str]] = {}
-        for raw in self.live_pods:
-            if "nodeName" in raw["spec"]:
-                found.setdefault(_owner(raw), set()).add(raw["spec"]["nodeName"])
-        return found
+    def nodes_of_pods(self) -> set[str]:
+        """Return the nodes of the live pods of the AdaScaleJob."""
+        return {raw["spec"]["nodeName"] for raw in self.live_pods if "nodeName" in raw["spec"]}
 
     # -- the controllers of Kubernetes ----------------------------------------------------------------------
 
     def collect_garbage(self) -> None:
-        """Delete the Indexed Jobs of a deleted AdaScaleJob, and the ended pods of deleted Indexed Jobs."""
+        """Delete the pods of a deleted AdaScaleJob."""
         owner = self.job["metadata"]["uid"] if self.job is not None else None
-        for indexed_job in list(self.objects[Resource.JOBS].values()):
-            meta = {**indexed_job["metadata"], "deletionTimestamp": timestamp(self.now)}
-            if _owner(indexed_job) != owner and "deletionTimestamp" not in indexed_job["metadata"]:
-                self.write(Resource.JOBS, {**indexed_job, "metadata": meta})
-        for raw in list(self.objects[Resource.JOBS].values()):
-            if ORPHAN_FINALIZER in raw["metadata"].get("finalizers", ()):
-                self.delete(Resource.JOBS, raw["metadata"]["name"])
-        for raw in list(self.objects[Resource.PODS].values()):
-            self._drop_missing_owners(raw)
-        active = self._active_jobs()
         for name, raw in list(self.objects[Resource.PODS].items()):
-            if _has_ended(raw) and _owner(raw) not in active:
-                self.delete_pod(name)
+            if _owner(raw) not in ("", owner):
+                self.terminate_pod(name)
 
-    def control_jobs(self) -> None:
-        """Create the pods that Indexed Jobs lack, and delete those that are too many."""
-        for raw in list(self._active_jobs().values()):
-            status, suspended = raw.get("status") or {}, bool(raw["spec"].get("suspend"))
-            if bool(status.get("startTime")) == suspended:
-                started = None if suspended else timestamp(self.now)
-                self.write(Resource.JOBS, {**raw, "status": {**status, "startTime": started}})
-        active = self._active_jobs()
-        for raw in active.values():
-            if raw["spec"].get("manualSelector"):
-                self._adopt_pods(raw)
-        ranks = {uid: _ranks(raw) for uid, raw in active.items()}
-        present = set()
-        for raw in self.live_pods:
-            rank, uid = _rank(raw), _owner(raw)
-            present.add((uid, rank))
-            stays = rank in ranks.get(uid, ()) or self._has_other_owner(raw)
-            if not stays and "deletionTimestamp" not in raw["metadata"]:
-                self.terminate_pod(raw["metadata"]["name"])
-        for uid, wanted in ranks.items():
-            for rank in wanted:
-                if (uid, rank) not in present:
-                    self._create_pod(rank, active[uid])
-        for raw in list(self.objects[Resource.JOBS].values()):
-            if "finalizers" in raw["metadata"]:
-                continue
-            pods = self.objects[Resource.PODS].values()
-            uid = raw["metadata"]["uid"]
-            if uid not in active and not any(_owner(pod) == uid for pod in pods):
-                self.delete(Resource.JOBS, raw["metadata"]["name"])
-
-    def _owners(self, raw: Object) -> list[Object]:
-        """Return the owners of a pod that exist."""
-        objects = [*self.objects[Resource.ADASCALEJOBS].values(), *self.objects[Resource.JOBS].values()]
-        existing = [each["metadata"]["uid"] for each in objects]
-        return [each for each in raw["metadata"].get("ownerReferences", ()) if each["uid"] in existing]
-
-    def _drop_missing_owners(self, raw: Object) -> None:
-        """Remove references to owners that do not exist, unless none exists: then the pod is deleted."""
-        owners, left = raw["metadata"].get("ownerReferences", ()), self._owners(raw)
-        if left and len(left) < len(owners):
-            self.write(Resource.PODS, {**raw, "metadata": {**raw["metadata"], "ownerReferences": left}})
-
-    def _has_other_owner(self, raw: Object) -> bool:
-        """Whether a pod stays because its AdaScaleJob or a Job that leaves it owns it."""
-        jobs = self.objects[Resource.JOBS].values()
-        leaving = [each["metadata"]["uid"] for each in jobs if "finalizers" in each["metadata"]]
-        owners = [each for each in self._owners(raw) if each["kind"] != "Job" or each["uid"] in leaving]
-        return bool(owners) and _owner(raw) not in self._active_jobs()
-
-    def _adopt_pods(self, indexed_job: Object) -> None:
-        selected = indexed_job["spec"]["selector"]["matchLabels"].items()
-        owner = {"kind": "Job", "uid": indexed_job["metadata"]["uid"], "controller": True}
-        for raw in list(self.objects[Resource.PODS].values()):
-            meta = raw["metadata"]
-            if selected <= meta.get("labels", {}).items() and not _owner(raw):
-                owners = [*meta["ownerReferences"], owner]
-                self.write(Resource.PODS, {**raw, "metadata": {**meta, "ownerReferences": owners}})
+    def create_pod(self, manifest: Object) -> Object:
+        """Create a pod of a replica. No second one of a rank may be there."""
+        pod = self.admit({**manifest, "status": {"phase": "Pending"}})
+        rank, owner = _rank(pod), _owner(pod)
+        others = [raw for raw in self.live_pods if _rank(raw) == rank and _owner(raw) == owner]
+        assert not others, f"rank {rank} has a pod: {others[0]['metadata']['name']}"
+        return self.create(Resource.PODS, pod)
 
     def schedule_pods(self) -> None:
         """Assign pending pods to a node while it has free slots, and start them.
 
-        Pods prefer the nodes where their Indexed Job has other pods, as its affinity says.
+        Pods prefer the nodes where their job has other pods, as their affinity says.
         """
         for raw in self.live_pods:
-            if "nodeName" in raw["spec"]:
+            if "nodeName" in raw["spec"] or raw["spec"].get("schedulingGates"):
                 continue
             nodes = ["node1"]
             if self.types:
-                own = self.nodes_of_jobs().get(_owner(raw), set())
+                own = self.nodes_of_pods()
                 accepting = eligible_nodes(raw["spec"], self.objects[Resource.NODES].values())
                 nodes = sorted(accepting, key=lambda name: (name not in own, name))
             node = next((name for name in nodes if self._used_slots(name) < self.node_slots), None)
@@ -413,18 +333,26 @@ class World:
                 )
 
     def run_kubelet(self) -> None:
-        """End the pods that are being deleted: their agents save the state, register and leave."""
+        """End the pods that are being deleted or ended: their agents save the state, register and leave."""
         for name, raw in list(self.objects[Resource.PODS].items()):
-            if "deletionTimestamp" in raw["metadata"]:
-                agent = self.agents.get(name)
-                if agent is not None:
-                    agent.state = ReplicaState.TERMINATED
-                    self.service.register(agent)
+            is_ending = "activeDeadlineSeconds" in raw["spec"] and not _has_ended(raw)
+            if not is_ending and "deletionTimestamp" not in raw["metadata"]:
+                continue
+            agent = self.agents.get(name)
+            if agent is not None:
+                agent.state = ReplicaState.TERMINATED
+                self.service.register(agent)
+            if is_ending:
+                self._fail_pod(name, {"exitCode": 143, "reason": "Error"}, reason="DeadlineExceeded")
+            else:
                 self.delete_pod(name)
 
     def terminate_pod(self, name: str) -> None:
         """Delete a pod with its grace period."""
         raw = self.objects[Resource.PODS][name]
+        if "nodeName" not in raw["spec"] or _has_ended(raw):
+            self.delete_pod(name)
+            return
         meta = {**raw["metadata"], "deletionTimestamp": timestamp(self.now + GRACE_PERIOD)}
         self.write(Resource.PODS, {**raw, "metadata": meta})
 
@@ -434,34 +362,17 @@ class World:
             self.delete(Resource.PODS, name)
             self.agents.pop(name, None)
 
-    def _active_jobs(self) -> dict[str, Object]:
-        """Return the Indexed Jobs that are not being deleted, by uid."""
-        jobs = self.objects[Resource.JOBS].values()
-        return {raw["metadata"]["uid"]: raw for raw in jobs if "deletionTimestamp" not in raw["metadata"]}
-
     def _used_slots(self, node: str) -> int:
         pods = self.objects[Resource.PODS].values()
         return sum(raw["spec"].get("nodeName") == node for raw in pods if not _has_ended(raw))
-
-    def _create_pod(self, rank: int, indexed_job: Object) -> None:
-        template = indexed_job["spec"]["template"]
-        index = str(rank - first_replica(indexed_job["metadata"]))
-        meta = {
-            "name": f"digits-{rank}-{self.version + 1}",
-            "labels": dict(template["metadata"]["labels"]),
-            "annotations": {**template["metadata"]["annotations"], COMPLETION_INDEX: index},
-            "ownerReferences": [{"kind": "Job", "uid": indexed_job["metadata"]["uid"], "controller": True}],
-        }
-        spec = template["spec"]
-        pod = {"metadata": meta, "spec": deepcopy(spec), "status": {"phase": "Pending"}}
-        self.create(Resource.PODS, self.admit(pod))
 
     def _start_pod(self, raw: Object, node: str) -> None:
         running = {"name": "worker", "state": {"running": {}}}
         status = {"phase": "Running", "containerStatuses": [running]}
         self.write(Resource.PODS, {**raw, "spec": {**raw["spec"], "nodeName": node}, "status": status})
         name = raw["metadata"]["name"]
-        self.agents[name] = FakeAgent(_rank(raw), name)
+        # Another pod may have the same name later.
+        self.agents[name] = FakeAgent(_rank(raw), raw["metadata"]["uid"])
 
     # -- failures of pods -----------------------------------------------------------------------------------
 
@@ -477,6 +388,10 @@ class World:
         self.program_failures += 1
         message = TerminationMessage(agent.generation, 3, f"ValueError: {self.program_failures}").to_text()
         self._fail_pod(name, {"exitCode": 3, "reason": "Error", "message": message})
+
+    def finish_program(self, name: str) -> None:
+        """Have the program of a pod finish: its agent ends with exit code 0."""
+        self._fail_pod(name, {"exitCode": 0, "reason": "Completed"}, phase="Succeeded")
 
     def exceed_memory(self, name: str) -> None:
         """Have the kernel kill a container that exceeds its memory limit; its agent registers nothing."""
@@ -497,7 +412,7 @@ class World:
         worker = {"name": "worker", "state": {"terminated": terminated}}
         status = {"phase": "Failed", "containerStatuses": [worker], **status}
         self.write(Resource.PODS, {**raw, "status": status})
-        self.agents.pop(name)
+        self.agents.pop(name, None)
 
     # -- agents ---------------------------------------------------------------------------------------------
 
@@ -515,26 +430,26 @@ class World:
 
     # -- invariants -----------------------------------------------------------------------------------------
 
-    def check_saved(self, indexed_job: Object, parallelism: int) -> None:
-        """Check that no pod of a Job is removed whose trainer runs in the active generation.
+    def check_saved(self, name: str) -> None:
+        """Check that no pod is stopped whose trainer runs in the active generation, unless it is outdated.
 
         Jobs that have failed are excepted, because they are not resumed. Their pods can be in the next
         generation already when the failure that exceeds `backoffLimit` is counted.
         """
         if self.job is not None and self.job.get("status", {}).get("state") == "Failed":
             return
+        agent, raw = self.agents.get(name), self.objects[Resource.PODS].get(name)
+        if agent is None or raw is None or self.job is None:
+            return
         state = self.service.state
-        for agent in self.agents.values():
-            running = agent.state is ReplicaState.RUNNING and not state.view(1).has_ended(agent.generation)
-            active = state.active is not None and state.active.generation == agent.generation
-            first = first_replica(indexed_job["metadata"])
-            of_job = self._owner_of(agent.name) == indexed_job["metadata"]["uid"]
-            removed = of_job and agent.rank >= first + parallelism
-            assert not (running and active and removed), f"rank {agent.rank} has not saved its state"
-
-    def _owner_of(self, pod: str) -> str | None:
-        raw = self.objects[Resource.PODS].get(pod)
-        return None if raw is None else _owner(raw)
+        running = agent.state is ReplicaState.RUNNING and not state.view(1).has_ended(agent.generation)
+        active = state.active is not None and state.active.generation == agent.generation
+        spec = self.job["spec"]
+        image = spec["template"]["spec"]["containers"][0]["image"]
+        core = spec.get("minReplicas", 1) if "opportunistic" in spec else 100
+        is_extra = names.LABEL_EXTRA in raw["metadata"]["labels"]
+        outdated = raw["spec"]["containers"][0]["image"] != image or is_extra is not (agent.rank >= core)
+        assert not (running and active) or outdated, f"rank {agent.rank} has not saved its state"
 
     @property
     def current_generations(self) -> set[int]:
@@ -557,7 +472,6 @@ class World:
         """Run everything in turn, without new failures or edits."""
         for _ in range(cycles):
             self.collect_garbage()
-            self.control_jobs()
             self.schedule_pods()
             self.run_kubelet()
             for name in list(self.agents):
@@ -576,11 +490,6 @@ def _owner(raw: Object) -> str:
 
 def _rank(raw: Object) -> int:
     return replica_index(raw["metadata"])
-
-
-def _ranks(indexed_job: Object) -> range:
-    first, spec = first_replica(indexed_job["metadata"]), indexed_job["spec"]
-    return range(first, first + (0 if spec["suspend"] else spec["parallelism"]))
 
 
 def _has_ended(raw: Object) -> bool:

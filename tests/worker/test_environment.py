@@ -18,16 +18,11 @@ from adascale_worker.process.environment import (
     read_incarnation,
     read_job_settings,
     read_peer_timeout,
-    read_replica,
     read_service,
     read_termination_grace,
     read_termination_log,
     take_agent_channel,
 )
-
-
-def test_the_index_of_an_extra_pod_is_counted_after_the_core() -> None:
-    assert read_replica({"ADASCALE_REPLICA": "1", "ADASCALE_FIRST_REPLICA": "2"}) == 3
 
 
 def test_an_empty_environment_means_one_replica_without_a_service() -> None:

@@ -28,7 +28,6 @@ environment:
   {names.ENV_API_URL}   base URL of the metrics service
   {names.ENV_JOB_ID}    the job, <namespace>.<name>
   {names.ENV_REPLICA}   index of this replica, from 0
-  {names.ENV_FIRST_REPLICA}   what is added to that index
   {names.ENV_ADDRESS}   address at which other replicas reach it (default: 127.0.0.1)
   {names.ENV_NODE_NAME}   name of the node (default: the host name)
   {names.ENV_SERVICE_TIMEOUT}   seconds to wait for the first answer of the service
@@ -80,7 +79,6 @@ def _run(command: list[str]) -> int:
         address = environ.get(names.ENV_ADDRESS, "127.0.0.1")
         replica = environment.read_replica(environ)
         of_trainers = {**environ, names.ENV_REPLICA: str(replica)}
-        of_trainers.pop(names.ENV_FIRST_REPLICA, None)
         agent = Agent(
             MetricsServiceClient(service.url, service.token, service.token_file, ca_file=service.ca_file),
             service.job_id,

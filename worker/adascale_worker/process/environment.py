@@ -243,8 +243,7 @@ def divide_into_replicas(assignment: RankAssignment, processes: int) -> tuple[Ra
 
 def read_replica(environ: Mapping[str, str]) -> int:
     """Return the index of this agent's replica, from 0."""
-    first = _read(environ, names.ENV_FIRST_REPLICA, _non_negative_integer, 0)
-    return first + _read(environ, names.ENV_REPLICA, _non_negative_integer, 0)
+    return _read(environ, names.ENV_REPLICA, _non_negative_integer, 0)
 
 
 def read_service_timeout(environ: Mapping[str, str]) -> float:

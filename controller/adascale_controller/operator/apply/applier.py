@@ -13,21 +13,12 @@ from adascale_controller.operator.apply.cluster import (
     AllocationService,
     ApiServerError,
     Cluster,
-    JobRefusedError,
+    PodRefusedError,
 )
-from adascale_controller.operator.apply.indexed_job import (
-    claim_manifest,
-    indexed_job_manifest,
-    owner_reference,
-    resize_extra_patch,
-    resize_patch,
-    template_warnings,
-)
-from adascale_controller.operator.observe.observed_job import IndexedJob, ObservedJob
-from adascale_controller.operator.types.actions import Actions, Event
-from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp
-from adascale_controller.operator.types.workload import extra_name
-from adascale_core import names
+from adascale_controller.operator.apply.manifests import claim_manifest, pod_manifest, template_warnings
+from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.types.actions import Actions, Event, NewPod, StatusChange, Stop
+from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.placement.replica_gpus import describe_unused_gpus
@@ -42,6 +33,8 @@ MAX_STATUS_RATE = 12.0
 """Such writes per second, for all jobs together, beyond `STATUS_BURST`."""
 STATUS_BURST = 20
 """Such writes that may begin at any time, one after the other."""
+MAX_CONCURRENT_PODS = 16
+"""Pods of a job that are created at the same time."""
 
 
 OnStored = Callable[[str, Callable[[JobView], bool]], None]
@@ -53,10 +46,11 @@ OnWritten = Callable[[Resource, ApiObject, bool], None]
 class Applied:
     """What the next cycle has to know about the actions that were carried out."""
 
+    is_stale: bool = False  # whether a pod that was to be stopped does not exist
     claim_created: bool = False  # whether the checkpoint claim was created
-    # the API server's message, if it rejects the Indexed Job as invalid
+    # the API server's message, if it rejects a pod as invalid
     template_rejection: str | None = None
-    refused: JobRefusedError | None = None  # its answer, if it does not create an Indexed Job now
+    refused: PodRefusedError | None = None  # its answer, if it does not create a pod now
 
 
 class Applier:
@@ -109,7 +103,7 @@ class Applier:
 
     def status_due(self, observed: ObservedJob, actions: Actions) -> bool:
         """Whether the status has changed, and the interval of statuses that are not urgent has passed."""
-        return actions.status_changed and observed.now >= self.status_due_at(observed)
+        return actions.status_change is not StatusChange.NONE and observed.now >= self.status_due_at(observed)
 
     def status_due_at(self, observed: ObservedJob) -> float:
         """Return when a status that is not urgent may be written, in seconds since 1970."""
@@ -127,21 +121,16 @@ class Applier:
         # If the metrics service already has a newer allocation, the next cycle adopts it.
         resizes = actions.allocate is None or await self._allocate(job.id, actions.allocate)
         if resizes:
-            await self._write_indexed_job(observed, actions, applied)
-            await self._write_extra_job(observed, actions, applied)
-        for name in actions.delete_pods:
-            logger.info("%s: deleting pod %s by force", job.id, name)
-            await self._cluster.delete_pod(job.namespace, name)
-        for name, event in actions.end_pods:
-            await self._cluster.end_pod(job.namespace, name)
-            await self._record_event(observed, event)
-        for name in actions.retire_pods:
-            logger.info("%s: deleting pod %s of another template", job.id, name)
-            await self._cluster.retire_pod(job.namespace, name)
-        await self._check_gates(observed, actions.check_gates)
-        for name in actions.release_pods:
-            await self._cluster.release_pod(job.namespace, name)
-        if actions.status_is_urgent:
+            await self._create_pods(observed, actions, applied)
+        for pod in actions.stop_pods:
+            if resizes or pod.how is Stop.FORCE:
+                logger.info("%s: pod %s: %s", job.id, pod.name, pod.how.name.lower())
+                applied.is_stale |= not await self._cluster.stop_pod(job.namespace, pod)
+                if pod.event is not None:
+                    await self._record_event(observed, pod.event)
+        if actions.delete_group and observed.workload is not None:
+            await self._cluster.delete_workload(job.namespace, observed.workload.group_name)
+        if actions.status_change is StatusChange.URGENT:
             for event in actions.events:
                 await self._record_event(observed, event)
         if actions.delete_job:
@@ -171,7 +160,7 @@ class Applier:
         self._on_stored(job_id, lambda read: read.spec == spec)
 
     async def _allocate(self, job_id: str, allocation: Allocation) -> bool:
-        """Request an allocation. Returns whether the Indexed Job may be resized to it.
+        """Request an allocation. Returns whether the job may have its pods.
 
         It may not if the metrics service has a newer allocation, or if a larger generation has become active
         since the job was observed.
@@ -194,139 +183,52 @@ class Applier:
 
     async def _write_status(self, observed: ObservedJob, actions: Actions) -> None:
         job, now = observed.resource, observed.now
-        if actions.status_is_urgent or self.status_due(observed, actions):
+        is_urgent = actions.status_change is StatusChange.URGENT
+        if is_urgent or self.status_due(observed, actions):
             written = await self._cluster.apply_status(job.namespace, job.name, job.uid, actions.status)
-            self._on_written(Resource.ADASCALEJOBS, written, actions.status_is_urgent)
+            self._on_written(Resource.ADASCALEJOBS, written, is_urgent)
             self._status_written_at[job.uid] = now
 
-    async def _write_indexed_job(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
-        job, indexed_job = observed.resource, observed.own_indexed_job
-        if actions.create_indexed_job is not None:
-            await self._create_indexed_job(observed, actions, applied)
-        elif actions.hand_over_pods and indexed_job is not None:
-            await self._hand_over(observed, actions, applied)
-        elif actions.delete_indexed_job and indexed_job is not None:
-            await self._cluster.delete_indexed_job(job.namespace, job.name, indexed_job.uid)
-        elif actions.resize is not None and indexed_job is not None:
-            # A suspended Job keeps its parallelism.
-            patch = resize_patch(
-                actions.resize or indexed_job.parallelism,
-                suspend=_suspend(observed, indexed_job, actions.resize),
-                active_deadline_seconds=actions.active_deadline_seconds,
-            )
-            written = await self._cluster.patch_indexed_job(job.namespace, job.name, indexed_job.uid, patch)
-            self._on_written(Resource.JOBS, written, True)
-
-    async def _check_gates(self, observed: ObservedJob, uids: Collection[str]) -> None:
-        namespace, name = observed.resource.key
-        named = ((name, observed.own_indexed_job), (extra_name(name), observed.own_extra_job))
-        patch = {"metadata": {"annotations": {names.ANNOTATION_GATES: timestamp(observed.now)}}}
-        for each, indexed_job in named:
-            if indexed_job is not None and indexed_job.uid in uids:
-                logger.info("%s: pods of Job %s are admitted and gated", observed.resource.id, each)
-                written = await self._cluster.patch_indexed_job(namespace, each, indexed_job.uid, patch)
-                self._on_written(Resource.JOBS, written, True)
-
-    async def _hand_over(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
-        """Delete the Indexed Job without its pods, if one of the new template would be accepted."""
-        job, indexed_job, workload = observed.resource, observed.own_indexed_job, observed.workload
-        if indexed_job is None or workload is None:
+    async def _create_pods(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
+        """Create pods, ever more at a time: where the first one is rejected, no others are tried."""
+        workload, left = observed.workload, list(actions.create_pods)
+        if workload is None or not left:
             return
-        manifest = indexed_job_manifest(
-            workload,
-            indexed_job.parallelism,
-            suspend=False,
-            single_node=observed.single_node,
-            accelerator=indexed_job.accelerator,
-            fs_group=not observed.admission.forbids_fs_group,
-            adopts=True,
-        )
-        try:
-            await self._cluster.try_indexed_job(manifest)
-        except ApiServerError as error:
-            # A webhook may not support dry runs, and a quota of Jobs does not count the one that is replaced.
-            if error.status in {400, 422} and "dry run" not in error.reply:
-                applied.template_rejection = error.reply
-                return
-            if error.status not in {400, 403}:
-                raise
-        for name in actions.hand_over_pods:
-            # They are deleted with the AdaScaleJob also while they have no other owner.
-            await self._cluster.own_pod(job.namespace, name, owner_reference(workload))
-        await self._cluster.leave_pods(job.namespace, job.name, indexed_job.uid)
-
-    async def _write_extra_job(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
-        job, extra_job = observed.resource, observed.own_extra_job
-        if actions.create_extra_job is not None and observed.workload is not None:
-            # Without the others, extra pods would hold nodes and wait.
-            if applied.refused is None and applied.template_rejection is None:
-                await self._create(observed, actions, actions.create_extra_job, applied, extra=True)
-        elif actions.delete_extra_job and extra_job is not None:
-            await self._cluster.delete_indexed_job(job.namespace, extra_name(job.name), extra_job.uid)
-        elif actions.resize_extra_job is not None and extra_job is not None:
-            patch = resize_extra_patch(actions.resize_extra_job)
-            written = await self._cluster.patch_indexed_job(
-                job.namespace, extra_name(job.name), extra_job.uid, patch
-            )
-            self._on_written(Resource.JOBS, written, True)
-
-    async def _create_indexed_job(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
-        workload, parallelism = observed.workload, actions.create_indexed_job
-        if workload is None or parallelism is None:
-            return
-        if actions.create_claim:
+        if observed.claim is not None and observed.claim.own and not observed.claim.exists:
             claim = claim_manifest(workload)
             if claim is not None:
                 await self._cluster.create_claim(claim)
                 applied.claim_created = True
-        if not await self._create(observed, actions, parallelism, applied, extra=False):
-            return
-        for warning in template_warnings(workload):
-            await self._record_event(observed, Event("TemplateOverridden", warning, warning=True))
-        unused = describe_unused_gpus(workload.job.gpus, workload.job.spec.processes_per_replica)
-        if unused is not None:
-            await self._record_event(observed, Event("UnusedGPUs", unused, warning=True))
-
-    async def _create(
-        self, observed: ObservedJob, actions: Actions, parallelism: int, applied: Applied, *, extra: bool
-    ) -> bool:
-        """Create an Indexed Job. Returns whether the API server has created it."""
-        assert observed.workload is not None
-        opportunistic = observed.workload.job.opportunistic
-        queue = None if actions.adopts_pods else observed.workload.queueing.queue
-        if extra:
-            queue = opportunistic.queue_name if opportunistic is not None else None
-        manifest = indexed_job_manifest(
-            observed.workload,
-            parallelism,
-            # Kueue resumes it.
-            suspend=queue is not None,
-            single_node=observed.single_node,
-            accelerator=actions.accelerator,
-            fs_group=not observed.admission.forbids_fs_group,
-            adopts=actions.adopts_pods,
-            extra=extra,
-        )
         if self._before_pods is not None:
             await self._before_pods(observed.resource.namespace)
+        size = 1
+        while left and applied.refused is None and applied.template_rejection is None:
+            batch, left = left[:size], left[size:]
+            await asyncio.gather(*(self._create_pod(observed, pod, applied) for pod in batch))
+            size = min(2 * size, MAX_CONCURRENT_PODS)
+        is_first = not observed.pods and applied.template_rejection is None and applied.refused is None
+        if is_first and not (observed.resource.status.get("attempts") or {}).get("trained"):
+            for warning in template_warnings(workload):
+                await self._record_event(observed, Event("TemplateOverridden", warning, warning=True))
+            unused = describe_unused_gpus(workload.job.gpus, workload.job.spec.processes_per_replica)
+            if unused is not None:
+                await self._record_event(observed, Event("UnusedGPUs", unused, warning=True))
+
+    async def _create_pod(self, observed: ObservedJob, pod: NewPod, applied: Applied) -> None:
+        assert observed.workload is not None
+        fs_group = not observed.admission.forbids_fs_group
+        manifest = pod_manifest(observed.workload, pod, single_node=observed.single_node, fs_group=fs_group)
         try:
-            created = await self._cluster.create_indexed_job(manifest)
+            created = await self._cluster.create_pod(manifest)
         except ApiServerError as error:
-            if error.reply and error.status not in {400, 409, 422, 429}:
+            if error.status in {400, 422}:
+                # The manifest changes with the spec only: no use in trying again before.
+                applied.template_rejection = error.reply
+            elif error.reply and error.status != 429:
                 # That keeps nothing else from being done.
-                applied.refused = JobRefusedError(error, extra=extra)
-                return False
-            if error.status not in {400, 422}:
+                applied.refused = PodRefusedError(str(error), error.status, error.reply)
+            else:
                 raise
-            # The manifest changes with the spec only: no use in trying again before.
-            applied.template_rejection = error.reply
-            return False
-        self._on_written(Resource.JOBS, created, True)
-        return True
-
-
-def _suspend(observed: ObservedJob, indexed_job: IndexedJob, resize: int) -> bool | None:
-    """Return `spec.suspend` of a resized Indexed Job. None leaves it: others may have suspended it."""
-    if resize == 0:
-        return None if indexed_job.suspended else True
-    return False if indexed_job.suspended and not observed.is_held else None
+            return
+        if created is not None:
+            self._on_written(Resource.PODS, created, True)

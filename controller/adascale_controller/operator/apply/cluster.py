@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from adascale_controller.operator.types.actions import Event
+from adascale_controller.operator.types.actions import Event, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from adascale_core.errors import AdaScaleError
 from adascale_core.messages.allocation import Allocation, AllocationView
@@ -28,17 +28,8 @@ class ApiServerError(AdaScaleError):
         self.reply = reply
 
 
-class JobRefusedError(ApiServerError):
-    """The API server does not create an Indexed Job now: for a quota, a policy, or a webhook that is down.
-
-    Args:
-        error: its answer.
-        extra: whether it is the Indexed Job of extra pods.
-    """
-
-    def __init__(self, error: ApiServerError, *, extra: bool) -> None:
-        super().__init__(str(error), error.status, error.reply)
-        self.extra = extra
+class PodRefusedError(ApiServerError):
+    """The API server does not create a pod now: for a quota, a policy, or a webhook that is down."""
 
 
 class Cluster(Protocol):
@@ -53,9 +44,6 @@ class Cluster(Protocol):
     async def may_list(self, resource: Resource) -> bool:
         """Whether the operator may list and watch a resource."""
 
-    async def may_create_pods(self) -> bool:
-        """Whether the operator may create pods, which a dry run requires too."""
-
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:
         """Return a pod as admission makes it, by a dry run: nothing is created.
 
@@ -63,8 +51,8 @@ class Cluster(Protocol):
         rejects the pod.
         """
 
-    async def create_pod(self, manifest: ApiObject) -> None:
-        """Create a pod if none of this name exists."""
+    async def create_pod(self, manifest: ApiObject) -> ApiObject | None:
+        """Create a pod and return it. None if one of this name exists."""
 
     async def get_pod(self, namespace: str, name: str) -> ApiObject | None:
         """Return a pod. None if it does not exist."""
@@ -90,27 +78,6 @@ class Cluster(Protocol):
         `ApiServerError.status` is 404 or 409 if there is no AdaScaleJob with this uid.
         """
 
-    async def create_indexed_job(self, manifest: ApiObject) -> ApiObject:
-        """Create an Indexed Job. `ApiServerError.status` is 409 if a Job of this name exists."""
-
-    async def try_indexed_job(self, manifest: ApiObject) -> None:
-        """Create an Indexed Job of another name by a dry run: nothing is created.
-
-        `ApiServerError.status` is 400 or 422 if it is invalid.
-        """
-
-    async def patch_indexed_job(self, namespace: str, name: str, uid: str, patch: ApiObject) -> ApiObject:
-        """Change an Indexed Job by a merge patch. `ApiServerError.status` is 409 if it has another uid."""
-
-    async def delete_indexed_job(self, namespace: str, name: str, uid: str) -> None:
-        """Delete an Indexed Job after its pods."""
-
-    async def leave_pods(self, namespace: str, name: str, uid: str) -> None:
-        """Delete an Indexed Job without its pods."""
-
-    async def own_pod(self, namespace: str, name: str, owner: ApiObject) -> None:
-        """Add an owner reference to a pod. `ApiServerError.status` is 404 if the pod does not exist."""
-
     async def create_claim(self, manifest: ApiObject) -> None:
         """Create a PersistentVolumeClaim if none of this name exists."""
 
@@ -123,17 +90,11 @@ class Cluster(Protocol):
     async def apply_config_map(self, manifest: ApiObject) -> None:
         """Create or change a ConfigMap by server-side apply."""
 
-    async def delete_pod(self, namespace: str, name: str) -> None:
-        """Delete a pod without a grace period, and remove the Job controller's finalizer."""
+    async def stop_pod(self, namespace: str, pod: StoppedPod) -> bool:
+        """Delete or end a pod. Returns whether it exists, and not another one of its name."""
 
-    async def retire_pod(self, namespace: str, name: str) -> None:
-        """Delete a pod with its grace period."""
-
-    async def end_pod(self, namespace: str, name: str) -> None:
-        """End all containers of a pod, with its grace period. The pod stays, and has failed."""
-
-    async def release_pod(self, namespace: str, name: str) -> None:
-        """Remove the Job controller's finalizer from a pod."""
+    async def delete_workload(self, namespace: str, name: str) -> None:
+        """Delete a Workload of Kueue."""
 
     async def delete_job(self, namespace: str, name: str, uid: str) -> None:
         """Delete an AdaScaleJob and all objects that it owns."""

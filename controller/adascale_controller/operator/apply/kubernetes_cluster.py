@@ -24,8 +24,8 @@ from kubernetes.aio.client.exceptions import ApiException
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.cached_fields import cached_fields
 from adascale_controller.operator.observe.pods import END_DEADLINE
-from adascale_controller.operator.types.actions import Event
-from adascale_controller.operator.types.kubernetes import TRACKING_FINALIZER, ApiObject, Resource, timestamp
+from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
+from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp
 from adascale_controller.operator.types.workload import KUEUE_GROUP
 from adascale_core import names
 
@@ -85,7 +85,6 @@ PAGE_SIZE = 500
 
 _ADASCALEJOBS = f"/apis/{names.GROUP_VERSION}"
 _MERGE_PATCH = "application/merge-patch+json"
-_STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 _APPLY_PATCH = "application/apply-patch+yaml"
 
 
@@ -136,10 +135,6 @@ class KubernetesCluster:
         """As `Cluster.may_list`."""
         return await self._may("list", resource) and await self._may("watch", resource)
 
-    async def may_create_pods(self) -> bool:
-        """As `Cluster.may_create_pods`."""
-        return await self._may("create", Resource.PODS)
-
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:
         """As `Cluster.admit_pod`."""
         path = f"{_core(manifest['metadata']['namespace'])}/pods"
@@ -166,11 +161,11 @@ class KubernetesCluster:
 
     async def list_kueue(self, plural: str, namespace: str | None = None) -> Sequence[ApiObject] | None:
         """As `Cluster.list_kueue`."""
-        group = f"/apis/{KUEUE_GROUP}"
         try:
-            version = (await self._call("GET", group))["preferredVersion"]["version"]
+            version = await self._kueue_version()
             scope = f"/namespaces/{namespace}" if namespace is not None else ""
-            pages = [page async for page in self._pages(f"{group}/{version}{scope}/{plural}")]
+            path = f"/apis/{KUEUE_GROUP}/{version}{scope}/{plural}"
+            pages = [page async for page in self._pages(path)]
         except ApiServerError as error:
             if error.status in {403, 404}:
                 return None
@@ -192,49 +187,15 @@ class KubernetesCluster:
         written: ApiObject = await self._call("PATCH", path, query, body, _APPLY_PATCH)
         return written
 
-    async def create_indexed_job(self, manifest: ApiObject) -> ApiObject:
-        """As `Cluster.create_indexed_job`."""
-        path = f"{_jobs(manifest['metadata']['namespace'])}/jobs"
-        created: ApiObject = await self._call("POST", path, _STRICT, manifest)
-        return created
-
-    async def try_indexed_job(self, manifest: ApiObject) -> None:
-        """As `Cluster.try_indexed_job`."""
-        metadata = {name: value for name, value in manifest["metadata"].items() if name != "name"}
-        tried = {**manifest, "metadata": {**metadata, "generateName": f"{manifest['metadata']['name']}-"}}
-        path = f"{_jobs(metadata['namespace'])}/jobs"
-        await self._call("POST", path, {**_STRICT, "dryRun": "All"}, tried)
-
-    async def patch_indexed_job(self, namespace: str, name: str, uid: str, patch: ApiObject) -> ApiObject:
-        """As `Cluster.patch_indexed_job`."""
-        body = {**patch, "metadata": {**patch.get("metadata", {}), "uid": uid}}
-        path = f"{_jobs(namespace)}/jobs/{name}"
-        patched: ApiObject = await self._call("PATCH", path, _FIELD_MANAGER, body, _MERGE_PATCH)
-        return patched
-
-    async def delete_indexed_job(self, namespace: str, name: str, uid: str) -> None:
-        """As `Cluster.delete_indexed_job`."""
-        body = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
-        await self._delete(f"{_jobs(namespace)}/jobs/{name}", body)
-
-    async def leave_pods(self, namespace: str, name: str, uid: str) -> None:
-        """As `Cluster.leave_pods`."""
-        body = {"propagationPolicy": "Orphan", "preconditions": {"uid": uid}}
-        await self._delete(f"{_jobs(namespace)}/jobs/{name}", body)
-
-    async def own_pod(self, namespace: str, name: str, owner: ApiObject) -> None:
-        """As `Cluster.own_pod`."""
-        patch = {"metadata": {"ownerReferences": [owner]}}
-        path = f"{_core(namespace)}/pods/{name}"
-        await self._call("PATCH", path, _FIELD_MANAGER, patch, _STRATEGIC_PATCH)
-
     async def create_claim(self, manifest: ApiObject) -> None:
         """As `Cluster.create_claim`."""
         await self._create(f"{_core(manifest['metadata']['namespace'])}/persistentvolumeclaims", manifest)
 
-    async def create_pod(self, manifest: ApiObject) -> None:
+    async def create_pod(self, manifest: ApiObject) -> ApiObject | None:
         """As `Cluster.create_pod`."""
-        await self._create(f"{_core(manifest['metadata']['namespace'])}/pods", manifest)
+        path = f"{_core(manifest['metadata']['namespace'])}/pods"
+        # Unknown fields of a template are rejected. The API server would drop them.
+        return await self._create(path, manifest, {**_FIELD_MANAGER, "fieldValidation": "Strict"})
 
     async def create_secret(self, manifest: ApiObject) -> None:
         """As `Cluster.create_secret`."""
@@ -253,28 +214,25 @@ class KubernetesCluster:
         path = f"{_core(metadata['namespace'])}/configmaps/{quote(metadata['name'])}"
         await self._call("PATCH", path, {**_FIELD_MANAGER, "force": "true"}, manifest, _APPLY_PATCH)
 
-    async def delete_pod(self, namespace: str, name: str) -> None:
-        """As `Cluster.delete_pod`."""
-        path = f"{_core(namespace)}/pods/{name}"
+    async def stop_pod(self, namespace: str, pod: StoppedPod) -> bool:
+        """As `Cluster.stop_pod`."""
+        path = f"{_core(namespace)}/pods/{pod.name}"
+        if pod.how is Stop.END:
+            patch = {"metadata": {"uid": pod.uid}, "spec": {"activeDeadlineSeconds": END_DEADLINE}}
+            calls = self._call("PATCH", path, _FIELD_MANAGER, patch, _MERGE_PATCH)
+        else:
+            grace = {"gracePeriodSeconds": 0} if pod.how is Stop.FORCE else {}
+            calls = self._call("DELETE", path, body={"preconditions": {"uid": pod.uid}, **grace})
         with _ignore_missing():
-            await self._release(path, await self._call("DELETE", path, body={"gracePeriodSeconds": 0}))
+            await calls
+            return True
+        return False
 
-    async def retire_pod(self, namespace: str, name: str) -> None:
-        """As `Cluster.retire_pod`."""
-        await self._delete(f"{_core(namespace)}/pods/{name}", {})
-
-    async def end_pod(self, namespace: str, name: str) -> None:
-        """As `Cluster.end_pod`."""
-        patch = {"spec": {"activeDeadlineSeconds": END_DEADLINE}}
+    async def delete_workload(self, namespace: str, name: str) -> None:
+        """As `Cluster.delete_workload`."""
         with _ignore_missing():
-            path = f"{_core(namespace)}/pods/{name}"
-            await self._call("PATCH", path, _FIELD_MANAGER, patch, _MERGE_PATCH)
-
-    async def release_pod(self, namespace: str, name: str) -> None:
-        """As `Cluster.release_pod`."""
-        path = f"{_core(namespace)}/pods/{name}"
-        with _ignore_missing():
-            await self._release(path, await self._call("GET", path))
+            version = await self._kueue_version()
+            await self._delete(f"/apis/{KUEUE_GROUP}/{version}/namespaces/{namespace}/workloads/{name}", {})
 
     async def delete_job(self, namespace: str, name: str, uid: str) -> None:
         """As `Cluster.delete_job`."""
@@ -328,18 +286,24 @@ class KubernetesCluster:
             return "/api/v1/nodes"
         group = {
             Resource.ADASCALEJOBS: _ADASCALEJOBS,
-            Resource.JOBS: "/apis/batch/v1",
             Resource.PODS: "/api/v1",
         }[resource]
         scope = f"/namespaces/{self._namespace}" if self._namespace else ""
         return f"{group}{scope}/{resource}"
 
-    async def _create(self, path: str, manifest: ApiObject) -> None:
+    async def _kueue_version(self) -> str:
+        return str((await self._call("GET", f"/apis/{KUEUE_GROUP}"))["preferredVersion"]["version"])
+
+    async def _create(
+        self, path: str, manifest: ApiObject, query: Mapping[str, str] | None = None
+    ) -> ApiObject | None:
         try:
-            await self._call("POST", path, _FIELD_MANAGER, manifest)
+            created: ApiObject = await self._call("POST", path, query or _FIELD_MANAGER, manifest)
         except ApiServerError as error:
             if error.status != 409:
                 raise
+            return None
+        return created
 
     async def _get(self, path: str) -> ApiObject | None:
         try:
@@ -349,14 +313,6 @@ class KubernetesCluster:
                 return None
             raise
         return found
-
-    async def _release(self, path: str, pod: ApiObject) -> None:
-        finalizers = pod["metadata"].get("finalizers") or []
-        if TRACKING_FINALIZER in finalizers:
-            others = [finalizer for finalizer in finalizers if finalizer != TRACKING_FINALIZER] or None
-            version = pod["metadata"]["resourceVersion"]
-            patch = {"metadata": {"finalizers": others, "resourceVersion": version}}
-            await self._call("PATCH", path, _FIELD_MANAGER, patch, _MERGE_PATCH)
 
     async def _delete(self, path: str, body: ApiObject) -> None:
         with _ignore_missing():
@@ -400,16 +356,10 @@ class KubernetesCluster:
 
 
 _FIELD_MANAGER = {"fieldManager": names.FIELD_MANAGER}
-_STRICT = {**_FIELD_MANAGER, "fieldValidation": "Strict"}
-"""Has unknown fields of a template rejected. The API server would drop them."""
 
 
 def _core(namespace: str) -> str:
     return f"/api/v1/namespaces/{namespace}"
-
-
-def _jobs(namespace: str) -> str:
-    return f"/apis/batch/v1/namespaces/{namespace}"
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from adascale_controller.job_definition import OpportunisticSettings, trainer_environment
-from adascale_controller.operator.types.kubernetes import COMPLETION_INDEX, Manifest
+from adascale_controller.job_definition import trainer_environment
+from adascale_controller.operator.types.actions import NewPod
+from adascale_controller.operator.types.kubernetes import Manifest
 from adascale_controller.operator.types.workload import CHECKPOINT_FOLDER, Workload
 from adascale_controller.schema import DEFAULT_CONTAINER, find_worker
 from adascale_core import names
@@ -23,7 +24,6 @@ TOKEN_FOLDER: Final = "/var/run/secrets/adascale"
 TOKEN_FILE: Final = "token"
 AGENT: Final = "adascale-agent"
 
-_RANK_FIELD: Final = f"metadata.annotations['{COMPLETION_INDEX}']"
 _TERMINATION_LOG: Final = "/dev/termination-log"
 _SAFE_TO_EVICT: Final = "cluster-autoscaler.kubernetes.io/safe-to-evict"
 _GRACE_SECONDS: Final = 30
@@ -46,7 +46,7 @@ _LOST_NODE_SECONDS: Final = 5
 
 @dataclass(frozen=True)
 class BuiltPodTemplate:
-    """A PodTemplateSpec for the Indexed Job."""
+    """A PodTemplateSpec, for one pod."""
 
     manifest: Manifest
     worker: str  # name of the container that trains
@@ -54,14 +54,9 @@ class BuiltPodTemplate:
 
 
 def build_pod_template(
-    workload: Workload,
-    *,
-    single_node: bool,
-    accelerator: str | None = None,
-    fs_group: bool = True,
-    extra: OpportunisticSettings | None = None,
+    workload: Workload, pod: NewPod, *, single_node: bool, fs_group: bool = True
 ) -> BuiltPodTemplate:
-    """Return the pod template of one of a job's Indexed Jobs."""
+    """Return the template of a pod of a job."""
     template: Manifest = copy.deepcopy(dict(workload.template))
     warnings: list[str] = []
     _set_labels(template, workload, warnings)
@@ -72,12 +67,12 @@ def build_pod_template(
     _fill(_section(_section(template, "metadata"), "annotations"), _SAFE_TO_EVICT, "true")
     worker = _worker(template)
     _start_by_agent(worker)
-    first = 0 if extra is None else workload.job.core_replicas
-    _set_environment(worker, workload, spec, accelerator, first, warnings)
-    if extra is not None:
-        _make_extra(template, first, extra)
-    if accelerator is not None:
-        _require_accelerator(spec, workload.settings.accelerator_label, accelerator)
+    _set_environment(worker, workload, spec, pod, warnings)
+    if pod.extra and workload.job.opportunistic is not None:
+        _set_priority(spec, workload.job.opportunistic.priority_class_name)
+    if pod.accelerator is not None:
+        _require_accelerator(spec, workload.settings.accelerator_label, pod.accelerator)
+    spec |= copy.deepcopy(dict(pod.scheduling))
     _mount_volumes(worker, spec, workload, warnings)
     _add_credentials(worker, workload)
     _restrict(spec)
@@ -94,7 +89,7 @@ def build_pod_template(
 # -- the parts of a template -------------------------------------------------------------------------------
 #
 # A part may be absent, null or, since the schema leaves most of a PodSpec open, of any other type. A part of
-# a wrong type is left as it is, without what would be added to it: the API server then rejects the Job and
+# a wrong type is left as it is, without what would be added to it: the API server then rejects the pod and
 # names the field.
 
 
@@ -158,15 +153,11 @@ def _set_pod_policy(spec: Manifest, warnings: list[str]) -> None:
     _fill(spec, "enableServiceLinks", False)  # thousands of variables in a namespace with many Services
 
 
-def _make_extra(template: Manifest, first: int, extra: OpportunisticSettings) -> None:
-    """Give pods the priority of extra pods, and the index from which their replicas are counted."""
-    spec = template["spec"]
-    spec["priorityClassName"] = extra.priority_class_name
+def _set_priority(spec: Manifest, priority_class: str) -> None:
+    spec["priorityClassName"] = priority_class
     # Those of the PriorityClass: the API server rejects others.
     for field in ("priority", "preemptionPolicy"):
         spec.pop(field, None)
-    annotations = _section(_section(template, "metadata"), "annotations")
-    annotations[names.ANNOTATION_FIRST_REPLICA] = str(first)
 
 
 def _set_dns(spec: Manifest) -> None:
@@ -277,25 +268,19 @@ def _set_environment(
     worker: Manifest,
     workload: Workload,
     spec: Manifest,
-    accelerator: str | None,
-    first: int,
+    pod: NewPod,
     warnings: list[str],
 ) -> None:
     """Set our environment variables, before the user's own, so that these may refer to them."""
     log = worker.get("terminationMessagePath") or _TERMINATION_LOG
     values = _environment(workload)
-    if accelerator is not None:
-        values[names.ENV_ACCELERATOR] = accelerator
-    if workload.job.opportunistic is not None:
-        values[names.ENV_FIRST_REPLICA] = str(first)
+    if pod.accelerator is not None:
+        values[names.ENV_ACCELERATOR] = pod.accelerator
+    values[names.ENV_REPLICA] = str(pod.rank)
     ours: list[Manifest] = [
         *({"name": name, "value": _literal(value)} for name, value in values.items()),
         {"name": names.ENV_TERMINATION_LOG, "value": log},
         {"name": names.ENV_TERMINATION_GRACE, "value": str(_trainer_grace(spec))},
-        {
-            "name": names.ENV_REPLICA,
-            "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": _RANK_FIELD}},
-        },
         {
             "name": names.ENV_ADDRESS,
             "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}},

@@ -1,8 +1,7 @@
 """The parts of objects that the operator reads: only these are kept in memory.
 
-A whole pod takes ten times as much, a node lists the images that it has, and an Indexed Job repeats the
-template of the AdaScaleJob. Equal strings are kept once: each object that is parsed has its own copies of the
-names of its members, and of most values.
+A whole pod takes ten times as much, and a node lists the images that it has. Equal strings are kept once:
+each object that is parsed has its own copies of the names of its members, and of most values.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from adascale_controller.operator.types.kubernetes import (
-    COMPLETION_INDEX,
     SCHEDULING_FIELDS,
     ApiObject,
     Manifest,
     Resource,
 )
+from adascale_controller.operator.types.workload import POD_GROUP, POD_GROUP_SIZE, QUEUE_NAME
 from adascale_core import names
 
 MAX_STRINGS = 50_000
@@ -39,12 +38,15 @@ _POD_METADATA: Final = (
 )
 _POD_MARKS: Final = (
     names.LABEL_JOB,
-    names.LABEL_JOB_UID,
+    names.LABEL_REPLICA,
+    names.LABEL_ATTEMPT,
+    names.LABEL_EXTRA,
     names.ANNOTATION_WORKER,
-    names.ANNOTATION_FIRST_REPLICA,
     names.ANNOTATION_TEMPLATE,
     names.ANNOTATION_ACCELERATOR,
-    COMPLETION_INDEX,
+    QUEUE_NAME,
+    POD_GROUP,
+    POD_GROUP_SIZE,
 )
 """The labels and annotations that are read."""
 _POD_STATUS: Final = (
@@ -80,6 +82,8 @@ def _of_pod(raw: ApiObject) -> Manifest:
             "schedulingGates",
         ),
     )
+    if QUEUE_NAME in (raw["metadata"].get("labels") or {}):
+        kept |= _only(spec, SCHEDULING_FIELDS)
     for kind in ("containers", "initContainers"):
         if kind in spec:
             kept[kind] = [_only(each, _POD_CONTAINER) for each in spec[kind] or ()]
@@ -92,14 +96,6 @@ def _of_pod(raw: ApiObject) -> Manifest:
         if kind in found:
             found[kind] = [_only(each, _CONTAINER_STATUS) for each in found[kind] or ()]
     return {"metadata": metadata, "spec": kept, "status": found}
-
-
-def _of_job(raw: ApiObject) -> Manifest:
-    spec = raw.get("spec") or {}
-    kept = {name: value for name, value in spec.items() if name != "template"}
-    pod_spec = (spec.get("template") or {}).get("spec") or {}
-    kept["template"] = {"spec": _only(pod_spec, (*SCHEDULING_FIELDS, "schedulingGates"))}
-    return {"spec": kept}
 
 
 def _of_node(raw: ApiObject) -> Manifest:
@@ -123,7 +119,6 @@ def _only(members: Mapping[str, object], wanted: Collection[str]) -> Manifest:
 
 _PARTS: Final[Mapping[Resource, Callable[[ApiObject], Manifest]]] = {
     Resource.ADASCALEJOBS: lambda _: {},
-    Resource.JOBS: _of_job,
     Resource.PODS: _of_pod,
     Resource.NODES: _of_node,
 }

@@ -1,8 +1,7 @@
 """Lookups: reads of the API server that the caches don't answer, as requests and as results.
 
-A job may need four: its checkpoint claim, what admission makes of its pods, the Events that say why the Job
-controller can't create pods, and the Events of a pod whose containers don't start. `runtime.lookup_fetcher`
-makes the calls.
+A job may need three: its checkpoint claim, what admission makes of its pods, and the Events of a pod whose
+containers don't start. `runtime.lookup_fetcher` makes the calls.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from adascale_controller.operator.observe.observed_job import (
     Admission,
     CachedJob,
     CheckpointClaim,
-    JobRefusal,
     TemplateCheck,
 )
 from adascale_controller.operator.observe.pods import Pod, PodProblem
@@ -37,8 +35,6 @@ _START_FAILURES: Final = frozenset(
 _ORDINARY: Final = ("Scheduled", "SuccessfulAttachVolume", "Pulled", "Created", "Started", "Killing")
 """Reasons of Events that don't explain why a pod is still in ContainerCreating. Each pod has some of them."""
 
-CREATION_EVENTS: Final = "involvedObject.kind=Job,reason=FailedCreate"
-"""Selects Events that say why the Job controller can't create pods."""
 START_EVENTS: Final = ",".join(["involvedObject.kind=Pod", *(f"reason!={reason}" for reason in _ORDINARY)])
 """Selects Events that may say why pods start no container."""
 
@@ -49,7 +45,6 @@ class Lookups:
 
     claim: str | None
     claim_awaited: bool  # whether the job can't start before a claim of the user's exists
-    short_of_pods: str | None  # uid of an Indexed Job that has fewer pods than its parallelism
     slow_pod: Pod | None  # the first pod that was assigned to a node and has started no container in time
 
 
@@ -58,30 +53,23 @@ class LookupResults:
     """The newest results of a job's lookups. Each is None until it is known."""
 
     claim: CheckpointClaim | None = None
-    pod_creation_failure: PodProblem | None = None  # why the Job controller can't create pods
     slow_pod: str | None = None  # uid of the pod whose Events `slow_pod_events` holds
     slow_pod_events: Sequence[ApiObject] = ()  # the Events of that pod, of `START_EVENTS`
     admission: Admission | None = None  # what admission makes of its pods
     template_check: TemplateCheck | None = None  # of a changed template. None if it is not checked.
-    refusal: JobRefusal | None = None  # that the API server does not create an Indexed Job
+    refusal: PodProblem | None = None  # why the API server creates no pod that is missing
 
 
 def needed_lookups(cached: CachedJob, now: float) -> Lookups:
     """Return the lookups that a job needs at `now`, in seconds since 1970."""
     job, workload = cached.resource, cached.workload
     live = cached.live_pods
-    short = (
-        each.uid
-        for each in cached.own_indexed_jobs
-        if not each.finished and any(rank not in live for rank in each.ranks)
-    )
     slow = [pod for pod in live.values() if _seconds_creating(pod, now) > CONTAINER_START_TIMEOUT]
     return Lookups(
         claim=workload.claim_name if workload is not None else None,
         claim_awaited=workload is not None
         and workload.job.checkpoint.claim_name is not None
         and not (workload.job.suspend or has_ended(job.status)),
-        short_of_pods=next(short, None),
         slow_pod=min(slow, key=lambda pod: pod.rank, default=None),
     )
 
@@ -105,17 +93,8 @@ def assume_claim(workload: Workload, name: str) -> CheckpointClaim:
     return CheckpointClaim(name, own, exists=not own, single_node=single_node)
 
 
-def pod_creation_failure(events: Iterable[ApiObject], since: float) -> PodProblem | None:
-    """Return why the Job controller can't create pods, from its FailedCreate Events since a time."""
-    recent = [(_last_seen(event), event.get("message", "")) for event in events]
-    recent = [(moment, message) for moment, message in recent if moment >= since]
-    if not recent:
-        return None
-    return creation_problem(max(recent)[1])
-
-
 def creation_problem(message: str) -> PodProblem:
-    """Return why there are no pods, from the API server's message about a pod or a Job that it rejects."""
+    """Return why there are no pods, from the API server's message about a pod that it rejects."""
     exceeded = "exceeded quota" in message
     return PodProblem(Reason.QUOTA_EXCEEDED if exceeded else Reason.POD_CREATION_FAILED, message)
 

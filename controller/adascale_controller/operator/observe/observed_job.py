@@ -5,24 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from math import inf
-from types import MappingProxyType
-from typing import Self
+from typing import Any
 
 from adascale_controller.failing_counts import FailingCount
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
-from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
-from adascale_controller.operator.types.kubernetes import (
-    ORPHAN_FINALIZER,
-    SCHEDULING_FIELDS,
-    ApiObject,
-    first_replica,
-    seconds,
-)
-from adascale_controller.operator.types.workload import ELASTIC_JOB, QUEUE_NAME, Workload, extra_name
-from adascale_core import names
-from adascale_core.decision.type_choice import Accelerator
+from adascale_controller.operator.types.conditions import Reason
+from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.operator.types.workload import Workload
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED, EXIT_SERVICE_UNAVAILABLE
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.registration import MAX_INTERVAL
@@ -32,13 +22,13 @@ from adascale_core.views.jobs import JobView
 
 @dataclass(frozen=True)
 class QueueView:
-    """What Kueue says about one job."""
+    """What Kueue says about a pod, or about all pods of a job."""
 
-    admitted: int = 0  # the number of replicas for which quota is reserved
+    admitted: int = 0  # the number of pods for which quota is reserved
     # the number of further replicas that the unused quota of its flavor holds. None if that is not known.
     room: int | None = None
     cluster_queue: str = ""  # the ClusterQueue that has reserved the quota. Empty if none has.
-    message: str = ""  # why Kueue has not admitted it, has evicted it, or does not admit more replicas
+    message: str = ""  # why Kueue does not admit a pod
 
 
 _AGENT_ERRORS = {
@@ -49,98 +39,6 @@ _AGENT_ERRORS = {
 """Exit codes of agents that give up, and the reasons of the conditions that show what they say."""
 REGISTRATION_TIMEOUT = MAX_INTERVAL
 """Seconds within which all agents register with a metrics service that has lost its data."""
-
-
-@dataclass(frozen=True)
-class IndexedJob:
-    """An Indexed Job (batch/v1) of an AdaScaleJob's name, or of the name of its extra pods' Job."""
-
-    uid: str
-    owner: str | None  # uid of the AdaScaleJob that owns it. None if no AdaScaleJob does.
-    digest: str | None  # digest of the template that its pods are made from
-    parallelism: int  # how many pods it has when it is not suspended
-    suspended: bool
-    deleting: bool
-    complete: bool  # whether one of its pods has succeeded, so that its success policy is met
-    failed: tuple[str, str] | None  # reason and message, if the Job controller has failed it
-    # in seconds since 1970; None if it is not known
-    completed_at: float | None = None
-    active_deadline_seconds: int | None = None
-    accelerator: str | None = None  # the type that its pods require
-    first: int = 0  # the index of the replica of its first pod: 0, or for extra pods the number of others
-    of: str | None = None  # the name of the AdaScaleJob that it was made for, by its label
-    created_at: float = 0.0  # seconds since 1970
-    # when the Job controller has started or resumed it, in seconds since 1970; infinite before
-    started_at: float = 0.0
-    leaves_pods: bool = False  # whether it is being deleted without its pods
-    suspended_by_operator: bool = False
-    queue: str | None = None  # the LocalQueue of Kueue that it is queued in. None if it is not queued.
-    queue_request: str | None = None  # `Queueing.request` of its AdaScaleJob when it was created
-    # whether Kueue lets its parallelism change while it is admitted, and gates new pods
-    is_elastic: bool = False
-    gates_checked_at: float = 0.0  # when it was changed last because of gated pods, in seconds since 1970
-    # `nodeSelector` and `tolerations` of its pods, to which Kueue adds those of a flavor
-    scheduling: ApiObject = field(default_factory=lambda: MappingProxyType({}))
-
-    @classmethod
-    def read(cls, raw: ApiObject) -> Self:
-        """Return the Indexed Job in an object of the API."""
-        meta, spec = raw["metadata"], raw["spec"]
-        annotations = meta.get("annotations") or {}
-        pod_spec = (spec.get("template") or {}).get("spec") or {}
-        owners = [owner["uid"] for owner in meta.get("ownerReferences") or () if owner["kind"] == names.KIND]
-        conditions = {
-            condition["type"]: condition
-            for condition in raw.get("status", {}).get("conditions") or ()
-            if condition["status"] == "True"
-        }
-        # FailureTarget and SuccessCriteriaMet come before the pods have ended; the outcome is certain then.
-        failed = conditions.get("Failed") or conditions.get("FailureTarget")
-        complete = conditions.get("SuccessCriteriaMet") or conditions.get("Complete")
-        return cls(
-            uid=meta["uid"],
-            owner=owners[0] if owners else None,
-            digest=annotations.get(names.ANNOTATION_TEMPLATE),
-            parallelism=spec.get("parallelism", 1),
-            suspended=bool(spec.get("suspend")),
-            deleting="deletionTimestamp" in meta,
-            complete=complete is not None,
-            completed_at=seconds(complete.get("lastTransitionTime")) if complete else None,
-            failed=(failed.get("reason", "Failed"), failed.get("message", "")) if failed else None,
-            active_deadline_seconds=spec.get("activeDeadlineSeconds"),
-            accelerator=annotations.get(names.ANNOTATION_ACCELERATOR),
-            first=first_replica(meta),
-            of=(meta.get("labels") or {}).get(names.LABEL_JOB),
-            created_at=seconds(meta.get("creationTimestamp")) or 0.0,
-            started_at=seconds((raw.get("status") or {}).get("startTime")) or inf,
-            leaves_pods=ORPHAN_FINALIZER in (meta.get("finalizers") or ()),
-            suspended_by_operator=names.ANNOTATION_SUSPENDED in annotations,
-            queue=(meta.get("labels") or {}).get(QUEUE_NAME) or None,
-            queue_request=annotations.get(names.ANNOTATION_QUEUE),
-            # Kueue gates the pods only where its feature gate is on.
-            is_elastic=any(gate["name"] == ELASTIC_JOB for gate in pod_spec.get("schedulingGates") or ()),
-            gates_checked_at=seconds(annotations.get(names.ANNOTATION_GATES)) or 0.0,
-            scheduling={name: pod_spec[name] for name in SCHEDULING_FIELDS if name in pod_spec},
-        )
-
-    def suits(self, accelerator: Accelerator) -> bool:
-        """Whether its pods can run on this type of accelerator, and on no other if that is required."""
-        return self.accelerator == accelerator.type or (self.accelerator is None and not accelerator.required)
-
-    @property
-    def finished(self) -> bool:
-        """Whether it creates no more pods."""
-        return self.complete or self.failed is not None
-
-    @property
-    def ranks(self) -> range:
-        """The ranks that it has pods for."""
-        return range(self.first, self.first + (0 if self.suspended else self.parallelism))
-
-    @property
-    def end(self) -> int:
-        """The rank after the highest that it has a pod for; 0 if it has none."""
-        return self.ranks.stop if self.ranks else 0
 
 
 @dataclass(frozen=True)
@@ -179,52 +77,15 @@ class TemplateCheck:
 
 
 @dataclass(frozen=True)
-class JobRefusal:
-    """That the API server does not create an Indexed Job now."""
-
-    problem: PodProblem
-    extra: bool  # whether it is the Indexed Job of extra pods
-
-    def is_past(self, job: CachedJob) -> bool:
-        """Whether a job has the Indexed Job, or needs it no more."""
-        if self.extra:
-            return job.own_extra_job is not None or job.core is None
-        return job.own_indexed_job is not None
-
-
-@dataclass(frozen=True)
 class CachedJob:
-    """An AdaScaleJob with its Indexed Job and pods, as the caches hold them."""
+    """An AdaScaleJob with its pods, as the caches hold them."""
 
     resource: AdaScaleJob
-    workload: Workload | None  # what its objects are made from. None if the spec is invalid.
-    indexed_job: IndexedJob | None  # the Job of the same name, of whichever owner
-    pods: Sequence[Pod]
+    workload: Workload | None  # what its pods are made from. None if the spec is invalid.
+    pods: Sequence[Pod]  # those that it controls
     lost_nodes: frozenset[str]  # names of nodes that are not ready
-    extra_job: IndexedJob | None = field(default=None, kw_only=True)  # the Indexed Job of extra pods
-    # the other pods of the same name that have not ended: those of a Job that was deleted
-    leaving: Sequence[Pod] = field(default=(), kw_only=True)
-
-    @property
-    def own_indexed_job(self) -> IndexedJob | None:
-        """The Indexed Job, if this AdaScaleJob owns it and it is not being deleted."""
-        return self._own(self.indexed_job)
-
-    @property
-    def own_extra_job(self) -> IndexedJob | None:
-        """The Indexed Job of extra pods, if this AdaScaleJob owns it and it is not being deleted."""
-        return self._own(self.extra_job)
-
-    @property
-    def own_indexed_jobs(self) -> Sequence[IndexedJob]:
-        """The Indexed Jobs that this AdaScaleJob owns and that are not being deleted."""
-        return [each for each in (self.own_indexed_job, self.own_extra_job) if each is not None]
-
-    def _own(self, indexed_job: IndexedJob | None) -> IndexedJob | None:
-        owned = (
-            indexed_job is not None and indexed_job.owner == self.resource.uid and not indexed_job.deleting
-        )
-        return indexed_job if owned else None
+    # the other pods with its name that have not ended, of an earlier AdaScaleJob or an earlier version
+    others: Sequence[Pod] = field(default=(), kw_only=True)
 
     @property
     def core(self) -> int | None:
@@ -232,9 +93,20 @@ class CachedJob:
         job = self.resource.job
         return job.core_replicas if job is not None and job.opportunistic is not None else None
 
-    def replaces(self, rank: int) -> bool:
-        """Whether an Indexed Job of its own makes another pod of a rank if that ends."""
-        return any(rank in each.ranks and not each.finished for each in self.own_indexed_jobs)
+    @property
+    def accelerator(self) -> str | None:
+        """The type that its pods require. None if they require none, or there are none."""
+        return next((pod.accelerator for pod in self.live_pods.values() if pod.accelerator is not None), None)
+
+    @property
+    def group_size(self) -> int:
+        """How many pods, counted from rank 0, are admitted as one: its pods say it, or else the spec."""
+        job, present = self.resource.job, [pod for pod in self.pods if not pod.is_over]
+        smallest = job.core_replicas if job is not None else 0
+        if any(pod.rank < smallest and not pod.group_size for pod in present):
+            # They were admitted alone, before an edit of the smallest count.
+            return 1
+        return max((pod.group_size for pod in present), default=0) or smallest
 
     @property
     def live_pods(self) -> dict[int, Pod]:
@@ -249,46 +121,35 @@ class ObservedJob(CachedJob):
     service: JobView | None  # its view in the metrics service. None if the metrics service does not answer.
     claim: CheckpointClaim | None  # the claim for checkpoints. None if checkpoints are saved at a path.
     digest: str
-    pod_creation_failure: PodProblem | None  # why the Job controller can't create pods
+    refusal: PodProblem | None  # why the API server creates no pod that is missing
     now: float  # seconds since 1970
     admission: Admission = Admission()  # what admission makes of its pods
     template_check: TemplateCheck | None = None  # of a changed template. None if it is not checked.
-    # what Kueue says about it. None if that was not read yet, or there is nothing.
-    queue: QueueView | None = None
-    extra_queue: QueueView | None = None  # the same about its extra pods
-    refusal: JobRefusal | None = None  # that the API server does not create an Indexed Job that it lacks
-
-    @property
-    def is_held(self) -> bool:
-        """Whether its Indexed Job is suspended by others: by Kueue, until it is admitted, or by a user."""
-        indexed_job = self.own_indexed_job
-        if indexed_job is None or not indexed_job.suspended or indexed_job.suspended_by_operator:
-            return False
-        return indexed_job.queue is not None or not self._is_stopped_by_status
-
-    @property
-    def _is_stopped_by_status(self) -> bool:
-        """Whether the operator has suspended the Job by the status: earlier versions set no mark."""
-        recorded = self.resource.recorded_allocation
-        suspended = condition_of(self.resource.status, ConditionType.SUSPENDED)
-        by_others = suspended is not None and suspended.reason == Reason.JOB_SUSPENDED
-        return recorded is not None and recorded.replicas == 0 and not by_others
+    queue: QueueView | None = None  # what Kueue says about its pods. None if that is not known.
 
     @property
     def is_queued(self) -> bool:
         """Whether Kueue decides when it may run."""
-        indexed_job = self.own_indexed_job
-        return (self.resource.queueing.queue if indexed_job is None else indexed_job.queue) is not None
+        return self.resource.queueing.queue is not None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether Kueue has not admitted its smallest count, and none of its replicas trains."""
+        live = self.live_pods
+        admitted = {rank for rank, pod in live.items() if not pod.is_gated}
+        return self.is_queued and not self.required_pods and not admitted.issuperset(range(self.group_size))
 
     @property
     def placement_spec(self) -> ApiObject:
         """The PodSpec that says which nodes its pods may use, with what Kueue adds for its flavor."""
-        indexed_job, spec = self.own_indexed_job, self.pod_spec
-        if indexed_job is None or indexed_job.queue is None:
-            return spec
-        selector = {**(spec.get("nodeSelector") or {}), **(indexed_job.scheduling.get("nodeSelector") or {})}
-        tolerations = [*(spec.get("tolerations") or ()), *(indexed_job.scheduling.get("tolerations") or ())]
-        return {**spec, "nodeSelector": selector, "tolerations": tolerations}
+        return {**self.pod_spec, **self.flavor}
+
+    @property
+    def flavor(self) -> Mapping[str, Any]:
+        """`nodeSelector` and `tolerations` of the first pod that Kueue has admitted, for all its pods."""
+        live = self.live_pods
+        admitted = (live[rank] for rank in sorted(live) if live[rank].queue and not live[rank].is_gated)
+        return next((pod.scheduling for pod in admitted), {})
 
     @property
     def pod_spec(self) -> ApiObject:
@@ -302,7 +163,7 @@ class ObservedJob(CachedJob):
     def priority(self) -> int:
         """The priority of its pods, by which it is admitted before other jobs."""
         admitted = self.pod_spec.get("priority")
-        known = [admitted] if isinstance(admitted, int) else [pod.priority for pod in self.own_pods]
+        known = [admitted] if isinstance(admitted, int) else [pod.priority for pod in self.pods]
         return max((each for each in known if each is not None), default=0)
 
     @property
@@ -331,33 +192,31 @@ class ObservedJob(CachedJob):
         return FailingCount(recorded["count"], recorded["limit"], recorded["failure"])
 
     @property
-    def own_pods(self) -> Sequence[Pod]:
-        """The pods, if they belong to this AdaScaleJob and not to an earlier AdaScaleJob of its name."""
-        jobs = (self.indexed_job, self.extra_job)
-        owned = any(each is not None and each.owner == self.resource.uid for each in jobs)
-        return self.pods if owned else ()
-
-    @property
     def outdated_pods(self) -> list[Pod]:
-        """The live pods that were made from another template, by rank."""
-        live = _live(self.own_pods)
-        return [live[rank] for rank in sorted(live) if live[rank].template not in (None, self.digest)]
+        """The live pods that were made from another template, or with another priority, by rank."""
+        live, core = self.live_pods, self.core
+        return [
+            pod
+            for rank, pod in sorted(live.items())
+            if pod.template not in (None, self.digest)
+            or pod.is_extra is not (core is not None and rank >= core)
+        ]
 
     @property
     def program_finished(self) -> bool:
         """Whether the program has finished on rank 0. Other replicas that fail afterwards do not count."""
         service = self.service
-        return (
-            any(each.complete for each in self.own_indexed_jobs)
-            or self.finished_beside_others is not None
-            or (service is not None and service.complete)
-        )
+        return self.finished_pod is not None or (service is not None and service.complete)
 
     @property
-    def finished_beside_others(self) -> Pod | None:
-        """A pod whose worker has finished while other containers run on, so that the pod does not end."""
-        finished = (pod for pod in self.own_pods if pod.exit is not None and pod.exit.others)
-        return next((pod for pod in finished if pod.exit is not None and pod.exit.exit_code == 0), None)
+    def finished_pod(self) -> Pod | None:
+        """A pod whose worker has finished: an agent succeeds only when the program has finished on rank 0."""
+        finished = [
+            (pod.exit.ended_at or pod.created_at, pod.rank, pod)
+            for pod in self.pods
+            if pod.exit is not None and pod.exit.of_worker and pod.exit.exit_code == 0
+        ]
+        return min(finished, key=lambda each: each[:2])[2] if finished else None
 
     @property
     def single_node(self) -> bool:
@@ -418,11 +277,6 @@ class ObservedJob(CachedJob):
         return sum(index >= self.core for index in active.indices) if active is not None else 0
 
     @property
-    def pod_count(self) -> int:
-        """For how many ranks, counted from 0, its Indexed Jobs have pods."""
-        return max((each.end for each in self.own_indexed_jobs), default=0)
-
-    @property
     def extra_pods_problem(self) -> str | None:
         """Why extra pods can't be made as the spec says; None if they can, or it is not known."""
         job = self.resource.job
@@ -447,7 +301,7 @@ class ObservedJob(CachedJob):
         """How many pods, counted from index 0, must stay because a trainer with state is there."""
         view = self.service
         if view is None:
-            return self.pod_count
+            return max(self.live_pods, default=-1) + 1
         required = {replica.replica for replica in view.replicas if replica.holds}
         if view.active is not None and not view.broken:
             # A member of the active generation that has not reported RUNNING yet is about to run.
@@ -473,14 +327,14 @@ class ObservedJob(CachedJob):
         registered = {replica.replica for replica in view.replicas}
         return {
             rank
-            for rank, pod in _live(self.own_pods).items()
+            for rank, pod in self.live_pods.items()
             if pod.has_started and pod.created_at <= view.created_at and rank not in registered
         }
 
     @property
     def agent_errors(self) -> dict[int, PodProblem]:
         """Why agents have given up, by rank, until the metrics service accepts another one of the replica."""
-        by_age = sorted(self.own_pods, key=lambda pod: pod.created_at)
+        by_age = sorted(self.pods, key=lambda pod: pod.created_at)
         newest = {pod.rank: (pod.name, pod.exit) for pod in by_age if pod.exit is not None}
         accepted = self._accepted_replicas
         return {
@@ -492,7 +346,7 @@ class ObservedJob(CachedJob):
     @property
     def _rejections(self) -> dict[int, PodProblem]:
         """Why kubelets have not admitted the newest pods, by rank: the scheduler knew the node otherwise."""
-        newest = {pod.rank: pod for pod in sorted(self.own_pods, key=lambda pod: pod.created_at)}
+        newest = {pod.rank: pod for pod in sorted(self.pods, key=lambda pod: pod.created_at)}
         return {
             rank: PodProblem(
                 Reason.UNSCHEDULABLE,
@@ -511,7 +365,7 @@ class ObservedJob(CachedJob):
     def placement_problem(self, ranks: range, spares: int = 0) -> PodProblem | None:
         """Return why one of these ranks can't start, the lowest first. None if all but the spares can."""
         problems = list(islice(self._placement_problems(ranks), spares + 1))
-        return problems[-1] if len(problems) > spares else self._suspension_problem(ranks)
+        return problems[-1] if len(problems) > spares else None
 
     def _placement_problems(self, ranks: range) -> Iterator[PodProblem]:
         """Yield why ranks can't start, in their order."""
@@ -522,14 +376,8 @@ class ObservedJob(CachedJob):
                 yield errors[rank]
             elif pod is None and rank in rejections:
                 yield rejections[rank]
-            elif pod is None and self.pod_creation_failure is not None:
-                yield self.pod_creation_failure
-            elif (
-                pod is None
-                and self.refusal is not None
-                and (not self.refusal.extra or rank >= (self.core or 0))
-            ):
-                yield self.refusal.problem
+            elif pod is None and self.refusal is not None:
+                yield self.refusal
             elif pod is not None and pod.problem is not None and pod.problem.blocks:
                 yield pod.problem
 
@@ -539,23 +387,6 @@ class ObservedJob(CachedJob):
         problems = [problem for rank in ranks if rank in live and (problem := live[rank].problem)]
         slow = problems[spares] if len(problems) > spares else None
         return self.placement_problem(ranks, spares) or slow
-
-    def _suspension_problem(self, ranks: range) -> PodProblem | None:
-        """Return that somebody, such as Kueue, has suspended the Job of extra pods, if a rank is one."""
-        extra = self.own_extra_job
-        if extra is None or not extra.suspended or not ranks or ranks[-1] < extra.first:
-            return None
-        name = extra_name(self.resource.name)
-        message = (
-            f"Job {name}, which has the extra pods, is suspended, and not by the operator: set its "
-            "spec.suspend to false. If Kueue manages jobs without a queue name here, set "
-            "spec.opportunistic.queueName"
-        )
-        if extra.queue is not None:
-            message = (
-                f"Job {name}, which has the extra pods, waits to be admitted in LocalQueue {extra.queue}"
-            )
-        return PodProblem(Reason.EXTRA_PODS_SUSPENDED, message)
 
 
 def _agent_error(pod: str, end: PodExit) -> PodProblem:

@@ -11,12 +11,10 @@ from adascale_controller.operator.observe.lookups import LookupResults, with_sta
 from adascale_controller.operator.observe.observed_job import (
     Admission,
     CachedJob,
-    IndexedJob,
     ObservedJob,
     QueueView,
 )
 from adascale_controller.operator.observe.pods import Pod, read_pod
-from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import PodSettings, Workload, template_digest
 from adascale_core.views.jobs import JobView
@@ -43,28 +41,19 @@ class Observer:
     def read(
         self,
         raw: ApiObject,
-        raw_indexed_job: ApiObject | None,
         pods: Iterable[ApiObject],
         lost_nodes: frozenset[str],
-        raw_extra_job: ApiObject | None = None,
     ) -> CachedJob:
         """Return an AdaScaleJob."""
         job = AdaScaleJob.read(raw, self._specs)
-        indexed_job = IndexedJob.read(raw_indexed_job) if raw_indexed_job is not None else None
-        extra_job = IndexedJob.read(raw_extra_job) if raw_extra_job is not None else None
-        if extra_job is not None and extra_job.of != job.name and not _has_extra_pods(job):
-            # It belongs to another AdaScaleJob, which has this name.
-            extra_job = None
         found = self._read_pods(job.uid, list(pods))
-        own = {each.uid for each in (indexed_job, extra_job) if each is not None and each.owner == job.uid}
+        own = [pod for pod in found if pod.controller[2] == job.uid and pod.rank >= 0]
         return CachedJob(
             resource=job,
-            workload=self._workload(job, [each for each in (indexed_job, extra_job) if each is not None]),
-            indexed_job=indexed_job,
-            pods=[pod for pod in found if not own or _belongs_to(pod, own, job.uid)],
+            workload=self._workload(job, own),
+            pods=own,
             lost_nodes=lost_nodes,
-            extra_job=extra_job,
-            leaving=[pod for pod in found if own and pod.exit is None and not _belongs_to(pod, own, job.uid)],
+            others=[pod for pod in found if pod not in own and not pod.has_ended],
         )
 
     def reject(self, job: AdaScaleJob, reason: str) -> None:
@@ -82,7 +71,7 @@ class Observer:
             self._pods[job_uid][uid] = before
         return [pod for _, pod in self._pods[job_uid].values()]
 
-    def _workload(self, job: AdaScaleJob, indexed_jobs: Sequence[IndexedJob]) -> Workload | None:
+    def _workload(self, job: AdaScaleJob, pods: Sequence[Pod]) -> Workload | None:
         if job.job is None:
             return None
         known = self._digests.get(job.uid)
@@ -102,11 +91,10 @@ class Observer:
         if self._settings_without_tls is None:
             return workload
         # Pods that were made before TLS was turned on are not replaced because of it: the metrics service
-        # answers both. New pods of their Indexed Job are like them.
+        # answers both. New pods beside them are like them.
         plain = replace(workload, settings=self._settings_without_tls, digests=known[2])
         digests = {template_digest(plain, single_node=single_node) for single_node in (False, True)}
-        owned = [each for each in indexed_jobs if each.owner == job.uid]
-        return plain if any(each.digest in digests for each in owned) else workload
+        return plain if any(pod.exit is None and pod.template in digests for pod in pods) else workload
 
 
 def observe(
@@ -115,7 +103,6 @@ def observe(
     views: Mapping[str, JobView] | None,
     now: float,
     queue: QueueView | None = None,
-    extra_queue: QueueView | None = None,
 ) -> ObservedJob:
     """Return the observed state of a job."""
     job = cached.resource
@@ -123,41 +110,30 @@ def observe(
         resource=job,
         # The next write creates a job that the metrics service does not have.
         service=None if views is None else views.get(job.id, JobView.empty(job.id, created_at=now)),
-        indexed_job=cached.indexed_job,
-        extra_job=cached.extra_job,
-        pods=_with_queues(with_start_problems(cached.pods, lookups, now), queue, extra_queue),
+        pods=_with_queue(with_start_problems(cached.pods, lookups, now), queue),
         claim=lookups.claim,
         digest=_digest(cached, lookups),
-        pod_creation_failure=lookups.pod_creation_failure,
+        refusal=lookups.refusal,
         lost_nodes=cached.lost_nodes,
         now=now,
         workload=cached.workload,
-        leaving=cached.leaving,
+        others=cached.others,
         admission=lookups.admission or Admission(),
         template_check=lookups.template_check,
         queue=queue,
-        extra_queue=extra_queue,
-        refusal=lookups.refusal,
     )
 
 
-def _with_queues(
-    pods: Sequence[Pod], queue: QueueView | None, extra_queue: QueueView | None
-) -> Sequence[Pod]:
+def _with_queue(pods: Sequence[Pod], queue: QueueView | None) -> Sequence[Pod]:
     """Return pods; those that Kueue gates with why it does."""
-    messages = {
-        is_extra: each.message
-        for is_extra, each in ((False, queue), (True, extra_queue))
-        if each is not None and each.message
-    }
-    return [_with_message(pod, messages[pod.is_extra]) if pod.is_extra in messages else pod for pod in pods]
-
-
-def _with_message(pod: Pod, message: str) -> Pod:
-    problem = pod.problem
-    if problem is None or problem.reason is not Reason.SCHEDULING_GATED:
-        return pod
-    return replace(pod, problem=replace(problem, message=f"{problem.message}: {message}"))
+    if queue is None or not queue.message:
+        return pods
+    return [
+        replace(pod, problem=replace(pod.problem, message=f"{pod.problem.message}: {queue.message}"))
+        if pod.problem is not None and pod.is_gated
+        else pod
+        for pod in pods
+    ]
 
 
 def lost_nodes(nodes: Iterable[ApiObject]) -> frozenset[str]:
@@ -174,18 +150,9 @@ def is_ready(node: ApiObject) -> bool:
 def _digest(cached: CachedJob, lookups: LookupResults) -> str:
     """Return the digest of the current template. An invalid spec leaves the pods as they are."""
     if cached.workload is None:
-        return next((each.digest for each in cached.own_indexed_jobs if each.digest), "")
+        return next((pod.template for pod in cached.live_pods.values() if pod.template), "")
     single_node = lookups.claim is not None and lookups.claim.single_node
     return template_digest(cached.workload, single_node=single_node)
-
-
-def _has_extra_pods(job: AdaScaleJob) -> bool:
-    return job.job is not None and job.job.opportunistic is not None
-
-
-def _belongs_to(pod: Pod, indexed_jobs: Collection[str], job: str) -> bool:
-    """Whether one of the Indexed Jobs controls a pod, or is about to adopt it."""
-    return pod.job_uid == job if pod.controller is None else pod.controller in indexed_jobs
 
 
 def is_deleting(raw: ApiObject) -> bool:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
 
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import (
-    TRACKING_FINALIZER,
+    SCHEDULING_FIELDS,
     ApiObject,
     JobKey,
     replica_index,
     seconds,
 )
-from adascale_controller.operator.types.workload import ELASTIC_JOB
+from adascale_controller.operator.types.workload import (
+    KUEUE_FINALIZER,
+    KUEUE_GROUP,
+    POD_GROUP,
+    POD_GROUP_SIZE,
+    QUEUE_NAME,
+)
 from adascale_core import names
 from adascale_core.failures import ExitClass, TerminationMessage, classify_exit
 
@@ -82,6 +89,7 @@ class PodExit:
     disruption: bool = False
     of_worker: bool = True  # whether the exit code is that of the worker
     others: tuple[str, ...] = ()  # names of the containers that run on
+    ended_at: float | None = None  # in seconds since 1970; None if it is not known
 
     @property
     def is_rejection(self) -> bool:
@@ -95,9 +103,7 @@ class Pod:
 
     name: str
     uid: str
-    # the index of its replica: its completion index, after the core if it is an extra pod. -1 if it has
-    # none, so it does not belong to an Indexed Job.
-    rank: int
+    rank: int  # the index of its replica; -1 if it has none, so that an earlier version has made it
     node: str | None
     phase: str  # Pending, Running, Succeeded, Failed or Unknown
     created_at: float  # seconds since 1970
@@ -108,25 +114,36 @@ class Pod:
     has_started: bool = True  # whether one of its containers has ever started
     problem: PodProblem | None = None
     exit: PodExit | None = None  # how its worker has ended, whatever else runs on in it. None if it has not.
-    tracked: bool = False  # whether it has the Job controller's finalizer
     priority: int | None = None
     is_ending: bool = False  # whether it has a deadline of its own, `spec.activeDeadlineSeconds`
     # the init container that runs now and is no sidecar
     init_container: str | None = None
-    controller: str | None = None  # uid of the Job that controls it. None if no object does.
-    # whether it has another owner too, so it stays when its controller is deleted
-    outlives_controller: bool = False
-    # uid of the AdaScaleJob that it was made for. None if it is not known: the Indexed Job was created by
-    # an earlier version.
-    job_uid: str | None = None
+    # kind, name and uid of the object that controls it; empty if no object does
+    controller: tuple[str, str, str] = ("", "", "")
     template: str | None = None  # digest of the template that it was made from. None if it is not known.
     accelerator: str | None = None  # the type that it requires
-    is_extra: bool = False  # whether it is an extra pod, whose completion index is not its rank
+    is_extra: bool = False  # whether it has the priority of extra pods
+    attempt: int = 0  # how many pods of its replica are known to have ended before it
+    queue: str | None = None  # the LocalQueue of Kueue that it is queued in. None if it is not queued.
+    group_size: int = 0  # the number of pods that Kueue admits together with it; 0 if it is admitted alone
+    # `nodeSelector` and `tolerations`, to which Kueue adds those of a flavor, of a queued pod
+    scheduling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    is_held_by_kueue: bool = False  # whether Kueue counts it for a group, with its finalizer
 
     @property
     def has_ended(self) -> bool:
         """Whether all its containers have ended."""
         return self.phase in ENDED
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it runs any more, or ever will."""
+        return self.has_ended or (self.deletion_deadline is not None and self.node is None)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether it waits for the quota of its queue."""
+        return self.problem is not None and self.problem.reason is Reason.QUEUED
 
     @property
     def is_placed(self) -> bool:
@@ -143,7 +160,7 @@ def read_pod(raw: ApiObject) -> Pod:
     others = () if ended else _running_beside(worker, status)
     node = spec.get("nodeName") or None
     created_at = seconds(meta.get("creationTimestamp")) or 0.0
-    annotations = meta.get("annotations") or {}
+    annotations, labels = meta.get("annotations") or {}, meta.get("labels") or {}
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
@@ -159,17 +176,26 @@ def read_pod(raw: ApiObject) -> Pod:
         if ended or "running" in _state(worker)
         else _problem(spec, status, scheduled=node is not None),
         exit=_exit(status, worker, others) if ended or others else None,
-        tracked=TRACKING_FINALIZER in (meta.get("finalizers") or ()),
         priority=spec.get("priority"),
         is_ending=spec.get("activeDeadlineSeconds") == END_DEADLINE,
         init_container=_running_init_container(spec, status),
-        controller=controller_uid(raw),
-        outlives_controller=len(meta.get("ownerReferences") or ()) > 1,
-        job_uid=(meta.get("labels") or {}).get(names.LABEL_JOB_UID),
+        controller=_controller(meta),
         template=annotations.get(names.ANNOTATION_TEMPLATE),
         accelerator=annotations.get(names.ANNOTATION_ACCELERATOR),
-        is_extra=names.ANNOTATION_FIRST_REPLICA in annotations,
+        is_extra=names.LABEL_EXTRA in labels,
+        attempt=_number(labels.get(names.LABEL_ATTEMPT)),
+        queue=labels.get(QUEUE_NAME) or None,
+        group_size=_number(annotations.get(POD_GROUP_SIZE)),
+        scheduling={name: spec[name] for name in SCHEDULING_FIELDS if name in spec},
+        is_held_by_kueue=KUEUE_FINALIZER in (meta.get("finalizers") or ()),
     )
+
+
+def held_group(raw: ApiObject) -> str | None:
+    """Return the name of the group for which Kueue holds a pod. None if it does not."""
+    meta = raw["metadata"]
+    is_held = KUEUE_FINALIZER in (meta.get("finalizers") or ())
+    return (meta.get("labels") or {}).get(POD_GROUP) if is_held else None
 
 
 def job_of_pod(raw: ApiObject) -> JobKey | None:
@@ -179,10 +205,13 @@ def job_of_pod(raw: ApiObject) -> JobKey | None:
     return None if name is None else (meta["namespace"], name)
 
 
-def controller_uid(raw: ApiObject) -> str | None:
-    """Return the uid of the object that controls a pod. None if no object does."""
-    owners = raw["metadata"].get("ownerReferences") or ()
-    return next((owner["uid"] for owner in owners if owner.get("controller")), None)
+def _controller(meta: ApiObject) -> tuple[str, str, str]:
+    owners = (owner for owner in meta.get("ownerReferences") or () if owner.get("controller"))
+    return next(((owner["kind"], owner["name"], owner["uid"]) for owner in owners), ("", "", ""))
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 0
 
 
 def _scheduled_at(status: ApiObject) -> float | None:
@@ -272,8 +301,8 @@ def _problem(spec: ApiObject, status: ApiObject, *, scheduled: bool) -> PodProbl
 
 def _scheduling_problem(spec: ApiObject, status: ApiObject) -> PodProblem | None:
     gates = [gate["name"] for gate in spec.get("schedulingGates") or ()]
-    if ELASTIC_JOB in gates:
-        return PodProblem(Reason.SCHEDULING_GATED, "waiting for Kueue to reserve the quota of more replicas")
+    if any(gate.startswith(f"{KUEUE_GROUP}/") for gate in gates):
+        return PodProblem(Reason.QUEUED, "waiting for Kueue to reserve quota")
     if gates:
         listed = ", ".join(gates)
         return PodProblem(Reason.SCHEDULING_GATED, f"waiting until scheduling gates are removed: {listed}")
@@ -325,6 +354,7 @@ def _exit(status: ApiObject, worker: ApiObject | None, others: tuple[str, ...]) 
         ),
         of_worker=of_worker,
         others=others,
+        ended_at=seconds(terminated.get("finishedAt")),
     )
 
 

@@ -63,9 +63,6 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
         yield Event("ProgramFailed", message[:MAX_MESSAGE], warning=True)
     if status["observedGeneration"] != current.get("observedGeneration"):
         yield from _without_effect(observed, scheduled)
-    finished = observed.finished_beside_others
-    if finished is not None and not is_true(current, ConditionType.COMPLETE):
-        yield container_runs_on(finished)
     yield from _changed_conditions(current, status)
 
 
@@ -147,7 +144,6 @@ _NORMAL = frozenset(
         Reason.SCALED_TO_ZERO,
         Reason.QUEUED,
         Reason.QUEUE_CHANGED,
-        Reason.JOB_SUSPENDED,
         Reason.SCHEDULING_GATED,
         Reason.FINISHED,
         Reason.TEMPLATE_CHANGED,
@@ -158,6 +154,7 @@ _NORMAL = frozenset(
 """Reasons whose Events are not warnings."""
 _START_PROBLEMS = frozenset(
     {
+        Reason.QUEUED,
         Reason.SCHEDULING_GATED,
         Reason.NODES_REQUESTED,
         Reason.PREEMPTING,
@@ -168,7 +165,6 @@ _START_PROBLEMS = frozenset(
         Reason.CONTAINER_START_FAILED,
         Reason.QUOTA_EXCEEDED,
         Reason.POD_CREATION_FAILED,
-        Reason.EXTRA_PODS_SUSPENDED,
         Reason.REPLICA_REFUSED,
         Reason.REPLICA_CHECK_FAILED,
         Reason.METRICS_SERVICE_UNREACHABLE,
@@ -181,7 +177,6 @@ _RECORDED = {
         Reason.INSUFFICIENT_CAPACITY,
         Reason.TEMPLATE_CHANGED,
         Reason.ACCELERATOR_CHANGED,
-        Reason.QUEUED,
         Reason.QUEUE_CHANGED,
         Reason.METRICS_SERVICE_UNAVAILABLE,
         Reason.NAME_CONFLICT,
@@ -189,7 +184,7 @@ _RECORDED = {
         Reason.INVALID_SPEC,
     },
     ConditionType.RESCALING: _START_PROBLEMS | {Reason.PROGRAM_FAILED, Reason.EXTRA_PODS_REJECTED},
-    ConditionType.SUSPENDED: frozenset({Reason.SUSPENDED, Reason.SCALED_TO_ZERO, Reason.JOB_SUSPENDED}),
+    ConditionType.SUSPENDED: frozenset({Reason.SUSPENDED, Reason.SCALED_TO_ZERO}),
     ConditionType.COMPLETE: frozenset({Reason.FINISHED}),
     ConditionType.FAILED: frozenset(Reason),
     ConditionType.SLOW_REPLICA: frozenset({Reason.REPLICA_SLOW, Reason.SLOW_REPLICA_REPLACED}),

@@ -1,8 +1,9 @@
 """Failures of the program and lost pods, from how pods have ended.
 
 `FailureCount` has the rule for counting. The status holds the count together with what is counted, so a
-restarted operator neither loses a failure nor counts it twice. When pods are deleted, for example because the
-Indexed Job is created again, the count stays, and later failures are added to it.
+restarted operator neither loses a failure nor counts it twice. When pods are deleted, the count stays, and
+later failures are added to it. The failure in a pod that is deleted while no operator runs is known from what
+its agent has registered.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ from adascale_core.failures import (
     is_permanent,
     repeats_early_failure,
 )
+from adascale_core.messages.registration import ReplicaState
 
 LONG_LIFE: Final = 600.0
-"""Seconds after which the Job controller no longer counts a pod's end against its backoff."""
+"""Seconds after which the end of a pod does not delay its replacement."""
+FIRST_PAUSE: Final = 10.0
+"""Seconds from the end of a pod to its replacement, as of a Job. They double with each further end."""
+MAX_PAUSE: Final = 600.0
+"""The longest such pause, in seconds."""
 
 
 def read_failures(status: Mapping[str, Any]) -> FailureCount:
@@ -41,14 +47,15 @@ def count_failures(observed: ObservedJob) -> FailureCount:
     recorded = read_failures(observed.resource.status)
     if observed.program_finished:
         return recorded
-    pods, spares = observed.own_pods, _spares(observed)
+    pods, spares = observed.pods, _spares(observed)
+    recorded = recorded.with_generations(_registered_failures(observed))
     if spares and _all_train(observed):
         return with_generations(recorded, pods).without_false_starts(false_starts(pods).values())
     return with_pods(recorded, pods, spares)
 
 
 def with_pods(recorded: FailureCount, pods: Iterable[Pod], spares: int = 0) -> FailureCount:
-    """Return the recorded failures, and the failures of the pods of the job's own Indexed Job."""
+    """Return the recorded failures, and the failures of pods."""
     pods = list(pods)
     starts = false_starts(pods)
     return with_generations(recorded, pods).with_false_starts(starts.values(), spares=spares)
@@ -68,6 +75,16 @@ def _generation(pod: Pod) -> int:
     """Return the last generation in which the program of an ended pod has trained; 0 if it has in none."""
     message = pod.exit.termination if pod.exit is not None else None
     return message.generation if message is not None else 0
+
+
+def _registered_failures(observed: ObservedJob) -> set[int]:
+    """Return the generations in which agents have registered a failure of the program, and have no pod."""
+    if observed.service is None or observed.resource.recorded_allocation is None:
+        # They may be those of an earlier job of this name.
+        return set()
+    ranks, replicas = {pod.rank for pod in observed.pods}, observed.service.replicas
+    failed = (each for each in replicas if each.state is ReplicaState.FAILED and each.replica not in ranks)
+    return {each.generation for each in failed}
 
 
 def _spares(observed: ObservedJob) -> int:
@@ -91,10 +108,10 @@ def _final_failures(observed: ObservedJob) -> list[Pod]:
     Pods that have failed before they trained, of as many ranks as there are spares, do not show it: another
     replica takes their place. Nor do those that the status has: the job continued after them.
     """
-    starts, recorded = false_starts(observed.own_pods), read_failures(observed.resource.status)
+    starts, recorded = false_starts(observed.pods), read_failures(observed.resource.status)
     excused = set(sorted(starts, key=lambda rank: (-starts[rank], -rank))[: _spares(observed)])
     excused |= {rank for rank, count in starts.items() if count <= recorded.false_starts}
-    return [pod for pod in failed_pods(observed.own_pods) if _generation(pod) or pod.rank not in excused]
+    return [pod for pod in failed_pods(observed.pods) if _generation(pod) or pod.rank not in excused]
 
 
 def has_permanent_failure(observed: ObservedJob) -> bool:
@@ -138,3 +155,14 @@ def is_lost(pod: Pod, now: float) -> bool:
     if pod.exit is None or pod.phase != "Failed" or is_program_failure(pod.exit):
         return False
     return pod.exit.disruption or pod.deletion_deadline is not None or now > pod.created_at + LONG_LIFE
+
+
+def replaced_at(ended: Iterable[Pod], now: float) -> float:
+    """Return when another pod of a replica may be created after these have ended, in seconds since 1970."""
+    pods = sorted(ended, key=lambda pod: pod.attempt)
+    end = pods[-1].exit if pods else None
+    if end is None or is_lost(pods[-1], now):
+        return now
+    number = sum(not is_lost(pod, now) for pod in pods)
+    pause: float = min(FIRST_PAUSE * 2 ** (number - 1), MAX_PAUSE)
+    return (end.ended_at or pods[-1].created_at) + pause

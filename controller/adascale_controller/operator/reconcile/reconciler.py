@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Final
 
 from adascale_controller.failing_counts import FailingCount
-from adascale_controller.operator.observe.observed_job import IndexedJob, ObservedJob
-from adascale_controller.operator.observe.pods import END_DEADLINE, Pod
+from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.observe.pods import Pod, is_program_failure
 from adascale_controller.operator.reconcile import template_rollout
 from adascale_controller.operator.reconcile.events import container_runs_on, events_of, has_new_bounds
-from adascale_controller.operator.reconcile.failures import LONG_LIFE, is_lost
-from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
+from adascale_controller.operator.reconcile.failures import is_lost, replaced_at
+from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, deadline
 from adascale_controller.operator.reconcile.status import ScheduledJob, is_urgent, own_fields, status_of
 from adascale_controller.operator.types.actions import (
     Actions,
     CapacityRequest,
-    Event,
     FailedPlacement,
+    NewPod,
     Status,
+    StatusChange,
+    Stop,
+    StoppedPod,
 )
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import seconds
-from adascale_core.batch.plans import valid_replicas
 from adascale_core.decision.decide import Decision
+from adascale_core.decision.type_choice import Accelerator
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.views.jobs import JobView
 
 TERMINATION_OVERDUE = 5.0
 """Seconds after its deletion deadline at which a pod is deleted by force."""
-GATE_TIMEOUT: Final = 5.0
-"""Seconds from the creation of a pod until its Job is changed for it the first time."""
-MAX_GATE_PAUSE: Final = 600.0
-"""Seconds between two such changes at most. They double, because others may gate the pod too."""
-ADMISSION_TIME: Final = 10.0
-"""Seconds for which extra pods that Kueue has just admitted are kept: the next decision counts them."""
+END_TIMEOUT: Final = 10.0
+"""Seconds that replicas have to end by themselves after the program has finished."""
 
 
 def reconcile(
@@ -66,54 +65,25 @@ def reconcile(
         feasibility=decision.feasibility if decision is not None else None,
     )
     status = status_of(observed, scheduled)
-    parallelism, extra = _sizes(observed, assessment, allocation)
-    indexed_job, claim = observed.own_indexed_job, observed.claim
-    runnable = assessment.phase is JobPhase.RUNNABLE
-    queued = assessment.phase is JobPhase.QUEUED
-    adopts = template_rollout.is_between_jobs(observed) and allocation is not None
-    if adopts and allocation is not None:
-        parallelism = allocation.indices.stop
-    creates = observed.indexed_job is None and (runnable or queued or adopts) and bool(parallelism)
-    # The Job controller has to delete pods with another owner: the garbage collector does not with the Job.
-    deletes = (
-        parallelism == 0
-        and _is_deleted_to_stop(observed, assessment)
-        and not any(pod.outlives_controller and pod.exit is None for pod in observed.own_pods)
-    )
-    deletes |= _queues_again(observed, assessment)
-    deadline = _active_deadline(observed, assessment)
-    hands_over = assessment.phase is JobPhase.BLOCKED and template_rollout.begins(observed)
-    resizes = indexed_job is not None and not deletes and _differs(observed, parallelism, deadline)
-    required = accelerator.type if accelerator is not None and accelerator.required else None
-    if adopts:
-        required = next((pod.accelerator for pod in observed.pods if pod.exit is None), None)
+    required = accelerator.type if accelerator is not None and accelerator.required else observed.accelerator
+    stops = {each.uid: each for each in _stopped_pods(observed, scheduled, status)}
     return Actions(
         status=status,
-        status_is_urgent=is_urgent(observed.resource.status, status),
-        status_changed=own_fields(observed.resource.status) != status,
+        status_change=_status_change(observed, status),
         declare=_declaration(observed, assessment),
         allocate=allocation if _is_due(observed, assessment, allocation) else None,
-        create_claim=creates and claim is not None and claim.own and not claim.exists,
-        create_indexed_job=parallelism if creates else None,
-        accelerator=required,
-        resize=parallelism if resizes else None,
-        active_deadline_seconds=deadline,
-        delete_indexed_job=indexed_job is not None and deletes,
-        create_extra_job=extra if extra and runnable and _may_create_extra_job(observed) else None,
-        resize_extra_job=(extra or 0) if _resizes_extra_job(observed, assessment, extra) else None,
-        delete_extra_job=_deletes_extra_job(observed, assessment, extra),
-        delete_pods=tuple(
-            dict.fromkeys((*_overdue_pods(observed), *_deleted_ended_pods(observed), *_lost_pods(observed)))
-        ),
-        end_pods=tuple(_pods_without_worker(observed)),
-        release_pods=tuple(_ended_pods_of_suspended(observed)),
-        check_gates=tuple(job.uid for job, due in stale_gates(observed) if observed.now >= due),
-        hand_over_pods=tuple(pod.name for pod in observed.live_pods.values()) if hands_over else (),
-        adopts_pods=adopts,
-        retire_pods=tuple(_retired_pods(observed, scheduled)),
+        create_pods=tuple(_new_pods(observed, assessment, allocation, required)),
+        stop_pods=tuple(stops.values()),
+        delete_group=_gives_group_up(observed, assessment, allocation),
         delete_job=_is_expired(observed, assessment, status),
         events=tuple(events_of(observed, scheduled, status)),
     )
+
+
+def _status_change(observed: ObservedJob, status: Status) -> StatusChange:
+    if is_urgent(observed.resource.status, status):
+        return StatusChange.URGENT
+    return StatusChange.NONE if own_fields(observed.resource.status) == status else StatusChange.REPORTED
 
 
 def reconcile_undecided(observed: ObservedJob, assessment: Assessment) -> Actions | None:
@@ -124,20 +94,20 @@ def reconcile_undecided(observed: ObservedJob, assessment: Assessment) -> Action
     declared = None if belongs_to_predecessor(observed) else _declaration(observed, assessment)
     if declared is None:
         return None
-    status = own_fields(observed.resource.status)
-    return Actions(status, status_is_urgent=False, status_changed=False, declare=declared)
+    return Actions(own_fields(observed.resource.status), StatusChange.NONE, declare=declared)
 
 
 def belongs_to_predecessor(observed: ObservedJob) -> bool:
     """Whether the job in the metrics service belongs to an earlier AdaScaleJob of the same name.
 
     A pod of that may register once more after it was deregistered. Its end would be a loss of the new job.
+    The first pods of a queued job may register before it has an allocation.
     """
-    view = observed.service
+    view, has_pods = observed.service, any(pod.has_started for pod in observed.pods)
     return (
         observed.resource.recorded_allocation is None
         and view is not None
-        and (view.desired is not None or view.complete or bool(view.replicas))
+        and (view.desired is not None or view.complete or (bool(view.replicas) and not has_pods))
     )
 
 
@@ -150,55 +120,17 @@ def _deregister_predecessor(observed: ObservedJob, assessment: Assessment) -> Ac
     )
     status = status_of(replace(observed, service=JobView.empty()), ScheduledJob(cleaning_up, None))
     # Replicas that still run would report once more, to the new job.
-    all_ended = all(pod.exit is not None for pod in observed.pods)
-    return Actions(
-        status,
-        status_is_urgent=is_urgent(observed.resource.status, status),
-        status_changed=own_fields(observed.resource.status) != status,
-        deregister=all_ended,
-    )
-
-
-_REPLACING = frozenset({Reason.TEMPLATE_CHANGED, Reason.ACCELERATOR_CHANGED, Reason.QUEUE_CHANGED})
-"""Reasons for which the Indexed Job is deleted once its replicas have left, and created again."""
-
-
-def _is_deleted_to_stop(observed: ObservedJob, assessment: Assessment) -> bool:
-    """Whether the Indexed Job is deleted, and not suspended, once its replicas have left.
-
-    Kueue resumes a Job that it has admitted, whoever suspends it. One that is deleted gives its quota back.
-    """
-    may_continue = assessment.phase is JobPhase.STOPPING or _may_be_corrected(assessment)
-    return assessment.reason in _REPLACING or (may_continue and observed.is_queued)
-
-
-def _queues_again(observed: ObservedJob, assessment: Assessment) -> bool:
-    """Whether the Indexed Job is deleted to wait in its queue with the smallest count again.
-
-    Kueue admits one that was evicted and is resized then as two Workloads, and never resumes it.
-    """
-    indexed_job = observed.own_indexed_job
-    if assessment.phase is not JobPhase.QUEUED or indexed_job is None or not indexed_job.is_elastic:
-        return False
-    has_left = observed.required_pods == 0 and all(pod.exit is not None for pod in observed.own_pods)
-    return has_left and indexed_job.parallelism != _admission_count(observed)
-
-
-def _may_be_corrected(assessment: Assessment) -> bool:
-    """Whether a job has failed only until its spec is edited."""
-    return assessment.phase is JobPhase.FAILED and assessment.reason is Reason.INVALID_SPEC
+    all_ended = not observed.others and all(pod.exit is not None for pod in observed.pods)
+    return Actions(status, _status_change(observed, status), deregister=all_ended)
 
 
 def _with_accelerator(observed: ObservedJob, assessment: Assessment, decision: Decision | None) -> Assessment:
     """Return the phase of a job: it stops if its pods can't run on the type of accelerator that it gets."""
-    indexed_job, current = observed.own_indexed_job, observed.current_allocation
+    current, live = observed.current_allocation, observed.live_pods.values()
     if assessment.phase is not JobPhase.RUNNABLE or decision is None or decision.accelerator is None:
         return assessment
-    jobs = [each for each in observed.own_indexed_jobs if not each.finished]
-    if indexed_job is None or all(each.suits(decision.accelerator) for each in jobs):
-        return assessment
-    if indexed_job.queue is not None:
-        # Kueue has chosen the flavor.
+    if observed.is_queued or all(_suits(pod, decision.accelerator) for pod in live):
+        # Kueue chooses the flavor.
         return assessment
     if not decision.replicas and not (current is not None and current.replicas):
         return assessment
@@ -206,6 +138,11 @@ def _with_accelerator(observed: ObservedJob, assessment: Assessment, decision: D
     if decision.accelerator.type is None:
         message = "Saving state, then continuing on any nodes that can run the replicas"
     return replace(assessment, phase=JobPhase.STOPPING, reason=Reason.ACCELERATOR_CHANGED, message=message)
+
+
+def _suits(pod: Pod, accelerator: Accelerator) -> bool:
+    """Whether a pod can run on this type of accelerator, and on no other if that is required."""
+    return pod.accelerator == accelerator.type or (pod.accelerator is None and not accelerator.required)
 
 
 # -- the allocation ---------------------------------------------------------------------------------------
@@ -221,8 +158,8 @@ def _allocation(
         return current
     count = 0
     if decision is not None and assessment.phase is JobPhase.RUNNABLE:
-        # Kueue has admitted it, so its pods wait for nodes as those of any other Job.
-        count = decision.replicas or (_admission_count(observed) if observed.is_queued else 0)
+        # Kueue has admitted it, so its pods wait for nodes as any others.
+        count = decision.replicas or (observed.group_size if observed.is_queued else 0)
     job = observed.resource.job
     spares = job.spare_replicas if job is not None and count else 0
     if current is None:
@@ -244,9 +181,8 @@ def _allocation_of_failed(observed: ObservedJob, current: Allocation | None) -> 
 
     Its pods are stopped first, so that they stop even if the metrics service refuses the allocation.
     """
-    indexed_job, view = observed.own_indexed_job, observed.service
-    may_have_pods = indexed_job is not None and not (indexed_job.suspended or indexed_job.finished)
-    if current is None or may_have_pods or view is None or view.desired is None:
+    view = observed.service
+    if current is None or observed.live_pods or view is None or view.desired is None:
         return current
     if view.complete or view.desired.failed:
         return current
@@ -278,246 +214,124 @@ def _declaration(observed: ObservedJob, assessment: Assessment) -> JobSpec | Non
     return job.spec
 
 
-# -- the Indexed Jobs -------------------------------------------------------------------------------------
-
-
-def _sizes(
-    observed: ObservedJob, assessment: Assessment, allocation: Allocation | None
-) -> tuple[int | None, int | None]:
-    """Return the parallelism of the Indexed Job and that of extra pods. None leaves one unchanged.
-
-    A core stays as it is while there are extra pods: an edit of its size replaces all pods.
-    """
-    count = _pod_count(observed, assessment, allocation)
-    indexed_job, extra = observed.own_indexed_job, observed.own_extra_job
-    core = extra.first if extra is not None else observed.core
-    if count is None or core is None:
-        return count, None
-    if extra is None and indexed_job is not None and indexed_job.end > core:
-        # It was made when there were no extra pods, or a larger core, and has all pods until these have left.
-        return count, None
-    pods = count
-    if assessment.phase is JobPhase.QUEUED:
-        # Kueue has stopped the core. Extra pods save their state too before they leave.
-        pods = max(count, min(observed.required_pods, observed.pod_count))
-    return min(count, core), max(pods - core, 0)
-
-
-def _pod_count(observed: ObservedJob, assessment: Assessment, allocation: Allocation | None) -> int | None:
-    """Return the number of pods, 0 to suspend the Indexed Job. None leaves it unchanged."""
-    if _is_ended_by_deadline(observed, assessment):
-        indexed_job = observed.own_indexed_job
-        return indexed_job.parallelism if indexed_job is not None else None
-    if assessment.phase is JobPhase.FAILED:
-        return 0
-    if assessment.phase is JobPhase.COMPLETE:
-        return 0 if _runs_on_after_end(observed) else None
-    if assessment.phase is JobPhase.BLOCKED:
-        return None
-    if assessment.phase is JobPhase.QUEUED:
-        indexed_job = observed.own_indexed_job
-        is_elastic = indexed_job is not None and indexed_job.is_elastic
-        return indexed_job.parallelism if indexed_job and is_elastic else _admission_count(observed)
-    count, current = allocation.indices.stop if allocation is not None else 0, observed.pod_count
-    # No pod is removed before its trainer has saved its state.
-    return count if count >= current else max(count, min(observed.required_pods, current))
-
-
-def _admission_count(observed: ObservedJob) -> int:
-    """Return the parallelism with which the Indexed Job waits in its queue.
-
-    The smallest count is admitted first, and Kueue admits growth later. Without elastic slices the count that
-    it has stays: Kueue would take another one for another job.
-    """
-    indexed_job, spec = observed.own_indexed_job, observed.resource.valid_job.spec
-    counts = valid_replicas(spec.bounds, spec.max_replicas)
-    fixed = indexed_job is not None and not indexed_job.is_elastic
-    if indexed_job is not None and fixed and indexed_job.parallelism in counts:
-        return indexed_job.parallelism
-    return next(count for count in counts if count >= spec.min_replicas)
-
-
-def _is_ended_by_deadline(observed: ObservedJob, assessment: Assessment) -> bool:
-    """Whether a queued Indexed Job is ended by a deadline: suspended, Kueue would resume it.
-
-    Its pods stay with their logs, and Kueue gives its quota to others.
-    """
-    indexed_job = observed.own_indexed_job
-    if _may_be_corrected(assessment):
-        return False
-    runs_on = assessment.phase is JobPhase.FAILED or _runs_on_after_end(observed)
-    return assessment.ended and runs_on and indexed_job is not None and indexed_job.queue is not None
-
-
-def _runs_on_after_end(observed: ObservedJob) -> bool:
-    """Whether the Indexed Job does not end by itself though the program has finished.
-
-    Other containers run on after the worker, or only an extra pod has finished it: the Job still waits for
-    the success of one of its own pods.
-    """
-    if observed.finished_beside_others is not None:
-        return True
-    extra = observed.own_extra_job
-    return extra is not None and extra.complete and not _is_ending(observed, extra=False)
-
-
-def _is_ending(observed: ObservedJob, *, extra: bool) -> bool:
-    """Whether a pod of an Indexed Job has finished the program, or runs and is about to end."""
-    return any(
-        pod.has_started and (pod.exit is None or pod.exit.exit_code == 0)
-        for pod in observed.own_pods
-        if _is_extra(observed, pod) is extra
-    )
-
-
-def _is_extra(observed: ObservedJob, pod: Pod) -> bool:
-    return observed.own_extra_job is not None and pod.rank >= observed.own_extra_job.first
-
-
-def _active_deadline(observed: ObservedJob, assessment: Assessment) -> int | None:
-    """Return `activeDeadlineSeconds` of the spec, or the current deadline if the spec is invalid."""
-    if _is_ended_by_deadline(observed, assessment):
-        return END_DEADLINE
-    if observed.resource.job is not None:
-        return observed.resource.job.active_deadline_seconds
-    indexed_job = observed.own_indexed_job
-    return indexed_job.active_deadline_seconds if indexed_job is not None else None
-
-
-def _differs(observed: ObservedJob, parallelism: int | None, deadline: int | None) -> bool:
-    indexed_job = observed.own_indexed_job
-    if indexed_job is None or parallelism is None or indexed_job.finished:
-        return False
-    # What others have suspended stays suspended.
-    suspends = indexed_job.suspended != (parallelism == 0) and not observed.is_held
-    resized = suspends or (parallelism > 0 and indexed_job.parallelism != parallelism)
-    return resized or indexed_job.active_deadline_seconds != deadline
-
-
-def _may_create_extra_job(observed: ObservedJob) -> bool:
-    """Whether there is no Indexed Job of extra pods, and no pod of one that was deleted."""
-    core = observed.core or 0
-    return observed.extra_job is None and all(pod.rank < core for pod in observed.leaving)
-
-
-def _resizes_extra_job(observed: ObservedJob, assessment: Assessment, size: int | None) -> bool:
-    """Whether the Indexed Job of extra pods has another size; that of an ended job is suspended."""
-    extra = observed.own_extra_job
-    if extra is None or extra.finished:
-        return False
-    if assessment.ended:
-        deletes = _deletes_extra_job(observed, assessment, size)
-        return _stops_extra_job(observed, assessment) and not extra.suspended and not deletes
-    return size is not None and size > 0 and size != extra.parallelism
-
-
-def _deletes_extra_job(observed: ObservedJob, assessment: Assessment, size: int | None) -> bool:
-    """Whether the Indexed Job of extra pods is deleted, because there are none or it has failed.
-
-    Unlike one without pods, a deleted Job makes the Job controller forget how often it has replaced pods,
-    after which it pauses, and Kueue the quota.
-    """
-    extra = observed.own_extra_job
-    if extra is None or assessment.phase is JobPhase.BLOCKED:
-        return False
-    if assessment.ended:
-        complete = assessment.phase is JobPhase.COMPLETE
-        pods = [pod for pod in observed.own_pods if _is_extra(observed, pod)]
-        has_no_output = complete and not any(pod.has_started for pod in pods)
-        # Suspended, Kueue would resume it.
-        is_useless = extra.queue is not None or has_no_output
-        return is_useless and not extra.finished and _stops_extra_job(observed, assessment)
-    if size == 0:
-        # Whoever has suspended it finds it suspended. Kueue resumes it once there is quota.
-        is_kept = extra.suspended or observed.now < _admitted_until(extra)
-        return not is_kept or assessment.phase is not JobPhase.RUNNABLE or extra.failed is not None
-    # See `_queues_again`.
-    is_resized_in_queue = extra.suspended and extra.is_elastic and size not in (None, extra.parallelism)
-    return is_resized_in_queue or extra.failed is not None
-
-
-def _admitted_until(extra: IndexedJob) -> float:
-    return -inf if extra.queue is None else extra.started_at + ADMISSION_TIME
-
-
-def _stops_extra_job(observed: ObservedJob, assessment: Assessment) -> bool:
-    """Whether the Indexed Job of extra pods does not end by itself though the job has ended.
-
-    Its pods may be writing the program's last output. But those that have not started would wait forever.
-    """
-    if assessment.phase is JobPhase.FAILED or observed.finished_beside_others is not None:
-        return True
-    return not _is_ending(observed, extra=True)
-
-
 # -- pods -------------------------------------------------------------------------------------------------
 
+_WITHOUT_NEW_PODS: Final = frozenset({Reason.CLEANING_UP, Reason.NAME_CONFLICT, Reason.VOLUME_NOT_FOUND})
+"""Reasons of a blocked job for which no pods are created."""
 
-def _overdue_pods(observed: ObservedJob) -> Iterator[str]:
-    """Yield pods that are being deleted and whose kubelet does not end them."""
+
+def _pod_count(observed: ObservedJob, assessment: Assessment, allocation: Allocation | None) -> int:
+    """Return for how many ranks, counted from 0, a job is to have pods."""
+    if assessment.ended or (assessment.phase is JobPhase.BLOCKED and assessment.reason in _WITHOUT_NEW_PODS):
+        return 0
+    if assessment.phase is JobPhase.QUEUED:
+        return observed.group_size
+    return allocation.indices.stop if allocation is not None else 0
+
+
+def _by_rank(observed: ObservedJob) -> Mapping[int, Sequence[Pod]]:
+    """Return the pods of each rank, in the order of their attempts."""
+    found: dict[int, list[Pod]] = {}
+    for pod in sorted(observed.pods, key=lambda pod: pod.attempt):
+        found.setdefault(pod.rank, []).append(pod)
+    return found
+
+
+def _missing(observed: ObservedJob, count: int) -> Iterator[tuple[int, int, float]]:
+    """Yield the ranks without a pod, with the number of the next attempt, and when it may be made."""
+    pods = _by_rank(observed)
+    for rank in range(count):
+        present = pods.get(rank, ())
+        if all(pod.is_over for pod in present):
+            yield (
+                rank,
+                max((pod.attempt for pod in present), default=-1) + 1,
+                replaced_at(present, observed.now),
+            )
+
+
+def _new_pods(
+    observed: ObservedJob, assessment: Assessment, allocation: Allocation | None, accelerator: str | None
+) -> Iterator[NewPod]:
+    """Yield the pods to create: one for each rank, once the last one has ended."""
+    workload, core, group = observed.workload, observed.core, observed.group_size
+    if workload is None:
+        return
+    for rank, attempt, due in _missing(observed, _pod_count(observed, assessment, allocation)):
+        extra = core is not None and rank >= core
+        if due <= observed.now:
+            queued = workload.queue_of(extra=extra) is not None
+            yield NewPod(
+                rank,
+                attempt,
+                extra=extra,
+                group_size=group if queued and rank < group and group > 1 else 0,
+                accelerator=accelerator,
+                scheduling=observed.flavor if queued else {},
+            )
+
+
+def _stopped_pods(observed: ObservedJob, scheduled: ScheduledJob, status: Status) -> Iterator[StoppedPod]:
+    """Yield the pods to stop. Of two for the same pod, the last one counts."""
+    assessment = scheduled.assessment
+    stops = _ends(observed, scheduled, status) if assessment.ended else _leaving(observed, scheduled)
+    yield from (StoppedPod(pod.name, pod.uid, how) for pod, how in stops)
     for pod in observed.pods:
-        if pod.deletion_deadline is None or pod.has_ended:
+        # They keep a replica from its next pod.
+        if pod.exit is not None and pod.exit.others and not pod.is_ending and pod.deletion_deadline is None:
+            yield StoppedPod(pod.name, pod.uid, Stop.END, container_runs_on(pod))
+    for pod in (*observed.pods, *observed.others):
+        if pod.deletion_deadline is not None and not pod.is_over:
+            is_overdue = observed.now > pod.deletion_deadline + TERMINATION_OVERDUE
+            if is_overdue or pod.node in observed.lost_nodes:
+                yield StoppedPod(pod.name, pod.uid, Stop.FORCE)
+
+
+def _leaving(observed: ObservedJob, scheduled: ScheduledJob) -> Iterator[tuple[Pod, Stop]]:
+    """Yield the pods of a job that goes on, or is stopped, which are deleted."""
+    assessment, allocation = scheduled.assessment, scheduled.allocation
+    if assessment.phase is not JobPhase.BLOCKED:
+        # No pod is removed before its trainer has saved its state.
+        count = max(_pod_count(observed, assessment, allocation), observed.required_pods)
+        yield from ((pod, Stop.DELETE) for rank, pod in observed.live_pods.items() if rank >= count)
+    if assessment.phase is JobPhase.RUNNABLE and not scheduled.changed:
+        for pod in template_rollout.next_pods(observed, scheduled.failed_placement):
+            yield pod, Stop.DELETE
+    for pods in _by_rank(observed).values():
+        present = [pod for pod in pods if not pod.is_over]
+        if not present or not present[0].has_started:
             continue
-        if observed.now > pod.deletion_deadline + TERMINATION_OVERDUE or pod.node in observed.lost_nodes:
-            yield pod.name
+        for pod in present[1:]:
+            # Another operator has made it at the same time.
+            yield pod, Stop.DELETE
+        for pod in pods:
+            # What the program has failed in stays, with its logs.
+            is_kept = pod.exit is None or is_program_failure(pod.exit) or not is_lost(pod, observed.now)
+            if not is_kept and pod.deletion_deadline is None:
+                yield pod, Stop.DELETE
 
 
-def _deleted_ended_pods(observed: ObservedJob) -> Iterator[str]:
-    """Yield pods that have ended and are being deleted, by a user or with their namespace.
-
-    The Job controller keeps a failed pod until it has created the next pod of that index. Where the Job is
-    suspended or the namespace accepts no pods, it never does, and neither would ever be deleted.
-    """
-    if observed.own_indexed_jobs:
-        for pod in observed.own_pods:
-            if pod.has_ended and pod.deletion_deadline is not None:
-                yield pod.name
+def _ends(observed: ObservedJob, scheduled: ScheduledJob, status: Status) -> Iterator[tuple[Pod, Stop]]:
+    """Yield the pods of an ended job to stop. Those that have started stay, with their logs."""
+    waits = scheduled.phase is JobPhase.COMPLETE and observed.now < _ended_by(status)
+    for pod in observed.live_pods.values():
+        if not pod.has_started:
+            yield pod, Stop.DELETE
+        elif not waits and not pod.is_ending:
+            yield pod, Stop.END
 
 
-def _ended_pods_of_suspended(observed: ObservedJob) -> Iterator[str]:
-    """Yield pods that have ended, of a suspended Job: it creates no pods that would release them.
-
-    They stay, with their logs, and can be deleted where no operator runs.
-    """
-    for pod in observed.own_pods:
-        indexed_job = observed.own_extra_job if _is_extra(observed, pod) else observed.own_indexed_job
-        if indexed_job is not None and indexed_job.suspended and pod.tracked and pod.has_ended:
-            yield pod.name
+def _ended_by(status: Status) -> float:
+    return (seconds(status.get("completionTime")) or 0.0) + END_TIMEOUT
 
 
-def _pods_without_worker(observed: ObservedJob) -> Iterator[tuple[str, Event]]:
-    """Yield pods whose worker has ended while other containers run on: they keep a replica from its next pod.
-
-    They are ended as by a deadline of their own, so that they stay with their logs, and the Job controller
-    replaces them as any pod that has failed.
-    """
-    for pod in observed.own_pods:
-        is_ending = pod.is_ending or pod.deletion_deadline is not None
-        has_failed = pod.exit is not None and pod.exit.others and pod.exit.exit_code != 0
-        if has_failed and not is_ending and observed.replaces(pod.rank):
-            yield pod.name, container_runs_on(pod)
-
-
-def _retired_pods(observed: ObservedJob, scheduled: ScheduledJob) -> Iterator[str]:
-    """Yield the pod that one of a changed template replaces next."""
-    if scheduled.phase is JobPhase.RUNNABLE and not scheduled.changed:
-        pod = template_rollout.next_pod(observed, scheduled.failed_placement)
-        if pod is not None:
-            yield pod.name
-
-
-def _lost_pods(observed: ObservedJob) -> Iterator[str]:
-    """Yield lost pods, which the Job controller would replace only after a pause.
-
-    The pause doubles with each pod that has not succeeded, and the Job controller counts them by the pods
-    that exist.
-    """
-    newest: dict[int, Pod] = {}
-    for pod in sorted(observed.own_pods, key=lambda pod: pod.created_at):
-        newest[pod.rank] = pod
-    for rank, pod in newest.items():
-        if observed.replaces(rank) and is_lost(pod, observed.now):
-            yield pod.name
+def _gives_group_up(observed: ObservedJob, assessment: Assessment, allocation: Allocation | None) -> bool:
+    """Whether to delete the Workload of the group: Kueue would wait for the next pods of it."""
+    is_stopped = allocation is None or allocation.replicas == 0
+    stops = assessment.phase is JobPhase.STOPPING and is_stopped and observed.required_pods == 0
+    return (assessment.ended or stops) and any(
+        pod.group_size and pod.is_held_by_kueue for pod in observed.pods
+    )
 
 
 # -- the end ----------------------------------------------------------------------------------------------
@@ -531,81 +345,30 @@ def _is_expired(observed: ObservedJob, assessment: Assessment, status: Status) -
     return assessment.ended and ttl is not None and ended_at is not None and observed.now >= ended_at + ttl
 
 
-def stale_gates(observed: ObservedJob) -> Iterator[tuple[IndexedJob, float]]:
-    """Yield the Indexed Jobs with pods that stay gated though admitted, and when to change them.
-
-    Kueue 0.17 removes the gates of the pods that it knows when the Job of an elastic workload changes. A pod
-    that it does not know yet stays gated until the Job changes again: the operator changes an annotation.
-    """
-    views = ((observed.own_indexed_job, observed.queue), (observed.own_extra_job, observed.extra_queue))
-    for indexed_job, view in views:
-        if indexed_job is None or view is None or not indexed_job.is_elastic:
-            continue
-        admitted = range(indexed_job.first, indexed_job.first + min(view.admitted, len(indexed_job.ranks)))
-        gated = [
-            pod.created_at
-            for pod in observed.live_pods.values()
-            if pod.rank in admitted
-            and pod.problem is not None
-            and pod.problem.reason is Reason.SCHEDULING_GATED
-        ]
-        if gated:
-            yield indexed_job, min(_due(created, indexed_job.gates_checked_at) for created in gated)
-
-
-def _due(created: float, checked: float) -> float:
-    pause = min(max(GATE_TIMEOUT, checked - created), MAX_GATE_PAUSE)
-    return max(created, checked) + pause
-
-
 def next_deadline(observed: ObservedJob, assessment: Assessment) -> float:
     """Return when `reconcile` may return other actions though nothing has changed, in seconds since 1970.
 
     Infinite if it never does. What is overdue is repeated until it is done, so a time may be in the past.
     """
-    times = (
-        *_overdue_times(observed),
-        *_loss_times(observed),
-        *_registration_times(observed),
-        *(due for _, due in stale_gates(observed)),
-        *_admission_times(observed),
-        *_expiry_times(observed, assessment),
-        *_target_times(observed, assessment),
-    )
-    return min(times, default=inf)
+    return min(_times(observed, assessment), default=inf)
 
 
-def _overdue_times(observed: ObservedJob) -> Iterator[float]:
-    for pod in observed.pods:
-        if pod.deletion_deadline is not None and not pod.has_ended:
+def _times(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
+    for pod in (*observed.pods, *observed.others):
+        if pod.deletion_deadline is not None and not pod.is_over:
             yield pod.deletion_deadline + TERMINATION_OVERDUE
-
-
-def _loss_times(observed: ObservedJob) -> Iterator[float]:
-    for pod in observed.own_pods:
-        if not is_lost(pod, observed.now) and is_lost(pod, inf):
-            yield pod.created_at + LONG_LIFE
-
-
-def _registration_times(observed: ObservedJob) -> Iterator[float]:
     if observed.registrations_due is not None:
         yield observed.registrations_due
-
-
-def _admission_times(observed: ObservedJob) -> Iterator[float]:
-    extra = observed.own_extra_job
-    if extra is not None and observed.now < _admitted_until(extra):
-        yield _admitted_until(extra)
-
-
-def _expiry_times(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
-    job, ended_at = observed.resource.job, seconds(observed.resource.status.get("completionTime"))
-    ttl = job.ttl_seconds_after_finished if job is not None else None
-    if assessment.ended and ttl is not None and ended_at is not None:
-        yield ended_at + ttl
-
-
-def _target_times(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
-    due = observed.resource.deadline
-    if due is not None and due > observed.now and not assessment.ended:
-        yield due
+    if assessment.ended:
+        job, ended_at = observed.resource.job, seconds(observed.resource.status.get("completionTime"))
+        if ended_at is not None:
+            if observed.now < ended_at + END_TIMEOUT:
+                yield ended_at + END_TIMEOUT
+            if job is not None and job.ttl_seconds_after_finished is not None:
+                yield ended_at + job.ttl_seconds_after_finished
+        return
+    missing = _missing(observed, _pod_count(observed, assessment, observed.current_allocation))
+    yield from (due for _, _, due in missing if due > observed.now)
+    for due in (deadline(observed), observed.resource.deadline):
+        if due is not None and due > observed.now:
+            yield due

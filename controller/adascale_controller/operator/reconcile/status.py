@@ -134,14 +134,14 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
             current_spares = current.get("spareReplicas", 0)
             waiting = observed.service.waiting_spares if observed.service is not None else current_spares
             status["spareReplicas"] = waiting if training else 0
-        status["startTime"] = current.get("startTime") or timestamp(observed.now)
+        if allocation.replicas or ended:
+            # It counts for `activeDeadlineSeconds`, without the time in which the job was stopped.
+            status["startTime"] = current.get("startTime") or timestamp(observed.now)
     if ended:
         status["completionTime"] = timestamp(_ended_at(observed, scheduled))
     limit = current.get("localBatchLimit")
     if observed.service is not None:
-        indexed_job = observed.own_indexed_job
-        required = indexed_job.accelerator if indexed_job is not None else None
-        limit = observed.service.local_bsz_limit_on(required)
+        limit = observed.service.local_bsz_limit_on(observed.accelerator)
     if limit is not None:
         status["localBatchLimit"] = limit
     accelerator = current.get("accelerator")
@@ -159,9 +159,9 @@ def _ended_at(observed: ObservedJob, scheduled: ScheduledJob) -> float:
     recorded = seconds(observed.resource.status.get("completionTime"))
     if recorded is not None:
         return recorded
-    completed = [each.completed_at for each in observed.own_indexed_jobs if each.completed_at is not None]
-    is_complete = scheduled.phase is JobPhase.COMPLETE
-    return min(completed) if completed and is_complete else float(int(observed.now))
+    finished = observed.finished_pod if scheduled.phase is JobPhase.COMPLETE else None
+    ended_at = finished.exit.ended_at if finished is not None and finished.exit is not None else None
+    return float(int(ended_at or observed.now))
 
 
 def is_urgent(current: Mapping[str, Any], new: Status) -> bool:
@@ -413,7 +413,6 @@ def _suspended(assessment: Assessment, training: int, observed: ObservedJob) -> 
     requested = assessment.phase is JobPhase.STOPPING and assessment.reason in {
         Reason.SUSPENDED,
         Reason.SCALED_TO_ZERO,
-        Reason.JOB_SUSPENDED,
     }
     if requested and not training:
         return JobCondition(kind, True, assessment.reason, assessment.message)

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
-from adascale_controller.operator.apply.indexed_job import check_pod_manifest, pod_manifest
+from adascale_controller.operator.apply.manifests import check_pod_manifest, pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import Admission, CachedJob, TemplateCheck
 from adascale_controller.operator.observe.pods import read_pod
+from adascale_controller.operator.types.actions import NewPod, Stop, StoppedPod
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Manifest
 from adascale_controller.operator.types.workload import Workload
@@ -61,11 +62,8 @@ class _Answer:
 class AdmissionReader:
     """The pods of templates as admission makes them."""
 
-    def __init__(
-        self, cluster: Cluster, on_answer: Callable[[JobKey], None], *, may_create_pods: bool
-    ) -> None:
+    def __init__(self, cluster: Cluster, on_answer: Callable[[JobKey], None]) -> None:
         self._cluster = cluster
-        self._may_create_pods = may_create_pods
         self._on_answer = on_answer
         self._answers: dict[str, _Answer] = {}
         self._keys: dict[str, tuple[int, str]] = {}
@@ -124,13 +122,9 @@ class AdmissionReader:
 
     async def _ask(self, cached: CachedJob, workload: Workload) -> Admission:
         try:
-            if not self._may_create_pods:
-                raise ApiServerError("the operator may not create pods, not even by a dry run", 403)
             return await self._dry_run(workload)
         except ApiServerError:
-            indexed_job, job = cached.own_indexed_job, cached.resource
-            has_template = indexed_job is not None and not indexed_job.suspended
-            made = next(iter(cached.live_pods.values()), None) if has_template else None
+            job, made = cached.resource, next(iter(cached.live_pods.values()), None)
             found = await self._cluster.get_pod(job.namespace, made.name) if made is not None else None
             if found is None:
                 raise
@@ -138,12 +132,12 @@ class AdmissionReader:
 
     async def _dry_run(self, workload: Workload) -> Admission:
         try:
-            pod = await self._cluster.admit_pod(pod_manifest(workload))
+            pod = await self._cluster.admit_pod(_tried(workload))
         except ApiServerError as error:
             # Policies differ in how they name it: `.spec.securityContext.fsGroup: Invalid value`.
             if "fsgroup" not in error.reply.lower():
                 raise
-            pod = await self._cluster.admit_pod(pod_manifest(workload, fs_group=False))
+            pod = await self._cluster.admit_pod(_tried(workload, fs_group=False))
             return await self._with_extra_pods(workload, Admission(_kept(pod["spec"]), forbids_fs_group=True))
         return await self._with_extra_pods(workload, Admission(_kept(pod["spec"])))
 
@@ -151,7 +145,7 @@ class AdmissionReader:
         """Return an answer with the priority of extra pods, or with why these are rejected."""
         if workload.job.opportunistic is None:
             return admission
-        manifest = pod_manifest(workload, fs_group=not admission.forbids_fs_group, extra=True)
+        manifest = _tried(workload, fs_group=not admission.forbids_fs_group, extra=True)
         try:
             pod = await self._cluster.admit_pod(manifest)
         except ApiServerError as error:
@@ -177,6 +171,13 @@ class AdmissionReader:
             text = json.dumps([job.namespace, job.template, extra], sort_keys=True, default=dict)
             known = self._keys[job.uid] = job.generation, hashlib.sha256(text.encode()).hexdigest()
         return known[1]
+
+
+def _tried(workload: Workload, *, fs_group: bool = True, extra: bool = False) -> Manifest:
+    """Return a pod for a dry run. It requires no type of accelerator, and has a name of its own."""
+    manifest = pod_manifest(workload, NewPod(0, 0, extra=extra), fs_group=fs_group)
+    metadata = {name: value for name, value in manifest["metadata"].items() if name != "name"}
+    return {**manifest, "metadata": {**metadata, "generateName": f"{manifest['metadata']['name']}-"}}
 
 
 def _lacks_quota(job: AdaScaleJob) -> bool:
@@ -272,7 +273,7 @@ class TemplateChecker:
         """Delete the pod of a check: the edit was undone, or the job is stopped."""
         check = self._checks[job.resource.uid]
         try:
-            await self._cluster.delete_pod(job.resource.namespace, check.name)
+            await self._delete(job.resource.namespace, check.name)
         except ApiServerError as error:
             logger.info("%s: pod %s stays: %s", job.resource.id, check.name, error)
             return
@@ -284,19 +285,37 @@ class TemplateChecker:
         namespace = job.resource.namespace
         try:
             if earlier is not None:
-                await self._cluster.delete_pod(namespace, earlier)
+                await self._delete(namespace, earlier)
+            if await self._is_rejected(check, workload):
+                return
             if check.began_at == check.looked_at:
                 await self._cluster.create_pod(check_pod_manifest(workload, check.name))
             raw = await self._cluster.get_pod(namespace, check.name)
         except ApiServerError as error:
             if 400 <= error.status < 500:
-                # Not allowed to, or a policy rejects it: the pods of the Job show what is wrong.
+                # Not allowed to, or a policy rejects it: the pods of the job show what is wrong.
                 logger.info("%s: the changed template is not checked: %s", job.resource.id, error)
                 check.result = replace(check.result, done=True)
             return
         self._record(check, raw, now)
         if check.result.done and raw is not None:
-            await self._cluster.delete_pod(namespace, check.name)
+            await self._delete(namespace, check.name)
+
+    async def _is_rejected(self, check: _Check, workload: Workload) -> bool:
+        """Whether the API server finds a pod of the template invalid."""
+        if check.began_at == check.looked_at:
+            try:
+                await self._cluster.admit_pod(_tried(workload))
+            except ApiServerError as error:
+                # A webhook may not support dry runs.
+                if error.status in {400, 422} and "dry run" not in error.reply:
+                    check.result = replace(check.result, reason=Reason.INVALID_SPEC, message=error.reply)
+        return check.result.reason is Reason.INVALID_SPEC
+
+    async def _delete(self, namespace: str, name: str) -> None:
+        raw = await self._cluster.get_pod(namespace, name)
+        if raw is not None:
+            await self._cluster.stop_pod(namespace, StoppedPod(name, raw["metadata"]["uid"], Stop.FORCE))
 
     @staticmethod
     def _record(check: _Check, raw: ApiObject | None, now: float) -> None:

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from adascale_controller.operator.apply.applier import Applier, BeforePods
 from adascale_controller.operator.apply.cluster import AllocationService, ApiServerError, Cluster
-from adascale_controller.operator.observe.observed_job import CachedJob, IndexedJob, ObservedJob, QueueView
+from adascale_controller.operator.observe.observed_job import CachedJob, ObservedJob
 from adascale_controller.operator.observe.observer import Observer, is_deleting, lost_nodes, observe
-from adascale_controller.operator.observe.pods import Pod
+from adascale_controller.operator.observe.pods import Pod, held_group
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, assess
 from adascale_controller.operator.reconcile.reconciler import next_deadline, reconcile, reconcile_undecided
 from adascale_controller.operator.runtime.error_isolation import ErrorIsolation
@@ -24,9 +24,9 @@ from adascale_controller.operator.runtime.lookup_fetcher import LookupFetcher, Q
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.runtime.work_queue import WorkQueue
 from adascale_controller.operator.schedule.scheduler import DecisionResult, Scheduler
-from adascale_controller.operator.types.actions import Actions
+from adascale_controller.operator.types.actions import Actions, StatusChange, Stop
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
-from adascale_controller.operator.types.workload import OperatorSettings, extra_name
+from adascale_controller.operator.types.workload import OperatorSettings
 from adascale_core.views.decision import DecisionView
 from adascale_core.views.jobs import JobView
 
@@ -93,7 +93,6 @@ class OperatorLoop:
         resources: Collection[Resource],
         *,
         reader: AllocationService | None = None,
-        may_create_pods: bool = True,
         before_pods: BeforePods | None = None,
         metrics: OperatorMetrics | None = None,
         on_progress: Callable[[], None] = lambda: None,
@@ -109,9 +108,7 @@ class OperatorLoop:
         self._deregistration = Deregistration(service, settings.namespace)
         self._observer = Observer(settings.pod_settings)
         self._queue_reader = QueueReader(cluster)
-        self._queue_views: Mapping[str, QueueView] = {}
-        """What Kueue says about Indexed Jobs, by their uid, as jobs were looked at last."""
-        self._fetcher = LookupFetcher(cluster, self._look_at, may_create_pods=may_create_pods)
+        self._fetcher = LookupFetcher(cluster, self._look_at)
         self._scheduler = Scheduler(
             settings.accelerator_label, request_nodes=settings.request_nodes, fairness=settings.fairness
         )
@@ -355,26 +352,20 @@ class OperatorLoop:
 
     def _follow_queues(self) -> None:
         """Look at the jobs about which Kueue says something new, and read it again if that is due."""
-        before, self._queue_views = self._queue_views, self._queue_reader.views
         queued = {
-            key: uids
-            for key, job in self._jobs.items()
-            if not job.assessment.ended
-            and (uids := [each.uid for each in job.observed.own_indexed_jobs if each.queue is not None])
+            key for key, job in self._jobs.items() if not job.assessment.ended and _queued_pods(job.cached)
         }
-        if before is not self._queue_views:
-            for key, uids in queued.items():
-                if any(before.get(uid) != self._queue_views.get(uid) for uid in uids):
-                    self._queue.add([key])
         if queued and self._queue_reader.is_due():
             namespaces = {namespace for namespace, _ in queued}
-            self._begin_beside("read the queues of Kueue", lambda: self._queue_reader.read(namespaces))
 
-    def _queue_of(self, indexed_job: IndexedJob | None) -> QueueView | None:
-        """Return what Kueue says about a Job. None if it is not queued, or that is not known yet."""
-        if indexed_job is None or indexed_job.queue is None:
-            return None
-        return self._queue_reader.view(indexed_job.uid)
+            async def read() -> None:
+                await self._queue_reader.read(namespaces)
+                for key in queued & self._jobs.keys():
+                    job = self._jobs[key]
+                    if job.observed.queue != self._queue_reader.view(_queued_pods(job.cached)):
+                        self._look_at(key)
+
+            self._begin_beside("read the queues of Kueue", read)
 
     @property
     def _has_changes(self) -> bool:
@@ -410,8 +401,9 @@ class OperatorLoop:
             with self._errors.isolate(job.resource.id):
                 lookups = self._fetcher.results(job)
                 if lookups is not None:
-                    queues = self._queue_of(job.own_indexed_job), self._queue_of(job.own_extra_job)
-                    observed = observe(job, lookups, self._views, self._clock(), *queues)
+                    uids = _queued_pods(job)
+                    queue = self._queue_reader.view(uids) if uids else None
+                    observed = observe(job, lookups, self._views, self._clock(), queue)
                     self._track(key, _TrackedJob(job, observed, assess(observed)))
                     looked_at.add(key)
         return looked_at
@@ -426,9 +418,7 @@ class OperatorLoop:
                 continue
             self._known.add(key)
             with self._errors.isolate(".".join(key)):
-                pods, indexed_job = self._cache.pods_of(key), self._cache.get(Resource.JOBS, key)
-                extra_job = self._cache.get(Resource.JOBS, (key[0], extra_name(key[1])))
-                cached[key] = self._observer.read(raw, indexed_job, pods, self._lost_nodes, extra_job)
+                cached[key] = self._observer.read(raw, self._cache.pods_of(key), self._lost_nodes)
         self._drop(gone)
         return cached
 
@@ -450,6 +440,7 @@ class OperatorLoop:
         for key in keys:
             self._planned.pop(key, None)
         with_pods = {key for key in keys if self._cache.pods_of(key)}
+        self._give_groups_up(with_pods)
         self._resources_changed |= bool(with_pods | self._without_job.intersection(keys))
         self._without_job = (self._without_job - set(keys)) | with_pods
         known = self._known.intersection(keys)
@@ -465,6 +456,13 @@ class OperatorLoop:
         for phase in (self._observer, self._fetcher, self._scheduler, self._applier):
             phase.retain(uids)
         self._errors.retain({".".join(key) for key in self._cache.keys(Resource.ADASCALEJOBS)})
+
+    def _give_groups_up(self, keys: Collection[JobKey]) -> None:
+        """Delete the Workloads of groups of deleted jobs: Kueue would keep their pods for further ones."""
+        for key in keys:
+            for group in {held_group(raw) for raw in self._cache.pods_of(key)} - {None}:
+                give_up = partial(self._cluster.delete_workload, key[0], str(group))
+                self._begin_beside(f"delete Workload {group} of {'.'.join(key)}", give_up)
 
     # -- schedule -------------------------------------------------------------------------------------------
 
@@ -531,7 +529,7 @@ class OperatorLoop:
             with self._errors.isolate(job.resource.id):
                 actions = self._reconcile(tracked)
                 status_due = float("inf")
-                if actions is not None and actions.status_changed:
+                if actions is not None and actions.status_change is not StatusChange.NONE:
                     status_due = self._applier.status_due_at(job)
                     if status_due <= now:
                         status_due = now + STATUS_RETRY_INTERVAL
@@ -668,13 +666,15 @@ class OperatorLoop:
             if actions.declare is not None:
                 # It may be lost again before it is read, so that no change of the job is seen.
                 self._queue.add([job.resource.key])
+            self._errors.cache_is_stale |= applied.is_stale
             if applied.claim_created:
                 self._fetcher.expire_claim(job.resource.uid)
             if applied.template_rejection is not None:
                 self._observer.reject(job.resource, f"spec.template: {applied.template_rejection}")
                 self._look_at(job.resource.key)
+            if actions.create_pods:
+                self._fetcher.note_creation(job.resource.uid, applied.refused)
             if applied.refused is not None:
-                self._fetcher.note_refusal(job.resource.uid, applied.refused)
                 raise applied.refused
             self._errors.clear(job.resource.id)
         self._note_progress()
@@ -707,11 +707,15 @@ def _fixed_pods(job: _TrackedJob) -> Sequence[Pod]:
     return () if job.assessment.phase is JobPhase.RUNNABLE else tuple(job.cached.pods)
 
 
+def _queued_pods(job: CachedJob) -> list[str]:
+    return [pod.uid for pod in job.live_pods.values() if pod.queue is not None]
+
+
 def is_waited_for(job: ObservedJob, actions: Actions) -> bool:
     """Whether someone waits for the actions: a new job, an edit, a lost pod, a deletion. They come first."""
     edited = actions.status.get("observedGeneration") != job.resource.status.get("observedGeneration")
-    creates = actions.create_indexed_job or actions.create_extra_job
-    return bool(creates or actions.delete_pods or actions.delete_job or edited)
+    is_lost = any(pod.how is Stop.FORCE for pod in actions.stop_pods)
+    return bool(actions.create_pods or is_lost or actions.delete_job or edited)
 
 
 def _key(job_id: str) -> JobKey:

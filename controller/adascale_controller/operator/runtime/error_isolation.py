@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from adascale_client import ServiceError, ServiceRefusedError
-from adascale_controller.operator.apply.cluster import ApiServerError, JobRefusedError
+from adascale_controller.operator.apply.cluster import ApiServerError, PodRefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ErrorIsolation:
             status = error.status if isinstance(error, ApiServerError | ServiceRefusedError) else 0
             is_refused = 400 <= status < 500 and status != TOO_MANY_REQUESTS
             # For a webhook that is down, the API server answers 500.
-            is_refused |= isinstance(error, JobRefusedError)
+            is_refused |= isinstance(error, PodRefusedError)
             if self._is_new(job_id, str(error), is_lasting=is_refused):
                 logger.warning("%s: %s; retrying", job_id, error)
             self.cache_is_stale |= isinstance(error, ApiServerError) and error.status in {404, 409}

@@ -17,9 +17,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from adascale_controller.operator.apply.cluster import ApiServerError, Cluster, JobRefusedError
+from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
 from adascale_controller.operator.observe.lookups import (
-    CREATION_EVENTS,
     START_EVENTS,
     LookupResults,
     Lookups,
@@ -27,17 +26,15 @@ from adascale_controller.operator.observe.lookups import (
     creation_problem,
     needed_lookups,
     next_start_check,
-    pod_creation_failure,
     read_claim,
 )
 from adascale_controller.operator.observe.observed_job import (
     CachedJob,
     CheckpointClaim,
-    JobRefusal,
     QueueView,
 )
 from adascale_controller.operator.runtime.admission_reader import AdmissionReader, TemplateChecker
-from adascale_controller.operator.schedule.quota import read_queues
+from adascale_controller.operator.schedule.quota import of_job, read_queues
 from adascale_controller.operator.types.conditions import has_ended
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey
 from adascale_controller.operator.types.workload import Workload, template_digest
@@ -111,8 +108,6 @@ CYCLE_WAIT = 0.1
 """Seconds that a cycle waits for the claims that it reads."""
 CLAIM_INTERVAL = 5.0
 """Seconds between two reads of a claim that does not exist."""
-SHORT_OF_PODS_TIMEOUT = 1.0
-"""Seconds that pods may be missing before Events are read."""
 EVENTS_INTERVAL = 5.0
 """Seconds between two reads of Events for one job."""
 
@@ -127,22 +122,18 @@ class _JobLookups:
     claim_error: ApiServerError | None = None  # why the claim could not be read
     # start of the last reads, in seconds since 1970
     claim_read_at: float = _NEVER
-    creation_events_read_at: float = _NEVER
     pod_events_read_at: float = _NEVER
-    short_of_pods_since: float | None = None  # since when pods are missing, in seconds since 1970
     running: set[str] = field(default_factory=set)  # the calls that have not returned
 
 
 class LookupFetcher:
     """Fetches the lookups of all jobs."""
 
-    def __init__(
-        self, cluster: Cluster, on_result: Callable[[JobKey], None], *, may_create_pods: bool = True
-    ) -> None:
+    def __init__(self, cluster: Cluster, on_result: Callable[[JobKey], None]) -> None:
         self._cluster = cluster
-        self._admissions = AdmissionReader(cluster, on_result, may_create_pods=may_create_pods)
+        self._admissions = AdmissionReader(cluster, on_result)
         self._on_result = on_result
-        self._checker = TemplateChecker(cluster) if may_create_pods else None
+        self._checker = TemplateChecker(cluster)
         self._events = EventReader(cluster, DEADLINE)
         self._jobs: dict[str, _JobLookups] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -152,8 +143,7 @@ class LookupFetcher:
         """Drop the results of all AdaScaleJobs with other uids."""
         self._jobs = {uid: lookups for uid, lookups in self._jobs.items() if uid in uids}
         self._admissions.retain(uids)
-        if self._checker is not None:
-            self._checker.retain(uids)
+        self._checker.retain(uids)
 
     def expire_claim(self, uid: str) -> None:
         """Drop the claim of a job, so that the next cycle reads it."""
@@ -161,15 +151,14 @@ class LookupFetcher:
         if lookups is not None:
             lookups.results = replace(lookups.results, claim=None)
 
-    def note_refusal(self, uid: str, error: JobRefusedError) -> None:
-        """Record that the API server does not create an Indexed Job of a job, until the job has it.
-
-        The first message stays while the reason is the same: it may differ each time, and a status that
-        changes makes the operator try again at once.
-        """
+    def note_creation(self, uid: str, error: ApiServerError | None) -> None:
+        """Record why the API server creates no pod of a job, or that it has created all."""
         lookups = self._jobs.setdefault(uid, _JobLookups())
-        refusal, before = JobRefusal(creation_problem(error.reply), error.extra), lookups.results.refusal
-        if before is None or (before.extra, before.problem.reason) != (error.extra, refusal.problem.reason):
+        before = lookups.results.refusal
+        refusal = None if error is None else creation_problem(error.reply)
+        # The first message stays while the reason is the same: it may differ each time, and a status that
+        # changes makes the operator try again at once.
+        if before is None or refusal is None or before.reason != refusal.reason:
             lookups.results = replace(lookups.results, refusal=refusal)
 
     async def fetch(self, jobs: Iterable[CachedJob], now: float) -> None:
@@ -208,10 +197,8 @@ class LookupFetcher:
             if lookups.results.admission is not admission:
                 lookups.results = replace(lookups.results, admission=admission)
         digest = self._changed_digest(job, lookups)
-        check = self._checker.result(job.resource.uid, digest) if self._checker and digest else None
+        check = self._checker.result(job.resource.uid, digest) if digest else None
         lookups.results = replace(lookups.results, template_check=check)
-        if lookups.results.refusal is not None and lookups.results.refusal.is_past(job):
-            lookups.results = replace(lookups.results, refusal=None)
         claim = job.workload.claim_name if job.workload is not None else None
         if claim is None:
             return replace(lookups.results, claim=None)
@@ -228,7 +215,7 @@ class LookupFetcher:
         if _asks_admission(job):
             times.append(self._admissions.due_at(job.resource))
         digest = self._changed_digest(job, lookups)
-        if self._checker is not None and "check" not in lookups.running:
+        if "check" not in lookups.running:
             uid = job.resource.uid
             due = self._checker.left_due_at(uid) if digest is None else self._checker.due_at(uid, digest)
             times.append(due)
@@ -238,10 +225,6 @@ class LookupFetcher:
                 times.append(now)
             elif needed.claim_awaited and not claim.exists:
                 times.append(lookups.claim_read_at + CLAIM_INTERVAL)
-        if needed.short_of_pods is not None and "creation" not in lookups.running:
-            since = now if lookups.short_of_pods_since is None else lookups.short_of_pods_since
-            due = lookups.creation_events_read_at + EVENTS_INTERVAL
-            times.append(max(since + SHORT_OF_PODS_TIMEOUT, due))
         if needed.slow_pod is not None and "pod" not in lookups.running:
             times.append(lookups.pod_events_read_at + EVENTS_INTERVAL)
         return min(times)
@@ -263,13 +246,13 @@ class LookupFetcher:
                 self._admissions.begin(job.resource, now)
                 yield "admission", lambda: self._admissions.ask(job, asked, ask_limit)
         checker, digest = self._checker, self._changed_digest(job, lookups)
-        if checker is not None and digest is not None and job.workload is not None:
+        if digest is not None and job.workload is not None:
             changed = job.workload
             if "check" not in lookups.running and checker.due_at(job.resource.uid, digest) <= now:
                 earlier = checker.begin(job, digest, now)
                 yield "check", lambda: checker.look(job, changed, earlier, now)
-        is_left = checker is not None and digest is None and "check" not in lookups.running
-        if checker is not None and is_left and checker.left_due_at(job.resource.uid) <= now:
+        is_left = digest is None and "check" not in lookups.running
+        if is_left and checker.left_due_at(job.resource.uid) <= now:
             checker.begin_drop(job.resource.uid, now)
             yield "check", lambda: checker.drop(job)
         if job.workload is not None and needed.claim is not None and "claim" not in lookups.running:
@@ -277,19 +260,6 @@ class LookupFetcher:
             if self._claim_is_due(lookups, needed, now):
                 lookups.claim_read_at = now
                 yield "claim", lambda: self._read_claim(workload, name, lookups, limit)
-        if needed.short_of_pods is None:
-            lookups.short_of_pods_since = None
-            lookups.results = replace(lookups.results, pod_creation_failure=None)
-        else:
-            indexed_job, since = needed.short_of_pods, lookups.short_of_pods_since
-            if since is None:
-                since = lookups.short_of_pods_since = now
-            late = now - since >= SHORT_OF_PODS_TIMEOUT
-            due = now - lookups.creation_events_read_at >= EVENTS_INTERVAL
-            if late and due and "creation" not in lookups.running:
-                lookups.creation_events_read_at = now
-                oldest = since - 2 * SHORT_OF_PODS_TIMEOUT
-                yield "creation", lambda: self._read_creation_events(job, indexed_job, oldest, lookups)
         if needed.slow_pod is None:
             lookups.results = replace(lookups.results, slow_pod=None, slow_pod_events=())
         elif now - lookups.pod_events_read_at >= EVENTS_INTERVAL and "pod" not in lookups.running:
@@ -299,15 +269,14 @@ class LookupFetcher:
 
     def _changed_digest(self, job: CachedJob, lookups: _JobLookups) -> str | None:
         """Return the digest of a template that the present pods do not have. None if they have it."""
-        workload, indexed_job, claim = job.workload, job.own_indexed_job, lookups.results.claim
-        if workload is None or indexed_job is None or indexed_job.suspended or indexed_job.finished:
-            return None
-        if workload.job.suspend or workload.job.replica_limit == 0 or not job.live_pods:
+        workload, claim = job.workload, lookups.results.claim
+        if workload is None or workload.job.suspend or workload.job.replica_limit == 0:
             return None
         if workload.claim_name is not None and claim is None:
             return None
         digest = template_digest(workload, single_node=claim is not None and claim.single_node)
-        return digest if digest != indexed_job.digest else None
+        is_changed = any(pod.template not in (None, digest) for pod in job.live_pods.values())
+        return digest if is_changed and not has_ended(job.resource.status) else None
 
     @staticmethod
     def _claim_is_due(lookups: _JobLookups, needed: Lookups, now: float) -> bool:
@@ -344,14 +313,6 @@ class LookupFetcher:
             self._claim_reads -= 1
         lookups.claim_error = None
         lookups.results = replace(lookups.results, claim=claim)
-
-    async def _read_creation_events(
-        self, job: CachedJob, indexed_job: str, since: float, lookups: _JobLookups
-    ) -> None:
-        events = await self._events.read(job.resource.namespace, CREATION_EVENTS)
-        if events is not None and lookups.short_of_pods_since is not None:
-            failure = pod_creation_failure(events.get(indexed_job, ()), since)
-            lookups.results = replace(lookups.results, pod_creation_failure=failure)
 
     async def _read_pod_events(self, job: CachedJob, pod_uid: str, lookups: _JobLookups) -> None:
         events = await self._events.read(job.resource.namespace, START_EVENTS)
@@ -392,13 +353,13 @@ class QueueReader:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._may_read = True
         self._due_at = float("-inf")
         """On the monotonic clock."""
         self._last: Mapping[str, QueueView] = {}
         """What was read last, without confirmation."""
-        self.views: Mapping[str, QueueView] = {}
-        """What Kueue says about Jobs, by the uid of the Job."""
+        self._before: Mapping[str, QueueView] = {}
+        """What was read before that."""
+        self._has_read = False
 
     def is_due(self) -> bool:
         """Whether to read now."""
@@ -421,22 +382,24 @@ class QueueReader:
             logger.debug("The queues of Kueue are not known: %s", error)
             self._due_at = time.monotonic() + QUEUE_INTERVAL
             return
-        found_views = read_queues(workloads, cluster_queues)
-        self.views = {uid: confirmed(view, self._last.get(uid)) for uid, view in found_views.items()}
-        self._last = found_views
+        self._before, self._last = self._last, read_queues(workloads, cluster_queues)
         now = time.monotonic()
         interval = max(QUEUE_INTERVAL, (now - begun) / MAX_QUEUE_SHARE)
-        self._may_read = may_read
+        self._has_read = True
         self._due_at = now + (interval if may_read else QUEUE_RETRY_INTERVAL)
 
-    def view(self, uid: str) -> QueueView | None:
-        """Return what Kueue says about the Job with this uid. None if that is not read yet, or nothing."""
-        return self.views.get(uid) or (None if self._may_read else QueueView())
+    def view(self, uids: Collection[str]) -> QueueView | None:
+        """Return what Kueue says about pods with these uids. None if that is not read yet."""
+        if not self._has_read:
+            return None
+        now, before = (
+            of_job(views[uid] for uid in uids if uid in views) for views in (self._last, self._before)
+        )
+        return confirmed(now, before)
 
 
-def confirmed(view: QueueView, last: QueueView | None) -> QueueView:
+def confirmed(view: QueueView, last: QueueView) -> QueueView:
     """Return what Kueue says about a job, with no more room than it said before."""
     if view.room is None:
         return view
-    before = 0 if last is None else last.admitted + (last.room or 0)
-    return replace(view, room=max(min(view.room, before - view.admitted), 0))
+    return replace(view, room=max(min(view.room, last.admitted + (last.room or 0) - view.admitted), 0))

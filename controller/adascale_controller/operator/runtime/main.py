@@ -43,7 +43,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 T = TypeVar("T")
 
 MIN_VERSION = (1, 31)
-"""The oldest version of Kubernetes that has all fields of an Indexed Job which the operator sets."""
+"""The oldest version of Kubernetes that is supported."""
 
 
 class UnusableClusterError(AdaScaleError):
@@ -104,13 +104,9 @@ async def _run_control_loop(
         for _ in range(2)
     )
     resources = await _retry(lambda: _watched_resources(settings, cluster), health)
-    may_create_pods = await _retry(cluster.may_create_pods, health)
-    if not may_create_pods:
-        logger.info("Not allowed to create pods: tolerations and requests that admission adds are not known")
     loop = OperatorLoop(
         *(cache, cluster, service, settings, resources),
         reader=reader,
-        may_create_pods=may_create_pods,
         # The kubelet mounts the authority into them, and waits before it tries again.
         before_pods=certificates.publish_to if certificates is not None else None,
         metrics=metrics,
@@ -174,7 +170,7 @@ async def _until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
 
 
 async def _require_version(cluster: Cluster, health: Health) -> None:
-    """Refuse a version of Kubernetes that drops fields of an Indexed Job without an error."""
+    """Refuse a version of Kubernetes that is older than the supported ones."""
     try:
         major, minor = await _retry(cluster.version, health)
     except ApiServerError as error:
@@ -191,7 +187,7 @@ async def _require_version(cluster: Cluster, health: Health) -> None:
 
 async def _watched_resources(settings: OperatorSettings, cluster: Cluster) -> list[Resource]:
     """Return the resources that the operator may watch."""
-    resources = [Resource.ADASCALEJOBS, Resource.JOBS, Resource.PODS]
+    resources = [Resource.ADASCALEJOBS, Resource.PODS]
     if settings.namespace is None and await cluster.may_list(Resource.NODES):
         return [*resources, Resource.NODES]
     logger.info("Not allowed to list nodes: free capacity is unknown and found out by trying")

@@ -154,11 +154,6 @@ class ObjectCache:
             self._resources_changed = True
         elif resource is not Resource.PODS:
             self._changed_jobs[key] = None
-            for raw in versions:
-                # That of extra pods has another name than the AdaScaleJob.
-                owner = job_of_pod(raw) if raw is not None and resource is Resource.JOBS else None
-                if owner is not None:
-                    self._changed_jobs[owner] = None
         else:
             for pod in versions:
                 owner = job_of_pod(pod) if pod is not None else None
@@ -207,7 +202,6 @@ IDLE_TIMEOUT = 0.1
 
 _SELECTORS: Mapping[Resource, tuple[str, ...]] = {
     Resource.ADASCALEJOBS: (names.API_GROUP, names.API_VERSION, names.PLURAL),
-    Resource.JOBS: ("batch", "v1", "jobs"),
     Resource.PODS: ("v1", "pods"),
     Resource.NODES: ("v1", "nodes"),
 }

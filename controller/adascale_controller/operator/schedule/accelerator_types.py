@@ -63,7 +63,7 @@ class AcceleratorTypes:
         if present is not None:
             # Pods that don't require the type may stay where they are, but new ones have to.
             elsewhere = any(self._types.get(node, present) != present for node in demand.placed.values())
-            required = pinned or (len(others) > 1 and (elsewhere or job.own_indexed_job is None))
+            required = pinned or (len(others) > 1 and (elsewhere or not job.live_pods))
             on_present = self._on(demand, present, nodes.get(present, frozenset()))
             found[present] = TypedDemand(Accelerator(present, required), on_present)
         return TypedDemands(found, present)
@@ -88,11 +88,11 @@ class AcceleratorTypes:
 
     def _present(self, job: ObservedJob, demand: Demand) -> tuple[str | None, bool]:
         """Return the type of a job's replicas, and whether its pods require it."""
-        current, indexed_job = job.current_allocation, job.own_indexed_job
+        current, required_type = job.current_allocation, job.accelerator
         if current is None or not current.replicas or not self._types:
             return None, False
-        if indexed_job is not None and indexed_job.accelerator is not None:
-            return indexed_job.accelerator, True
+        if required_type is not None:
+            return required_type, True
         recorded = job.resource.status.get("accelerator")
         if recorded is not None:
             return str(recorded), False

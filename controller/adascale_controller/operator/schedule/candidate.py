@@ -14,7 +14,7 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.schedule.accelerator_types import TypedDemands
 from adascale_controller.operator.schedule.job_memory import JobMemory
 from adascale_controller.operator.schedule.nodes import free_nodes
-from adascale_controller.operator.schedule.quota import describe_quota, fixed_count, quota_limit
+from adascale_controller.operator.schedule.quota import describe_quota, quota_limit
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.job_utility import JobState
@@ -147,7 +147,6 @@ def make_candidate(
         stable_since=state.stable_since if trains_current and requested is None else None,
         limit=limit,
         limit_reason=_describe_limit(observed, limit, quota, spares_limit),
-        min_replicas=fixed_count(observed) or state.min_replicas,
     )
     states = {
         name: replace(

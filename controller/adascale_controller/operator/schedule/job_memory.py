@@ -79,7 +79,7 @@ class JobMemory:
 
     def _observe_failures(self, observed: ObservedJob, view: JobView) -> None:
         self.failing_counts.update(view)
-        for pod in failed_pods(observed.own_pods):
+        for pod in failed_pods(observed.pods):
             end = pod.exit
             if end is not None and end.exit_code is not None and end.termination is not None:
                 failure = f"replica {pod.rank}: {describe_exit(end.exit_code)}"
@@ -97,11 +97,7 @@ class JobMemory:
         while len(ready.intersection(range(placed + 1 + spares))) > placed:
             placed += 1
         self.requests.update(placed, observed.now)
-        extra = observed.own_extra_job
-        if extra is not None and not extra.suspended:
-            self.backoff.allow(Reason.EXTRA_PODS_SUSPENDED, observed.now)
-        # A quota of Jobs does not limit the pod of the dry run.
-        if observed.admission.has_quota and observed.refusal is None:
+        if observed.admission.has_quota:
             self.backoff.allow(Reason.QUOTA_EXCEEDED, observed.admission.asked_at)
         if current is None or current.replicas == 0:
             return
@@ -113,9 +109,8 @@ class JobMemory:
         ):
             # It does not fit yet, and that has a timeout of its own.
             problem = None
-        keeps_nodes = observed.core is not None and len(ready) > observed.training_replicas
-        if problem is not None and problem.reason is Reason.SCHEDULING_GATED and not keeps_nodes:
-            # It waits in a queue, as long as its quota allows it. Extra pods may not keep nodes so long.
+        if problem is not None and problem.reason in {Reason.QUEUED, Reason.SCHEDULING_GATED}:
+            # It waits in a queue, as long as its quota allows it.
             problem = None
 
         def valid() -> list[int]:

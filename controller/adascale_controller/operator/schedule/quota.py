@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from math import floor
 from typing import Final
@@ -21,66 +22,25 @@ from adascale_core.batch.plans import valid_replicas
 
 
 def quota_limit(observed: ObservedJob) -> int | None:
-    """Return the largest count for which Kueue has quota. None if the job is not queued.
-
-    A job with extra pods grows by these, in a queue of their own or in none.
-    """
-    if observed.core is not None:
-        return _extra_limit(observed, observed.core)
-    indexed_job, view = observed.own_indexed_job, observed.queue
-    if indexed_job is None or indexed_job.queue is None:
+    """Return the largest count for which Kueue has quota. None if its growth is in no queue."""
+    workload, view, group = observed.workload, observed.queue or QueueView(), observed.group_size
+    if workload is None or workload.queue_of(extra=observed.core is not None) is None:
         return None
-    if not indexed_job.is_elastic:
-        return indexed_job.parallelism
-    return _limit(observed, view, 0) if view is not None else _count(observed)
-
-
-def _extra_limit(observed: ObservedJob, core: int) -> int | None:
-    settings, extra = observed.resource.valid_job.opportunistic, observed.own_extra_job
-    if settings is None or settings.queue_name is None or (extra is not None and not extra.is_elastic):
-        # Without elastic slices Kueue admits another number of them by stopping those that run.
-        return None
-    if extra is not None and observed.extra_queue is None:
-        return max(_count(observed), core)
-    return max(_limit(observed, observed.extra_queue or QueueView(), core), core)
-
-
-def _limit(observed: ObservedJob, view: QueueView, others: int) -> int:
-    """Return the largest count for whose replicas beyond `others` Kueue has quota."""
+    others = sum(pod.queue is None for pod in observed.live_pods.values())
     if view.room is not None:
-        return min(others + view.admitted + view.room, observed.resource.valid_job.spec.max_replicas)
-    count = _count(observed)
-    if count != observed.training_replicas:
-        return count
+        return max(
+            min(others + view.admitted + view.room, observed.resource.valid_job.spec.max_replicas), group
+        )
+    count = observed.current_allocation.replicas if observed.current_allocation is not None else 0
+    if count != observed.training_replicas or not count:
+        return max(count, group)
     # The quota is not known: it is found out by asking for the next larger count, one at a time.
     return next((larger for larger in _counts(observed) if larger > count), count)
 
 
-def _count(observed: ObservedJob) -> int:
-    current = observed.current_allocation
-    return current.replicas if current is not None else 0
-
-
-def fixed_count(observed: ObservedJob) -> int | None:
-    """Return the only count of a job that Kueue admits without elastic slices. None for any other job."""
-    indexed_job = observed.own_indexed_job
-    if (
-        indexed_job is None
-        or indexed_job.queue is None
-        or indexed_job.is_elastic
-        or observed.core is not None
-    ):
-        return None
-    return indexed_job.parallelism if indexed_job.parallelism in _counts(observed) else None
-
-
 def describe_quota(observed: ObservedJob, limit: int) -> str:
     """Return why a job gets no more than a limit of its quota."""
-    indexed_job, view = observed.own_indexed_job, observed.queue
-    if observed.core is not None:
-        view, indexed_job = observed.extra_queue, None
-    if indexed_job is not None and not indexed_job.is_elastic:
-        return f"Kueue has admitted {plural(limit, 'replica')} without elastic slices"
+    view = observed.queue
     if view is not None and view.room is not None:
         return f"the quota of ClusterQueue {view.cluster_queue} holds {plural(limit, 'replica')}"
     return f"Kueue is asked for {plural(limit, 'replica')} first"
@@ -91,7 +51,6 @@ def _counts(observed: ObservedJob) -> list[int]:
     return [count for count in valid_replicas(spec.bounds, spec.max_replicas) if count >= spec.min_replicas]
 
 
-_FINISHED: Final = "Finished"
 _EVICTED: Final = "Evicted"
 _QUOTA_RESERVED: Final = "QuotaReserved"
 
@@ -102,19 +61,26 @@ _Flavor = tuple[str, str]
 def read_queues(
     workloads: Iterable[ApiObject], cluster_queues: Sequence[ApiObject] | None
 ) -> dict[str, QueueView]:
-    """Return what Kueue says about Jobs, by the uid of the Job.
-
-    While a Job grows it has two Workloads: the one that is admitted, and its replacement.
-    """
-    by_job: dict[str, list[ApiObject]] = {}
-    for raw in workloads:
-        owner = next(
-            (each for each in raw["metadata"].get("ownerReferences") or () if each.get("controller")), None
-        )
-        if owner is not None and not _is_true(raw, _FINISHED):
-            by_job.setdefault(owner["uid"], []).append(raw)
+    """Return what Kueue says about pods, by the uid of the pod."""
     unused = None if cluster_queues is None else unused_quota(cluster_queues)
-    return {uid: _view(found, unused) for uid, found in by_job.items()}
+    views: dict[str, QueueView] = {}
+    for raw in workloads:
+        view = _view(raw, unused)
+        for owner in raw["metadata"].get("ownerReferences") or ():
+            if owner["kind"] == "Pod":
+                views[owner["uid"]] = view
+    return views
+
+
+def of_job(views: Iterable[QueueView]) -> QueueView:
+    """Return what Kueue says about a job, from what it says about its pods."""
+    found = list(views)
+    admitted = next((view for view in found if view.cluster_queue), QueueView())
+    return replace(
+        admitted,
+        admitted=sum(view.admitted for view in found),
+        message=next((view.message for view in found if view.message), ""),
+    )
 
 
 def unused_quota(cluster_queues: Iterable[ApiObject]) -> dict[str, dict[_Flavor, Decimal]]:
@@ -176,23 +142,12 @@ def _unused(key: _Flavor, quotas: _Quotas, others: Iterable[_Quotas]) -> Decimal
     return max(total, Decimal())
 
 
-def _view(
-    workloads: Sequence[ApiObject], unused: Mapping[str, Mapping[_Flavor, Decimal]] | None
-) -> QueueView:
-    ordered = sorted(
-        workloads, key=lambda raw: (raw["metadata"]["creationTimestamp"], raw["metadata"]["name"])
-    )
-    admitted = [raw for raw in ordered if _is_true(raw, _QUOTA_RESERVED) and (raw["status"].get("admission"))]
-    pending = [raw for raw in ordered if raw not in admitted]
-    message = _message((pending or ordered)[-1])
-    if not admitted:
-        return QueueView(message=message)
-    admission = admitted[-1]["status"]["admission"]
+def _view(raw: ApiObject, unused: Mapping[str, Mapping[_Flavor, Decimal]] | None) -> QueueView:
+    admission = raw.get("status", {}).get("admission")
+    if not admission or not _is_true(raw, _QUOTA_RESERVED):
+        return QueueView(message=_message(raw))
     queue = admission["clusterQueue"]
-    count = sum(each.get("count", 0) for each in admission["podSetAssignments"])
-    return QueueView(
-        count, _room(admission, None if unused is None else unused.get(queue, {})), queue, message
-    )
+    return QueueView(1, _room(admission, None if unused is None else unused.get(queue, {})), queue)
 
 
 def _room(admission: ApiObject, unused: Mapping[_Flavor, Decimal] | None) -> int | None:

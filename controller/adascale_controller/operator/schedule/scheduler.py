@@ -449,7 +449,7 @@ class Scheduler:
             standing = self._standing.get(other.state.id)
             kept = standing.replicas if standing is not None else other.state.replicas
             end = kept + other.observed.spares
-            for pod in other.observed.own_pods:
+            for pod in other.observed.pods:
                 if pod.rank >= end and not pod.has_ended and (nodes is None or pod.node in nodes):
                     return other.state.id
         return None

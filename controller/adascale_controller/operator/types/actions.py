@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any
 
 from adascale_controller.operator.types.conditions import Reason
@@ -46,62 +49,74 @@ class Event:
     warning: bool = False
 
 
+class StatusChange(Enum):
+    """How a status differs from the current status."""
+
+    NONE = auto()
+    REPORTED = auto()
+    """In fields of the last report and predictions, which change all the time."""
+    URGENT = auto()
+
+
+@dataclass(frozen=True)
+class NewPod:
+    """A pod to create."""
+
+    rank: int
+    attempt: int
+    extra: bool = False  # whether it has the priority of extra pods
+    group_size: int = 0  # the number of pods that Kueue admits together with it; 0 if it is admitted alone
+    accelerator: str | None = None  # the type that it requires
+    # `nodeSelector` and `tolerations` of the flavor that Kueue has chosen for the others
+    scheduling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class Stop(Enum):
+    """How a pod is stopped."""
+
+    DELETE = auto()
+    """It is deleted with its grace period."""
+    FORCE = auto()
+    """It is deleted at once: its kubelet does not end it."""
+    END = auto()
+    """Its containers end with their grace period, and it stays, with its logs."""
+
+
+@dataclass(frozen=True)
+class StoppedPod:
+    """A pod to stop."""
+
+    name: str
+    uid: str
+    how: Stop
+    event: Event | None = None  # the Event about it
+
+
 @dataclass(frozen=True)
 class Actions:
     """The writes for one job. Each may be repeated without harm."""
 
     status: Status
-    status_changed: bool = True  # whether the status differs from the current status
-    # whether it differs in more than the fields of the last report and predictions, which change all the time
-    status_is_urgent: bool = True
+    status_change: StatusChange = StatusChange.URGENT
     # whether to delete the job of an earlier AdaScaleJob of this name from the metrics service
     deregister: bool = False
     declare: JobSpec | None = None  # the spec to declare at the metrics service
     allocate: Allocation | None = None  # the allocation to request at the metrics service
-    create_claim: bool = False  # the job's own PersistentVolumeClaim
-    create_indexed_job: int | None = None  # the parallelism of the Indexed Job to create
-    accelerator: str | None = None  # the type that its pods require
-    resize: int | None = None  # the new parallelism of the Indexed Job; 0 suspends it
-    # of a resized Indexed Job; None for no deadline
-    active_deadline_seconds: int | None = None
-    delete_indexed_job: bool = False
-    # the same for the Indexed Job of extra pods
-    create_extra_job: int | None = None
-    resize_extra_job: int | None = None
-    delete_extra_job: bool = False
-    # names of pods to delete by force, together with the Job controller's finalizer
-    delete_pods: tuple[str, ...] = ()
-    # names of pods to end because their worker has ended and other containers run on, with the Event
-    # about each
-    end_pods: tuple[tuple[str, Event], ...] = ()
-    release_pods: tuple[str, ...] = ()  # names of pods that lose the Job controller's finalizer
-    # uids of Indexed Jobs to change so that Kueue looks at the gates of their pods
-    check_gates: tuple[str, ...] = ()
-    # names of pods that stay when the Indexed Job is deleted, for one of another template
-    hand_over_pods: tuple[str, ...] = ()
-    adopts_pods: bool = False  # whether the created Indexed Job takes over pods that have no other controller
-    retire_pods: tuple[str, ...] = ()  # names of pods to delete with their grace period
+    create_pods: tuple[NewPod, ...] = ()
+    stop_pods: tuple[StoppedPod, ...] = ()
+    delete_group: bool = False  # the Workload of the pods that Kueue admits together
     delete_job: bool = False
     events: tuple[Event, ...] = ()  # the Events to record if the status is new
 
     @property
     def are_urgent(self) -> bool:
         """Whether they have more than a status that is not urgent."""
-        changes = (
-            self.declare,
-            self.allocate,
-            self.create_indexed_job,
-            self.resize,
-            self.create_extra_job,
-            self.resize_extra_job,
-        )
         return (
-            self.status_is_urgent
+            self.status_change is StatusChange.URGENT
             or self.deregister
-            or self.delete_indexed_job
-            or self.delete_extra_job
+            or self.delete_group
             or self.delete_job
-            or bool(self.delete_pods or self.end_pods or self.release_pods)
-            or bool(self.hand_over_pods or self.retire_pods or self.check_gates)
-            or any(change is not None for change in changes)
+            or bool(self.create_pods or self.stop_pods)
+            or self.declare is not None
+            or self.allocate is not None
         )

@@ -16,9 +16,12 @@ from adascale_core import names
 
 KUEUE_GROUP: Final = "kueue.x-k8s.io"
 QUEUE_NAME: Final = names.LABEL_QUEUE
-ELASTIC_JOB: Final = f"{KUEUE_GROUP}/elastic-job"
-"""Annotation of a Job whose replica count may change while it is admitted, and the scheduling gate of its
-pods until their quota is reserved."""
+KUEUE_FINALIZER: Final = f"{KUEUE_GROUP}/managed"
+"""The finalizer of a pod until Kueue no longer counts it."""
+POD_GROUP: Final = f"{KUEUE_GROUP}/pod-group-name"
+"""Label of pods that Kueue admits together, and the name of their Workload."""
+POD_GROUP_SIZE: Final = f"{KUEUE_GROUP}/pod-group-total-count"
+"""Annotation of these pods: their number."""
 _PREFIXES: Final = (f"{KUEUE_GROUP}/", f"provreq.{KUEUE_GROUP}/")
 
 
@@ -26,8 +29,7 @@ _PREFIXES: Final = (f"{KUEUE_GROUP}/", f"provreq.{KUEUE_GROUP}/")
 class Queueing:
     """The labels and annotations of Kueue on an AdaScaleJob.
 
-    Kueue knows Jobs, and not AdaScaleJobs. So they are carried to the Indexed Job, which Kueue suspends and
-    resumes.
+    Kueue knows pods, and not AdaScaleJobs. So they are carried to the pods, which Kueue gates.
     """
 
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -38,22 +40,10 @@ class Queueing:
         """Return those in the metadata of an object."""
         return cls(_of_kueue(metadata.get("labels") or {}), _of_kueue(metadata.get("annotations") or {}))
 
-    @classmethod
-    def of_extra_pods(cls, queue: str | None) -> Self:
-        """Return those of the Job of extra pods, whose count changes while it is admitted."""
-        return cls() if queue is None else cls({QUEUE_NAME: queue}, {ELASTIC_JOB: "true"})
-
     @property
     def queue(self) -> str | None:
         """The LocalQueue. None if the job is not queued."""
         return self.labels.get(QUEUE_NAME) or None
-
-    @property
-    def request(self) -> str | None:
-        """What can't be changed in a Job that runs, as a text: the queue, and whether it is elastic."""
-        if self.queue is None:
-            return None
-        return f"{self.queue},elastic" if self.annotations.get(ELASTIC_JOB) == "true" else self.queue
 
 
 def _of_kueue(fields: Mapping[str, str]) -> dict[str, str]:
@@ -101,9 +91,14 @@ class Workload:
     digests: dict[bool, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def extra_name(self) -> str:
-        """The name of the Indexed Job of its extra pods."""
-        return extra_name(self.name)
+    def group_name(self) -> str:
+        """The name of the group of pods that Kueue admits together; the uid tells jobs of one name apart."""
+        return f"{self.name}-{self.uid[-4:]}"
+
+    def queue_of(self, *, extra: bool) -> str | None:
+        """Return the LocalQueue of its pods, or of its extra pods. None if they are in none."""
+        settings = self.job.opportunistic
+        return settings.queue_name if extra and settings is not None else self.queueing.queue
 
     @property
     def labels(self) -> dict[str, str]:
@@ -133,11 +128,6 @@ class Workload:
         return self.job.checkpoint_url or folder
 
 
-def extra_name(name: str) -> str:
-    """Return the name of the Indexed Job of a job's extra pods."""
-    return f"{name}{names.EXTRA_SUFFIX}"
-
-
 def template_digest(workload: Workload, *, single_node: bool) -> str:
     """Return a digest of everything that takes new pods to change; the workload keeps it for each cycle."""
     if single_node not in workload.digests:
@@ -158,11 +148,7 @@ def _digest(workload: Workload, *, single_node: bool) -> str:
         "apiUrl": workload.settings.api_url,
         "oneNode": single_node,
         **({"stepTimeout": step_timeout} if step_timeout is not None else {}),
-        **(
-            {"opportunistic": [*astuple(opportunistic), workload.job.core_replicas]}
-            if opportunistic is not None
-            else {}
-        ),
+        **({"opportunistic": astuple(opportunistic)} if opportunistic is not None else {}),
     }
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=dict)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

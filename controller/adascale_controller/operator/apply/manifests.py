@@ -1,0 +1,126 @@
+"""Manifests of an AdaScaleJob's objects: its pods and the PersistentVolumeClaim for checkpoints.
+
+A pod is named by job, replica and attempt, so that no second one is created for the same attempt. The
+AdaScaleJob owns these objects, so they are deleted with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adascale_controller.operator.apply.pod_template import AGENT, build_pod_template
+from adascale_controller.operator.types.actions import NewPod
+from adascale_controller.operator.types.kubernetes import Manifest
+from adascale_controller.operator.types.workload import (
+    POD_GROUP,
+    POD_GROUP_SIZE,
+    QUEUE_NAME,
+    Workload,
+    template_digest,
+)
+from adascale_core import names
+
+
+def pod_manifest(
+    workload: Workload, pod: NewPod, *, single_node: bool = False, fs_group: bool = True
+) -> Manifest:
+    """Return a pod of a replica."""
+    template = build_pod_template(workload, pod, single_node=single_node, fs_group=fs_group).manifest
+    metadata, added = template["metadata"], _metadata(workload, f"{workload.name}-{pod.rank}-{pod.attempt}")
+    queue = workload.queue_of(extra=pod.extra)
+    queueing = workload.queueing if queue is not None and not pod.extra else None
+    group = {POD_GROUP: workload.group_name} if pod.group_size else {}
+    labels = {
+        **(queueing.labels if queueing is not None else {}),
+        **({QUEUE_NAME: queue} if queue is not None else {}),
+        **group,
+        names.LABEL_JOB_UID: workload.uid,
+        names.LABEL_REPLICA: str(pod.rank),
+        names.LABEL_ATTEMPT: str(pod.attempt),
+        **({names.LABEL_EXTRA: "true"} if pod.extra else {}),
+    }
+    annotations = {
+        **(queueing.annotations if queueing is not None else {}),
+        **({POD_GROUP_SIZE: str(pod.group_size)} if pod.group_size else {}),
+        names.ANNOTATION_TEMPLATE: template_digest(workload, single_node=single_node),
+        **({names.ANNOTATION_ACCELERATOR: pod.accelerator} if pod.accelerator is not None else {}),
+    }
+    for field, values in (("labels", labels), ("annotations", annotations)):
+        # A part of a wrong type stays: the API server names it.
+        if isinstance(metadata, dict) and isinstance(metadata.get(field), dict):
+            metadata[field].update(values)
+    for field in ("name", "namespace", "ownerReferences"):
+        metadata[field] = added[field]
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+def check_pod_manifest(workload: Workload, name: str) -> Manifest:
+    """Return a pod of the template that shows whether its image and its volumes are there.
+
+    It runs the agent's help, where the job's replicas are, and requests nothing.
+    """
+    built = build_pod_template(workload, NewPod(0, 0), single_node=True)
+    spec = built.manifest["spec"]
+    (worker,) = (container for container in spec["containers"] if container["name"] == built.worker)
+    # Sidecars, probes and hooks are of no use without the program.
+    for field in (
+        "resources",
+        "args",
+        "lifecycle",
+        "livenessProbe",
+        "readinessProbe",
+        "startupProbe",
+        "ports",
+    ):
+        worker.pop(field, None)
+    worker["command"] = [AGENT, "--help"]
+    spec["containers"] = [worker]
+    for field in ("initContainers", "topologySpreadConstraints", "resourceClaims", "priorityClassName"):
+        spec.pop(field, None)
+    metadata = _metadata(workload, name)
+    # Not a replica, so without the label of replicas.
+    del metadata["labels"][names.LABEL_JOB]
+    metadata["labels"][names.LABEL_CHECK] = workload.name
+    metadata["annotations"] = built.manifest["metadata"]["annotations"]
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def template_warnings(workload: Workload) -> tuple[str, ...]:
+    """Return which parts of the user's pod template are overridden."""
+    return build_pod_template(workload, NewPod(0, 0), single_node=False).warnings
+
+
+def claim_manifest(workload: Workload) -> Manifest | None:
+    """Return the claim that the operator creates. None if the user names a claim or a path."""
+    checkpoint = workload.job.checkpoint
+    if checkpoint.path is not None or checkpoint.claim_name is not None or workload.claim_name is None:
+        return None
+    spec: dict[str, Any] = {
+        "accessModes": [checkpoint.access_mode],
+        "resources": {"requests": {"storage": checkpoint.storage}},
+    }
+    if checkpoint.storage_class_name is not None:
+        spec["storageClassName"] = checkpoint.storage_class_name
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": _metadata(workload, workload.claim_name),
+        "spec": spec,
+    }
+
+
+def _metadata(workload: Workload, name: str) -> Manifest:
+    owner = {
+        "apiVersion": names.GROUP_VERSION,
+        "kind": names.KIND,
+        "name": workload.name,
+        "uid": workload.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    return {
+        "name": name,
+        "namespace": workload.namespace,
+        "labels": workload.labels,
+        "ownerReferences": [owner],
+    }
