@@ -134,10 +134,9 @@ class Job:
         active = self.service.job()["active"]
         return active["generation"] if active else 0
 
-    def replica(self, index: int) -> dict[str, Any]:
-        replicas = {each["replica"]: each for each in self.service.job()["replicas"]}
-        found: dict[str, Any] = replicas[index]
-        return found
+    def state_of(self, index: int) -> str | None:
+        states = {each["replica"]: each["state"] for each in self.service.job()["replicas"]}
+        return states.get(index)
 
     def trainer_pid(self, rank: int) -> int:
         return int(self.journal.attempts(rank)[-1].header["pid"])

@@ -149,7 +149,7 @@ def test_a_spare_takes_the_place_of_a_killed_trainer_whose_replacement_is_the_ne
         job.wait_for_training(generation, replicas=2, steps=5)
         members = [member["replica"] for member in job.service.job()["active"]["members"]]
         (spare,) = {0, 1, 2} - set(members)
-        wait_until(lambda spare=spare: job.replica(spare)["state"] == "waiting", "a spare waits")  # type: ignore[misc]
+        wait_until(lambda spare=spare: job.state_of(spare) == "waiting", "a spare waits")  # type: ignore[misc]
         rank = generation % 2
         killed.append(job.trainer_pid(rank))
         os.kill(killed[-1], signal.SIGKILL)

@@ -94,6 +94,9 @@ class JobState:
 MIN_SPEEDUP = 1.05
 """The least factor of goodput for each doubling of the replicas, and for a larger count than those that were
 measured."""
+MOVE_MARGIN = 1.12
+"""The least factor of goodput, beyond that of another change, for a move to another type of accelerator, where
+it is less certain than on another count."""
 MIN_CHANGE = exp(2 * sqrt(2) * NOISE)
 """The least factor of goodput for another change: two standard deviations of the ratio of two goodputs that
 are as uncertain as a measured step time. A smaller factor may be noise, and the job would change back. A
@@ -399,8 +402,7 @@ class JobUtility:
             return 0
         seconds = job.restart_seconds if job.move_seconds is None else job.move_seconds
         as_move = replace(self, job=replace(job, restart_seconds=seconds))
-        # The goodput on another type is less certain than on another count.
-        return None if (factor := as_move.change(now).factor) is None else self._cost(factor * MIN_SPEEDUP)
+        return None if (factor := as_move.change(now).factor) is None else self._cost(factor * MOVE_MARGIN)
 
     def prediction(self, count: int) -> Prediction | None:
         """Return the prediction for a count; None if there is none."""
