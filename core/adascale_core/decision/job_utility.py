@@ -95,8 +95,8 @@ MIN_SPEEDUP = 1.05
 """The least factor of goodput for each doubling of the replicas, and for a larger count than those that were
 measured."""
 MOVE_MARGIN = 1.12
-"""The least factor of goodput, beyond that of another change, for a move to another type of accelerator, where
-it is less certain than on another count."""
+"""The least factor of goodput, beyond that of another change, for a move to another type of accelerator,
+where it is less certain than on another count."""
 MIN_CHANGE = exp(2 * sqrt(2) * NOISE)
 """The least factor of goodput for another change: two standard deviations of the ratio of two goodputs that
 are as uncertain as a measured step time. A smaller factor may be noise, and the job would change back. A
