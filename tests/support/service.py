@@ -110,11 +110,11 @@ class Job:
         return started
 
     def wait_for_training(self, generation: int, replicas: int = 1, steps: int = 2) -> None:
-        """Wait until all ranks of a generation have trained `steps` steps in it."""
+        """Wait until all ranks have trained `steps` steps in a generation, or a later one if it was broken."""
 
         def trained(rank: int) -> bool:
             return any(
-                attempt.header["generation"] == generation and len(attempt.steps) >= steps
+                attempt.header["generation"] >= generation and len(attempt.steps) >= steps
                 for attempt in self.journal.attempts(rank)
             )
 
