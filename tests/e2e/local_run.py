@@ -75,8 +75,10 @@ def adascale(
     *arguments: object, timeout: float = TIMEOUT, cwd: Path | str = ROOT, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line as a process in a folder, until it exits."""
+    # A library that is to be loaded first needs a process of its own.
+    python = [sys.executable] if "LD_PRELOAD" in environ else PYTHON
     return subprocess.run(
-        [*PYTHON, "-m", "adascale_controller", *map(str, arguments)],
+        [*python, "-m", "adascale_controller", *map(str, arguments)],
         cwd=cwd,
         env=_environ(**environ),
         capture_output=True,

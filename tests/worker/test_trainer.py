@@ -364,7 +364,7 @@ def test_statistics_are_exchanged_before_the_gpu_is_waited_for_and_weights_chang
         monkeypatch.setattr(owner, name, recorded)
 
     record(StatisticsAllReduce, "wait")
-    record(ReplicaGroup, "wait_for_device")
+    record(ReplicaGroup, "commit")
     record(torch.optim.SGD, "step")
     model = network()
     trainer, optimizer = make_trainer(**FIXED, single_replica_gain="consecutive"), sgd(model)
@@ -375,5 +375,5 @@ def test_statistics_are_exchanged_before_the_gpu_is_waited_for_and_weights_chang
         calls.clear()
         optimizer.step()
         break
-    assert calls[:2] == ["wait", "wait_for_device"]
+    assert calls[:2] == ["wait", "commit"]
     assert calls[-1] == "step"
