@@ -110,7 +110,7 @@ class Job:
         return started
 
     def wait_for_training(self, generation: int, replicas: int = 1, steps: int = 2) -> None:
-        """Wait until all ranks have trained `steps` steps in a generation, or a later one if it was broken."""
+        """Wait until all ranks have trained `steps` steps in a generation, or in a later one."""
 
         def trained(rank: int) -> bool:
             return any(
