@@ -178,7 +178,6 @@ def test_a_job_runs_on_one_type_of_accelerator_and_moves_when_its_nodes_are_gone
             first.wait_for("the other type", lambda status: status.get("accelerator") == "test-b")
             first.wait_until_training(2)
             assert nodes_of(first) == {far}
-            first.wait_for_event("AcceleratorChanged")
             wait_until(lambda: first.view()["latest"]["step"] > step, "steps beyond the checkpoint")
         status = first.status()
         assert status["failures"] == 0
