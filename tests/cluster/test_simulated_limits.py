@@ -1,4 +1,4 @@
-"""What limits of a namespace do to a job, on simulated nodes (KWOK): a quota of Jobs, a LimitRange."""
+"""What limits of a namespace do to a job, on simulated nodes (KWOK): a quota of pods, a LimitRange."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ def test_a_job_whose_limits_are_exceeded_says_so_and_starts_once_they_are_raised
 ) -> None:
     core: Any = client.CoreV1Api(api_client)
     namespace = jobs.namespace
-    hard = {"count/jobs.batch": "0"}
-    core.create_namespaced_resource_quota(namespace, {"metadata": {"name": "jobs"}, "spec": {"hard": hard}})
+    hard = {"pods": "0"}
+    core.create_namespaced_resource_quota(namespace, {"metadata": {"name": "pods"}, "spec": {"hard": hard}})
+    jobs.submit("digits")
+    wait_until(lambda: jobs.condition("digits")["reason"] == "QuotaExceeded", "the quota of pods")
+    assert "exceeded quota: pods" in jobs.condition("digits")["message"]
+    # A LimitRange refuses a pod before its quota is counted.
     most = [{"type": "Container", "max": {"memory": "16Mi"}}]
     core.create_namespaced_limit_range(namespace, {"metadata": {"name": "memory"}, "spec": {"limits": most}})
-    jobs.submit("digits")
-    wait_until(lambda: jobs.condition("digits")["reason"] == "QuotaExceeded", "the quota of Jobs")
-    assert "count/jobs.batch" in jobs.condition("digits")["message"]
-    core.delete_namespaced_resource_quota("jobs", namespace)
+    core.delete_namespaced_resource_quota("pods", namespace)
     wait_until(lambda: jobs.condition("digits")["reason"] == "PodCreationFailed", "the LimitRange")
     assert "maximum memory usage per Container is 16Mi" in jobs.condition("digits")["message"]
     core.delete_namespaced_limit_range("memory", namespace)
