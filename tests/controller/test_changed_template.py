@@ -11,7 +11,7 @@ from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.runtime import admission_reader
 from adascale_controller.operator.schedule.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.types.actions import StoppedPod
-from adascale_controller.operator.types.kubernetes import ApiObject, Resource
+from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import QUEUE_NAME
 from adascale_core.messages.allocation import ActiveAllocation
 from controller.conftest import DecidedCount
@@ -120,9 +120,7 @@ def test_a_queue_name_that_is_set_while_pods_are_replaced_replaces_all_pods(seve
     edit(world, 2)
     while len(before & set(world.uids)) == 3:
         world.run_cycles(1)
-    assert world.job is not None
-    meta = {**world.job["metadata"], "labels": {QUEUE_NAME: "team"}}
-    world.write(Resource.ADASCALEJOBS, {**world.job, "metadata": meta})
+    world.enter_queue()
     world.run_cycles()
     assert not before & set(world.uids)
     assert {raw["metadata"]["labels"][QUEUE_NAME] for raw in world.live_pods} == {"team"}

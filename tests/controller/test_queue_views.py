@@ -14,8 +14,6 @@ from adascale_controller.operator.observe.observed_job import QueueView
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import QueueReader, confirmed
 from adascale_controller.operator.schedule.quota import of_job, read_queues, unused_quota
-from adascale_controller.operator.types.kubernetes import Resource
-from adascale_controller.operator.types.workload import QUEUE_NAME
 from support.fake_cluster import FakeCluster
 from support.world import World
 
@@ -185,9 +183,7 @@ def test_the_queues_of_jobs_that_have_ended_are_not_read(monkeypatch: pytest.Mon
     monkeypatch.setattr(lookup_fetcher, "QUEUE_INTERVAL", 0.0)
     world = World()
     world.submit(activeDeadlineSeconds=60)
-    assert world.job is not None
-    meta = {**world.job["metadata"], "labels": {QUEUE_NAME: "team"}}
-    world.write(Resource.ADASCALEJOBS, {**world.job, "metadata": meta})
+    world.enter_queue()
     world.run_cycles(5)
     assert reads
     world.now += 60

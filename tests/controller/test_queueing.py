@@ -296,9 +296,7 @@ def test_a_job_waits_for_the_quota_of_its_smallest_count_grows_loses_pods_and_al
     world = World()
     kueue = Kueue(world)
     world.submit(minReplicas=2)
-    assert world.job is not None
-    meta = {**world.job["metadata"], "labels": {QUEUE_NAME: "team"}}
-    world.write(Resource.ADASCALEJOBS, {**world.job, "metadata": meta})
+    world.enter_queue()
     for quota, taken, replicas in ((1, (), 0), (2, (), 2), (4, (), 4), (2, (2, 3), 2), (4, (), 4)):
         kueue.quota = quota
         kueue.take(*taken)
@@ -317,9 +315,7 @@ def test_the_group_of_a_job_that_is_deleted_is_given_up() -> None:
     world = World()
     kueue = Kueue(world)
     world.submit(minReplicas=2)
-    assert world.job is not None
-    meta = {**world.job["metadata"], "labels": {QUEUE_NAME: "team"}}
-    world.write(Resource.ADASCALEJOBS, {**world.job, "metadata": meta})
+    world.enter_queue()
     kueue.quota = 2
     kueue.run()
     for raw in world.live_pods:

@@ -22,7 +22,7 @@ from adascale_controller.operator.types.kubernetes import (
     replica_index,
     timestamp,
 )
-from adascale_controller.operator.types.workload import OperatorSettings
+from adascale_controller.operator.types.workload import QUEUE_NAME, OperatorSettings
 from adascale_core import names
 from adascale_core.failures import EXIT_REFUSED, TerminationMessage
 from adascale_core.messages.registration import ReplicaState
@@ -269,6 +269,12 @@ class World:
         self.write(
             Resource.ADASCALEJOBS, {**self.job, "metadata": meta, "spec": {**self.job["spec"], **spec}}
         )
+
+    def enter_queue(self) -> None:
+        """Label the AdaScaleJob with the name of a queue."""
+        assert self.job is not None
+        meta = {**self.job["metadata"], "labels": {QUEUE_NAME: "team"}}
+        self.write(Resource.ADASCALEJOBS, {**self.job, "metadata": meta})
 
     # -- nodes ----------------------------------------------------------------------------------------------
 
