@@ -504,8 +504,10 @@ class SimulatedJob(RuleBasedStateMachine):
         newest = max(steps, default=0)
         if not self.data_was_lost and assignment.has_state:
             assert newest >= self.finished_by_all, "a step is lost that all members had finished"
-        self.finished_by_all = newest if not assignment.has_state else self.finished_by_all
-        for trainer in [each for each in members if not each.runs][:size]:
+        entering = [each for each in members if not each.runs][:size]
+        if entering and not assignment.has_state:
+            self.finished_by_all = newest
+        for trainer in entering:
             trainer.state, trainer.generation, trainer.step = RUNNING, assignment.generation, newest
             trainer.lost = frozenset()
 
