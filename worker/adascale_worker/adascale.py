@@ -76,7 +76,7 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         disjoint_pairs: with n = 1, whether each gradient is compared with at most one other. Then half of the
             gradients are not kept for the next step, nor saved with the state.
         observes_backward: whether backward passes are observed. If not, the training loop passes its
-            gradients to `read_micro_gradient` and `measure`.
+            gradients to `read`, `end_micro_gradient` and `measure`.
         shards: exchanges the statistics, if each process of a replica has shards of the gradients, which the
             training loop passes.
         max_gain: L, a finite number above 1. Every gain r becomes 1 / (1 / L + (1 - 1 / L) / r), which is

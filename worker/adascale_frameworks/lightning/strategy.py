@@ -273,7 +273,7 @@ class ElasticStrategy(Strategy):
                 register=register,
             )
         else:
-            # The backward passes are inside `training_step`, so DDP could not average their gradients.
+            # `training_step` calls the backward passes and steps itself, of one or several optimizers.
             names = {id(optimizer): f"optimizer_{n}" for n, optimizer in enumerate(self.optimizers)}
             state = elastic.program_reentry(
                 {"module": module},

@@ -39,7 +39,6 @@ class ShardPosition:
 
     position: int  # records of the list before it
     path: Path
-    reread: int  # records that were skipped so far, to begin inside a shard
 
 
 class ShardReader(RecordReader):
@@ -53,7 +52,6 @@ class ShardReader(RecordReader):
         """Records of this shard that were read."""
         self._begins: list[int] = []
         """Position of the first record of each shard of the list that was begun."""
-        self._reread = 0
 
     def take(
         self, first: int, count: int, end: int, keep_from: int, start: tuple[Shard, ...] | None, ahead: int
@@ -70,9 +68,7 @@ class ShardReader(RecordReader):
                 self._list, self._iterator = (), None
                 raise
         offset = first - self._base
-        return self._window[offset : offset + count], ShardPosition(
-            end, self._path(end, end + ahead), self._reread
-        )
+        return self._window[offset : offset + count], ShardPosition(end, self._path(end, end + ahead))
 
     @property
     def _has_more(self) -> bool:
@@ -118,9 +114,7 @@ class ShardReader(RecordReader):
         block = list(itertools.islice(self._iterator, self._block))
         is_end = len(block) < self._block
         block = self._shuffled(block, self._shard_seed(shard) + self._read)
-        skipped = min(max(shard.offset - self._read, 0), len(block))
-        self._reread += skipped
-        self._window += block[skipped:]
+        self._window += block[max(shard.offset - self._read, 0) :]
         self._read += len(block)
         if not is_end:
             return
@@ -312,7 +306,7 @@ class ShardFeed(RecordFeed[ShardPosition]):
     def _begin(self, dealt: Deal, consumed: int, plan: BatchPlan) -> Iterator[Any]:
         """Begin with a list, and return what is loaded, first without samples."""
         self._batches = None
-        self._places = [(consumed, ShardPosition(0, (), 0))]
+        self._places = [(consumed, ShardPosition(0, ()))]
         rank = self._group.rank
         return self._load(
             (object(),),  # Another list than before.

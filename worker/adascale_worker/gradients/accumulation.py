@@ -209,7 +209,7 @@ class Accumulation:
         is_weighted = self.weights.end_pass(has_gradients=bool(reached))
         self.weights.check_pass()
         if reached:
-            self.micro_weight = self.weights.of_pass(is_weighted=is_weighted)
+            self.micro_weight = self.weights.of_pass()
         awaited: Collection[OptimizerGradients] = ()
         if self.at_last_micro_batch and not self._failure.is_discarded:
             if len(self.parts) > 1:
@@ -293,13 +293,13 @@ class BackwardGuard:
     inside it.
     """
 
-    # Hooks cannot do this: autograd calls them inside a pass. An error of a node, of DDP's communication or
-    # of an allocation leaves the engine after the last hook, and `backward()` raises it in the user's loop.
+    # Hooks cannot do this: autograd calls them inside a pass. An error of a node, of the exchange or of
+    # an allocation leaves the engine after the last hook, and `backward()` raises it in the user's loop.
     # Only what calls the engine can catch it, and can leave a pass out. The tensor whose `backward()` the
     # program calls is its own loss, so no method of one object is enough. A subclass of Tensor or a
     # `TorchFunctionMode` would see that call, but also every other call of a function of torch, each of which
-    # it makes slower. A communication hook or a process group in Python could handle errors of the
-    # communication, but not a lack of memory, and costs time for each bucket of gradients.
+    # it makes slower. A process group in Python could handle errors of the communication, but
+    # not a lack of memory, and costs time for each bucket of gradients.
 
     def __init__(self, failure: StepFailure, gradients: Accumulation) -> None:
         self._failure = failure

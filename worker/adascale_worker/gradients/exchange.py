@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.program.trained_parameters import Flags
 from adascale_worker.torch_private.tensors import flatten_together
 
 BUCKET_BYTES = 25 << 20
@@ -26,9 +27,6 @@ BUCKET_BYTES = 25 << 20
 
 MAX_ELEMENTS_TO_FLATTEN = 1 << 14
 """Gradients on the CPU up to this size are copied together, which costs less than a call for each."""
-
-Flags = tuple[bool, ...]
-"""Whether each parameter is trained."""
 
 
 class _Bucket:

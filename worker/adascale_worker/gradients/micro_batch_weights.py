@@ -171,9 +171,8 @@ class MicroBatchWeights:
         self._has_unweighted_pass |= has_gradients and not self._is_weighted_pass
         return self._is_weighted_pass
 
-    def of_pass(self, *, is_weighted: bool) -> float:
+    def of_pass(self) -> float:
         """Return by what the loss of the last backward pass was multiplied."""
-        del is_weighted
         return self.factor
 
     def check_pass(self) -> None:

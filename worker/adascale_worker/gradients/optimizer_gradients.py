@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.gradients.exchange import Flags, GradientExchange
+from adascale_worker.gradients.exchange import GradientExchange
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.optimizers import ElasticAdaScale
+from adascale_worker.program.trained_parameters import Flags
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.scaling.statistics.steps import StepWeights
 from adascale_worker.torch_private.tensors import add_in_place
@@ -200,8 +201,8 @@ class OptimizerGradients:
 
     @property
     def has_more(self) -> bool:
-        """Whether this replica has gradients for a step, and no backward pass was followed by an average."""
-        return not self.is_averaged and (self.lacks_earlier or bool(self._present()))
+        """Whether this replica has gradients of the step that no average has included."""
+        return self.lacks_earlier or bool(self._present())
 
     def prepare_without_pass(self) -> None:
         """Prepare for an average of what is there without a backward pass."""

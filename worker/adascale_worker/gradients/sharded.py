@@ -84,12 +84,12 @@ class ShardedWeights(MicroBatchWeights):
         self._positive = 0.0
         """Micro-batches of this replica with a weight above 0 in this step."""
 
-    def of_pass(self, *, is_weighted: bool) -> float:
+    def of_pass(self) -> float:
         """Return the weight of the replica's present micro-gradient. A collective call in the replica."""
         if self._are_used is False:
             return 1.0  # The steps of this generation have no weights, which all processes know.
         count = self._lanes.processes
-        weight, weighted = self._lanes.own.sum([self.factor, float(is_weighted)])
+        weight, weighted = self._lanes.own.sum([self.factor, float(self._is_weighted_pass)])
         if weighted not in (0.0, float(count)):
             raise WorkerError(
                 f"trainer.weighted() was used on {weighted:.0f} of the {count} processes of a replica: use "

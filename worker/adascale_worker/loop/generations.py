@@ -63,7 +63,7 @@ class Generations(Context):
             check_optimizer_parameters(self.program.model, steps.optimizer, group.replicas)
             # Before more memory is mapped for the exchange of gradients.
             steps.optimizer.discard_comparison()
-        steps.connect()
+        steps.failure.clear()
         if formation.sources:
             self._transfer(formation.sources)
             if formation.states[group.rank] is None:

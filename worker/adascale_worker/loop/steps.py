@@ -259,12 +259,7 @@ class StepStrategy(ABC):
 
     def discard(self) -> None:
         """Put back what an unfinished step has changed, so that its samples are delivered again."""
-        try:
-            self.accumulation.restart_step()
-        except RuntimeError as error:
-            if not self._group.is_failure(error):
-                raise
-            self.accumulation.restart_step()
+        self.accumulation.restart_step()
         self._undo.restore()
         self._checks.stepped()
         self._progress.in_step = 0
@@ -281,10 +276,6 @@ class StepStrategy(ABC):
         """Keep the last step of an epoch."""
 
     # -- a generation -------------------------------------------------------------------------------------
-
-    def connect(self) -> None:
-        """Use the process group of the generation that was formed."""
-        self.failure.clear()
 
     def begin_generation(self) -> None:
         """Begin with other replicas. A collective call."""

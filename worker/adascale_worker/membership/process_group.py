@@ -431,7 +431,9 @@ class ReplicaGroup:
         if before is None and self.processes == 1:
             # While a group is formed, each wait has a timeout. In a replica of several processes, the main
             # thread also waits for the others.
-            self._watch(lambda: not self._failed or self.generation != generation)
+            gloo.end_stuck_collectives(
+                lambda: not self._failed or self.generation != generation, self._save_beside
+            )
         # Before the next call, which may take long.
         if self._observer is not None:
             self._observer.peers_lost()
@@ -442,9 +444,6 @@ class ReplicaGroup:
                 except RuntimeError as error:
                     # Kernels that wait for the lost peer then end with this process.
                     print(f"adascale: NCCL was not aborted: {error}", file=sys.stderr, flush=True)
-
-    def _watch(self, has_ended: Callable[[], bool]) -> None:
-        gloo.end_stuck_collectives(has_ended, self._save_beside)
 
     def _save_beside(self) -> bool:
         """Save the state, on a GPU beside a kernel that waits for a lost peer, in a stream of its own."""
@@ -569,17 +568,17 @@ class ReplicaGroup:
         (length,) = self.broadcast_integers([len(document)])
         document = (document if self.is_main else torch.empty(length, dtype=torch.uint8)).to(self.device)
         with self._guarded():
-            self._broadcast(document, 0)
+            self._broadcast(document)
             return _from_bytes(document)
 
     @_decided
-    def broadcast_integers(self, numbers: list[int], source: int = 0) -> list[int]:
-        """Return the `numbers` of rank `source` on all ranks: cheaper than `broadcast`, for equal lengths."""
+    def broadcast_integers(self, numbers: list[int]) -> list[int]:
+        """Return rank 0's `numbers` on all ranks: cheaper than `broadcast`, for equal lengths."""
         if self.replicas == 1:
             return numbers
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         with self._guarded():
-            self._broadcast(tensor, source)
+            self._broadcast(tensor)
             return [int(number) for number in tensor.tolist()]
 
     @property
@@ -693,7 +692,7 @@ class ReplicaGroup:
             for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
                 same = [tensor for tensor in tensors if tensor.dtype == dtype]
                 flat = torch.cat([tensor.reshape(-1) for tensor in same])
-                self._broadcast(flat, 0)
+                self._broadcast(flat)
                 if self.rank > 0:
                     for tensor, part in zip(same, flat.split([each.numel() for each in same]), strict=True):
                         tensor.copy_(part.view(tensor.shape))
@@ -797,8 +796,8 @@ class ReplicaGroup:
     ) -> dist.Work:
         return self.process_group.allreduce([tensor], op)
 
-    def _broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        self.process_group.broadcast(tensor, source).wait()
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        self.process_group.broadcast(tensor, 0).wait()
 
 
 def backend_of(device: torch.device, *, share_a_gpu: bool) -> str:

@@ -38,11 +38,6 @@ class ElasticAdaScale(AdaScale):
         return float(self.param_groups[0]["lr"]) * self.lr_factor
 
     @property
-    def backward_passes(self) -> int:
-        """Backward passes of this step so far; 0 if the step is not measured."""
-        return self._estimator.statistics.reader.passes
-
-    @property
     def gradients_are_finite(self) -> bool | None:
         """Whether the gradients of the last step were finite after its backward passes, on all ranks.
 
@@ -263,11 +258,6 @@ class OptimizerSet:
         """Whether the gradients of the last steps were finite; None if none of these steps was measured."""
         known = [finite for part in self.parts.values() if (finite := part.gradients_are_finite) is not None]
         return all(known) if known else None
-
-    @property
-    def backward_passes(self) -> int:
-        """Backward passes are not counted."""
-        return 0
 
     @property
     def awaits_comparison(self) -> bool:

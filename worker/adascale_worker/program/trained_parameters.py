@@ -1,11 +1,11 @@
 """Which parameters of the model are trained: the same in each step on all replicas.
 
-A program may freeze and unfreeze parameters while it trains. The buckets in which gradients are exchanged,
-the checks of the loop, and the statistics are made for the parameters that are trained. So all replicas have
-to change them between the same two steps. That costs nothing while nothing changes: a replica whose program
-has changed them announces it in the store of the process group, and waits for the others to do the same
-before its next forward pass or the step of its optimizer. One whose program has not changed them waits in its
-step instead, and finds the announcement there.
+A program may freeze and unfreeze parameters while it trains. The buckets in which gradients are exchanged
+and the statistics are made for the parameters that are trained. So all replicas have to change them between
+the same two steps. That costs nothing while nothing changes: a replica whose program has changed them
+announces it in the store of the process group, and waits for the others to do the same before its next
+forward pass or the step of its optimizer. One whose program has not changed them waits in its step instead,
+and finds the announcement there.
 
 What is trained in a step is what requires gradients when the optimizer makes it. A change inside a step that
 is undone before that, such as for adversarial examples, changes nothing.
@@ -30,7 +30,7 @@ POLL_INTERVAL = 0.005
 _FAILED = "trained-differ"
 
 Flags = tuple[bool, ...]
-"""Whether each parameter of the model requires gradients."""
+"""Whether each of some parameters requires gradients."""
 
 
 class TrainedParameters:
@@ -124,11 +124,6 @@ class TrainedParameters:
             return now
         triples = zip(self._parameters, flags, now, strict=True)
         return tuple([after if parameter in own else before for parameter, before, after in triples])
-
-    def difference(self, one: Flags, other: Flags) -> str:
-        """Return the name of the first parameter that is trained in only one of two."""
-        pairs = zip(self._names, one, other, strict=True)
-        return next(name for name, first, second in pairs if first is not second)
 
     def encoded(self) -> str:
         """Return the flags in the state as text, for `begin_generation`."""

@@ -232,12 +232,11 @@ class Checkpointing:
                     self.start(make_state(), info, weights, changed_by_step)
             else:
                 failure = None
-                if self._group.rank == 0:
-                    try:
-                        # The end of training exists in memory only.
-                        self.save_on_rank_0(info, make_state, wait=final, only_if_latest=only_if_latest)
-                    except CheckpointError as error:
-                        failure = str(error)
+                try:
+                    # The end of training exists in memory only.
+                    self.save_on_rank_0(info, make_state, wait=final, only_if_latest=only_if_latest)
+                except CheckpointError as error:
+                    failure = str(error)
                 failure = self._group.broadcast(failure)
                 if failure is not None:
                     raise CheckpointError(failure)

@@ -53,15 +53,10 @@ def accumulates_gradient(parameter: Tensor) -> bool:
         return False
 
 
-def hooks_after(tensor: Tensor, handle: RemovableHandle) -> list[Callable[..., Any]]:
-    """Return the hooks on the gradient of `tensor` that are called after the one of `handle`, last first."""
-    later: list[Callable[..., Any]] = []
+def is_last_hook(tensor: Tensor, handle: RemovableHandle) -> bool:
+    """Whether no hook on the gradient of `tensor` is called after the one of `handle`."""
     hooks = private_part(tensor, "_backward_hooks", "to find the hooks of the program") or {}
-    for number, hook in reversed(hooks.items()):
-        if number == handle.id:
-            break
-        later.append(hook)
-    return later
+    return next(reversed(hooks), handle.id) == handle.id
 
 
 def remove_tensor_hook(tensor: Tensor, handle: RemovableHandle) -> None:

@@ -28,7 +28,7 @@ from adascale_worker.torch_private.autograd import (
     backward_pass_id,
     call_at_end_of_backward,
     current_autograd_node,
-    hooks_after,
+    is_last_hook,
     remove_tensor_hook,
 )
 
@@ -128,7 +128,7 @@ class BackwardObserver:
         """Whether no hook of the program on a parameter is called after ours."""
         if self._reading_time is ReadingTime.IN_FSDP:
             return True
-        return not hooks_after(self._parameters[index], self._handles[index])
+        return is_last_hook(self._parameters[index], self._handles[index])
 
     def begin_step(self) -> None:
         """Discard the passes of this step so far."""
@@ -286,7 +286,7 @@ class BackwardObserver:
         self._arrived += [(index, self._norm(index, whole)) for index, whole in self._sums_of_parts.items()]
         self._sums_of_parts.clear()
         if len(self._pass_ids) > 1:
-            arrivals = Counter(index for index, *_ in self._arrived[self._arrived_before_pass :])
+            arrivals = Counter(index for index, _ in self._arrived[self._arrived_before_pass :])
             several = {index for index, count in arrivals.items() if count > 1}
             self._arrives_in_parts |= several
             self._missed_whole_gradient = self._missed_whole_gradient or bool(several)
