@@ -290,7 +290,7 @@ def test_reads_of_events_are_made_one_at_a_time_with_rests_between_them() -> Non
             return []
 
         reader = EventReader(EventsCluster(world, list_events), deadline=60.0)
-        answers = await asyncio.gather(*(reader.read(name, "") for name in ("a", "refused", "b", "a")))
+        answers = await asyncio.gather(*(reader.read(name) for name in ("a", "refused", "b", "a")))
         assert answers == [{}, None, {}, {}]
         assert len(reads) == 3
         for (start, end), (next_start, _) in pairwise(reads):
@@ -309,8 +309,8 @@ def test_a_read_of_events_that_hangs_fails_at_its_deadline_and_is_made_again() -
             return await answers.pop(0)
 
         reader = EventReader(EventsCluster(world, list_events), deadline=0.01)
-        assert await reader.read("team", "") is None
-        assert await reader.read("team", "") == {}
+        assert await reader.read("team") is None
+        assert await reader.read("team") == {}
 
     asyncio.run(main())
 

@@ -163,10 +163,10 @@ def explain(
     target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
     with _service(target, job, url, state_dir, system_namespace) as (client, job_id):
         decision, view = client.get_decision(job_id), client.get_job(job_id)
-    slow = (describe_contention(view) if target is None else "") or view.slowness
     if output is Output.JSON:
         print(json.dumps(decision.to_json(), indent=2))
         return
+    slow = (describe_contention(view) if target is None else "") or view.slowness
     state = registered_state(
         view.desired, view.active, view.replicas, broken=view.broken, complete=view.complete
     )

@@ -275,7 +275,7 @@ class LocalControlLoop:
 
     def _downtime(self, generation: int) -> float | None:
         """Return the downtime before a generation, as the table of generations has it; None if unknown."""
-        if self._has_trained is False:
+        if not self._has_trained:
             self._has_trained = True  # before the first one of this run, the job was paused
             return None
         with contextlib.suppress(ServiceError):

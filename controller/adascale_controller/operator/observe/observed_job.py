@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -111,7 +111,7 @@ class CachedJob:
     @property
     def live_pods(self) -> dict[int, Pod]:
         """The pods that have not ended and are not being deleted, by rank."""
-        return _live(self.pods)
+        return {pod.rank: pod for pod in self.pods if pod.exit is None and pod.deletion_deadline is None}
 
 
 @dataclass(frozen=True)
@@ -396,7 +396,3 @@ def _agent_error(pod: str, end: PodExit) -> PodProblem:
         # Another pod of the replica, maybe on another node, has taken its place.
         message = f"pod {pod}: {message}"
     return PodProblem(_AGENT_ERRORS[end.exit_code], message)
-
-
-def _live(pods: Iterable[Pod]) -> dict[int, Pod]:
-    return {pod.rank: pod for pod in pods if pod.exit is None and pod.deletion_deadline is None}

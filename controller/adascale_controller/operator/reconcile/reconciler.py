@@ -9,7 +9,7 @@ from typing import Final
 
 from adascale_controller.failing_counts import FailingCount
 from adascale_controller.operator.observe.observed_job import ObservedJob
-from adascale_controller.operator.observe.pods import Pod, is_program_failure
+from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile import template_rollout
 from adascale_controller.operator.reconcile.events import container_runs_on, events_of, has_new_bounds
 from adascale_controller.operator.reconcile.failures import is_lost, replaced_at
@@ -305,9 +305,8 @@ def _leaving(observed: ObservedJob, scheduled: ScheduledJob) -> Iterator[tuple[P
             # Another operator has made it at the same time.
             yield pod, Stop.DELETE
         for pod in pods:
-            # What the program has failed in stays, with its logs.
-            is_kept = pod.exit is None or is_program_failure(pod.exit) or not is_lost(pod, observed.now)
-            if not is_kept and pod.deletion_deadline is None:
+            # What the program has failed in is not lost: it stays, with its logs.
+            if is_lost(pod, observed.now) and pod.deletion_deadline is None:
                 yield pod, Stop.DELETE
 
 

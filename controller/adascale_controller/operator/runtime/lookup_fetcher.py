@@ -49,37 +49,36 @@ EventsByObject = Mapping[str, Sequence[ApiObject]]
 class EventReader:
     """Reads Events of whole namespaces, one read at a time, and in at most `MAX_EVENT_SHARE` of the time.
 
-    The API server has no index of Events: a read costs it as much as all Events of the namespace. Jobs that
-    lack pods because it is busy would keep it busy, so all jobs of a namespace share a read.
+    The API server has no index of Events: a read costs it as much as all Events of the namespace. Pods that
+    start slowly because it is busy would keep it busy, so all jobs of a namespace share a read.
     """
 
     def __init__(self, cluster: Cluster, deadline: float) -> None:
         self._cluster = cluster
         self._deadline = deadline
-        self._reads: dict[tuple[str, str], asyncio.Task[EventsByObject | None]] = {}
+        self._reads: dict[str, asyncio.Task[EventsByObject | None]] = {}
         self._turn = asyncio.Lock()
         self._next_start = 0.0
 
-    async def read(self, namespace: str, field_selector: str) -> EventsByObject | None:
-        """Return the Events of a namespace that match a selector, or None if they could not be read.
+    async def read(self, namespace: str) -> EventsByObject | None:
+        """Return the `START_EVENTS` of a namespace, or None if they could not be read.
 
-        A read of the same Events that has not returned yet is joined.
+        A read of the same namespace that has not returned yet is joined.
         """
-        key = (namespace, field_selector)
-        task = self._reads.get(key)
+        task = self._reads.get(namespace)
         if task is None:
-            task = self._reads[key] = asyncio.create_task(self._read(namespace, field_selector))
-            task.add_done_callback(lambda _: self._reads.pop(key))
+            task = self._reads[namespace] = asyncio.create_task(self._read(namespace))
+            task.add_done_callback(lambda _: self._reads.pop(namespace))
         return await asyncio.shield(task)
 
-    async def _read(self, namespace: str, field_selector: str) -> EventsByObject | None:
+    async def _read(self, namespace: str) -> EventsByObject | None:
         clock = asyncio.get_running_loop().time
         async with self._turn:
             await asyncio.sleep(self._next_start - clock())
             start = clock()
             try:
                 async with asyncio.timeout(self._deadline):
-                    events = await self._cluster.list_events(namespace, field_selector)
+                    events = await self._cluster.list_events(namespace, START_EVENTS)
             except TimeoutError:
                 logger.warning(
                     "The Events of namespace %s can't be read: the API server does not answer within %.0f s",
@@ -315,7 +314,7 @@ class LookupFetcher:
         lookups.results = replace(lookups.results, claim=claim)
 
     async def _read_pod_events(self, job: CachedJob, pod_uid: str, lookups: _JobLookups) -> None:
-        events = await self._events.read(job.resource.namespace, START_EVENTS)
+        events = await self._events.read(job.resource.namespace)
         if events is not None:
             found = tuple(events.get(pod_uid, ()))
             lookups.results = replace(lookups.results, slow_pod=pod_uid, slow_pod_events=found)

@@ -35,7 +35,9 @@ def quota_limit(observed: ObservedJob) -> int | None:
     if count != observed.training_replicas or not count:
         return max(count, group)
     # The quota is not known: it is found out by asking for the next larger count, one at a time.
-    return next((larger for larger in _counts(observed) if larger > count), count)
+    spec = observed.resource.valid_job.spec
+    counts = valid_replicas(spec.bounds, spec.max_replicas)
+    return next((larger for larger in counts if larger > count and larger >= spec.min_replicas), count)
 
 
 def describe_quota(observed: ObservedJob, limit: int) -> str:
@@ -44,11 +46,6 @@ def describe_quota(observed: ObservedJob, limit: int) -> str:
     if view is not None and view.room is not None:
         return f"the quota of ClusterQueue {view.cluster_queue} holds {plural(limit, 'replica')}"
     return f"Kueue is asked for {plural(limit, 'replica')} first"
-
-
-def _counts(observed: ObservedJob) -> list[int]:
-    spec = observed.resource.valid_job.spec
-    return [count for count in valid_replicas(spec.bounds, spec.max_replicas) if count >= spec.min_replicas]
 
 
 _EVICTED: Final = "Evicted"
