@@ -131,10 +131,6 @@ def describe_exit(code: int) -> str:
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 
-IGNORED_EXIT_CODES: Final = tuple(code for code in range(1, 256) if not classify_exit(code).is_failure)
-"""Exit codes other than 0, ascending, with which a process says that the program has not failed."""
-
-
 def failure_cause(log: str) -> str:
     """Return the error in the last lines of a program's output, and where it was raised; empty if unknown."""
     errors = _ERROR.findall(log)

@@ -11,7 +11,6 @@ from adascale_core.failures import (
     EXIT_REENTRY,
     EXIT_REFUSED,
     EXIT_SERVICE_UNAVAILABLE,
-    IGNORED_EXIT_CODES,
     ExitClass,
     agent_exit_code,
     classify_exit,
@@ -109,9 +108,19 @@ def test_an_agent_reports_a_failure_with_an_exit_code_that_counts(trainer: int, 
     assert classify_exit(agent).is_failure
 
 
-def test_the_ignored_exit_codes_are_ascending_and_exclude_success() -> None:
-    """The API server requires both of the exit codes in a podFailurePolicy."""
-    assert IGNORED_EXIT_CODES == (69, 75, 76, 79, 80, 81, 129, 130, 137, 143)
+def test_some_exit_codes_other_than_0_are_no_failure() -> None:
+    assert tuple(code for code in range(1, 256) if not classify_exit(code).is_failure) == (
+        69,
+        75,
+        76,
+        79,
+        80,
+        81,
+        129,
+        130,
+        137,
+        143,
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The page that shows the jobs, with headers that keep its files harmless, and what only the page reads."""
 
-import hashlib
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Annotated
@@ -11,7 +9,7 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from adascale_api.routes.common import READER, errors
 from adascale_api.service.run_services import RunServices
 from adascale_api.service.service import Service
-from adascale_api.service.summaries import SummaryList
+from adascale_api.service.summaries import Document, SummaryList
 from adascale_core.views.usage import UsageGroup, UsageView
 
 MEDIA_TYPES = {
@@ -49,28 +47,15 @@ Shown = Annotated[Service | RunServices, Depends(_shown)]
 """What the page shows: the jobs of a service, or runs."""
 
 
-@dataclass(frozen=True)
-class PageFile:
-    """A file of the page."""
-
-    content: bytes
-    media_type: str
-    etag: str
-
-
-def load_page() -> dict[str, PageFile]:
+@cache
+def _files() -> dict[str, Document]:
     """Return the files of the page, by name."""
     found = {}
     for file in files("adascale_api").joinpath("page").iterdir():
         suffix = "." + file.name.rpartition(".")[2]
         if suffix in MEDIA_TYPES:
-            content = file.read_bytes()
-            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            found[file.name] = PageFile(content, MEDIA_TYPES[suffix], etag)
+            found[file.name] = Document(file.read_bytes(), MEDIA_TYPES[suffix])
     return found
-
-
-_files = cache(load_page)
 
 
 @files_router.get("/", include_in_schema=False)
@@ -85,7 +70,7 @@ async def get_page_file(request: Request, name: str) -> Response:
     file = _files().get(name)
     if file is None:
         raise HTTPException(404)
-    return _answer(request, file.content, file.media_type, file.etag)
+    return _answer(request, file)
 
 
 @router.get(
@@ -98,8 +83,7 @@ async def get_page_file(request: Request, name: str) -> Response:
 async def get_summaries(shown: Shown, request: Request) -> Response:
     """Returns what a list shows of the first 5,000 jobs, without logs and addresses. `interval` is the number
     of seconds after which a page asks again."""
-    document = await shown.summaries.get()
-    return _answer(request, document.content, "application/json", document.etag)
+    return _answer(request, await shown.summaries.get())
 
 
 @router.get(
@@ -121,8 +105,8 @@ async def get_usage(
     return await shown.usage(seconds, points, LISTED, by)
 
 
-def _answer(request: Request, content: bytes, media_type: str, etag: str) -> Response:
-    headers = {**HEADERS, "ETag": etag}
-    if request.headers.get("if-none-match") == etag:
+def _answer(request: Request, document: Document) -> Response:
+    headers = {**HEADERS, "ETag": document.etag}
+    if request.headers.get("if-none-match") == document.etag:
         return Response(status_code=304, headers=headers)
-    return Response(content, media_type=media_type, headers=headers)
+    return Response(document.content, media_type=document.media_type, headers=headers)

@@ -5,7 +5,7 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from pydantic import TypeAdapter
 
@@ -41,10 +41,15 @@ class SummaryList:
 
 @dataclass(frozen=True)
 class Document:
-    """A `SummaryList` as JSON."""
+    """What a page reads, unless it has it already."""
 
     content: bytes
-    etag: str
+    media_type: str
+
+    @cached_property
+    def etag(self) -> str:
+        """Identifies the content."""
+        return f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
 
 
 class Summaries:
@@ -74,7 +79,7 @@ class Summaries:
         )
         age = max(MAX_AGE, interval - INTERVAL)
         self._expires_at = asyncio.get_running_loop().time() + age
-        return Document(content, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+        return Document(content, "application/json")
 
 
 async def read_summaries(database: Database) -> dict[str, JobSummary]:

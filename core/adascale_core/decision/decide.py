@@ -115,7 +115,7 @@ class DecisionProblem:
         tables = [utility.utilities(now) for utility in self.queue]
         if isinstance(self.bound, NodeCapacity):
             return allocate_on_nodes(self.queue, tables, self.bound)
-        total = self.bound.total_for(self.valid) or 0
+        total = self.bound.total_for(self.valid)
         running = admitted(self.queue, total)
         counts = dict(zip(running, choose_counts([tables[i][0] for i in running], total), strict=True))
         return [counts.get(i, 0) for i in range(len(self.queue))]

@@ -120,25 +120,31 @@ class _Placing:
         chosen = choose_counts(planned, total)
         packing = self._capacity.packing(dict(zip(self._names, chosen, strict=True)))
         self._improve(packing, chosen)
-        return [len(packing.nodes(name)) for name in self._names]
+        return [packing.count(name) for name in self._names]
 
     def search(self) -> list[int]:
         """Return the counts of unlike replicas, which are not known to fit before they are placed."""
         # Where their replicas will be is less certain, so all are taken to share a node.
-        self._tables = [(one_node, one_node) for one_node, _ in self._tables]
-        tables = [dict(one_node) for one_node, _ in self._tables]
+        tables = [one_node for one_node, _ in self._tables]
+        self._tables = [(one_node, one_node) for one_node in tables]
         smallest = [job.counts[0] for job in self._jobs]
         present = [job.present_count or job.counts[0] for job in self._jobs]
         requests, totals = self._capacity.requests(self._names)
         planned = choose_counts(tables, totals, requests, present)
         found: list[list[int]] = []
-        for counts in (present, planned, smallest):
+        starts = [present] if planned == present else [present, planned]
+        for counts in (*starts, smallest):
+            if counts is smallest and found:
+                break
             packing = self._capacity.pack(dict(zip(self._names, counts, strict=True)))
-            if packing is not None and (counts is not smallest or not found):
+            if packing is not None:
                 self._changes = []
                 self._improve(packing, planned)
                 found.append(self._last_fitting(counts))
-        return max(found, key=lambda counts: sum(map(dict.__getitem__, tables, counts)))
+        return max(
+            found,
+            key=lambda counts: sum(table[count] for table, count in zip(tables, counts, strict=True)),
+        )
 
     def _last_fitting(self, start: Sequence[int]) -> list[int]:
         """Return the last counts that fit when they are packed from scratch.
@@ -161,13 +167,13 @@ class _Placing:
 
     def _improve(self, packing: Packing, planned: Sequence[int]) -> None:
         """Bring the jobs to the planned counts as far as they fit, then to any that are worth more."""
-        counts = [len(packing.nodes(name)) for name in self._names]
+        counts = [packing.count(name) for name in self._names]
         # In the order in which new replicas are placed.
         for i in sorted(range(len(planned)), key=lambda i: counts[i] - planned[i]):
             if counts[i] < planned[i]:
                 self._change(packing, i, planned[i])
         for _ in range(MAX_ROUNDS):
-            counts = [len(packing.nodes(name)) for name in self._names]
+            counts = [packing.count(name) for name in self._names]
             order = sorted(range(len(planned)), key=lambda i: (counts[i] == planned[i], i))
             if not [i for i in order if self._change(packing, i, counts[i] + packing.room(self._names[i]))]:
                 return

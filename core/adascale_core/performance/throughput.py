@@ -124,7 +124,7 @@ def usable(measurements: tuple[StepTime, ...]) -> tuple[StepTime, ...]:
     Without the stale ones, if there are others: where a job was slow for a moment, it is tried again.
     """
     usable = sorted(
-        (each for each in measurements if MIN_STEP_TIME <= each.step_time <= MAX_STEP_TIME), key=_order
+        (each for each in measurements if MIN_STEP_TIME <= each.step_time <= MAX_STEP_TIME), key=_row
     )
     usable = [each for each in usable if not each.stale] or usable
     # Without its communication, a step is one of a single replica.
@@ -135,21 +135,11 @@ def usable(measurements: tuple[StepTime, ...]) -> tuple[StepTime, ...]:
         for each in usable
         if each.sync_time is not None and each.replicas > 1 and each.step_time > each.sync_time
     }
-    usable = sorted([*usable, *alone.values()], key=_order)
+    usable = sorted([*usable, *alone.values()], key=_row)
     if len(usable) <= MAX_MEASUREMENTS:
         return tuple(usable)
     last = len(usable) - 1
     return tuple(usable[i * last // (MAX_MEASUREMENTS - 1)] for i in range(MAX_MEASUREMENTS))
-
-
-def _order(measured: StepTime) -> tuple[int, int, int, int, float]:
-    return (
-        measured.replicas,
-        measured.nodes,
-        measured.local_bsz,
-        measured.accumulation,
-        measured.step_time,
-    )
 
 
 Measured = tuple[Sequence[StepTime], Sequence[StepTime]]

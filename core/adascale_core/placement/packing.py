@@ -205,6 +205,10 @@ class Packing:
         """Return rank -> node of the replicas of a job."""
         return dict(self._nodes.get(job, ()))
 
+    def count(self, job: str) -> int:
+        """Return the number of replicas of a job."""
+        return len(self._nodes.get(job, ()))
+
     def resize(self, job: str, count: int, *, always_repack: bool = False) -> bool:
         """Change the number of a job's replicas, if nodes are found for them; otherwise change nothing.
 
@@ -327,10 +331,10 @@ def pack(table: NodeTable, demands: Mapping[str, IndexedDemand], counts: Mapping
     counts = {job: counts[job] for job in sorted(counts) if counts[job] > 0}
     packing = Packing(table, demands, counts)
     # Most jobs keep their places, so only the others are looked at one by one.
-    new = [demands[job] for job, count in counts.items() if len(packing.nodes(job)) < count]
+    new = [demands[job] for job, count in counts.items() if packing.count(job) < count]
     missing = Counter[Kind]()
     for demand in new:
-        missing[demand.kind] += counts[demand.job] - len(packing.nodes(demand.job))
+        missing[demand.kind] += counts[demand.job] - packing.count(demand.job)
     if not packing.may_hold(missing.items()):
         return None
     sizes = {each.job: each.kind.share * (counts[each.job] if each.demand.one_node else 1) for each in new}

@@ -21,8 +21,7 @@ from adascale_core.views.jobs import GenerationCause, GenerationView, downtime
 from adascale_core.views.usage import UsedReplicas
 
 DELETED_ROWS = 200
-"""Rows of a deleted job that one transaction removes, so that other writes do not wait for long. On a full
-disk the reserve must have room for the transaction, which writes up to two pages of 4 KiB for a row."""
+"""Rows of a deleted job that one transaction removes, so that other writes do not wait for long."""
 
 MAX_PAGE = 1024 * 1024
 """Bytes of the jobs that are read or answered together, unless a single job has more."""
