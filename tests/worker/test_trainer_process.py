@@ -88,6 +88,16 @@ def test_a_trainer_in_the_background_has_a_higher_nice_value_until_it_leaves_it(
     assert [before, int(trainer.log.splitlines()[2])] == [19 if allowed else own, own]
 
 
+def test_a_trainer_leaves_the_background_where_no_processor_is_ever_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trainer_process, "BACKGROUND_TIME", 0.1)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    script = f"while [ $(nice) != {own} ]; do sleep 0.02; done"
+    trainer = TrainerProcess(["sh", "-c", script], os.environ, on_change=lambda: None, in_background=True)
+    wait_until(lambda: trainer.exit_code == 0, "its nice value")
+
+
 def test_processes_that_a_trainer_leaves_running_are_killed() -> None:
     trainer, exit_code = shell("sleep 1000 & echo $!; exit 3")
     assert exit_code() == 3

@@ -58,6 +58,8 @@ INTENDED = (EXIT_FINISHED, EXIT_REENTRY)
 _CONSEQUENCES = (0, EXIT_PEER_LOST, -signal.SIGKILL)
 """Exit codes of processes that end because another one has ended."""
 BACKGROUND_NICE = 19
+BACKGROUND_TIME = 10.0
+"""Seconds after which a trainer leaves the background, since it would not start on busy processors."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 _unreaped: set[int] = set()
@@ -215,7 +217,10 @@ class FollowerProcesses:
 
 
 class TrainerProcess:
-    """A trainer process. In the background, it gets only the processor time that no other process uses."""
+    """A trainer process. In the background, it gets only the processor time that no other process uses.
+
+    It leaves the background after `BACKGROUND_TIME` at the latest.
+    """
 
     def __init__(
         self,
@@ -254,6 +259,10 @@ class TrainerProcess:
             self._followers = FollowerProcesses(start, environ, processes, self._forward, self.kill)
         self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._exited = False
+        self._background = threading.Timer(BACKGROUND_TIME, self._leave_background)
+        self._background.daemon = True
+        if self._in_background:
+            self._background.start()
         output = threading.Thread(target=self._forward_output, name="adascale-output", daemon=True)
         output.start()
         reports = threading.Thread(target=self._connect, name="adascale-reports", daemon=True)
@@ -306,16 +315,22 @@ class TrainerProcess:
 
     def leave_background(self) -> None:
         """Give all processes of the replica the nice value of the agent."""
-        if not self._in_background:
-            return
-        self._in_background = False
-        groups = {*self.process_ids}
-        with contextlib.suppress(OSError):
-            # A launcher may have started the trainer in another process group.
-            groups.add(os.getpgid(self._connected or self.pid))
-        for group in groups:
-            with contextlib.suppress(OSError):  # it has exited
-                os.setpriority(os.PRIO_PGRP, group, os.getpriority(os.PRIO_PROCESS, 0))
+        if self._in_background:
+            self._background.cancel()
+            self._leave_background()
+
+    def _leave_background(self) -> None:
+        # Until the child is reaped, its process id cannot be reused.
+        with self._killing:
+            if self._process.returncode is not None:
+                return
+            groups = {*self.process_ids}
+            with contextlib.suppress(OSError):
+                # A launcher may have started the trainer in another process group.
+                groups.add(os.getpgid(self._connected or self.pid))
+            for group in groups:
+                with contextlib.suppress(OSError):  # it has exited
+                    os.setpriority(os.PRIO_PGRP, group, os.getpriority(os.PRIO_PROCESS, 0))
 
     def kill(self) -> None:
         """Kill it and what else is in the process group of the child process, unless that has exited."""
