@@ -129,6 +129,21 @@ def test_the_handlers_of_the_program_stay_when_those_of_the_request_are_removed(
     assert signal.getsignal(NUMBER) == process.handle
 
 
+def test_a_handler_that_a_library_puts_back_after_the_end_leaves_ctrl_c_its_effect() -> None:
+    """As Lightning does, which restores at the end of a fit the handlers of its start."""
+    request = ShutdownRequest()
+    original = signal.getsignal(signal.SIGINT)
+    try:
+        request.install(signal.SIGINT)
+        installed = signal.getsignal(signal.SIGINT)
+        request.uninstall()
+        signal.signal(signal.SIGINT, installed)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, original)
+
+
 def test_a_program_can_print_until_its_state_is_saved_when_its_terminal_is_closed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -84,6 +84,10 @@ class ShutdownRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number not in self._handlers:
+            # The handler of the program calls this one, which it has replaced, or a library has put it back.
+            if signal.getsignal(number) == self._receive:
+                self._restore(number)
+                signal.raise_signal(number)
             return
         now = self._clock()
         if self.received is None:
@@ -100,7 +104,7 @@ class ShutdownRequest:
 
     def _restore(self, number: int) -> Any:
         """Restore the other handler of a signal, and return it."""
-        other = self._handlers.pop(number)
+        other = self._handlers.pop(number, None)
         if not callable(other):
             # A shell starts background processes with SIGINT ignored; a second SIGINT must end this process.
             other = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
