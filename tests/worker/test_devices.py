@@ -340,7 +340,7 @@ def test_the_state_can_be_saved_while_a_kernel_does_not_end() -> None:
     done.record()
 
     class Observer:
-        def peers_lost(self) -> None: ...
+        def peers_lost(self, generation: int) -> None: ...
 
         def save_beside(self) -> bool:
             snapshot.copy({"weight": weight.detach()}, weights=[weight.detach()])

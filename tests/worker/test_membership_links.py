@@ -322,6 +322,22 @@ def test_a_member_with_another_version_is_refused_with_both_versions(
     require_no_arrival(coordinator, member)
 
 
+def test_a_loss_in_an_earlier_generation_breaks_up_no_later_one(coordinator: Coordinator) -> None:
+    generation = coordinator.links.assignment.generation
+    agent, trainer = socket.socketpair()
+    with agent, trainer, listen(ADDRESS) as listener:
+        connection = AgentConnection(AgentChannel(trainer), listener, "", PATIENCE)
+        group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
+        membership = Membership(connection, group, ShutdownRequest(), NoState())
+        membership._links = coordinator.links
+        membership.peers_lost(generation - 1)
+        coordinator.links.arrive(STATE)
+        assert coordinator.changed.wait(PATIENCE)
+        assert not coordinator.links.broken
+        membership.peers_lost(generation)
+        wait_until(lambda: coordinator.links.broken, "the end of the generation")
+
+
 def test_a_trainer_with_another_version_ends_with_the_error_that_it_gets(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,23 @@ def test_a_group_fails_also_if_its_communicator_cannot_be_aborted(
     assert "NCCL was not aborted: The size of tensor a (2)" in capsys.readouterr().err
 
 
+def test_a_failure_that_is_noticed_late_ends_no_later_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), torch.device("cpu"), is_elastic=True)
+    lost: list[int] = []
+    observer = SimpleNamespace(peers_lost=lost.append, save_beside=bool)
+    group.begin_generation(observer)
+    group.generation = 3
+
+    def form_the_next(*_: object) -> None:
+        group.generation = 4
+
+    monkeypatch.setattr(gloo, "end_stuck_collectives", form_the_next)
+    group.fail(2)
+    assert (group.has_failed, lost) == (False, [])
+    group.fail(3)
+    assert (group.has_failed, lost) == (True, [3])
+
+
 def test_a_communicator_is_not_destroyed_while_it_is_aborted_nor_aborted_after_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -174,8 +174,7 @@ class Membership:
         if generation < max(self._tried, self._channel.newest_generation):
             return
         self._void = generation
-        if generation == self._tried:
-            self._group.fail()
+        self._group.fail(generation)
         # Now, because the main thread may run code of the program for long.
         self._report_holding(self._step)
 
@@ -183,15 +182,16 @@ class Membership:
 
     def _on_links_change(self, links: MembershipLinks) -> None:
         if links is self._links and links.broken:
-            self._group.fail()
+            self._group.fail(links.assignment.generation)
             if self._is_holding:
                 self._report_holding(self._holding_step)
         self._channel.notify()
 
-    def peers_lost(self) -> None:
-        """Let the other members know that this generation cannot continue."""
-        if self._links is not None:
-            self._links.break_up()
+    def peers_lost(self, generation: int) -> None:
+        """Let the other members know that a generation cannot continue."""
+        links = self._links
+        if links is not None and links.assignment.generation == generation:
+            links.break_up()
 
     def save_beside(self) -> bool:
         """Save the state in a thread, while the main thread cannot leave a collective call."""
@@ -239,6 +239,7 @@ class Membership:
                 if self._links is not None and self._links.refusal is not None:
                     raise OtherVersionError(self._links.refusal) from None
                 self._group.fail()
+                self.peers_lost(assignment.generation)
                 continue
             self._is_joining = False
             self._is_holding = False
@@ -305,7 +306,7 @@ class Membership:
         self._close_earlier_links()
         joining.release_group()
         self._group.form(assignment, store, formation, secret)
-        self._group.settle(failed=links.broken)
+        self._group.settle(failed=links.broken or self._void >= assignment.generation)
         return formation
 
     def _close_earlier_links(self, which: Callable[[MembershipLinks], bool] = lambda _: True) -> None:

@@ -73,8 +73,8 @@ _NUMBERS = itertools.count()
 class GroupObserver(Protocol):
     """Is notified when the members of a generation can no longer communicate."""
 
-    def peers_lost(self) -> None:
-        """Communication has failed. Called once per generation, in any thread."""
+    def peers_lost(self, generation: int) -> None:
+        """Communication has failed. Called once per generation, in any thread, maybe after its end."""
 
     def save_beside(self) -> bool:
         """Save the state without the other replicas, and return whether it is saved.
@@ -254,9 +254,10 @@ class ReplicaGroup:
             self._replace_group_of_program()
         self.rank, self.replicas = assignment.rank, len(assignment.members)
         self.indices = [member.replica for member in assignment.members]
-        self.generation = assignment.generation
         self.nodes = len({member.node or member.address for member in assignment.members})
-        self._failed = self._is_lost = False
+        with self._lock:
+            self.generation = assignment.generation
+            self._failed = self._is_lost = False
         if self.replicas == 1:
             self._initialize(None, INIT_TIMEOUT)
             return
@@ -417,10 +418,13 @@ class ReplicaGroup:
         """Whether the members of this generation can no longer communicate, as all of this replica know."""
         return self._failed if self.processes == 1 else self._is_lost
 
-    def fail(self) -> None:
-        """End all communication of this generation, also what waits for a lost peer, from any thread."""
+    def fail(self, only: int | None = None) -> None:
+        """End all communication of this generation, also what waits for a lost peer, from any thread.
+
+        Does nothing if the generation is not `only`, for a thread whose news may be of another one.
+        """
         with self._lock:
-            if not self.is_elastic or self._failed:
+            if not self.is_elastic or self._failed or only not in (None, self.generation):
                 return
             self._failed = True
             before, sockets = self._sockets_before, self._sockets
@@ -436,7 +440,7 @@ class ReplicaGroup:
             )
         # Before the next call, which may take long.
         if self._observer is not None:
-            self._observer.peers_lost()
+            self._observer.peers_lost(generation)
         with self._aborting:
             if self.device.type == "cuda" and self._formed and self.replicas > 1 and not self._share_a_gpu:
                 try:
