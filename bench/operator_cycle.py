@@ -429,8 +429,8 @@ class InMemoryCluster:
         """Return the version of Kubernetes."""
         return (1, 34)
 
-    async def may_list(self, resource: Resource) -> bool:
-        """Whether the operator may list a resource."""
+    async def may_list_nodes(self) -> bool:
+        """Whether the operator may list nodes."""
         return True
 
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:

@@ -8,17 +8,13 @@ import pytest
 
 from adascale_controller.job_definition import OpportunisticSettings
 from adascale_controller.operator.apply.cluster import ApiServerError
-from adascale_controller.operator.types.workload import QUEUE_NAME, Queueing
 from adascale_core import names
 from adascale_core.decision.decide import Decision, DecisionProblem
-from support.observed_jobs import pod
 from support.world import World
 
 Object = dict[str, Any]
 SPOT = {"priorityClassName": "spot"}
-QUEUED = Queueing({QUEUE_NAME: "gpus"})
 SETTINGS = OpportunisticSettings("spot")
-WAITING = pod(1, uid="waiting", node=None, phase="Pending", has_started=False)
 
 
 class Cluster:

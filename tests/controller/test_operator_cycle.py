@@ -17,7 +17,6 @@ from adascale_core.views.decision import LimitKind, Verdict
 from support.fake_cluster import FakeCluster
 from support.world import World
 
-SHARED = {"spec": {"accessModes": ["ReadWriteMany"]}}
 ON_ONE_NODE = {"spec": {"accessModes": ["ReadWriteOnce"]}}
 
 

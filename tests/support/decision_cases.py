@@ -10,8 +10,8 @@ from adascale_core.placement.packing import Demand, Node
 from support.job_states import NOW
 
 
-def counts(jobs: Sequence[JobState], capacity: int | Capacity, now: float = NOW) -> dict[str, int]:
-    return {name: decision.replicas for name, decision in decide(jobs, capacity, now).items()}
+def counts(jobs: Sequence[JobState], capacity: int | Capacity) -> dict[str, int]:
+    return {name: decision.replicas for name, decision in decide(jobs, capacity, NOW).items()}
 
 
 GPU = "nvidia.com/gpu"

@@ -36,9 +36,9 @@ class FakeCluster:
         """As `Cluster.version`."""
         return (1, 34)
 
-    async def may_list(self, resource: Resource) -> bool:
-        """As `Cluster.may_list`: nodes may not be listed."""
-        return resource in self._world.objects
+    async def may_list_nodes(self) -> bool:
+        """As `Cluster.may_list_nodes`."""
+        return Resource.NODES in self._world.objects
 
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:
         """As `Cluster.admit_pod`."""

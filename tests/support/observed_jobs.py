@@ -85,9 +85,9 @@ def finished_pod(rank: int, ended_at: float = NOW, **changes: Any) -> Pod:
     return pod(rank, phase="Succeeded", exit=PodExit(0, "Completed", ended_at=ended_at), **changes)
 
 
-def pending_pod(rank: int, reason: Reason = Reason.UNSCHEDULABLE) -> Pod:
+def pending_pod(rank: int) -> Pod:
     """Return a pod that can't be scheduled."""
-    problem = PodProblem(reason, f"message of {reason}")
+    problem = PodProblem(Reason.UNSCHEDULABLE, "message of Unschedulable")
     return pod(rank, node=None, scheduled_at=None, phase="Pending", problem=problem)
 
 
@@ -164,21 +164,20 @@ def training_job(recorded: tuple[int, int] = (1, 2), **spec: Any) -> ObservedJob
     return observed(job(recorded, **spec), view(recorded, recorded), recorded[1])
 
 
-def own_claim(*, exists: bool = True, single_node: bool = False) -> CheckpointClaim:
+def own_claim(*, exists: bool = True) -> CheckpointClaim:
     """Return the claim that the operator creates."""
-    return CheckpointClaim("digits-checkpoints", own=True, exists=exists, single_node=single_node)
+    return CheckpointClaim("digits-checkpoints", own=True, exists=exists, single_node=False)
 
 
 def actions_for(
     observed_job: ObservedJob,
     replicas: int | None = None,
-    reason: str = "",
     failed_placement: FailedPlacement | None = None,
     failing_count: FailingCount | None = None,
     feasibility: Feasibility | None = None,
 ) -> Actions:
     """Return the actions for a job, as a cycle computes them; `replicas` is the decision."""
-    decision = None if replicas is None else Decision(replicas, reason, feasibility=feasibility)
+    decision = None if replicas is None else Decision(replicas, "", feasibility=feasibility)
     return reconcile(observed_job, assess(observed_job), decision, failed_placement, failing_count)
 
 

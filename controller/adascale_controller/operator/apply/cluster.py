@@ -41,8 +41,8 @@ class Cluster(Protocol):
     async def version(self) -> tuple[int, int]:
         """Return the version of Kubernetes, major and minor."""
 
-    async def may_list(self, resource: Resource) -> bool:
-        """Whether the operator may list and watch a resource."""
+    async def may_list_nodes(self) -> bool:
+        """Whether the operator may list and watch nodes."""
 
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:
         """Return a pod as admission makes it, by a dry run: nothing is created.

@@ -131,9 +131,9 @@ class KubernetesCluster:
         major, minor = (str(answer[part]).rstrip("+") for part in ("major", "minor"))
         return int(major), int(minor)
 
-    async def may_list(self, resource: Resource) -> bool:
-        """As `Cluster.may_list`."""
-        return await self._may("list", resource) and await self._may("watch", resource)
+    async def may_list_nodes(self) -> bool:
+        """As `Cluster.may_list_nodes`."""
+        return await self._may("list", Resource.NODES) and await self._may("watch", Resource.NODES)
 
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:
         """As `Cluster.admit_pod`."""
@@ -232,12 +232,15 @@ class KubernetesCluster:
         """As `Cluster.delete_workload`."""
         with _ignore_missing():
             version = await self._kueue_version()
-            await self._delete(f"/apis/{KUEUE_GROUP}/{version}/namespaces/{namespace}/workloads/{name}", {})
+            path = f"/apis/{KUEUE_GROUP}/{version}/namespaces/{namespace}/workloads/{name}"
+            await self._call("DELETE", path, body={})
 
     async def delete_job(self, namespace: str, name: str, uid: str) -> None:
         """As `Cluster.delete_job`."""
         path = f"{_ADASCALEJOBS}/namespaces/{namespace}/{names.PLURAL}/{name}"
-        await self._delete(path, {"propagationPolicy": "Background", "preconditions": {"uid": uid}})
+        body = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        with _ignore_missing():
+            await self._call("DELETE", path, body=body)
 
     async def record_event(
         self, namespace: str, name: str, uid: str, event: Event, now: float, reporter: str
@@ -270,8 +273,6 @@ class KubernetesCluster:
 
     async def _may(self, verb: str, resource: Resource) -> bool:
         attributes = {"verb": verb, "resource": str(resource), "group": ""}
-        if self._namespace is not None and resource is not Resource.NODES:
-            attributes["namespace"] = self._namespace
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectAccessReview",
@@ -313,10 +314,6 @@ class KubernetesCluster:
                 return None
             raise
         return found
-
-    async def _delete(self, path: str, body: ApiObject) -> None:
-        with _ignore_missing():
-            await self._call("DELETE", path, body=body)
 
     async def _call(
         self,

@@ -15,6 +15,7 @@ from adascale_controller.operator.types.workload import (
     POD_GROUP,
     POD_GROUP_SIZE,
     QUEUE_NAME,
+    Queueing,
     Workload,
     template_digest,
 )
@@ -28,10 +29,10 @@ def pod_manifest(
     template = build_pod_template(workload, pod, single_node=single_node, fs_group=fs_group).manifest
     metadata, added = template["metadata"], _metadata(workload, f"{workload.name}-{pod.rank}-{pod.attempt}")
     queue = workload.queue_of(extra=pod.extra)
-    queueing = workload.queueing if queue is not None and not pod.extra else None
+    queueing = workload.queueing if queue is not None and not pod.extra else Queueing()
     group = {POD_GROUP: workload.group_name} if pod.group_size else {}
     labels = {
-        **(queueing.labels if queueing is not None else {}),
+        **queueing.labels,
         **({QUEUE_NAME: queue} if queue is not None else {}),
         **group,
         names.LABEL_JOB_UID: workload.uid,
@@ -40,7 +41,7 @@ def pod_manifest(
         **({names.LABEL_EXTRA: "true"} if pod.extra else {}),
     }
     annotations = {
-        **(queueing.annotations if queueing is not None else {}),
+        **queueing.annotations,
         **({POD_GROUP_SIZE: str(pod.group_size)} if pod.group_size else {}),
         names.ANNOTATION_TEMPLATE: template_digest(workload, single_node=single_node),
         **({names.ANNOTATION_ACCELERATOR: pod.accelerator} if pod.accelerator is not None else {}),

@@ -9,7 +9,7 @@ its agent has registered.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from adascale_controller.operator.observe.observed_job import ObservedJob
@@ -157,9 +157,8 @@ def is_lost(pod: Pod, now: float) -> bool:
     return pod.exit.disruption or pod.deletion_deadline is not None or now > pod.created_at + LONG_LIFE
 
 
-def replaced_at(ended: Iterable[Pod], now: float) -> float:
-    """Return when another pod of a replica may be created after these have ended, in seconds since 1970."""
-    pods = sorted(ended, key=lambda pod: pod.attempt)
+def replaced_at(pods: Sequence[Pod], now: float) -> float:
+    """Return when another pod of a replica may be created after these, in the order of their attempts."""
     end = pods[-1].exit if pods else None
     if end is None or is_lost(pods[-1], now):
         return now

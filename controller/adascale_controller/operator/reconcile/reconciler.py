@@ -243,11 +243,7 @@ def _missing(observed: ObservedJob, count: int) -> Iterator[tuple[int, int, floa
     for rank in range(count):
         present = pods.get(rank, ())
         if all(pod.is_over for pod in present):
-            yield (
-                rank,
-                max((pod.attempt for pod in present), default=-1) + 1,
-                replaced_at(present, observed.now),
-            )
+            yield rank, present[-1].attempt + 1 if present else 0, replaced_at(present, observed.now)
 
 
 def _new_pods(

@@ -188,7 +188,7 @@ async def _require_version(cluster: Cluster, health: Health) -> None:
 async def _watched_resources(settings: OperatorSettings, cluster: Cluster) -> list[Resource]:
     """Return the resources that the operator may watch."""
     resources = [Resource.ADASCALEJOBS, Resource.PODS]
-    if settings.namespace is None and await cluster.may_list(Resource.NODES):
+    if settings.namespace is None and await cluster.may_list_nodes():
         return [*resources, Resource.NODES]
     logger.info("Not allowed to list nodes: free capacity is unknown and found out by trying")
     return resources
