@@ -189,8 +189,11 @@ def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_rai
     for number in range(3):
         now = NOW + number * admission_reader.QUOTA_INTERVAL
         assert reader.due_at(resource) <= now
-        reader.begin(resource, now)
-        asyncio.run(reader.ask(cached, workload, asyncio.Semaphore()))
+
+        async def ask(moment: float = now) -> None:
+            await reader.ask(cached, workload, moment, asyncio.Semaphore())
+
+        asyncio.run(ask())
         admission = reader.admission(resource)
         assert admission is not None
         assert admission.spec is not None

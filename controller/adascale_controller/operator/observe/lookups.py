@@ -18,7 +18,7 @@ from adascale_controller.operator.observe.observed_job import (
     TemplateCheck,
 )
 from adascale_controller.operator.observe.pods import Pod, PodProblem
-from adascale_controller.operator.types.conditions import Reason, has_ended
+from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject, seconds
 from adascale_controller.operator.types.workload import Workload
 
@@ -40,15 +40,6 @@ START_EVENTS: Final = ",".join(["involvedObject.kind=Pod", *(f"reason!={reason}"
 
 
 @dataclass(frozen=True)
-class Lookups:
-    """The lookups that a job needs now."""
-
-    claim: str | None
-    claim_awaited: bool  # whether the job can't start before a claim of the user's exists
-    slow_pod: Pod | None  # the first pod that was assigned to a node and has started no container in time
-
-
-@dataclass(frozen=True)
 class LookupResults:
     """The newest results of a job's lookups. Each is None until it is known."""
 
@@ -60,18 +51,11 @@ class LookupResults:
     refusal: PodProblem | None = None  # why the API server creates no pod that is missing
 
 
-def needed_lookups(cached: CachedJob, now: float) -> Lookups:
-    """Return the lookups that a job needs at `now`, in seconds since 1970."""
-    job, workload = cached.resource, cached.workload
-    live = cached.live_pods
-    slow = [pod for pod in live.values() if _seconds_creating(pod, now) > CONTAINER_START_TIMEOUT]
-    return Lookups(
-        claim=workload.claim_name if workload is not None else None,
-        claim_awaited=workload is not None
-        and workload.job.checkpoint.claim_name is not None
-        and not (workload.job.suspend or has_ended(job.status)),
-        slow_pod=min(slow, key=lambda pod: pod.rank, default=None),
-    )
+def slow_pod(cached: CachedJob, now: float) -> Pod | None:
+    """Return the first pod that was assigned to a node and has started no container in time."""
+    live = cached.live_pods.values()
+    slow = (pod for pod in live if _seconds_creating(pod, now) > CONTAINER_START_TIMEOUT)
+    return min(slow, key=lambda pod: pod.rank, default=None)
 
 
 def read_claim(workload: Workload, name: str, raw: ApiObject | None) -> CheckpointClaim:

@@ -11,9 +11,10 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
 from adascale_controller.operator.apply.manifests import check_pod_manifest, pod_manifest
@@ -24,6 +25,9 @@ from adascale_controller.operator.types.actions import NewPod, Stop, StoppedPod
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Manifest
 from adascale_controller.operator.types.workload import Workload
+
+Calls = Coroutine[Any, Any, None]
+"""Calls of the API server that are about to be made."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +61,16 @@ class _Answer:
     asked_at: float = float("-inf")  # seconds since 1970
     is_running: bool = False  # whether the API server has not answered yet
     waiting: set[JobKey] = field(default_factory=set)  # the jobs that wait for the first answer
+
+
+@asynccontextmanager
+async def deadline(seconds: float) -> AsyncIterator[None]:
+    """Raise an `ApiServerError` if the calls inside take longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise ApiServerError(f"the API server does not answer within {seconds:.0f} s") from error
 
 
 class AdmissionReader:
@@ -97,30 +111,29 @@ class AdmissionReader:
         interval = QUOTA_INTERVAL if _lacks_quota(job) else RETRY_INTERVAL if has_failed else INTERVAL
         return answer.asked_at + interval
 
-    def begin(self, job: AdaScaleJob, now: float) -> None:
-        """Record that `ask` is about to be called."""
-        answer = self._answers.setdefault(self._key(job), _Answer())
+    def ask(self, cached: CachedJob, workload: Workload, now: float, limit: asyncio.Semaphore) -> Calls:
+        """Ask the API server for a job. An earlier answer stays if it has none now."""
+        answer = self._answers.setdefault(self._key(cached.resource), _Answer())
         answer.is_running, answer.asked_at = True, now
+        return self._ask(cached, workload, answer, limit)
 
-    async def ask(self, cached: CachedJob, workload: Workload, limit: asyncio.Semaphore) -> None:
-        """Ask the API server for a job, after `begin`. An earlier answer stays if it has none now."""
+    async def _ask(
+        self, cached: CachedJob, workload: Workload, answer: _Answer, limit: asyncio.Semaphore
+    ) -> None:
         job = cached.resource
-        answer = self._answers.setdefault(self._key(job), _Answer())
         try:
-            async with limit, asyncio.timeout(DEADLINE):
-                found = await self._ask(cached, workload)
+            async with limit, deadline(DEADLINE):
+                found = await self._read(cached, workload)
             answer.admission = replace(found, asked_at=answer.asked_at)
         except ApiServerError as error:
             self._note_problem(job, answer, error.reply or str(error))
-        except TimeoutError:
-            self._note_problem(job, answer, f"the API server does not answer within {DEADLINE:.0f} s")
         finally:
             answer.is_running = False
         waiting, answer.waiting = answer.waiting - {job.key}, set()
         for key in waiting:
             self._on_answer(key)
 
-    async def _ask(self, cached: CachedJob, workload: Workload) -> Admission:
+    async def _read(self, cached: CachedJob, workload: Workload) -> Admission:
         try:
             return await self._dry_run(workload)
         except ApiServerError:
@@ -215,7 +228,6 @@ class _Check:
     began_at: float
     looked_at: float
     result: TemplateCheck
-    dropped_at: float = float("-inf")  # when its pod was to be deleted last, in seconds since 1970
 
 
 class TemplateChecker:
@@ -238,40 +250,29 @@ class TemplateChecker:
         check = self._checks.get(uid)
         return check.result if check is not None and check.result.digest == digest else None
 
-    def due_at(self, uid: str, digest: str) -> float:
-        """Return when to call `begin` and `look` for a job, in seconds since 1970; infinite if it is over."""
-        check = self._checks.get(uid)
-        if check is None or check.result.digest != digest:
-            return float("-inf")
-        return float("inf") if check.result.done else check.looked_at + CHECK_INTERVAL
+    def due_at(self, uid: str, digest: str | None) -> float:
+        """Return when to call `look` for a job, in seconds since 1970; infinite if its check is over.
 
-    def begin(self, job: CachedJob, digest: str, now: float) -> str | None:
-        """Record that `look` is about to be called. Returns the pod of an earlier check, to be deleted."""
-        check, uid = self._checks.get(job.resource.uid), job.resource.uid
-        if check is not None and check.result.digest == digest:
-            check.looked_at = now
-            return None
-        name = f"{job.resource.name}-check-{digest[:8]}"
-        self._checks[uid] = _Check(name, now, now, TemplateCheck(digest))
-        return check.name if check is not None and not check.result.done else None
-
-    def left_due_at(self, uid: str) -> float:
-        """Return when to call `begin_drop` and `drop` for a job whose template need not be checked.
-
-        In seconds since 1970; infinite if no check of it is in progress.
+        None for a template that need not be checked: a check in progress ends.
         """
         check = self._checks.get(uid)
-        if check is None or check.result.done:
-            return float("inf")
-        return check.dropped_at + CHECK_INTERVAL
+        if check is None or (check.result.digest != digest and digest is not None):
+            return float("inf") if digest is None else float("-inf")
+        return float("inf") if check.result.done else check.looked_at + CHECK_INTERVAL
 
-    def begin_drop(self, uid: str, now: float) -> None:
-        """Record that `drop` is about to be called."""
-        self._checks[uid].dropped_at = now
+    def look(self, job: CachedJob, digest: str | None, now: float) -> Calls:
+        """Create the pod if it does not exist, and record how far it is."""
+        check = self._checks.get(job.resource.uid)
+        if check is not None and digest in (None, check.result.digest):
+            check.looked_at = now
+            return self._drop(job, check) if digest is None else self._look(job, check, None)
+        assert digest is not None
+        name, earlier = f"{job.resource.name}-check-{digest[:8]}", check
+        check = self._checks[job.resource.uid] = _Check(name, now, now, TemplateCheck(digest))
+        return self._look(job, check, earlier)
 
-    async def drop(self, job: CachedJob) -> None:
+    async def _drop(self, job: CachedJob, check: _Check) -> None:
         """Delete the pod of a check: the edit was undone, or the job is stopped."""
-        check = self._checks[job.resource.uid]
         try:
             await self._delete(job.resource.namespace, check.name)
         except ApiServerError as error:
@@ -279,13 +280,12 @@ class TemplateChecker:
             return
         self._checks.pop(job.resource.uid, None)
 
-    async def look(self, job: CachedJob, workload: Workload, earlier: str | None, now: float) -> None:
-        """Create the pod if it does not exist, and record how far it is."""
-        check = self._checks[job.resource.uid]
-        namespace = job.resource.namespace
+    async def _look(self, job: CachedJob, check: _Check, earlier: _Check | None) -> None:
+        workload, namespace = job.workload, job.resource.namespace
+        assert workload is not None
         try:
-            if earlier is not None:
-                await self._delete(namespace, earlier)
+            if earlier is not None and not earlier.result.done:
+                await self._delete(namespace, earlier.name)
             if await self._is_rejected(check, workload):
                 return
             if check.began_at == check.looked_at:
@@ -297,7 +297,7 @@ class TemplateChecker:
                 logger.info("%s: the changed template is not checked: %s", job.resource.id, error)
                 check.result = replace(check.result, done=True)
             return
-        self._record(check, raw, now)
+        self._record(check, raw)
         if check.result.done and raw is not None:
             await self._delete(namespace, check.name)
 
@@ -318,7 +318,7 @@ class TemplateChecker:
             await self._cluster.stop_pod(namespace, StoppedPod(name, raw["metadata"]["uid"], Stop.FORCE))
 
     @staticmethod
-    def _record(check: _Check, raw: ApiObject | None, now: float) -> None:
+    def _record(check: _Check, raw: ApiObject | None) -> None:
         if raw is None:
             # Somebody has deleted it.
             check.result = replace(check.result, done=True)
@@ -326,7 +326,7 @@ class TemplateChecker:
         pod = read_pod(raw)
         problem = pod.problem
         is_homeless = problem is not None and problem.reason is Reason.UNSCHEDULABLE
-        has_waited = now - check.began_at > UNSCHEDULABLE_TIMEOUT
+        has_waited = check.looked_at - check.began_at > UNSCHEDULABLE_TIMEOUT
         if (pod.exit is not None and pod.phase == "Succeeded") or (is_homeless and has_waited):
             check.result = replace(check.result, done=True)
         elif pod.exit is not None:

@@ -13,27 +13,30 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
 from adascale_controller.operator.observe.lookups import (
     START_EVENTS,
     LookupResults,
-    Lookups,
     assume_claim,
     creation_problem,
-    needed_lookups,
     next_start_check,
     read_claim,
+    slow_pod,
 )
 from adascale_controller.operator.observe.observed_job import (
     CachedJob,
-    CheckpointClaim,
     QueueView,
 )
-from adascale_controller.operator.runtime.admission_reader import AdmissionReader, TemplateChecker
+from adascale_controller.operator.runtime.admission_reader import (
+    AdmissionReader,
+    Calls,
+    TemplateChecker,
+    deadline,
+)
 from adascale_controller.operator.schedule.quota import of_job, read_queues
 from adascale_controller.operator.types.conditions import has_ended
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey
@@ -77,14 +80,8 @@ class EventReader:
             await asyncio.sleep(self._next_start - clock())
             start = clock()
             try:
-                async with asyncio.timeout(self._deadline):
+                async with deadline(self._deadline):
                     events = await self._cluster.list_events(namespace, START_EVENTS)
-            except TimeoutError:
-                logger.warning(
-                    "The Events of namespace %s can't be read: the API server does not answer within %.0f s",
-                    *(namespace, self._deadline),
-                )
-                return None
             except ApiServerError as error:
                 logger.warning("The Events of namespace %s can't be read: %s", namespace, error)
                 return None
@@ -125,6 +122,15 @@ class _JobLookups:
     running: set[str] = field(default_factory=set)  # the calls that have not returned
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call that a job may need."""
+
+    name: str
+    due: float  # in seconds since 1970
+    begin: Callable[[], Calls]  # records that it is made, and returns its answer
+
+
 class LookupFetcher:
     """Fetches the lookups of all jobs."""
 
@@ -137,6 +143,7 @@ class LookupFetcher:
         self._jobs: dict[str, _JobLookups] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._claim_reads = 0
+        self._claim_limit = self._ask_limit = asyncio.Semaphore(MAX_CONCURRENT)
 
     def retain(self, uids: Collection[str]) -> None:
         """Drop the results of all AdaScaleJobs with other uids."""
@@ -163,25 +170,33 @@ class LookupFetcher:
     async def fetch(self, jobs: Iterable[CachedJob], now: float) -> None:
         """Start the calls that are due, and wait `CYCLE_WAIT` at most for claims and admission."""
         # Reads of earlier cycles that hang take from the bound, but never all of it.
-        limit = asyncio.Semaphore(max(MAX_CONCURRENT - self._claim_reads, 1))
-        ask_limit = asyncio.Semaphore(MAX_CONCURRENT)
+        self._claim_limit = asyncio.Semaphore(max(MAX_CONCURRENT - self._claim_reads, 1))
+        self._ask_limit = asyncio.Semaphore(MAX_CONCURRENT)
         awaited: set[asyncio.Task[None]] = set()
         started: dict[asyncio.Task[None], JobKey] = {}
         for job in jobs:
             lookups = self._jobs.setdefault(job.resource.uid, _JobLookups())
-            for name, call in self._due(job, lookups, now, limit, ask_limit):
-                lookups.running.add(name)
-                task = asyncio.create_task(self._run(lookups, name, call))
+            if slow_pod(job, now) is None:
+                lookups.results = replace(lookups.results, slow_pod=None, slow_pod_events=())
+            for call in self._calls(job, lookups, now):
+                if call.due > now:
+                    continue
+                lookups.running.add(call.name)
+                task = asyncio.create_task(call.begin())
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(partial(self._note_end, lookups, call.name))
                 started[task] = job.resource.key
-                if name in ("claim", "admission"):
+                if call.name in ("claim", "admission"):
                     awaited.add(task)
         if awaited:
             await asyncio.wait(awaited, timeout=CYCLE_WAIT)
         for task in started:
             if not (task in awaited and task.done()):
                 task.add_done_callback(lambda done: self._on_result(started[done]))
+
+    def _note_end(self, lookups: _JobLookups, name: str, task: asyncio.Task[None]) -> None:
+        lookups.running.discard(name)
+        self._tasks.discard(task)
 
     def results(self, job: CachedJob) -> LookupResults | None:
         """Return the newest results for a job. None while its claim or its admission is unknown.
@@ -210,61 +225,27 @@ class LookupFetcher:
     def next_due(self, job: CachedJob, now: float) -> float:
         """Return when the lookups of a job are due next, in seconds since 1970; infinite if never."""
         lookups = self._jobs.get(job.resource.uid, _JobLookups())
-        needed, times = needed_lookups(job, now), [next_start_check(job.pods, now)]
-        if _asks_admission(job):
-            times.append(self._admissions.due_at(job.resource))
-        digest = self._changed_digest(job, lookups)
-        if "check" not in lookups.running:
-            uid = job.resource.uid
-            due = self._checker.left_due_at(uid) if digest is None else self._checker.due_at(uid, digest)
-            times.append(due)
-        if needed.claim is not None and "claim" not in lookups.running:
-            claim = lookups.results.claim
-            if claim is None or claim.name != needed.claim:
-                times.append(now)
-            elif needed.claim_awaited and not claim.exists:
-                times.append(lookups.claim_read_at + CLAIM_INTERVAL)
-        if needed.slow_pod is not None and "pod" not in lookups.running:
-            times.append(lookups.pod_events_read_at + EVENTS_INTERVAL)
-        return min(times)
+        return min([next_start_check(job.pods, now), *(call.due for call in self._calls(job, lookups, now))])
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def _due(
-        self,
-        job: CachedJob,
-        lookups: _JobLookups,
-        now: float,
-        limit: asyncio.Semaphore,
-        ask_limit: asyncio.Semaphore,
-    ) -> Iterable[tuple[str, Callable[[], Awaitable[None]]]]:
-        needed = needed_lookups(job, now)
-        if job.workload is not None and _asks_admission(job):
-            asked = job.workload
-            if self._admissions.due_at(job.resource) <= now:
-                self._admissions.begin(job.resource, now)
-                yield "admission", lambda: self._admissions.ask(job, asked, ask_limit)
-        checker, digest = self._checker, self._changed_digest(job, lookups)
-        if digest is not None and job.workload is not None:
-            changed = job.workload
-            if "check" not in lookups.running and checker.due_at(job.resource.uid, digest) <= now:
-                earlier = checker.begin(job, digest, now)
-                yield "check", lambda: checker.look(job, changed, earlier, now)
-        is_left = digest is None and "check" not in lookups.running
-        if is_left and checker.left_due_at(job.resource.uid) <= now:
-            checker.begin_drop(job.resource.uid, now)
-            yield "check", lambda: checker.drop(job)
-        if job.workload is not None and needed.claim is not None and "claim" not in lookups.running:
-            workload, name = job.workload, needed.claim
-            if self._claim_is_due(lookups, needed, now):
-                lookups.claim_read_at = now
-                yield "claim", lambda: self._read_claim(workload, name, lookups, limit)
-        if needed.slow_pod is None:
-            lookups.results = replace(lookups.results, slow_pod=None, slow_pod_events=())
-        elif now - lookups.pod_events_read_at >= EVENTS_INTERVAL and "pod" not in lookups.running:
-            pod = needed.slow_pod.uid
-            lookups.pod_events_read_at = now
-            yield "pod", lambda: self._read_pod_events(job, pod, lookups)
+    def _calls(self, job: CachedJob, lookups: _JobLookups, now: float) -> Iterator[_Call]:
+        """Yield the calls that a job may need, without those that have not returned."""
+        workload, digest = job.workload, self._changed_digest(job, lookups)
+        if workload is not None and _asks_admission(job):
+            due = self._admissions.due_at(job.resource)
+            yield _Call("admission", due, lambda: self._admissions.ask(job, workload, now, self._ask_limit))
+        if "check" not in lookups.running:
+            due = self._checker.due_at(job.resource.uid, digest)
+            yield _Call("check", due, lambda: self._checker.look(job, digest, now))
+        name = workload.claim_name if workload is not None else None
+        if workload is not None and name is not None and "claim" not in lookups.running:
+            due = _claim_due(job, workload, name, lookups)
+            yield _Call("claim", due, lambda: self._read_claim(workload, name, lookups, now))
+        slow = slow_pod(job, now)
+        if slow is not None and "pod" not in lookups.running:
+            due = lookups.pod_events_read_at + EVENTS_INTERVAL
+            yield _Call("pod", due, lambda: self._read_pod_events(job, slow.uid, lookups, now))
 
     def _changed_digest(self, job: CachedJob, lookups: _JobLookups) -> str | None:
         """Return the digest of a template that the present pods do not have. None if they have it."""
@@ -277,62 +258,56 @@ class LookupFetcher:
         is_changed = any(pod.template not in (None, digest) for pod in job.live_pods.values())
         return digest if is_changed and not has_ended(job.resource.status) else None
 
-    @staticmethod
-    def _claim_is_due(lookups: _JobLookups, needed: Lookups, now: float) -> bool:
-        claim = lookups.results.claim
-        if claim is None or claim.name != needed.claim:
-            return True
-        # The claim that the operator creates is read again once it is created.
-        awaited = needed.claim_awaited and not claim.exists
-        return awaited and now - lookups.claim_read_at >= CLAIM_INTERVAL
+    def _read_claim(self, workload: Workload, name: str, lookups: _JobLookups, now: float) -> Calls:
+        lookups.claim_read_at = now
+        limit = self._claim_limit
 
-    @staticmethod
-    async def _run(lookups: _JobLookups, name: str, call: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await call()
-        finally:
-            lookups.running.discard(name)
+        async def read() -> None:
+            self._claim_reads += 1
+            try:
+                async with limit, deadline(DEADLINE):
+                    raw = await self._cluster.get_claim(workload.namespace, name)
+                claim = read_claim(workload, name, raw)
+            except ApiServerError as error:
+                # No assumption where the claim may be known soon: it could lead to other pods.
+                if error.status != 403:
+                    lookups.claim_error = error
+                    return
+                claim = assume_claim(workload, name)
+            finally:
+                self._claim_reads -= 1
+            lookups.claim_error = None
+            lookups.results = replace(lookups.results, claim=claim)
 
-    async def _read_claim(
-        self, workload: Workload, name: str, lookups: _JobLookups, limit: asyncio.Semaphore
-    ) -> None:
-        claim: CheckpointClaim | None = None
-        self._claim_reads += 1
-        try:
-            async with limit, _deadline():
-                raw = await self._cluster.get_claim(workload.namespace, name)
-            claim = read_claim(workload, name, raw)
-        except ApiServerError as error:
-            # No assumption where the claim may be known soon: it could lead to other pods.
-            if error.status != 403:
-                lookups.claim_error = error
-                return
-            claim = assume_claim(workload, name)
-        finally:
-            self._claim_reads -= 1
-        lookups.claim_error = None
-        lookups.results = replace(lookups.results, claim=claim)
+        return read()
 
-    async def _read_pod_events(self, job: CachedJob, pod_uid: str, lookups: _JobLookups) -> None:
-        events = await self._events.read(job.resource.namespace)
-        if events is not None:
-            found = tuple(events.get(pod_uid, ()))
-            lookups.results = replace(lookups.results, slow_pod=pod_uid, slow_pod_events=found)
+    def _read_pod_events(self, job: CachedJob, pod_uid: str, lookups: _JobLookups, now: float) -> Calls:
+        lookups.pod_events_read_at = now
+
+        async def read() -> None:
+            events = await self._events.read(job.resource.namespace)
+            if events is not None:
+                found = tuple(events.get(pod_uid, ()))
+                lookups.results = replace(lookups.results, slow_pod=pod_uid, slow_pod_events=found)
+
+        return read()
+
+
+def _claim_due(job: CachedJob, workload: Workload, name: str, lookups: _JobLookups) -> float:
+    """Return when to read a claim: once, and again while a job waits for one of the user's.
+
+    The claim that the operator creates is read again once it is created.
+    """
+    claim = lookups.results.claim
+    if claim is None or claim.name != name:
+        return _NEVER
+    is_awaited = not (claim.exists or claim.own or workload.job.suspend or has_ended(job.resource.status))
+    return lookups.claim_read_at + CLAIM_INTERVAL if is_awaited else float("inf")
 
 
 def _asks_admission(job: CachedJob) -> bool:
     """Whether it matters what admission makes of the pods of a job: it may get more of them."""
     return job.workload is not None and not has_ended(job.resource.status)
-
-
-@asynccontextmanager
-async def _deadline() -> AsyncIterator[None]:
-    """Raise a `ApiServerError` if the calls inside take longer than `DEADLINE`."""
-    try:
-        async with asyncio.timeout(DEADLINE):
-            yield
-    except TimeoutError as error:
-        raise ApiServerError(f"the API server does not answer within {DEADLINE:.0f} s") from error
 
 
 QUEUE_INTERVAL = 2.0
