@@ -7,7 +7,6 @@ import resource
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -18,7 +17,7 @@ from adascale_api.auth.authorization import Authorizer
 from adascale_api.data.database import Database, without_password
 from adascale_api.errors import TlsRequiredError
 from adascale_api.http.connection_limits import ConnectionLimits
-from adascale_api.http.connections import Server, TlsListener, limited_protocol
+from adascale_api.http.connections import Server, limited_protocol
 from adascale_api.http.tls import RequireTls, ServerCertificate
 from adascale_api.routes.common import response_to
 from adascale_api.routes.worker_endpoints import MetricsService
@@ -119,7 +118,7 @@ def serve(
             loop="uvloop",
             backlog=BACKLOG,
             proxy_headers=False,
-            http=limited_protocol(limits),
+            http=limited_protocol(limits, certificate),
             lifespan="on",
             ws="none",
             log_config=None,
@@ -128,10 +127,7 @@ def serve(
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=SHUTDOWN_GRACE,
         )
-        listen = None
-        if certificate is not None:
-            listen = partial(TlsListener, certificate, limits)
-        server = Server(config, on_listening=announce, on_stopping=served.stop, listen=listen)
+        server = Server(config, on_listening=announce, on_stopping=served.stop)
         server.run([listener])
         if server.start_error is not None:
             raise server.start_error

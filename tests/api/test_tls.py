@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 
 from adascale_api.cli import run
 from adascale_api.http.connection_limits import Connection, ConnectionLimits
-from adascale_api.http.connections import TlsListener, limited_protocol
+from adascale_api.http.connections import limited_protocol
 from adascale_api.http.tls import ServerCertificate
 from adascale_client import MetricsServiceClient, ServiceRefusedError, ServiceUnreachableError
 from adascale_controller.operator.runtime.certificate_keeper import KeyPair, create_authority, renew_authority
@@ -302,13 +302,15 @@ def test_an_answer_that_is_not_read_is_counted_until_it_is_read(files: TlsFiles,
             await asyncio.sleep(0.01)
 
     async def ask() -> None:
-        config = uvicorn.Config(app, http=limited_protocol(limits), lifespan="off", log_config=None)
+        certificate = ServerCertificate(files.folder / "tls.crt", files.folder / "tls.key")
+        protocol = limited_protocol(limits, certificate)
+        config = uvicorn.Config(app, http=protocol, lifespan="off", log_config=None)
         config.load()
         state = ServerState()
         make: Any = config.http_protocol_class
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            certificate = ServerCertificate(files.folder / "tls.crt", files.folder / "tls.key")
-            server = TlsListener(certificate, limits, lambda: make(config, state, {}), listener)
+            loop = asyncio.get_running_loop()
+            server = await loop.create_server(lambda: make(config, state, {}), sock=listener)
             context = ssl.create_default_context(cafile=str(files.ca)) if scheme == "https" else None
             reader, writer = await asyncio.open_connection(*listener.getsockname(), ssl=context)
             try:

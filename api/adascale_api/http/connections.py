@@ -10,11 +10,8 @@ all connections together need too much; see `connection_limits`.
 """
 
 import asyncio
-import errno
-import logging
 import socket
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -22,11 +19,9 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvloop.loop import SSLProtocol  # type: ignore[attr-defined]  # its stubs leave it out
 
-from adascale_api.http.connection_limits import Connection, ConnectionLimits
+from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.tls import ServerCertificate
 from adascale_core.errors import AdaScaleError
-
-logger = logging.getLogger(__name__)
 
 MAX_HEAD = 32 * 1024
 """Bytes of a request line with its headers, with `HEADER_OVERHEAD` for each; a token may have 16 KiB."""
@@ -40,21 +35,15 @@ METHODS_WITH_BODY = frozenset({b"POST", b"PUT"})
 """The methods whose bodies are kept, for the application to read."""
 
 
-HANDSHAKE = b"\x16"
+HANDSHAKE = 0x16
 """The first byte of a TLS connection: the type of a record with a message of the handshake."""
-MAX_ACCEPTED = 64
-"""Connections that are accepted before the event loop does other work."""
-ACCEPT_PAUSE = 1.0
-"""Seconds until connections are accepted again after there was no room for one."""
-_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class LimitedProtocol(HttpToolsProtocol):
     """A connection with the limits of `limits`, which a subclass sets; see `limited_protocol`."""
 
     limits: ConnectionLimits
-    handshake: Connection | None = None
-    """What was counted for this connection before it was open."""
+    certificate: ServerCertificate | None
     encrypted: asyncio.Transport | None = None
     """With TLS, the transport below that of `transport`, with what is encrypted and not sent."""
 
@@ -67,17 +56,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._framing = 0
         """Bytes since the last of the body: of chunk headers and trailers."""
         self._in_head = True
-        self._made = False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        """Count the connection."""
-        super().connection_made(transport)
-        self._made = True
+        self._is_silent = True
         self._closed: asyncio.Future[None] = self.loop.create_future()
         """Is done once the connection is closed, so that a request that waits for a change can end."""
-        if self.handshake is not None:
-            self.limits.lost(self.handshake)
-        self.limits.opened(self)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Count the connection, or start the time of its first request after the handshake of TLS."""
+        super().connection_made(transport)
+        if self.encrypted is None:
+            self.limits.opened(self)
+        else:
+            self.limits.expect_request(self)
 
     @property
     def address(self) -> str:
@@ -105,12 +94,16 @@ class LimitedProtocol(HttpToolsProtocol):
         """Forget the connection."""
         super().connection_lost(exc)
         self.forget_head()
-        if self._made:
-            self._end_waits()
-            self.limits.lost(self)
+        self._end_waits()
+        self.limits.lost(self)
 
     def data_received(self, data: bytes) -> None:
-        """Parse data, unless the head or what frames the body is too large."""
+        """Parse data, unless the head or what frames the body is too large, or it begins TLS."""
+        if self._is_silent:
+            self._is_silent = False
+            if data[0] == HANDSHAKE and self.certificate is not None:
+                self._begin_tls(data, self.certificate)
+                return
         if self._in_head:
             self._head_size += len(data)
         else:
@@ -121,6 +114,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self.send_400_response(f"The request line and headers exceed {MAX_HEAD} bytes.")
         elif self._framing > MAX_HEAD:
             self.send_400_response(f"The chunk headers and trailers exceed {MAX_HEAD} bytes.")
+
+    def _begin_tls(self, data: bytes, certificate: ServerCertificate) -> None:
+        tls = _Tls(self.loop, self, certificate.context, None, server_side=True)
+        self.encrypted = self.transport
+        self.transport.set_protocol(tls)
+        tls.connection_made(self.transport)
+        tls.get_buffer(len(data))[: len(data)] = data
+        tls.buffer_updated(len(data))
 
     def send_400_response(self, msg: str) -> None:
         """Answer with 400 and close the connection, unless it is closed already."""
@@ -229,26 +230,11 @@ class PipelineError(Exception):
     """A client does not wait for the answer to a request; ends the parsing of what it has sent."""
 
 
-def limited_protocol(limits: ConnectionLimits) -> type[LimitedProtocol]:
+def limited_protocol(
+    limits: ConnectionLimits, certificate: ServerCertificate | None
+) -> type[LimitedProtocol]:
     """Return a class of connections that share `limits`, for uvicorn's `http` option."""
-    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits})
-
-
-class _Handshake:
-    """A connection that has sent nothing, or whose handshake is incomplete; a `Connection` of the limits."""
-
-    unread_size = 0
-
-    def __init__(self, connection: socket.socket, address: str) -> None:
-        self.connection = connection
-        self.address = address
-
-    def abort(self) -> None:
-        """End the connection; what waits for the client then closes it."""
-        try:
-            self.connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # The client has closed it.
+    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits, "certificate": certificate})
 
 
 class _Tls(SSLProtocol):  # type: ignore[misc]  # of a type that the stubs leave out
@@ -258,10 +244,12 @@ class _Tls(SSLProtocol):  # type: ignore[misc]  # of a type that the stubs leave
     how much waits there, and tells the protocol above it nothing.
     """
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begin the handshake."""
-        self._app.encrypted = transport
-        super().connection_made(transport)
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Notify the protocol above, also if the handshake is incomplete."""
+        app = self._app
+        super().connection_lost(exc)
+        if app.scheme == "http":
+            app.connection_lost(exc)
 
     def pause_writing(self) -> None:
         """Stop the answers."""
@@ -283,105 +271,6 @@ class _Tls(SSLProtocol):  # type: ignore[misc]  # of a type that the stubs leave
         return app
 
 
-class TlsListener:
-    """Accepts connections with and without TLS, with the methods of `asyncio.Server` that uvicorn calls."""
-
-    def __init__(
-        self,
-        certificate: ServerCertificate,
-        limits: ConnectionLimits,
-        create_protocol: Callable[[], LimitedProtocol],
-        listener: socket.socket,
-    ) -> None:
-        self._listener = listener
-        self._certificate = certificate
-        self._limits = limits
-        self._create_protocol = create_protocol
-        self._loop = asyncio.get_running_loop()
-        self._silent: set[_Handshake] = set()
-        """The connections that have sent nothing."""
-        self._tasks: dict[asyncio.Task[None], _Handshake] = {}
-        """The connections that have sent something and are not open yet."""
-        self._closed = False
-        listener.setblocking(False)
-        self._resume()
-
-    def close(self) -> None:
-        """Accept no more connections, and end those that have made no request."""
-        self._closed = True
-        self._loop.remove_reader(self._listener)
-        for handshake in list(self._silent):
-            self._drop(handshake)
-        for handshake in self._tasks.values():
-            handshake.abort()
-
-    async def wait_closed(self) -> None:
-        """Wait until all handshakes have ended."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _resume(self) -> None:
-        if not self._closed:
-            self._loop.add_reader(self._listener, self._accept)
-
-    def _accept(self) -> None:
-        for _ in range(MAX_ACCEPTED):
-            try:
-                connection, (address, *_) = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                if error.errno not in _NO_ROOM:
-                    raise
-                logger.warning("can't accept a connection: %s", error.strerror)
-                self._loop.remove_reader(self._listener)
-                self._loop.call_later(ACCEPT_PAUSE, self._resume)
-                return
-            connection.setblocking(False)
-            handshake = _Handshake(connection, address)
-            self._silent.add(handshake)
-            self._loop.add_reader(connection, self._begin, handshake)
-            self._limits.opened(handshake)
-
-    def _begin(self, handshake: _Handshake) -> None:
-        try:
-            first = handshake.connection.recv(1, socket.MSG_PEEK)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            first = b""
-        if not first:
-            self._drop(handshake)
-            return
-        self._loop.remove_reader(handshake.connection)
-        self._silent.discard(handshake)
-        task = self._loop.create_task(self._serve(handshake, is_tls=first == HANDSHAKE))
-        self._tasks[task] = handshake
-        task.add_done_callback(self._tasks.pop)
-
-    async def _serve(self, handshake: _Handshake, *, is_tls: bool) -> None:
-        app = self._create_protocol()
-        app.handshake = handshake
-        protocol: asyncio.BaseProtocol = app
-        opened = self._loop.create_future()
-        if is_tls:
-            protocol = _Tls(self._loop, app, self._certificate.context, opened, server_side=True)
-        try:
-            await self._loop.connect_accepted_socket(lambda: protocol, handshake.connection)
-            if is_tls:
-                await opened
-        except OSError as error:  # also of `ssl`
-            logger.debug("the handshake with %s fails: %s", handshake.address, error)
-            handshake.connection.close()
-        finally:
-            self._limits.lost(handshake)
-
-    def _drop(self, handshake: _Handshake) -> None:
-        self._loop.remove_reader(handshake.connection)
-        self._silent.discard(handshake)
-        self._limits.lost(handshake)
-        handshake.connection.close()
-
-
 class Server(uvicorn.Server):
     """Calls `on_listening` once it listens, and `on_stopping` when it begins to stop."""
 
@@ -390,33 +279,21 @@ class Server(uvicorn.Server):
         config: uvicorn.Config,
         on_listening: Callable[[], None],
         on_stopping: Callable[[], None],
-        listen: Callable[[Callable[[], LimitedProtocol], socket.socket], TlsListener] | None,
     ) -> None:
         super().__init__(config)
-        self._listen = listen
         self._on_listening = on_listening
         self._on_stopping = on_stopping
         self.start_error: AdaScaleError | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
-        if self._listen is None:
-            await super().startup(sockets)
-        else:
-            await super().startup([])
-            listen = partial(self._listen, self._create_protocol)
-            self.servers = [listen(each) for each in sockets or []]  # type: ignore[misc]
+        await super().startup(sockets)
         try:
             self._on_listening()
         except AdaScaleError as error:
             # Raised after the server has shut down.
             self.start_error = error
             self.should_exit = True
-
-    def _create_protocol(self) -> LimitedProtocol:
-        """Return the protocol of a connection, as uvicorn makes it."""
-        make = cast("type[LimitedProtocol]", self.config.http_protocol_class)
-        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 (of the base class)
         """Begin to stop."""
