@@ -114,15 +114,7 @@ def create_app(
 
 def create_runs_app(services: RunServices) -> ASGIApp:
     """Return the application that shows the runs of state folders, and changes nothing."""
-
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with services.running():
-            yield
-
-    app = FastAPI(
-        title="AdaScale runs", lifespan=lifespan, redirect_slashes=False, openapi_url=None, docs_url=None
-    )
+    app = FastAPI(title="AdaScale runs", redirect_slashes=False, openapi_url=None, docs_url=None)
     app.state.service = services
     add_error_handlers(app)
     decisions = allocation.decision_router

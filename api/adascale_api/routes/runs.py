@@ -1,5 +1,7 @@
 """What `adascale ui` shows: the runs of state folders. It has what the page reads, and changes nothing."""
 
+from contextlib import AsyncExitStack
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adascale_api.errors import ErrorBody, UnavailableError
@@ -28,15 +30,13 @@ class RunPaths:
             return await error_response(404, body)(scope, receive, send)
         if path.startswith("/jobs/"):
             run, slash, rest = path.removeprefix("/jobs/").partition("/")
-            try:
-                opened = await self._runs.open(run)
-            except (RunNotFoundError, UnavailableError) as error:
-                return await response_to(error)(scope, receive, send)
-            path = f"/jobs/{opened.job}{slash}{rest}"
-            state = {**scope.get("state", {}), SERVICE: opened.service}
-            try:
+            async with AsyncExitStack() as opened:
+                try:
+                    job, service = await opened.enter_async_context(self._runs.open(run))
+                except (RunNotFoundError, UnavailableError) as error:
+                    return await response_to(error)(scope, receive, send)
+                path = f"/jobs/{job}{slash}{rest}"
+                state = {**scope.get("state", {}), SERVICE: service}
                 scope = {**scope, "path": path, "raw_path": path.encode(), "state": state}
                 return await self._app(scope, receive, send)
-            finally:
-                await self._runs.release(opened)
         return await self._app(scope, receive, send)

@@ -8,18 +8,16 @@ import asyncio
 import json
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from adascale_api.auth.authorization import Authorizer
 from adascale_api.data.backend import UnusableDatabaseError
-from adascale_api.data.database import Database, Operation
-from adascale_api.data.job import JobCache, UnreadableJobError
+from adascale_api.data.database import Database
+from adascale_api.data.job import UnreadableJobError
 from adascale_api.data.sql import Transaction
 from adascale_api.data.sqlite import SqliteReader
 from adascale_api.data.store import jobs, reports
@@ -33,10 +31,8 @@ from adascale_core.names import DEFAULT_NAMESPACE
 from adascale_core.views.job_summary import JobStateName, JobSummary, RunEntry, summarize
 from adascale_core.views.usage import UsageGroup, UsageView, UsedReplicas, usage
 
-T = TypeVar("T")
-
 MAX_OPEN = 32
-"""Databases that stay open, those of the runs that were shown last."""
+"""Databases that are open at the same time."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,16 +69,6 @@ class _Stored:
     problem: str = ""
 
 
-@dataclass(eq=False)
-class OpenRun:
-    """A run whose database is open."""
-
-    job: str
-    service: Service
-    files: tuple[object, ...]  # identifies the file that is open
-    users: int = 0
-
-
 class RunServices:
     """The runs of a list, each with a service that only reads."""
 
@@ -101,9 +87,7 @@ class RunServices:
         self._path = path
         self._entries = {entry.id: entry for entry in read_entries(path)}
         self._stored: dict[str, _Stored] = {}
-        self._open: OrderedDict[str, OpenRun] = OrderedDict()
-        self._replaced: list[OpenRun] = []
-        self._opening = asyncio.Lock()
+        self._places = asyncio.Semaphore(MAX_OPEN)
 
     async def _summaries(self) -> Mapping[str, JobSummary]:
         """Return the summary of each run, by its id."""
@@ -113,41 +97,29 @@ class RunServices:
         stored = await asyncio.gather(*map(self._read_stored, entries.values()))
         return {entry.id: _of_run(entry, each) for entry, each in zip(entries.values(), stored, strict=True)}
 
-    async def open(self, run: str) -> OpenRun:
-        """Return a run with a service that reads it, which stays open until `release`."""
+    @asynccontextmanager
+    async def open(self, run: str) -> AsyncIterator[tuple[str, Service]]:
+        """Return the job of a run, and a service that reads it, which is open meanwhile."""
         await self._read_list()
         entry = self._find(run)
-        async with self._opening:
-            files = _identity(entry.database)
-            found = self._open.get(entry.id)
-            if found is None or found.files != files:
-                try:
-                    reader = await asyncio.to_thread(SqliteReader, Path(entry.database))
-                except UnusableDatabaseError as error:
-                    raise UnavailableError(str(error)) from None
-                if found is not None:
-                    # `--fresh` replaces the file.
-                    self._replaced.append(found)
-                settings = Settings(logs=Path(entry.logs))
-                database = Database(reader)
-                service = Service(
-                    database, self.authorizer, settings, connections=self.connections, clock=self.clock
-                )
-                found = self._open[entry.id] = OpenRun(entry.job, service, files)
-            self._open.move_to_end(entry.id)
-            found.users += 1
-            return found
+        async with self._database(entry) as database:
+            settings = Settings(logs=Path(entry.logs))
+            yield (
+                entry.job,
+                Service(database, self.authorizer, settings, connections=self.connections, clock=self.clock),
+            )
 
-    async def release(self, run: OpenRun) -> None:
-        """End the use of a run, and close those that have not been used for the longest time."""
-        run.users -= 1
-        unused = [each for each in self._replaced if not each.users]
-        self._replaced = [each for each in self._replaced if each.users]
-        excess = len(self._open) - MAX_OPEN
-        closed = [key for key, each in self._open.items() if not each.users][: max(excess, 0)]
-        unused += [self._open.pop(key) for key in closed]
-        for each in unused:
-            await each.service.database.close()
+    @asynccontextmanager
+    async def _database(self, entry: RunEntry) -> AsyncIterator[Database]:
+        async with self._places:
+            try:
+                database = Database(await asyncio.to_thread(SqliteReader, Path(entry.database)))
+            except UnusableDatabaseError as error:
+                raise UnavailableError(str(error)) from None
+            try:
+                yield database
+            finally:
+                await database.close()
 
     async def usage(self, seconds: float, points: int, largest: int, by: UsageGroup) -> UsageView:
         """Return the replicas that the runs have used in the last `seconds`; see `usage` of the core."""
@@ -158,8 +130,9 @@ class RunServices:
                 return []
             query = partial(jobs.used_replicas, since=now - seconds, now=now)
             try:
-                found = await asyncio.to_thread(_read, entry, query)
-            except (UnusableDatabaseError, UnavailableError):
+                async with self._database(entry) as database:
+                    found = await database.read(query, is_long=True)
+            except UnavailableError:
                 return []
             end = now if entry.state is None else entry.run.ended_at or now
             name = entry.id if by is UsageGroup.JOB else entry.job
@@ -169,13 +142,6 @@ class RunServices:
 
         parts = await asyncio.gather(*map(used, self._entries.values()))
         return usage([each for part in parts for each in part], now - seconds, now, points, largest, by)
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Answer requests; on exit, close all databases."""
-        yield
-        for run in (*self._open.values(), *self._replaced):
-            await run.service.database.close()
 
     async def _read_list(self) -> None:
         try:
@@ -201,8 +167,9 @@ class RunServices:
         if known is not None and known.files == files:
             return known
         try:
-            summary = await asyncio.to_thread(_read, entry, partial(_summary, job_id=entry.job))
-        except (UnusableDatabaseError, UnavailableError, UnreadableJobError) as error:
+            async with self._database(entry) as database:
+                summary = await database.read(partial(_summary, job_id=entry.job), is_long=True)
+        except (UnavailableError, UnreadableJobError) as error:
             # It is tried again: what prevents it may end without a change of the files.
             return _Stored(files, None, str(error))
         except Exception as error:
@@ -211,20 +178,6 @@ class RunServices:
             return _Stored(files, None, f"{entry.database} can't be read ({type(error).__name__}: {error})")
         self._stored[entry.id] = _Stored(files, summary)
         return self._stored[entry.id]
-
-
-def _read(entry: RunEntry, query: Operation[T]) -> T:
-    """Return the result of a query on the database of a run."""
-    reader = SqliteReader(Path(entry.database))
-    try:
-        connection = reader.connect(writes=False)
-        try:
-            reader.begin(connection, writes=False)
-            return query(Transaction(reader, connection, JobCache()))
-        finally:
-            connection.close()
-    except reader.error as error:
-        raise UnavailableError(f"{entry.database} can't be read: {error}") from error
 
 
 def _summary(transaction: Transaction, job_id: str) -> JobSummary | None:
@@ -271,14 +224,6 @@ def _of_run(entry: RunEntry, stored: _Stored) -> JobSummary:
         seconds_left=None,
         run=run,
     )
-
-
-def _identity(database: str) -> tuple[object, ...]:
-    try:
-        status = Path(database).stat()
-    except OSError:
-        return ()
-    return status.st_dev, status.st_ino
 
 
 def _state_of_files(database: str) -> tuple[object, ...]:
