@@ -155,7 +155,7 @@ def test_reports_count_once_and_are_ordered_by_generation_and_step(
     expected = sorted(unique, key=lambda report: (report.generation, report.step))
     job = store.job(job_id)
     assert store.read(report_store.latest_report, job=job) == expected[-1]
-    latest = store.read(report_store.latest_rows, after="", last=job_id)[job_id]
+    latest = store.read(report_store.latest_rows, first="", last=job_id)[job_id]
     assert report_store.parse_report(job_id, latest) == expected[-1]
     history = store.read(report_store.history, job=job, points=points)
     assert total == history.total == len(expected)
@@ -314,9 +314,9 @@ def test_the_cost_of_a_query_does_not_grow_with_the_number_of_reports(sqlite_sto
 def test_the_cost_of_a_page_does_not_grow_with_the_number_of_jobs(sqlite_store: Store) -> None:
     queries: dict[str, Callable[[Transaction], object]] = {
         "list_jobs": partial(jobs.list_jobs, after="", limit=20),
-        "latest_rows": partial(report_store.latest_rows, after="", last="a.0019"),
-        "step_time_rows": partial(report_store.step_time_rows, after="", last="a.0019"),
-        "jobs_with_logs": partial(replicas.jobs_with_logs, after="", last="a.0019"),
+        "latest_rows": partial(report_store.latest_rows, first="", last="a.0019"),
+        "step_time_rows": partial(report_store.step_time_rows, first="", last="a.0019"),
+        "jobs_with_logs": partial(replicas.jobs_with_logs, first="", last="a.0019"),
     }
 
     def store_jobs(transaction: Transaction, first: int, last: int) -> None:
@@ -362,7 +362,7 @@ def test_the_rows_of_a_deleted_job_are_removed_in_pieces(
     key = store.job(job_id).key
     store.write(jobs.delete_job, job_id=job_id, now=1.0)
     assert job_id not in [job.id for job in store.read(jobs.list_jobs, after="", limit=1000).jobs]
-    assert job_id not in store.read(report_store.latest_rows, after="", last="z")
+    assert job_id not in store.read(report_store.latest_rows, first="", last="z")
     assert job_id not in [row[0] for row in store.read(report_store.latest_gauges)]
     again = store.post(job_id, [a_report(1)])
     assert again == (1, 0)

@@ -1,7 +1,7 @@
 """Jobs, which the controller declares and deletes, and their changes, for clients that follow them."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
@@ -33,7 +33,6 @@ from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import InvalidJobError
 from adascale_core.messages.job_spec import JobSpec, LocalBszLimit
 from adascale_core.messages.registration import Registration
-from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.views.jobs import GenerationsView, JobChanges, JobList, JobView, ReplicaView
 
 JOBS_TOGETHER = 25
@@ -204,13 +203,7 @@ class SizedView:
 def find_view(transaction: Transaction, job_id: str, service: Service, *, shows_logs: bool) -> SizedView:
     """Return the view of a job; errors as for `jobs.find_job`."""
     job = jobs.find_job(transaction, job_id)
-    return _view(
-        job,
-        service,
-        replicas.logs(transaction, job, with_texts=shows_logs),
-        reports.latest_report(transaction, job),
-        reports.step_times(transaction, job),
-    )
+    return _viewer(transaction, [job], service, shows_logs=shows_logs)(job)
 
 
 def list_views(
@@ -226,19 +219,10 @@ def list_views(
     room, done = PageRoom(), after
     for start in range(0, len(page.jobs), JOBS_TOGETHER):
         part = page.jobs[start : start + JOBS_TOGETHER]
-        last = part[-1].id
-        latest = reports.latest_rows(transaction, done, last)
-        step_times = reports.step_time_rows(transaction, done, last)
-        have_logs = replicas.jobs_with_logs(transaction, done, last)
+        view = _viewer(transaction, part, service, shows_logs=shows_logs)
         for job in part:
             try:
-                sized = _view(
-                    job,
-                    service,
-                    replicas.logs(transaction, job, with_texts=shows_logs) if job.key in have_logs else {},
-                    reports.parse_report(job.id, latest.get(job.id)),
-                    reports.parse_step_times(job.id, step_times.get(job.id, [])),
-                )
+                sized = view(job)
             except UnreadableJobError as error:
                 logger.error("%s", error)
             else:
@@ -249,38 +233,45 @@ def list_views(
     return views, page.next
 
 
-def _view(
-    job: StoredJob,
-    service: Service,
-    logs: Mapping[int, Log],
-    latest: GainReport | None,
-    step_times: list[StepTime],
-) -> SizedView:
-    state = job.rendezvous
-    ages = service.heartbeats.ages(job.id)
-    view = JobView(
-        id=job.id,
-        spec=job.spec,
-        version=job.version,
-        desired=state.desired,
-        active=state.active,
-        broken=state.broken,
-        complete=state.complete,
-        failures=state.failures,
-        disruptions=state.disruptions,
-        restarts_without_progress=state.restarts_without_progress,
-        replicas=[
-            _replica_view(registration, logs.get(rank), ages.get(rank))
-            for rank, registration in sorted(state.replicas.items())
-        ],
-        latest=latest,
-        step_times=step_times,
-        created_at=job.created_at,
-        local_bsz_limits=[LocalBszLimit(*each) for each in sorted(state.local_bsz_limits.items())],
-        local_bsz_limit=state.local_bsz_limit,
-    )
-    of_logs = sum(len(log.text) for log in logs.values())
-    return SizedView(view, len(job.rendezvous_text) + of_logs + _STEP_TIME_SIZE * len(step_times))
+def _viewer(
+    transaction: Transaction, found: Sequence[StoredJob], service: Service, *, shows_logs: bool
+) -> Callable[[StoredJob], SizedView]:
+    """Read what the views of jobs need, which are in the order of their ids, and return what makes a view."""
+    first, last = found[0].id, found[-1].id
+    latest = reports.latest_rows(transaction, first, last)
+    step_times = reports.step_time_rows(transaction, first, last)
+    have_logs = replicas.jobs_with_logs(transaction, first, last)
+
+    def view(job: StoredJob) -> SizedView:
+        state = job.rendezvous
+        ages = service.heartbeats.ages(job.id)
+        logs = replicas.logs(transaction, job, with_texts=shows_logs) if job.key in have_logs else {}
+        times = reports.parse_step_times(job.id, step_times.get(job.id, []))
+        view = JobView(
+            id=job.id,
+            spec=job.spec,
+            version=job.version,
+            desired=state.desired,
+            active=state.active,
+            broken=state.broken,
+            complete=state.complete,
+            failures=state.failures,
+            disruptions=state.disruptions,
+            restarts_without_progress=state.restarts_without_progress,
+            replicas=[
+                _replica_view(registration, logs.get(rank), ages.get(rank))
+                for rank, registration in sorted(state.replicas.items())
+            ],
+            latest=reports.parse_report(job.id, latest.get(job.id)),
+            step_times=times,
+            created_at=job.created_at,
+            local_bsz_limits=[LocalBszLimit(*each) for each in sorted(state.local_bsz_limits.items())],
+            local_bsz_limit=state.local_bsz_limit,
+        )
+        of_logs = sum(len(log.text) for log in logs.values())
+        return SizedView(view, len(job.rendezvous_text) + of_logs + _STEP_TIME_SIZE * len(times))
+
+    return view
 
 
 def _replica_view(registration: Registration, log: Log | None, age: float | None) -> ReplicaView:

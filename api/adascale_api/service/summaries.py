@@ -97,7 +97,7 @@ def _read_page(transaction: Transaction, after: str) -> tuple[dict[str, JobSumma
     page = jobs.list_jobs(transaction, after, PAGE_SIZE)
     if not page.jobs:
         return {}, page.next
-    latest = reports.latest_rows(transaction, after, page.jobs[-1].id)
+    latest = reports.latest_rows(transaction, page.jobs[0].id, page.jobs[-1].id)
     summaries = {}
     for job in page.jobs:
         try:

@@ -70,9 +70,9 @@ def logs(transaction: Transaction, job: StoredJob, *, with_texts: bool = True) -
     return {row[0]: Log(*row[1:]) for row in transaction.all(query, key=job.key)}
 
 
-def jobs_with_logs(transaction: Transaction, after: str, last: str) -> frozenset[int]:
-    """Return the keys of the jobs that have logs, of the ids from `after` to `last`."""
-    return frozenset(key for (key,) in transaction.all(_WITH_LOGS, after=after, last=last))
+def jobs_with_logs(transaction: Transaction, first: str, last: str) -> frozenset[int]:
+    """Return the keys of the jobs that have logs, of the ids from `first` to `last`."""
+    return frozenset(key for (key,) in transaction.all(_WITH_LOGS, first=first, last=last))
 
 
 def add_heartbeats(transaction: Transaction, received: Received) -> None:
@@ -95,7 +95,7 @@ def remove_ended_heartbeats(transaction: Transaction) -> None:
 _WITH_LOGS = Sql(
     """
     SELECT key FROM jobs
-    WHERE id > :after AND id <= :last AND EXISTS (SELECT 1 FROM logs WHERE job_key = jobs.key)
+    WHERE id BETWEEN :first AND :last AND EXISTS (SELECT 1 FROM logs WHERE job_key = jobs.key)
     """
 )
 _LOGS = Sql("SELECT replica, instance, log FROM logs WHERE job_key = :key")

@@ -122,15 +122,15 @@ def post(
 
 def latest_report(transaction: Transaction, job: StoredJob) -> GainReport | None:
     """Return the report of the highest generation and, in it, of the highest step."""
-    return parse_report(job.id, transaction.first(_LATEST, key=job.key))
+    return parse_report(job.id, latest_rows(transaction, job.id, job.id).get(job.id))
 
 
-def latest_rows(transaction: Transaction, after: str, last: str) -> dict[str, Row]:
-    """Return the latest reports of the jobs that have one, by job id, of the ids from `after` to `last`.
+def latest_rows(transaction: Transaction, first: str, last: str) -> dict[str, Row]:
+    """Return the latest reports of the jobs that have one, by job id, of the ids from `first` to `last`.
 
     They are for `parse_report`, so that a report that can't be read harms its own job only.
     """
-    return {row[0]: row[1:] for row in transaction.all(_PAGE_LATEST, after=after, last=last)}
+    return {row[0]: row[1:] for row in transaction.all(_LATEST, first=first, last=last)}
 
 
 def latest_gauges(transaction: Transaction) -> list[tuple[str, float, float, float, int, int]]:
@@ -164,13 +164,13 @@ def history(transaction: Transaction, job: StoredJob, points: int) -> History:
 
 def step_times(transaction: Transaction, job: StoredJob) -> list[StepTime]:
     """Return the step time of each batch plan, number of nodes and accelerator: the median of the latest."""
-    return parse_step_times(job.id, transaction.all(_STEP_TIMES, key=job.key))
+    return parse_step_times(job.id, step_time_rows(transaction, job.id, job.id).get(job.id, []))
 
 
-def step_time_rows(transaction: Transaction, after: str, last: str) -> dict[str, list[Row]]:
-    """Return the step times of the jobs from `after` to `last`, by job id, for `parse_step_times`."""
+def step_time_rows(transaction: Transaction, first: str, last: str) -> dict[str, list[Row]]:
+    """Return the step times of the jobs from `first` to `last`, by job id, for `parse_step_times`."""
     found: dict[str, list[Row]] = {}
-    for row in transaction.all(_PAGE_STEP_TIMES, after=after, last=last):
+    for row in transaction.all(_STEP_TIMES, first=first, last=last):
         found.setdefault(row[0], []).append(row[1:])
     return found
 
@@ -355,14 +355,6 @@ _UPSERT_MEASUREMENTS = Sql(
         kept = excluded.kept, reported_at = excluded.reported_at
     """
 )
-_LATEST = Sql(
-    f"""
-    SELECT {_OF_REPORT} FROM measurements JOIN reports
-        ON reports.job_key = measurements.job_key
-        AND reports.generation = measurements.generation AND reports.step = measurements.step
-    WHERE measurements.job_key = :key
-    """
-)
 _FROM_LATEST = """
     FROM jobs
     JOIN measurements ON measurements.job_key = jobs.key
@@ -376,7 +368,7 @@ _ALL_LATEST = Sql(
     ORDER BY jobs.id
     """
 )
-_PAGE_LATEST = Sql(f"SELECT jobs.id, {_OF_REPORT} {_FROM_LATEST} WHERE jobs.id > :after AND jobs.id <= :last")
+_LATEST = Sql(f"SELECT jobs.id, {_OF_REPORT} {_FROM_LATEST} WHERE jobs.id BETWEEN :first AND :last")
 _ALL = Sql(f"SELECT {_COLUMNS} FROM reports WHERE job_key = :key ORDER BY generation, step")
 _SPREAD = Sql(
     f"""
@@ -390,18 +382,10 @@ _SPREAD = Sql(
 )
 _STEP_TIMES = Sql(
     f"""
-    SELECT {_PLAN_COLUMNS}, seconds, sync_seconds, measurements.received - step_times.received
-    FROM step_times JOIN measurements ON measurements.job_key = step_times.job_key
-    WHERE step_times.job_key = :key ORDER BY {_PLAN_COLUMNS}
-    """
-)
-_PAGE_STEP_TIMES = Sql(
-    f"""
     SELECT jobs.id, {_PLAN_COLUMNS}, seconds, sync_seconds, measurements.received - step_times.received
     FROM jobs JOIN step_times ON step_times.job_key = jobs.key
     JOIN measurements ON measurements.job_key = jobs.key
-    WHERE jobs.id > :after AND jobs.id <= :last
-    ORDER BY jobs.id, {_PLAN_COLUMNS}
+    WHERE jobs.id BETWEEN :first AND :last ORDER BY jobs.id, {_PLAN_COLUMNS}
     """
 )
 _STEP_TIMES_OF_PLAN = Sql(
