@@ -16,7 +16,7 @@ from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.schedule.nodes import eligible_nodes
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_controller.operator.types.actions import Actions, NewPod
+from adascale_controller.operator.types.actions import Actions, NewPod, Schedule
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import PodSettings, Workload
@@ -263,7 +263,7 @@ def test_a_decision_holds_while_only_the_limit_of_another_type_changes() -> None
 
 def actions(present: ObservedJob, accelerator: Accelerator | None, replicas: int = 1) -> Actions:
     decision = Decision(replicas, "by the test", accelerator=accelerator)
-    return reconcile(present, assess(present), decision)
+    return reconcile(present, assess(present), Schedule(decision))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from adascale_controller.operator.observe.observed_job import CheckpointClaim, O
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
 from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
-from adascale_controller.operator.types.actions import Actions, FailedPlacement, Stop
+from adascale_controller.operator.types.actions import Actions, FailedPlacement, Schedule, Stop
 from adascale_controller.operator.types.conditions import ConditionType, JobCondition, Reason, condition_of
 from adascale_controller.operator.types.workload import PodSettings, Workload
 from adascale_core.decision.deadline import Feasibility
@@ -178,7 +178,8 @@ def actions_for(
 ) -> Actions:
     """Return the actions for a job, as a cycle computes them; `replicas` is the decision."""
     decision = None if replicas is None else Decision(replicas, "", feasibility=feasibility)
-    return reconcile(observed_job, assess(observed_job), decision, failed_placement, failing_count)
+    schedule = Schedule(decision, failed_placement, failing_count)
+    return reconcile(observed_job, assess(observed_job), schedule)
 
 
 def with_status(observed_job: ObservedJob, actions: Actions) -> ObservedJob:

@@ -95,7 +95,7 @@ def _rescheduled(
             yield Event("Resumed", f"Resumed on {plural(allocation.replicas, 'replica')}")
         else:
             change = f"{recorded.replicas} -> {allocation.replicas}"
-            yield Event("Rescaling", f"Rescaling {change}: {scheduled.reason}")
+            yield Event("Rescaling", f"Rescaling {change}: {scheduled.decision.reason}")
     elif has_new_bounds(observed):
         yield Event("SpecChanged", "Applying the changed spec")
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
-from adascale_controller.failing_counts import FailingCount
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile import template_rollout
@@ -17,9 +16,8 @@ from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhas
 from adascale_controller.operator.reconcile.status import ScheduledJob, is_urgent, own_fields, status_of
 from adascale_controller.operator.types.actions import (
     Actions,
-    CapacityRequest,
-    FailedPlacement,
     NewPod,
+    Schedule,
     Status,
     StatusChange,
     Stop,
@@ -42,28 +40,17 @@ END_TIMEOUT: Final = 10.0
 def reconcile(
     observed: ObservedJob,
     assessment: Assessment,
-    decision: Decision | None = None,
-    failed_placement: FailedPlacement | None = None,
-    failing_count: FailingCount | None = None,
-    capacity_request: CapacityRequest | None = None,
+    schedule: Schedule,
 ) -> Actions:
     """Return the actions for one job."""
     if belongs_to_predecessor(observed):
         return _deregister_predecessor(observed, assessment)
+    decision = schedule.decision
     assessment = _with_accelerator(observed, assessment, decision)
     allocation = _allocation(observed, assessment, decision)
     accelerator = decision.accelerator if decision is not None else None
-    scheduled = ScheduledJob(
-        assessment,
-        allocation,
-        reason=decision.reason if decision is not None else "",
-        changed=allocation != observed.resource.recorded_allocation,
-        failed_placement=failed_placement,
-        failing_count=failing_count,
-        accelerator=accelerator,
-        capacity_request=capacity_request,
-        feasibility=decision.feasibility if decision is not None else None,
-    )
+    is_changed = allocation != observed.resource.recorded_allocation
+    scheduled = ScheduledJob(assessment, allocation, schedule, is_changed)
     status = status_of(observed, scheduled)
     required = accelerator.type if accelerator is not None and accelerator.required else observed.accelerator
     stops = {each.uid: each for each in _stopped_pods(observed, scheduled, status)}
@@ -291,7 +278,7 @@ def _leaving(observed: ObservedJob, scheduled: ScheduledJob) -> Iterator[tuple[P
         count = max(_pod_count(observed, assessment, allocation), observed.required_pods)
         yield from ((pod, Stop.DELETE) for rank, pod in observed.live_pods.items() if rank >= count)
     if assessment.phase is JobPhase.RUNNABLE and not scheduled.changed:
-        for pod in template_rollout.next_pods(observed, scheduled.failed_placement):
+        for pod in template_rollout.next_pods(observed, scheduled.schedule.failed_placement):
             yield pod, Stop.DELETE
     for pods in _by_rank(observed).values():
         present = [pod for pod in pods if not pod.is_over]

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from adascale_controller.failing_counts import FailingCount
 from adascale_controller.formatting import capitalized, duration, percent, plural, progress_text
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import PodProblem
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase
-from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement, Status
+from adascale_controller.operator.types.actions import Schedule, Status
 from adascale_controller.operator.types.conditions import (
     ConditionType,
     JobCondition,
@@ -24,8 +23,7 @@ from adascale_controller.operator.types.conditions import (
 from adascale_controller.operator.types.kubernetes import seconds, timestamp
 from adascale_core import names
 from adascale_core.batch.plans import is_valid_replicas, require_valid_replicas
-from adascale_core.decision.deadline import Feasibility
-from adascale_core.decision.type_choice import Accelerator
+from adascale_core.decision.decide import Decision
 from adascale_core.messages.allocation import Allocation
 from adascale_core.views.job_summary import JobStateName
 
@@ -68,31 +66,32 @@ STATUS_FIELDS = REPORTED_FIELDS | {
 }
 
 
+NOT_SCHEDULED = Schedule()
+
+
 @dataclass(frozen=True)
 class ScheduledJob:
     """The allocation of a job and its reasons."""
 
     assessment: Assessment
     allocation: Allocation | None
-    reason: str = ""  # the reason that the decision gives
+    schedule: Schedule = NOT_SCHEDULED
     changed: bool = False  # whether the allocation differs from the recorded allocation
-    failed_placement: FailedPlacement | None = None  # a larger count that could not be placed
-    failing_count: FailingCount | None = None  # a larger count on which the program fails at once
-    # the type of accelerator that it gets. None if it is not known now.
-    accelerator: Accelerator | None = None
-    capacity_request: CapacityRequest | None = None  # the count, if it is requested although it does not fit
-    # whether it can meet its deadline. None if it has none, or if that is not known.
-    feasibility: Feasibility | None = None
 
     def start_problem(self, observed: ObservedJob, ranks: range, spares: int = 0) -> PodProblem | None:
         """Return why one of these ranks does not start, and what is done about it."""
-        problem, request = observed.start_problem(ranks, spares), self.capacity_request
+        problem, request = observed.start_problem(ranks, spares), self.schedule.capacity_request
         if problem is None and request is not None and any(rank not in observed.live_pods for rank in ranks):
             # The pods are not made yet, and may be placed at once.
             return PodProblem(request.reason, request.message)
         if problem is None or request is None or problem.reason is not Reason.UNSCHEDULABLE:
             return problem
         return replace(problem, reason=request.reason, message=f"{request.message}: {problem.message}")
+
+    @property
+    def decision(self) -> Decision:
+        """The decision; one without a reason if there is none."""
+        return self.schedule.decision or Decision(0, "")
 
     @property
     def phase(self) -> JobPhase:
@@ -145,8 +144,8 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
     if limit is not None:
         status["localBatchLimit"] = limit
     accelerator = current.get("accelerator")
-    if scheduled.accelerator is not None:
-        accelerator = scheduled.accelerator.type
+    if scheduled.decision.accelerator is not None:
+        accelerator = scheduled.decision.accelerator.type
     if accelerator is not None and status["desiredReplicas"]:
         status["accelerator"] = accelerator
     if observed.claim is not None:
@@ -205,7 +204,7 @@ def _counts(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         if observed.training_replicas and observed.training_replicas != trained:
             rescales += trained > 0
             trained = observed.training_replicas
-    failures, failing = scheduled.assessment.failures, scheduled.failing_count
+    failures, failing = scheduled.assessment.failures, scheduled.schedule.failing_count
     recorded_failing = {}
     if failing is not None:
         recorded_failing = {
@@ -303,7 +302,7 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
     if assessment.phase is not JobPhase.RUNNABLE:
         return condition(False, assessment.reason, assessment.message)
     if allocation is None or allocation.replicas == 0:
-        return condition(False, Reason.INSUFFICIENT_CAPACITY, scheduled.reason)
+        return condition(False, Reason.INSUFFICIENT_CAPACITY, scheduled.decision.reason)
     problem = scheduled.start_problem(observed, allocation.indices, allocation.spares)
     if problem is not None:
         return condition(False, problem.reason, problem.message)
@@ -329,7 +328,7 @@ def _describe_spares(observed: ObservedJob, allocation: Allocation | None) -> st
 
 def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) -> JobCondition:
     kind = ConditionType.RESCALING
-    allocation, failed = scheduled.allocation, scheduled.failed_placement
+    allocation, failed = scheduled.allocation, scheduled.schedule.failed_placement
     runnable = scheduled.phase is JobPhase.RUNNABLE
     if runnable and training and allocation is not None and allocation.replicas != training:
         change = f"{training} -> {allocation.replicas}"
@@ -341,12 +340,12 @@ def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) ->
         current = condition_of(observed.resource.status, kind)
         if not scheduled.changed and current is not None and current.message.startswith(f"{change}:"):
             return JobCondition(kind, True, Reason.PREPARING_REPLICAS, current.message)
-        message = f"{change}: {scheduled.reason or 'preparing replicas'}"
+        message = f"{change}: {scheduled.decision.reason or 'preparing replicas'}"
         return JobCondition(kind, True, Reason.PREPARING_REPLICAS, message)
     if runnable and observed.extra_pods_problem is not None:
         message = f"No extra pods are made: {observed.extra_pods_problem}"
         return JobCondition(kind, False, Reason.EXTRA_PODS_REJECTED, message)
-    failing = scheduled.failing_count
+    failing = scheduled.schedule.failing_count
     if failing is not None and not scheduled.assessment.ended:
         message = f"T{str(failing)[1:]}; it gets {plural(failing.limit, 'replica')} at most"
         return JobCondition(kind, False, Reason.PROGRAM_FAILED, message)
@@ -372,7 +371,7 @@ def _deadline_feasible(observed: ObservedJob, scheduled: ScheduledJob) -> JobCon
         return JobCondition(kind, False, Reason.DEADLINE_MISSED, f"Not complete within {target}")
     if observed.now >= due and not observed.program_finished:
         return JobCondition(kind, False, Reason.DEADLINE_MISSED, f"Not complete within {target}; it goes on")
-    found = scheduled.feasibility
+    found = scheduled.decision.feasibility
     if found is None:
         before = condition_of(observed.resource.status, kind)
         # A prediction for another target, or before the job was stopped, does not hold.

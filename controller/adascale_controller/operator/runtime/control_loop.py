@@ -556,13 +556,10 @@ class OperatorLoop:
     def _reconcile(self, tracked: _TrackedJob) -> Actions | None:
         """Return the actions for a job. None if there are none before its first decision."""
         job, assessment = tracked.observed, tracked.assessment
-        decision = self._scheduler.decision(job.resource.id)
-        if decision is None and assessment.phase is JobPhase.RUNNABLE:
+        schedule = self._scheduler.schedule(job)
+        if schedule.decision is None and assessment.phase is JobPhase.RUNNABLE:
             return reconcile_undecided(job, assessment)
-        failed_placement = self._scheduler.failed_placement(job)
-        failing_count = self._scheduler.failing_count(job)
-        request = self._scheduler.capacity_request(job)
-        return reconcile(job, assessment, decision, failed_placement, failing_count, request)
+        return reconcile(job, assessment, schedule)
 
     async def _store_decisions(self) -> None:
         """Store the explained decisions with the metrics service, or else explain them again later.

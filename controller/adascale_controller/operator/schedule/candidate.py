@@ -244,13 +244,13 @@ class Resources:
 
     def capacity(
         self,
-        candidates: Mapping[str, Candidate],
+        candidates: Iterable[Candidate],
         demands: Mapping[str, Demand],
         known: Sequence[DecisionProblem] = (),
     ) -> Capacity:
         """Return what the replicas of jobs have to fit into."""
         if self.free is None:
-            return ReplicaCapacity(sum(each.state.max_replicas for each in candidates.values()))
+            return ReplicaCapacity(sum(each.state.max_replicas for each in candidates))
         bounds = (problem.bound for problem in known)
         before = next((bound for bound in bounds if isinstance(bound, NodeCapacity)), None)
         return NodeCapacity(self.free, demands, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from types import MappingProxyType
 
@@ -31,8 +32,8 @@ from adascale_controller.operator.schedule.placement_backoff import (
     TRIAL,
     RequestKind,
 )
-from adascale_controller.operator.schedule.standing_decisions import StandingDecisions, still_applies
-from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement
+from adascale_controller.operator.schedule.standing_decisions import holding, requested, still_applies
+from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement, Schedule
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.explanation import explain
@@ -84,6 +85,21 @@ class DecisionResult:
     choice: TypeChoice | None = None  # of the types of accelerators. None if nodes are not known.
 
 
+@dataclass
+class _Job:
+    """A job that may run."""
+
+    candidate: Candidate
+    memory: JobMemory
+    requested: int | None = None  # the count that is being requested since the job was observed
+    standing: Decision | None = None  # the last decision about it, as it was made
+    present_type: str | None = None  # the type on which its replicas were when that was made
+    is_postponed: bool = False  # whether it may request more than fits once fewer others do
+    granted_after: float = inf  # when its request has succeeded, on the monotonic clock
+    # since when it waits for replicas of jobs of lower priority to leave, in seconds since 1970
+    held_since: float | None = None
+
+
 class Scheduler:
     """Chooses the replica counts of all jobs that may run.
 
@@ -106,15 +122,10 @@ class Scheduler:
         self._templates = TemplateMeasurements()
         self._node_selection = NodeSelection()
         self._explanations = ExplanationSchedule()
-        self._candidates: dict[str, Candidate] = {}
-        self._present_types: dict[str, str | None] = {}
-        """Job id -> the type on which its replicas were when the decision that holds was made."""
-        self._requested: dict[str, int] = {}
-        """Job id -> the replica count that is being requested since the job was observed."""
+        self._jobs: dict[str, _Job] = {}
         self._resources = Resources(None, ())
         self._spares: dict[str, SparePods] = {}
         """Job id -> its spares that are on nodes."""
-        self._standing = StandingDecisions()
         self._result: DecisionResult | None = None
         self._adopted_at = -inf
         self._share_used_until = -inf
@@ -125,12 +136,6 @@ class Scheduler:
         self._explain_at = -inf
         """When more jobs may be explained, on the monotonic clock."""
         self._not_stored: set[str] = set()
-        self._postponed: set[str] = set()
-        """The jobs that may request more than fits once fewer others do."""
-        self._granted_after: dict[str, float] = {}
-        """The jobs whose requests have succeeded -> when, on the monotonic clock."""
-        self._held_since: dict[str, float] = {}
-        """The jobs that grow once replicas of jobs of lower priority have left, and since when they wait."""
         self._jobs_changed = self._resources_changed = self._measurements_changed = False
 
     # -- what has changed -----------------------------------------------------------------------------------
@@ -138,8 +143,8 @@ class Scheduler:
     def retain(self, uids: Collection[str]) -> None:
         """Drop the memory of all AdaScaleJobs with other uids."""
         self._memories = {uid: memory for uid, memory in self._memories.items() if uid in uids}
-        for job_id, candidate in list(self._candidates.items()):
-            if candidate.observed.resource.uid not in uids:
+        for job_id, job in list(self._jobs.items()):
+            if job.candidate.observed.resource.uid not in uids:
                 self.remove(job_id)
 
     def set_resources(self, nodes: Sequence[ApiObject] | None, pods: Sequence[ApiObject]) -> None:
@@ -149,25 +154,32 @@ class Scheduler:
         selects_others = self._node_selection.update(nodes or ())
         if selects_others:
             self._accelerator_types = AcceleratorTypes(self._accelerator_label, nodes or ())
-        for candidate in list(self._candidates.values()):
-            job, memory = candidate.observed, self._memories[candidate.observed.resource.uid]
-            if selects_others or job.missing_spares or memory.backoff.failed_placement(job.now) is not None:
-                self._replace(candidate, self._candidate(job, *self._demands(job)))
+        for job in self._jobs.values():
+            observed = job.candidate.observed
+            failed = job.memory.backoff.failed_placement(observed.now)
+            if selects_others or observed.missing_spares or failed is not None:
+                demands = self._demands(job.memory, observed)
+                self._replace(job, self._candidate(job.memory, observed, job.requested, *demands))
 
     def update(self, job: ObservedJob) -> None:
         """Use this state of a job that may run from now on."""
-        job_id, before = job.resource.id, self._candidates.get(job.resource.id)
-        self._requested.pop(job_id, None)
-        if before is not None and before.observed.resource.uid != job.resource.uid:
+        job_id, uid, known = job.resource.id, job.resource.uid, self._jobs.get(job.resource.id)
+        if known is not None and known.candidate.observed.resource.uid != uid:
             # Another AdaScaleJob of this name.
             self.remove(job_id)
-            before = None
-        memory = self._memories.setdefault(job.resource.uid, JobMemory())
+            known = None
+        memory = self._memories.setdefault(uid, JobMemory())
         memory.observe_spec(job, self._templates)
         self._update_spares(job)
-        demand, types = self._demands(job)
+        demand, types = self._demands(memory, job)
         memory.observe(job, types, lambda: self._fitting(job_id, demand, types))
-        self._replace(before, self._candidate(job, demand, types))
+        candidate = self._candidate(memory, job, None, demand, types)
+        if known is None:
+            self._jobs[job_id] = _Job(candidate, memory)
+            self._jobs_changed = True
+        else:
+            known.requested = None
+            self._replace(known, candidate)
 
     def _update_spares(self, job: ObservedJob) -> None:
         """Count the spares of a job that are on nodes as taken."""
@@ -181,15 +193,10 @@ class Scheduler:
             self._resources = self._resources.with_spares(tuple(self._spares.values()))
             self._resources_changed = True
 
-    def _replace(self, before: Candidate | None, candidate: Candidate) -> None:
+    def _replace(self, job: _Job, candidate: Candidate) -> None:
         """Use another state of a job, and record whether that makes a decision due."""
-        job_id = candidate.state.id
-        self._candidates[job_id] = candidate
-        if before is None:
-            self._jobs_changed = True
-            return
-        decision = self._standing.get(job_id)
-        kept = decision or Decision(before.state.replicas, "")
+        before, job.candidate = job.candidate, candidate
+        kept = job.standing or Decision(before.state.replicas, "")
         decided_type = kept.accelerator.type if kept.accelerator is not None else None
         if (
             not still_applies(candidate.decided_state(kept), before.decided_state(kept), kept)
@@ -207,22 +214,21 @@ class Scheduler:
 
         Otherwise a decision that is made meanwhile would be about a count that the job no longer has.
         """
-        candidate = self._candidates.get(job_id)
-        if candidate is not None:
-            self._requested[job_id] = replicas
-            self._candidates[job_id] = self._candidate(candidate.observed, candidate.demand, candidate.types)
+        job = self._jobs.get(job_id)
+        if job is not None:
+            job.requested = replicas
+            self._renew(job)
+
+    def _renew(self, job: _Job) -> None:
+        """Compute the state of a job again, with what was observed before."""
+        known = job.candidate
+        job.candidate = self._candidate(job.memory, known.observed, job.requested, known.demand, known.types)
 
     def remove(self, job_id: str) -> None:
         """Drop a job that may not run, or is gone."""
-        self._requested.pop(job_id, None)
-        self._postponed.discard(job_id)
-        self._held_since.pop(job_id, None)
-        self._granted_after.pop(job_id, None)
         if self._spares.pop(job_id, None) is not None:
             self._resources = self._resources.with_spares(tuple(self._spares.values()))
-        if self._candidates.pop(job_id, None) is not None:
-            self._standing.discard(job_id)
-            self._present_types.pop(job_id, None)
+        if self._jobs.pop(job_id, None) is not None:
             self._jobs_changed = True
 
     def explain_again(self, job_id: str) -> None:
@@ -239,7 +245,7 @@ class Scheduler:
     def due_at(self, now: float) -> float:
         """Return when to decide, in seconds since 1970; infinite until something changes."""
         if self._result is None:
-            return now if self._candidates else inf
+            return now if self._jobs else inf
         if self._jobs_changed or self._resources_changed:
             due = max(self._adopted_at, self._share_used_until - BURST / MAX_CHANGE_SHARE)
         elif self._measurements_changed or time.monotonic() >= self._result.next_change:
@@ -255,16 +261,13 @@ class Scheduler:
 
     def decision_input(self) -> DecisionInput:
         """Return what a decision is about now."""
-        for job_id, candidate in list(self._candidates.items()):
-            memory = self._memories[candidate.observed.resource.uid]
-            if candidate.template != memory.measurements.template.reported:
-                self._candidates[job_id] = self._candidate(
-                    candidate.observed, candidate.demand, candidate.types
-                )
+        for job in self._jobs.values():
+            if job.candidate.template != job.memory.measurements.template.reported:
+                self._renew(job)
                 self._measurements_changed = True
         same_jobs = not (self._jobs_changed or self._measurements_changed)
         self._jobs_changed = self._resources_changed = self._measurements_changed = False
-        return DecisionInput(dict(self._candidates), self._resources, self._result, same_jobs)
+        return DecisionInput(self._candidates, self._resources, self._result, same_jobs)
 
     def solve(self, given: DecisionInput) -> DecisionResult:
         """Return the replica count of each job. To be called in a thread, one at a time."""
@@ -286,7 +289,7 @@ class Scheduler:
         types = choice.types if choice is not None else {}
         demands = {job_id: each.demand_on(types.get(job_id)) for job_id, each in candidates.items()}
         states = [each.state_on(types.get(job_id)) for job_id, each in candidates.items()]
-        capacity = resources.capacity(candidates, demands, before.problems if before else ())
+        capacity = resources.capacity(candidates.values(), demands, before.problems if before else ())
         problems = DecisionProblem.independent(
             states, capacity, before.problems if before else (), choice, fairness=self._fairness
         )
@@ -312,24 +315,24 @@ class Scheduler:
     def adopt(self, result: DecisionResult, now: float) -> set[str]:
         """Use a decision, except about jobs that have changed since, and return the jobs to look at again."""
         decisions, known = result.decisions, result.input.candidates
-        decided_on = {job_id: known[job_id].decided_state(each) for job_id, each in decisions.items()}
-        present = {
-            job_id: self._candidates[job_id].decided_state(each)
-            for job_id, each in decisions.items()
-            if job_id in self._candidates
-        }
-        stale = {
+        outdated = {
             job_id
-            for job_id, decision in decisions.items()
-            if job_id in present and not still_applies(present[job_id], decided_on[job_id], decision)
+            for job_id, job in self._jobs.items()
+            if (each := decisions.get(job_id)) is not None
+            and not still_applies(job.candidate.decided_state(each), known[job_id].decided_state(each), each)
         }
-        changed, outdated = self._standing.adopt(
-            decisions, decided_on, present, may_grow=self._still_fits(result, stale)
-        )
+        may_grow, changed = self._still_fits(result, outdated), set()
         without_decision = self._without_decision()
-        for job_id, each in known.items():
-            if job_id in self._candidates and job_id not in outdated:
-                self._present_types[job_id] = each.types.present
+        for job_id, job in self._jobs.items():
+            decision = decisions.get(job_id)
+            if decision is None or job_id in outdated:
+                continue
+            if not may_grow and decision.replicas > job.candidate.decided_state(decision).replicas:
+                outdated.add(job_id)
+                continue
+            if job.standing is None or requested(job.standing) != requested(decision):
+                changed.add(job_id)
+            job.standing, job.present_type = decision, known[job_id].types.present
         still_without = self._without_decision()
         if outdated or still_without:
             self._jobs_changed = True
@@ -340,7 +343,7 @@ class Scheduler:
         self._share_used_until = max(earlier, now - result.cost) + result.cost / MAX_CHANGE_SHARE
         self._outdated = outdated
         self._is_explained = False
-        requesting = {*result.growth, *result.preempting} & self._candidates.keys()
+        requesting = {*result.growth, *result.preempting} & self._jobs.keys()
         return changed | requesting | (without_decision - still_without)
 
     def explain(self) -> Sequence[DecisionView]:
@@ -393,45 +396,53 @@ class Scheduler:
         """Explain nothing more of the last decision."""
         self._is_explained = True
 
+    def schedule(self, job: ObservedJob) -> Schedule:
+        """Return what is scheduled for a job."""
+        memory, decision = self._memories.get(job.resource.uid), self.decision(job.resource.id)
+        request = memory.requests.active if memory is not None else None
+        return Schedule(decision, self.failed_placement(job), self.failing_count(job), request)
+
     def decision(self, job_id: str) -> Decision | None:
         """Return what holds for a job. None if it may not run, or waits for its first decision."""
-        candidate = self._candidates.get(job_id)
-        if candidate is None:
+        job = self._jobs.get(job_id)
+        if job is None:
             return None
-        last = self._standing.get(job_id)
-        decision = self._standing.decision(candidate.decided_state(last))
+        candidate = job.candidate
+        decision = holding(job.standing, candidate.decided_state(job.standing))
         if decision is None:
             return None
-        if decision is not last and candidate.limit_reason is not None:
+        if decision is not job.standing and candidate.limit_reason is not None:
             decision = replace(decision, reason=candidate.limit_reason)
-        if self._is_about_another_type(candidate):
+        if _is_about_another_type(job):
             replicas = candidate.state.replicas
             return Decision(replicas, "unchanged") if replicas else None
         decided_type = candidate.decided_type(decision)
         if decided_type is not None:
             # The type is what was decided. Whether its pods have to require it depends on where they are now.
             decision = replace(decision, accelerator=candidate.types.by_type[decided_type].accelerator)
-        request = self._request(candidate, decision)
+        request = self._request(job, decision)
         if request is not None:
             return replace(decision, replicas=request.count, reason=request.message, waiting=False)
         if decision.waiting:
-            return replace(decision, reason=self._waiting_reason(candidate, decision.reason))
-        return self._after_leaving(candidate, decision)
+            return replace(decision, reason=self._waiting_reason(job, decision.reason))
+        return self._after_leaving(job, decision)
 
     # -- jobs of lower priority -----------------------------------------------------------------------------
 
-    def _after_leaving(self, candidate: Candidate, decision: Decision) -> Decision:
+    def _after_leaving(self, job: _Job, decision: Decision) -> Decision:
         """Return a decision, without growth while replicas of jobs of lower priority leave for it.
 
         The Kubernetes scheduler would preempt pods of these jobs for a pending pod, and others than those
         that leave.
         """
-        job, state = candidate.observed, candidate.state
-        leaving = self._leaving_for(candidate) if decision.replicas > state.replicas else None
+        now, state = job.candidate.observed.now, job.candidate.state
+        leaving = self._leaving_for(job.candidate) if decision.replicas > state.replicas else None
         if leaving is None:
-            self._held_since.pop(state.id, None)
+            job.held_since = None
             return decision
-        if job.now > self._held_since.setdefault(state.id, job.now) + MAX_HOLD:
+        if job.held_since is None:
+            job.held_since = now
+        if now > job.held_since + MAX_HOLD:
             return decision
         reason = (
             f"Waiting for replicas of {leaving}, which has a lower priority, to save their state and leave"
@@ -443,78 +454,67 @@ class Scheduler:
         nodes, priority = candidate.demand.nodes, candidate.growth_priority
         if priority == min(each.growth_priority for each in self._candidates.values()):
             return None
-        for other in self._candidates.values():
-            if other is candidate or other.growth_priority >= priority:
+        for other in self._jobs.values():
+            if other.candidate is candidate or other.candidate.growth_priority >= priority:
                 continue
-            standing = self._standing.get(other.state.id)
-            kept = standing.replicas if standing is not None else other.state.replicas
-            end = kept + other.observed.spares
-            for pod in other.observed.pods:
-                if pod.rank >= end and not pod.has_ended and (nodes is None or pod.node in nodes):
-                    return other.state.id
+            observed = other.candidate.observed
+            kept = other.standing.replicas if other.standing is not None else other.candidate.state.replicas
+            for pod in observed.pods:
+                may_leave = pod.rank >= kept + observed.spares and not pod.has_ended
+                if may_leave and (nodes is None or pod.node in nodes):
+                    return observed.resource.id
         return None
 
     # -- requests beyond the capacity -----------------------------------------------------------------------
 
-    def capacity_request(self, job: ObservedJob) -> CapacityRequest | None:
-        """Return the count of a job that is requested although it does not fit. None if none is."""
-        memory = self._memories.get(job.resource.uid)
-        return memory.requests.active if memory is not None else None
-
-    def _request(self, candidate: Candidate, decision: Decision) -> CapacityRequest | None:
+    def _request(self, job: _Job, decision: Decision) -> CapacityRequest | None:
         """Return the count that a job requests although it does not fit, which may be a new request."""
-        job, state = candidate.observed, candidate.state
-        requests = self._memories[job.resource.uid].requests
-        self._postponed.discard(state.id)
+        candidate, requests, now = job.candidate, job.memory.requests, job.candidate.observed.now
+        job.is_postponed = False
         active = requests.active
         if active is not None:
-            is_allowed = state.limit is None or active.count <= max(state.limit, candidate.smallest or 0)
-            if requests.granted and state.id not in self._granted_after:
+            limit = candidate.state.limit
+            is_allowed = limit is None or active.count <= max(limit, candidate.smallest or 0)
+            if requests.granted and job.granted_after == inf:
                 # The decisions so far do not count its replicas.
-                self._granted_after[state.id] = time.monotonic()
+                job.granted_after = time.monotonic()
                 self._jobs_changed = True
-            is_counted = self._decided_at > self._granted_after.get(state.id, inf)
+            is_counted = self._result is not None and self._result.decided_at > job.granted_after
             if decision.replicas == active.fitting and is_allowed and not is_counted:
                 return active
             # It fits, or is not wanted any more.
             requests.cancel()
-            self._granted_after.pop(state.id, None)
+            job.granted_after = inf
             return None
-        found = self._due_request(candidate, decision)
-        if found is None or not requests.may_begin(job.now):
+        found = self._due_request(job, decision)
+        if found is None or not requests.may_begin(now):
             return None
-        if (
-            sum(memory.requests.active is not None for memory in self._memories.values())
-            >= MAX_REQUESTING_JOBS
-        ):
-            self._postponed.add(state.id)
-            return None
-        requests.begin(*found, decision.replicas, job.now)
+        requesting = sum(memory.requests.active is not None for memory in self._memories.values())
+        job.is_postponed = requesting >= MAX_REQUESTING_JOBS
+        if not job.is_postponed:
+            requests.begin(*found, decision.replicas, now)
         return requests.active
 
-    @property
-    def _decided_at(self) -> float:
-        return self._result.decided_at if self._result is not None else -inf
-
-    def _due_request(self, candidate: Candidate, decision: Decision) -> tuple[RequestKind, int] | None:
+    def _due_request(self, job: _Job, decision: Decision) -> tuple[RequestKind, int] | None:
         """Return why to request which count of a job that does not fit. None if there is no reason to."""
-        job, job_id = candidate.observed, candidate.state.id
-        result, smallest = self._result, candidate.smallest
+        candidate, observed = job.candidate, job.candidate.observed
+        result, smallest, job_id = self._result, candidate.smallest, candidate.state.id
         if result is None or smallest is None:
             return None
         if not decision.waiting:
             count = result.growth.get(job_id)
-            is_settled = decision.replicas == candidate.state.replicas == job.training_replicas
+            is_settled = decision.replicas == candidate.state.replicas == observed.training_replicas
             may_grow = (
-                is_settled and self.failed_placement(job) is None and self._may_request_nodes(candidate)
+                is_settled and self.failed_placement(observed) is None and self._may_request_nodes(candidate)
             )
             return (NODES, count) if count is not None and count > decision.replicas and may_grow else None
         if job_id in result.preempting:
             return PREEMPTION, smallest
         if self._may_request_nodes(candidate):
             return NODES, smallest
-        request = self._memories[job.resource.uid].request
-        if job.admission.problem and self._node_selection.is_kept_from_nodes(job.pod_spec, request):
+        if observed.admission.problem and self._node_selection.is_kept_from_nodes(
+            observed.pod_spec, job.memory.request
+        ):
             return TRIAL, smallest
         return None
 
@@ -523,36 +523,23 @@ class Scheduler:
         of_job = candidate.observed.resource.valid_job.request_nodes
         return self._request_nodes if of_job is None else of_job
 
-    def _waiting_reason(self, candidate: Candidate, reason: str) -> str:
+    def _waiting_reason(self, job: _Job, reason: str) -> str:
         """Return the reason of a decision that a job waits for capacity, with what keeps it from nodes."""
-        observed = candidate.observed
-        request = self._memories[observed.resource.uid].request
-        obstacles = self._node_selection.obstacles(observed.pod_spec, request)
+        observed = job.candidate.observed
+        obstacles = self._node_selection.obstacles(observed.pod_spec, job.memory.request)
         problem = observed.admission.problem
-        refusal = self._memories[observed.resource.uid].requests.describe_refusal(observed.now)
+        refusal = job.memory.requests.describe_refusal(observed.now)
         unknown = f"What admission makes of the pods is not known ({problem})" if problem else ""
         return ". ".join(filter(None, (reason, obstacles, unknown, refusal)))
 
-    def _is_about_another_type(self, candidate: Candidate) -> bool:
-        """Whether a job has left the type of accelerator on which it was when it was decided about.
-
-        A job without replicas may get any type, so both decisions would hold in turn.
-        """
-        job_id = candidate.state.id
-        decision = self._standing.get(job_id)
-        if decision is None or decision.accelerator is None or decision.accelerator.type is None:
-            return False
-        before = self._present_types.get(job_id)
-        return candidate.types.present not in (before, decision.accelerator.type)
-
     def _without_decision(self) -> set[str]:
         """Return the jobs of which the last decision no longer holds."""
-        return {each.state.id for each in self._candidates.values() if self._is_about_another_type(each)}
+        return {job_id for job_id, job in self._jobs.items() if _is_about_another_type(job)}
 
     @property
     def waiting(self) -> int:
         """The number of jobs that may run and have no replicas by the last decision."""
-        decisions = map(self._standing.get, self._candidates)
+        decisions = (job.standing for job in self._jobs.values())
         return sum(decision is not None and decision.replicas == 0 for decision in decisions)
 
     def _still_fits(self, result: DecisionResult, stale: Collection[str]) -> bool:
@@ -561,17 +548,16 @@ class Scheduler:
         if not stale and (before is present or before.free == present.free):
             return True
         demands, counts = {}, {}
-        for job_id, candidate in self._candidates.items():
+        for job_id, job in self._jobs.items():
             decision = result.decisions.get(job_id) if job_id not in stale else None
-            demands[job_id] = candidate.demand_on(candidate.decided_type(decision))
+            demands[job_id] = job.candidate.demand_on(job.candidate.decided_type(decision))
             if decision is not None:
                 replicas = decision.replicas
             else:
-                standing = self._standing.get(job_id)
-                replicas = max(candidate.state.replicas, standing.replicas if standing is not None else 0)
+                replicas = max(job.candidate.state.replicas, job.standing.replicas if job.standing else 0)
             if replicas:
                 counts[job_id] = replicas
-        return present.capacity(self._candidates, demands, result.problems).fits(counts)
+        return present.capacity(self._candidates.values(), demands, result.problems).fits(counts)
 
     # -- one job --------------------------------------------------------------------------------------------
 
@@ -592,14 +578,19 @@ class Scheduler:
         memory = self._memories.get(job.resource.uid)
         if memory is None:
             return inf
-        postponed = job.now + POSTPONED_INTERVAL if job.resource.id in self._postponed else inf
-        held = job.now + HOLD_INTERVAL if job.resource.id in self._held_since else inf
+        known = self._jobs.get(job.resource.id)
+        postponed = job.now + POSTPONED_INTERVAL if known is not None and known.is_postponed else inf
+        held = job.now + HOLD_INTERVAL if known is not None and known.held_since is not None else inf
         return min(memory.backoff.next_due(job.now), memory.requests.next_due(job.now), postponed, held)
 
-    def _demands(self, observed: ObservedJob) -> tuple[Demand, TypedDemands]:
+    @property
+    def _candidates(self) -> dict[str, Candidate]:
+        return {job_id: job.candidate for job_id, job in self._jobs.items()}
+
+    def _demands(self, memory: JobMemory, observed: ObservedJob) -> tuple[Demand, TypedDemands]:
         """Return the requests of a job to nodes of any type of accelerator, and to nodes of each type."""
         demand = Demand(
-            request=self._memories[observed.resource.uid].request,
+            request=memory.request,
             nodes=self._node_selection.eligible(observed.placement_spec),
             placed=observed.replica_pods[0],
             one_node=observed.single_node,
@@ -608,20 +599,33 @@ class Scheduler:
             return demand, TypedDemands()
         return demand, self._accelerator_types.demands(observed, demand)
 
-    def _candidate(self, observed: ObservedJob, demand: Demand, types: TypedDemands) -> Candidate:
+    def _candidate(
+        self,
+        memory: JobMemory,
+        observed: ObservedJob,
+        requested: int | None,
+        demand: Demand,
+        types: TypedDemands,
+    ) -> Candidate:
         """Return a job as the decision sees it."""
-        job_id, memory = observed.resource.id, self._memories[observed.resource.uid]
-        return make_candidate(
-            observed,
-            memory,
-            demand,
-            types,
-            lambda: self._fitting(job_id, demand, types),
-            self._requested.get(job_id),
-        )
+        job_id = observed.resource.id
+        fitting = partial(self._fitting, job_id, demand, types)
+        return make_candidate(observed, memory, demand, types, fitting, requested)
 
     def _fitting(self, job_id: str, demand: Demand, types: TypedDemands) -> int:
         """Return how many replicas of a job seem to fit."""
         present = demand if types.present is None else types.by_type[types.present].demand
         problems = self._result.problems if self._result is not None else ()
-        return self._resources.capacity(self._candidates, {job_id: present}, problems).max_replicas(job_id)
+        capacity = self._resources.capacity(self._candidates.values(), {job_id: present}, problems)
+        return capacity.max_replicas(job_id)
+
+
+def _is_about_another_type(job: _Job) -> bool:
+    """Whether a job has left the type of accelerator on which it was when it was decided about.
+
+    A job without replicas may get any type, so both decisions would hold in turn.
+    """
+    accelerator = job.standing.accelerator if job.standing is not None else None
+    if accelerator is None or accelerator.type is None:
+        return False
+    return job.candidate.types.present not in (job.present_type, accelerator.type)

@@ -8,7 +8,9 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import Any
 
+from adascale_controller.failing_counts import FailingCount
 from adascale_controller.operator.types.conditions import Reason
+from adascale_core.decision.decide import Decision
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 
@@ -38,6 +40,16 @@ class CapacityRequest:
     # of the condition while its pods are not placed
     reason: Reason
     message: str
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is scheduled for a job."""
+
+    decision: Decision | None = None  # None if it may not run, or waits for its first decision
+    failed_placement: FailedPlacement | None = None  # a larger count that could not be placed
+    failing_count: FailingCount | None = None  # a larger count on which the program fails at once
+    capacity_request: CapacityRequest | None = None  # the count, if it is requested although it does not fit
 
 
 @dataclass(frozen=True)
