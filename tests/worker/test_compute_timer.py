@@ -7,9 +7,9 @@ import torch
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.performance.slow_replica import WINDOW
-from adascale_worker.gradients.step_failure import StepFailure
-from adascale_worker.gradients.trained_models import ComputeTimer, TrainedModels
+from adascale_worker.gradients.step_times import ComputeTimer, StepTimes
 from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.device_clock import HostClock
 from adascale_worker.process.environment import RankAssignment
 
 PLACE = (1, BatchPlan(2, 8, 1))
@@ -82,15 +82,13 @@ def test_times_of_other_replicas_or_of_another_batch_do_not_count() -> None:
 
 
 def test_the_exchange_of_gradients_is_timed_and_returned_once() -> None:
-    device = torch.device("cpu")
-    group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), device)
-    failure = StepFailure(group)
-    models = TrainedModels([], device, group, failure, lambda: 1, lambda: None, is_sharded=False)
+    group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), torch.device("cpu"))
+    times = StepTimes(group, HostClock())
     for _ in range(2):
-        with models.measured_exchange():
-            assert models.sync_time() is None, "of a step that is complete"
-    models.begin_step()
-    seconds = models.sync_time()
+        with times.measured_exchange():
+            assert times.sync_time() is None, "of a step that is complete"
+    times.begin_step()
+    seconds = times.sync_time()
     assert seconds is not None
     assert 0.0 <= seconds < 60.0
-    assert models.sync_time() is None
+    assert times.sync_time() is None

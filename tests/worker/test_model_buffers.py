@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from adascale_worker.loop.held_state import ModelBuffers
+from adascale_worker.gradients.trained_models import ModelBuffers
 
 
 class Network(nn.Module):

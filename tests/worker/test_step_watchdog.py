@@ -12,6 +12,9 @@ import torch
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.loop.step_watchdog import Stall, StepWatchdog
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.environment import RankAssignment
+from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.reporting.progress import StepTimer
 from support.launch import PROGRAMS, run_program
 
@@ -52,12 +55,15 @@ class Observed:
     def __init__(self, *, inside_epoch: bool = True, replicas: int = 1) -> None:
         self.timer = StepTimer()
         self.reports: list[Stall | None] = []
-        self.inside_epoch = inside_epoch
+        self.loop = ProgramLoop()
+        if inside_epoch:
+            self.loop.begin(0)
+            self.loop.deliver()
+        group = ReplicaGroup(RankAssignment(0, replicas, 0, None, None), torch.device("cpu"))
         self.watchdog = StepWatchdog(
             self.timer,
-            lambda: self.inside_epoch,
-            lambda: "rank 0",
-            lambda: replicas,
+            self.loop,
+            group,
             None,
             report=self.reports.append,
         )

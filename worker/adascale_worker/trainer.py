@@ -35,6 +35,7 @@ from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.gradients.loss_scaling import scaler_of
 from adascale_worker.loop.checks import check_optimizer_parameters, check_synchronized_norms
 from adascale_worker.loop.evaluation import Evaluation
+from adascale_worker.loop.exchange import average
 from adascale_worker.loop.replica import make_replica
 from adascale_worker.loop.training import ProgramOptions, Training
 from adascale_worker.loop.training_loop import DataLoop
@@ -388,7 +389,7 @@ class ElasticTrainer:
         value = value.detach()
         value = value if value.is_floating_point() else value.float()
         mean = value.clone()
-        return mean if self._require_training().collectives.average(mean) else value.clone()
+        return mean if average(self._require_training(), mean) else value.clone()
 
     def sum_over_replicas(self, **values: float) -> dict[str, float]:
         """Return the sums of numbers over all replicas, the same on all of them.
@@ -586,7 +587,7 @@ class ElasticTrainer:
         check_synchronized_norms(parts.model, self.device)
         scaler_of((register or {}).values())
         options = ProgramOptions(register or {}, hyperparameters)
-        self._made = training = Training(self._replica, parts, options, self.step)
+        self._made = training = Training(self._replica, parts, options)
         training.enter()
         arguments = self._replica.job.arguments
         if self._follows_steps:
@@ -878,10 +879,7 @@ class ElasticTrainer:
             ReplicationError: this replica has left its data loop, and another has not.
             CheckpointError: the end of training cannot be saved.
         """
-        training = self._require_training()
-        training.batches.end_epoch(epoch)
-        if self.finished:
-            training.feed.close()
+        self._require_training().batches.end_epoch(epoch)
 
     def finish(self, reason: str) -> None:
         """End training before all requested steps or epochs are done, for example because of early stopping.
@@ -924,7 +922,7 @@ class ElasticTrainer:
         A program that ends before its training does fails: by itself it would exit with code 0.
         """
         replica, process_exit = self._replica, self._process_exit
-        channel = replica.agent.channel if replica.agent is not None else None
+        channel = replica.channel
         if self._made is not None:
             self._made.stop_watchdog()
         if self._training is not None and process_exit.code is None and not process_exit.failed:

@@ -18,12 +18,14 @@ from torch import Tensor
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
+from adascale_worker.gradients.sharded import ShardedWeights
 from adascale_worker.gradients.step_division import StepDivision, StepPlan
 from adascale_worker.gradients.step_failure import StepFailure
-from adascale_worker.gradients.trained_models import TrainedModels
+from adascale_worker.gradients.step_times import StepTimes
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.patching import MethodOverride
+from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.program.trained_parameters import TrainedParameters
 from adascale_worker.torch_private.optim import let_clipping_find_no_gradients
 
@@ -34,23 +36,22 @@ class Accumulation:
     def __init__(
         self,
         parts: Sequence[OptimizerGradients],
-        models: TrainedModels,
         group: ReplicaGroup,
         failure: StepFailure,
         division: StepDivision,
-        weights: MicroBatchWeights,
-        trains: Callable[[], bool],  # whether a backward pass is one of training
+        loop: ProgramLoop,
         trained: TrainedParameters,
+        times: StepTimes,
         steps: Callable[[], int],
     ) -> None:
         self.parts = list(parts)
-        self.weights = weights
-        self._models = models
+        self.weights = ShardedWeights(group) if group.has_mesh else MicroBatchWeights(group)
         self._group = group
         self._failure = failure
         self._division = division
-        self._trains = trains
+        self._loop = loop
         self._trained = trained
+        self._times = times
         self._steps = steps
         self.micro_batch = 0
         """Index of the present micro-batch in its step."""
@@ -60,10 +61,17 @@ class Accumulation:
         """The number of the present batch."""
         self.micro_weight = 1.0
         """By what the loss of the present micro-batch is multiplied."""
+        self.local_bsz = 1
+        """Samples of a micro-batch of the present step."""
         self._accumulation = 1
         self._is_inside_pass = False
         self._is_reentrant = False
         """Whether a backward pass has run inside another, so that gradients arrive in parts."""
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has made a step for the present batch."""
+        return any(part.has_stepped for part in self.parts)
 
     # -- micro-batches ------------------------------------------------------------------------------------
 
@@ -120,7 +128,7 @@ class Accumulation:
 
     def set_plan(self, plan: BatchPlan, scale: float) -> None:
         """Use the accumulation of `plan` from the next step on."""
-        self._accumulation = plan.accumulation
+        self._accumulation, self.local_bsz = plan.accumulation, plan.local_bsz
         self._set_weights(plan)
         for part in self.parts:
             part.adascale.set_num_gradients_to_accumulate(plan.accumulation)
@@ -130,6 +138,7 @@ class Accumulation:
     def use_step(self, step: StepPlan) -> None:
         """Use the micro-batches of the next step, which may be divided. Before its first backward pass."""
         plan = step.plan
+        self.local_bsz = plan.local_bsz
         compares_steps = self._division.compares_steps(plan)
         for part in self.parts:
             part.adascale.use_step(
@@ -169,7 +178,7 @@ class Accumulation:
 
     def note_trained(self) -> None:
         """Record which parameters are trained now, the same on all replicas."""
-        if not self._trains() or self._failure.is_discarded or self._group.has_failed:
+        if not self._loop.has_training_pass or self._failure.is_discarded or self._group.has_failed:
             return
         are_new = [part.note_trained() for part in self.parts]
         if are_new == [True]:
@@ -177,7 +186,7 @@ class Accumulation:
 
     def before_backward(self) -> None:
         """Let the gradients of the next pass come alone."""
-        self._is_inside_pass = self._trains()
+        self._is_inside_pass = self._loop.has_training_pass
         if not self._is_inside_pass:
             return
         self.weights.begin_pass()
@@ -216,7 +225,7 @@ class Accumulation:
                 awaits = {part: part in reached or part.awaits_average(number) for part in self.parts}
                 awaited, is_weighted = self._agree(awaits), False
             elif reached:
-                self._models.compute.end_backward()
+                self._times.compute.end_backward()
                 awaited = reached
         for part in self.parts:
             if part in awaited:
@@ -242,7 +251,7 @@ class Accumulation:
 
     def _agree(self, awaits: Mapping[OptimizerGradients, bool]) -> list[OptimizerGradients]:
         """Return the optimizers whose average a replica awaits. A collective call."""
-        with self._models.measured_exchange():
+        with self._times.measured_exchange():
             numbers = self._group.sum([*map(float, awaits.values()), *self.weights.sums()])
         self.weights.agree(numbers[len(awaits) :])
         return [part for part, count in zip(awaits, numbers, strict=False) if count > 0.0]
@@ -254,7 +263,7 @@ class Accumulation:
             self.weights.exchange()
         if self.weights.left_out:
             part.adascale.leave_out_step()
-        with self._models.measured_exchange():
+        with self._times.measured_exchange():
             part.exchange.wait()
         part.finish_average(self._accumulation, self.weights.of_step, self.micro_weight)
         self._group.settle()

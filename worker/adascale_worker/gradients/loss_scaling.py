@@ -7,7 +7,7 @@ micro-batch, and not at all if the step is discarded, so that the loss scale sta
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -54,7 +54,9 @@ def scaler_of(registered: Iterable[object]) -> GradScaler | None:
     return scalers[0] if scalers else None
 
 
-def patch_scaler(scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer], loop: ScaledSteps) -> None:
+def patch_scaler(
+    scaler: GradScaler, optimizers: Collection[torch.optim.Optimizer], loop: ScaledSteps
+) -> None:
     """Make `unscale_`, `step` and `update` of `scaler` act once per step of `optimizers`."""
     if not scaler.is_enabled():
         return
@@ -66,7 +68,7 @@ def patch_scaler(scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer]
 
 class _Scaler:
     def __init__(
-        self, scaler: GradScaler, optimizers: Sequence[torch.optim.Optimizer], loop: ScaledSteps
+        self, scaler: GradScaler, optimizers: Collection[torch.optim.Optimizer], loop: ScaledSteps
     ) -> None:
         self._scaler = scaler
         self._optimizers = optimizers

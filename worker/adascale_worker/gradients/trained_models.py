@@ -1,4 +1,4 @@
-"""The calls of the program's models while they train, the errors of these, and the times of a step.
+"""The calls of the program's models while they train, the errors of these, and the buffers that they change.
 
 The program keeps its models, which run as they are: the gradients are averaged after they were computed
 (`optimizer_gradients`).
@@ -6,185 +6,138 @@ The program keeps its models, which run as they are: the gradients are averaged 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from adascale_core.batch.plans import BatchPlan
-from adascale_core.performance.slow_replica import RecentTimes, TypicalTime
+from adascale_worker.gradients.accumulation import Accumulation
 from adascale_worker.gradients.step_failure import StepFailure, forward_without_activations
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.device_clock import DeviceClock, PendingTimes, clock_of
 from adascale_worker.program.parts import OtherParallelism
 from adascale_worker.program.patching import MethodOverride, is_traced
 from adascale_worker.torch_private.modules import call_of, override_call
-
-Place = tuple[int, BatchPlan]
-"""The generation and the batch plan of a step: times are compared within these."""
+from adascale_worker.torch_private.tensors import version_of
 
 
-class ComputeTimer:
-    """Measures the time from the beginning of a step to the end of its last backward pass.
+class ModelBuffers:
+    """Puts the buffers of a model, such as BatchNorm's statistics, back if its step is discarded.
 
-    All replicas begin a step at the same time, because all of them have waited for the same exchange. Where a
-    replica waits in between, the timer is suspended. The optimizer's own step is left out.
+    Buffers are copied if their version has changed. The kernels of BatchNorm change `running_mean` and
+    `running_var` without counting a version, so buffers with such names are always copied.
     """
 
-    def __init__(self, clock: DeviceClock) -> None:
-        self._clock = clock
-        self._spans: list[tuple[Any, Any]] = []
-        """Marks of the clock at the beginning and end of computation in the present step."""
-        self._since: Any = None
-        """Mark of the clock at the beginning of the present span; None while it is suspended."""
-        self._is_running = self._is_complete = False
-        self._measured: PendingTimes[Place] = PendingTimes(clock)
-        self._recent = RecentTimes()
-        self._place: Place | None = None
+    state = None
+    """The other parts of the state change only in a step that succeeds."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._places: list[tuple[torch.nn.Module, str, Tensor]] = []
+        """Module, name, buffer: a forward pass may assign another tensor to the name."""
+        self._is_recorded = False
 
     def begin_step(self) -> None:
-        """Begin with a step, when all replicas have made the one before."""
-        self._spans = []
-        self._since = self._clock.mark()
-        self._is_running, self._is_complete = True, False
+        """Let the next call of `record` copy the buffers."""
+        self._is_recorded = False
 
-    def suspend(self) -> None:
-        """Leave out the time until `resume`, in which this replica may wait for others."""
-        if self._since is not None:
-            self._spans.append((self._since, self._clock.mark()))
-            self._since = None
+    def record(self) -> None:
+        """Copy the buffers, at the first forward pass of a step."""
+        if self._is_recorded:
+            return
+        self._is_recorded = True
+        copies = {}
+        self._places = list(self._buffers())
+        for _, name, buffer in self._places:
+            version = _version(name, buffer)
+            known = self._copies.get(id(buffer))
+            if known is None or known[0] is not buffer:
+                known = (buffer, buffer.detach().clone(), version)
+            elif known[2] != version or version < 0:
+                known = (buffer, known[1].copy_(buffer), version)
+            copies[id(buffer)] = known
+        self._copies = copies
 
-    def resume(self) -> None:
-        """Continue after `suspend`."""
-        if self._is_running and self._since is None:
-            self._since = self._clock.mark()
+    def revert_progress(self) -> None:
+        """Do nothing: only a step that succeeds changes the progress."""
 
-    def end_backward(self) -> None:
-        """End the measurement: all gradients of this replica are computed, and it waits for the others."""
-        if self._is_running:
-            self.suspend()
-            self._is_running, self._is_complete = False, True
+    def restore(self) -> None:
+        """Put the buffers back that have changed since the first forward pass of this step."""
+        if not self._is_recorded:
+            return
+        self._is_recorded = False
+        with torch.no_grad():
+            for buffer, copied, version in self._copies.values():
+                if version < 0 or version_of(buffer) != version:
+                    buffer.copy_(copied)
+        for module, name, buffer in self._places:
+            if getattr(module, name, None) is not buffer:
+                setattr(module, name, buffer)
+        self._copies.clear()
+        self._places.clear()
 
-    def finish_step(self, place: Place, *, counts: bool) -> None:
-        """Record the time of a step, if nothing else was done (`counts`). Does not wait for the device."""
-        if place != self._place:
-            self._place = place
-            self._recent.clear()
-        if counts and self._is_complete:
-            self._measured.add(place, *self._spans)
-        for measured_in, seconds in self._measured.take():
-            if measured_in == place:
-                self._recent.add(seconds)
-        self._is_running = self._is_complete = False
-        self._since = None
-
-    @property
-    def typical(self) -> TypicalTime:
-        """The typical time of the last steps."""
-        return self._recent.typical
+    def _buffers(self) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                yield module, name, buffer
 
 
-class TrainedModels:
-    """The calls of the models while they train, and the errors of these."""
+def _version(name: str, buffer: Tensor) -> int:
+    """Return the version of a buffer; -1 if a change may not be counted."""
+    return -1 if name.startswith("running_") else version_of(buffer)
+
+
+class TrainedForward(MethodOverride):
+    """Replaces the forward of a model while it trains."""
 
     def __init__(
         self,
-        models: Sequence[torch.nn.Module],
-        device: torch.device,
+        model: torch.nn.Module,
         group: ReplicaGroup,
         failure: StepFailure,
-        local_bsz: Callable[[], int],
-        before_forward: Callable[[], None],
-        *,
-        is_sharded: bool,  # over the processes of a replica, whose collective calls an error would end
+        accumulation: Accumulation,
+        buffers: ModelBuffers | None,  # None if what a step changes is copied at its beginning
+        other_parallelism: OtherParallelism,
     ) -> None:
-        self.other_parallelism = OtherParallelism(models, allows_shards=is_sharded)
-        self.device = device
+        super().__init__(call_of(model))
+        self._model = model
         self._group = group
         self._failure = failure
-        self._local_bsz = local_bsz
-        self._before_forward = before_forward
-        self._is_sharded = is_sharded
-        self._clock = clock_of(device)
-        self.compute = ComputeTimer(self._clock)
-        self._exchanges: list[tuple[Any, Any]] = []
-        """The exchanges of gradients of the present step: marks of the clock at their beginning and end."""
-        self._measured: PendingTimes[None] = PendingTimes(self._clock)
-        self._sync_time: float | None = None
-        for model in models:
-            override_call(model, _TrainedForward(model, call_of(model), self))
-
-    def begin_timing(self) -> None:
-        """Time the exchange of gradients of the next steps only."""
-        self._sync_time = None
-        self._exchanges.clear()
-        self._measured.clear()
-
-    def begin_step(self) -> None:
-        """Use the times that were measured in the steps before."""
-        if self._exchanges:
-            self._measured.add(None, *self._exchanges)
-            self._exchanges.clear()
-        for _, seconds in self._measured.take():
-            self._sync_time = seconds
-
-    def sync_time(self) -> float | None:
-        """Return the seconds for which a recent step has waited for the exchange of gradients.
-
-        None if they were returned before.
-        """
-        measured, self._sync_time = self._sync_time, None
-        return measured
-
-    @contextmanager
-    def measured_exchange(self) -> Iterator[None]:
-        """Measure the time for which the gradients of this replica wait for those of the others."""
-        if self._group.replicas == 1:
-            yield
-            return
-        started = self._clock.mark()
-        yield
-        self._exchanges.append((started, self._clock.mark()))
-
-    def forward(
-        self,
-        model: torch.nn.Module,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Call a model's original forward."""
-        self.other_parallelism.check_call()
-        if self._is_sharded:
-            self._before_forward()
-            return original(*args, **kwargs)
-        if not self._failure.is_discarded and not self._group.has_failed:
-            try:
-                self._before_forward()
-                return original(*args, **kwargs)
-            except (RuntimeError, MemoryError, PeersLostError) as error:
-                if not self._failure.handles(error):
-                    raise
-        # The step is discarded before an optimizer uses its gradients.
-        self._failure.discard()
-        self._before_forward()
-        if self._failure.lacks_memory:
-            # The error is deleted: its traceback has kept the activations.
-            return forward_without_activations(original, args, kwargs, self._local_bsz(), model.parameters())
-        return original(*args, **kwargs)
-
-
-class _TrainedForward(MethodOverride):
-    """Replaces the forward of a model."""
-
-    def __init__(self, model: torch.nn.Module, original: Callable[..., Any], models: TrainedModels) -> None:
-        super().__init__(original)
-        self._model = model
-        self._models = models
+        self._accumulation = accumulation
+        self._buffers = buffers
+        self._other_parallelism = other_parallelism
+        override_call(model, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original, and prepare a step for its first call."""
         if torch.is_grad_enabled() and self._model.training and not is_traced():
-            return self._models.forward(self._model, self.original, args, kwargs)
+            return self._forward(args, kwargs)
         return self.original(*args, **kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._other_parallelism.check_call()
+        failure, group = self._failure, self._group
+        # A model that is sharded over the processes of a replica makes collective calls, which an error ends.
+        if group.has_mesh or not (failure.is_discarded or group.has_failed):
+            try:
+                self._before_forward()
+                return self.original(*args, **kwargs)
+            except (RuntimeError, MemoryError, PeersLostError) as error:
+                if group.has_mesh or not failure.handles(error):
+                    raise
+        # The step is discarded before an optimizer uses its gradients.
+        failure.discard()
+        self._before_forward()
+        if failure.lacks_memory:
+            # The error is deleted: its traceback has kept the activations.
+            size, parameters = self._accumulation.local_bsz, self._model.parameters()
+            return forward_without_activations(self.original, args, kwargs, size, parameters)
+        return self.original(*args, **kwargs)
+
+    def _before_forward(self) -> None:
+        if not self._group.has_mesh:
+            self._accumulation.note_trained()
+        if self._buffers is not None and (self._group.is_elastic or self._group.replicas == 1):
+            self._buffers.record()

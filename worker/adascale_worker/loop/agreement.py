@@ -11,17 +11,11 @@ from dataclasses import astuple, dataclass, field, fields
 from typing import Final
 
 from adascale_core.performance.slow_replica import SlowReplica, slow_replica
-from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import WorkerError
-from adascale_worker.gradients.trained_models import ComputeTimer
-from adascale_worker.membership.generations import Membership
+from adascale_worker.loop.context import Context
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process.user_code import calling_line
-from adascale_worker.program.optimizers import Optimizers
-from adascale_worker.program.weight_checks import WeightComparison
 from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.state import State
 
 FINISH = "finish"
@@ -130,19 +124,13 @@ class Agreement:
             self.is_unsaved = summed["is_unsaved"] > 0
 
 
-@dataclass(eq=False)
-class StepAgreement:
-    """What this replica requests, and what all replicas have agreed on."""
+@dataclass(eq=False, kw_only=True)
+class StepAgreement(Context):
+    """What this replica requests, and what all replicas have agreed on.
 
-    optimizer: Optimizers  # exchanges the requests in its all-reduce
-    group: ReplicaGroup
-    planner: BatchPlanner
-    checkpointing: Checkpointing
-    comparison: WeightComparison
-    compute: ComputeTimer  # its times are exchanged with the requests
-    finish_request: FinishRequest
-    shutdown_request: ShutdownRequest
-    membership: Membership | None  # None without an agent
+    The optimizer exchanges the requests in its all-reduce, together with the times of computation.
+    """
+
     agreed: Agreement = field(default_factory=Agreement, init=False)
     slow: SlowReplica | None = field(default=None, init=False)  # None if no replica is slower than the others
     steps_are_slow: bool = field(default=True, init=False)
@@ -158,7 +146,11 @@ class StepAgreement:
         They are followed by two numbers for each replica: the time for which it computes in a step, and the
         error of that time. The others add 0.
         """
-        times, first, typical = [0.0] * 2 * self.group.replicas, 2 * self.group.rank, self.compute.typical
+        times, first, typical = (
+            [0.0] * 2 * self.group.replicas,
+            2 * self.group.rank,
+            self.times.compute.typical,
+        )
         times[first : first + 2] = typical.seconds, typical.error
         return (*self._requests().flags(), *times)
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.gradients.step_failure import StepFailure
-from adascale_worker.loop.program_loop import ProgramLoop
+from adascale_worker.loop.context import Context
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.reporting.progress import StepTimer, TrainingProgress
 
 FIRST_POLL, POLL_INTERVAL = 0.001, 0.02
@@ -281,26 +281,18 @@ def _sum(numbers: tuple[float, ...]) -> float:
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
 
 
-class ProgramCollectives:
-    """Collective calls of the program.
+def average(training: Context, tensor: torch.Tensor) -> bool:
+    """Replace a tensor by its mean over the replicas, and return whether that was possible.
 
-    A call that fails, because a replica is lost, discards the step that the program works on. In a discarded
-    step nothing is exchanged, because the other replicas do not communicate any more.
+    If a replica is lost, the step that the program works on is discarded. In a discarded step nothing is
+    exchanged, because the other replicas do not communicate any more.
     """
-
-    def __init__(self, group: ReplicaGroup, failure: StepFailure, loop: ProgramLoop) -> None:
-        self._group = group
-        self._failure = failure
-        self._loop = loop
-
-    def average(self, tensor: torch.Tensor) -> bool:
-        """Replace a tensor by its mean over the replicas, and return whether that was possible."""
-        if self._group.has_failed or self._failure.is_discarded:
-            return False
-        try:
-            self._group.average([tensor])
-        except PeersLostError:
-            if self._loop.trains:
-                self._failure.discard()
-            return False
-        return True
+    if training.group.has_failed or training.failure.is_discarded:
+        return False
+    try:
+        training.group.average([tensor])
+    except PeersLostError:
+        if training.loop.trains:
+            training.failure.discard()
+        return False
+    return True

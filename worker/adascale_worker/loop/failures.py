@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import sys
 import traceback
+from dataclasses import dataclass
 from types import TracebackType
-
-import torch
 
 from adascale_core.failures import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST
 from adascale_core.messages.channel import Limited, Stalled
-from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.gradients.step_failure import is_out_of_memory, kind_of, release_memory
 from adascale_worker.loop.context import Context
-from adascale_worker.loop.program_loop import ProgramPlace
+from adascale_worker.loop.replica import Replica
 from adascale_worker.loop.step_watchdog import Stall
-from adascale_worker.membership.agent_channel import AgentChannel
-from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.process.exit import end_process
 from adascale_worker.process.user_code import raising_line
+from adascale_worker.program.program_loop import ProgramLoop, ProgramPlace
 from adascale_worker.torch_private.distributed import is_lost_peer
 
 MAX_REASON = 200
@@ -28,13 +26,12 @@ MAX_REASON = 200
 class MemoryShortage:
     """Recognizes that a batch does not fit into memory, and limits the batches that follow."""
 
-    def __init__(
-        self, planner: BatchPlanner, group: ReplicaGroup, device: torch.device, channel: AgentChannel | None
-    ) -> None:
-        self._planner = planner
-        self._group = group
-        self._device = device
-        self._channel = channel
+    def __init__(self, replica: Replica, loop: ProgramLoop) -> None:
+        self._planner = replica.planner
+        self._group = replica.group
+        self._device = replica.device
+        self._channel = replica.channel
+        self._loop = loop
         self._limit: int | None = None
 
     @property
@@ -49,7 +46,11 @@ class MemoryShortage:
 
     def handle(self, error: BaseException) -> bool:
         """Whether `error` means that a batch does not fit, and its samples can follow in smaller batches."""
-        if self._channel is None and self._group.replicas > 1:
+        if not self._loop.has_batch or (self._channel is None and self._group.replicas > 1):
+            return False
+        if self._group.has_mesh:
+            # A batch that does not fit into the memory of one process of several ends its replica: its
+            # collective calls would not be those of the other processes.
             return False
         limit = self.limit_after(error)
         if limit is None:
@@ -81,8 +82,11 @@ class MemoryShortage:
         return limit
 
 
+@dataclass(eq=False, kw_only=True)
 class Failures(Context):
     """Ends a program that fails, and explains steps that do not end. See `process.exit.FailingTraining`."""
+
+    steps: StepStrategy
 
     def end_after(self, error: BaseException, trace: TracebackType | None) -> int | None:
         """Print what an error means that another process continues after, and return the exit code for it;
@@ -97,7 +101,7 @@ class Failures(Context):
                     "the next generation",
                 )
             # An NCCL error before the first step can mean a wrong configuration.
-            if self.steps.counter.has_stepped or self.steps.models.device.type == "cpu":
+            if self.steps.counter.has_stepped or self.device.type == "cpu":
                 reason = str(error).splitlines()[0]
                 print(
                     "adascale: lost the connection to another replica, whose output says why it has ended "
@@ -126,7 +130,7 @@ class Failures(Context):
         """
         if self.channel is None or not isinstance(error, Exception) or not self._is_training():
             return False
-        if not self.steps.failure.lacks_memory and self.shortage.limit_after(error) is None:
+        if not self.failure.lacks_memory and self.shortage.limit_after(error) is None:
             return False
         self.group.fail()  # The others need not wait until this process has ended.
         if self.group.is_main and self.group.processes == 1:

@@ -17,6 +17,7 @@ from adascale_worker.errors import error_of_kind, kind_of_error
 from adascale_worker.gradients.step_failure import release_memory
 from adascale_worker.loop.checks import check_optimizer_parameters
 from adascale_worker.loop.context import Context
+from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.generations import LeaveError, Membership
 from adascale_worker.membership.links import Formation
 
@@ -25,6 +26,7 @@ from adascale_worker.membership.links import Formation
 class Generations(Context):
     """Enters and leaves generations. See `membership.generations.Joining`."""
 
+    steps: StepStrategy
     _assignment: Assignment | None = field(default=None, init=False)
 
     # -- the first generation -----------------------------------------------------------------------------
@@ -36,9 +38,9 @@ class Generations(Context):
 
     def prepare_to_receive(self) -> None:
         """Prepare memory for the state of the other replicas and for gradients, before they wait."""
-        if self.steps.models.device.type == "cpu":
+        if self.device.type == "cpu":
             self.state.prepare_to_receive()
-            self.steps.accumulation.prepare()
+            self.accumulation.prepare()
 
     # -- entering -----------------------------------------------------------------------------------------
 
@@ -60,10 +62,10 @@ class Generations(Context):
         self._assignment = assignment
         self._adopt_settings(assignment)
         if group.replicas > 1:
-            check_optimizer_parameters(self.program.model, steps.optimizer, group.replicas)
+            check_optimizer_parameters(self.program.model, self.optimizer, group.replicas)
             # Before more memory is mapped for the exchange of gradients.
-            steps.optimizer.discard_comparison()
-        steps.failure.clear()
+            self.optimizer.discard_comparison()
+        self.failure.clear()
         if formation.sources:
             self._transfer(formation.sources)
             if formation.states[group.rank] is None:
@@ -107,7 +109,7 @@ class Generations(Context):
     def _begin(self) -> None:
         """Use the restored state, or the initial state, with the present replicas. A collective call."""
         bounds = self.job.settings.bounds
-        self.planner.adapt(bounds, self.steps.optimizer, self.telemetry.step_timer)
+        self.planner.adapt(bounds, self.optimizer, self.telemetry.step_timer)
         self.use_plan()
         self.loop.step_at_begin = self.progress.step
         self.telemetry.begin_generation(bounds)
@@ -193,7 +195,7 @@ class Generations(Context):
     def recover(self) -> None:
         """Discard the step in which members were lost, and enter another generation."""
         self.steps.discard()
-        if self.steps.failure.lacks_memory:
+        if self.failure.lacks_memory:
             release_memory()
         self.enter()
 
@@ -201,7 +203,7 @@ class Generations(Context):
         """Deliver the samples of a step that lacked memory again, in smaller batches. Without an agent."""
         self.job.limit_local_bsz(self.shortage.take_limit())
         self.steps.discard()
-        self.steps.failure.clear()
+        self.failure.clear()
         release_memory()
         self._begin()
         self.planner.acknowledge()
@@ -234,7 +236,7 @@ class Generations(Context):
 
     def report(self) -> None:
         """Report the present step to the metrics service."""
-        self.telemetry.report(self.planner.plan, self.progress, self.steps.optimizer)
+        self.telemetry.report(self.planner.plan, self.progress, self.optimizer)
 
     # -- leaving ------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.snapshot_memory import NoSnapshotMemoryError, SnapshotMemory
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, kw_only=True)
 class Replica:
     """What a trainer has before the program passes its model."""
 
@@ -53,6 +53,11 @@ class Replica:
     run: RunIdentity  # in the tracker
     shutdown_request: ShutdownRequest
     process_exit: ProcessExit
+
+    @property
+    def channel(self) -> AgentChannel | None:
+        """The channel of the agent; None without one."""
+        return None if self.agent is None else self.agent.channel
 
 
 def make_replica(

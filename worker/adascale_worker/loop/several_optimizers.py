@@ -8,71 +8,135 @@ does not fit, the state from the beginning of the step is put back, and the same
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.gradients.accumulation import Accumulation, ZeroGrad
+from adascale_worker.gradients.accumulation import ZeroGrad
 from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
-from adascale_worker.gradients.trained_models import TrainedModels
-from adascale_worker.loop.agreement import FinishRequest
-from adascale_worker.loop.held_state import StepUndo
-from adascale_worker.loop.steps import StepParts, StepStrategy
+from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.program.optimizers import OptimizerSet
-from adascale_worker.program.parts import ProgramParts
 from adascale_worker.program.patching import patch_step
-from adascale_worker.program.trained_parameters import TrainedParameters
-from adascale_worker.state.state import State
+from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.state.program import ProgramState, load_model
+from adascale_worker.state.tree import Tree
 
 
+class StepUndo:
+    """Puts the state of training back if a step fails after one of several optimizers has made its part.
+
+    It copies the state before each step, on the devices of its tensors. The memory of one copy is used for
+    the next, so the state needs twice its memory.
+    """
+
+    def __init__(self, program: ProgramState, progress: TrainingProgress) -> None:
+        self._program = program
+        self._progress = progress
+        self._memory: list[Tensor] = []
+        self.state: Tree | None = None  # None between two steps
+
+    def record(self) -> None:
+        """Copy the state, at the beginning of a step."""
+        copier = _Copier(self._memory)
+        self.state = copier.copied(
+            {
+                "program": self._program.state_dict(),
+                "progress": self._progress.state_dict(),
+                "trained": self._program.trained.state_dict(),
+            }
+        )
+        self._memory = copier.used
+
+    def forget(self) -> None:
+        """Keep the changes, because the step is complete."""
+        self.state = None
+
+    def revert_progress(self) -> None:
+        """Put the progress back, which the program can read; `restore` puts the rest back later."""
+        if self.state is not None:
+            self._progress.load_state_dict(self.state["progress"])
+
+    def restore(self) -> None:
+        """Put the state back, if it was copied."""
+        if self.state is not None:
+            # The optimizer uses the tensors of the copy from now on.
+            self._memory = []
+            load_model(self._program.model, self.state["program"]["model"])
+            self._program.load_state_dict(self.state["program"])
+            self._progress.load_state_dict(self.state["progress"])
+            self._program.trained.undo(self.state["trained"])
+            # Only now, so that it can be put back again after an error, such as a lack of memory.
+            self.state = None
+
+
+class _Copier:
+    """Copies a tree of dicts, lists and values. Tensors are copied into memory that fits."""
+
+    def __init__(self, memory: list[Tensor]) -> None:
+        self._memory = memory
+        self.used: list[Tensor] = []
+
+    def copied(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value.detach())
+        if isinstance(value, dict):
+            # A subclass, such as that of a model's state_dict, keeps its type and its attributes.
+            made = copy.copy(value)
+            for key, member in value.items():
+                made[key] = self.copied(member)
+            return made
+        if type(value) in (list, tuple):
+            return type(value)(self.copied(member) for member in value)
+        if isinstance(value, numpy.ndarray | set | bytearray) or hasattr(value, "maxlen"):
+            return copy.copy(value)
+        return value
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        number = len(self.used)
+        memory = self._memory[number] if number < len(self._memory) else None
+        fits = (
+            memory is not None
+            and memory.shape == tensor.shape
+            and memory.dtype == tensor.dtype
+            and memory.device == tensor.device
+            and memory.stride() == tensor.stride()
+        )
+        if memory is None or not fits:
+            memory = torch.empty_like(tensor)
+        self.used.append(memory.copy_(tensor))
+        return memory
+
+
+@dataclass(eq=False, kw_only=True)
 class SeveralOptimizers(StepStrategy):
     """Makes steps with several optimizers. A step is counted when the first of them makes its own."""
 
-    def __init__(
-        self,
-        optimizer: OptimizerSet,
-        models: TrainedModels,
-        accumulation: Accumulation,
-        undo: StepUndo,
-        program: ProgramParts,
-        trained: TrainedParameters,
-        finish_request: FinishRequest,
-        state: State,
-        parts: StepParts,
-    ) -> None:
-        super().__init__(optimizer, models, accumulation, undo, parts)
-        self._lead = optimizer.lead
-        self._step_undo = undo
-        self._passed = program
-        self._trained = trained
-        self._finish_request = finish_request
-        self._state = state
-        self._finished_in: int | None = None
-        """The number of the batch for which the program has called `finish`."""
+    optimizer: OptimizerSet
+    undo: StepUndo
+    _finished_in: int | None = field(default=None, init=False)
+    """The number of the batch for which the program has called `finish`."""
 
     # -- steps ------------------------------------------------------------------------------------------
 
     def patch(self, observe: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
         """Replace `step` and `zero_grad` of the program's optimizers, and `zero_grad` of its models."""
-        optimizers = self._passed.optimizers.values()
+        optimizers = self.parts.optimizers.values()
         owners: list[tuple[Any, Iterable[Tensor]]] = [
             *((each, [p for group in each.param_groups for p in group["params"]]) for each in optimizers),
-            *((model, model.parameters()) for model in self._passed.models),
+            *((model, model.parameters()) for model in self.parts.models),
         ]
         for owner, parameters in owners:
             owner.zero_grad = ZeroGrad(owner.zero_grad, parameters, self.accumulation)
         for part, optimizer in zip(self.accumulation.parts, optimizers, strict=True):
             patch_step(optimizer, partial(observe(self.step_of), part))
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether an optimizer has made a step for the present batch."""
-        return any(part.has_stepped for part in self.accumulation.parts)
 
     @property
     def made_step(self) -> bool:
@@ -82,7 +146,7 @@ class SeveralOptimizers(StepStrategy):
     def step_of(self, part: OptimizerGradients) -> None:
         """Count a micro-batch of one optimizer, and in the last one of a step update its parameters."""
         self.counter.begin_call()
-        if not self._loop.has_batch:
+        if not self.loop.has_batch:
             raise WorkerError(
                 f"step() of the optimizer {part.name!r} was called outside of the loop over "
                 "trainer.dataloader(): with several optimizers, the steps for a batch are counted together, "
@@ -90,9 +154,9 @@ class SeveralOptimizers(StepStrategy):
             )
         if self.failure.is_discarded:
             return
-        lacks_pass = not self.accumulation.passes and not self.has_stepped
+        lacks_pass = not self.accumulation.passes and not self.accumulation.has_stepped
         part.check_step(self.accumulation.kept_micro_batches)
-        leads = part.adascale is self._lead
+        leads = part.adascale is self.optimizer.lead
         if leads:
             self._checks.stepped()
         if not self.accumulation.at_last_micro_batch:
@@ -102,15 +166,15 @@ class SeveralOptimizers(StepStrategy):
             self._agree_without_pass()
         flags = self.counter.agreement.flags()
         if leads:
-            self._lead.flags = flags
+            self.optimizer.lead.flags = flags
         try:
             self.accumulation.complete(part)
-            part.check_gradients(is_restored=self._state.was_restored)
+            part.check_gradients(is_restored=self.state.was_restored)
             # The exchange must have succeeded before anything is changed.
             part.adascale.exchange_statistics()
-            self._group.wait_for_device()
-            part.adascale.restart_statistics(self._trained.follow(self._progress.step, part.parameters))
-            self._checkpointing.before_step()
+            self.group.wait_for_device()
+            part.adascale.restart_statistics(self.program.trained.follow(self.progress.step, part.parameters))
+            self.checkpointing.before_step()
             part.adascale.step()
         except (RuntimeError, PeersLostError) as error:
             if not self.failure.peers_lost(error):
@@ -130,21 +194,21 @@ class SeveralOptimizers(StepStrategy):
                 part.check_step(self.accumulation.kept_micro_batches)
                 part.finish_step()
                 part.adascale.discard_step()
-                if part.adascale is self._lead:
+                if part.adascale is self.optimizer.lead:
                     self.counter.count_skipped()
 
     def begin_step(self) -> None:
         """Copy the state, after the replicas have agreed on the trained parameters. A collective call."""
         # Gradients are averaged for the trained parameters, which have to be the same on all replicas.
-        self._trained.agree(self._progress.step)
+        self.program.trained.agree(self.progress.step)
         # The buffers of rank 0, such as BatchNorm's statistics, count on all replicas.
-        self._copy_buffers(self._passed.model.buffers())
-        self._step_undo.record()
+        self._copy_buffers(self.parts.model.buffers())
+        self.undo.record()
 
     def begin_batch(self) -> None:
         """Prepare for a batch, which the program gets next."""
         super().begin_batch()
-        self.models.begin_step()
+        self.times.begin_step()
 
     def end_batch(self) -> None:
         """Complete the step if this was its last micro-batch. See `StepStrategy`."""
@@ -160,8 +224,8 @@ class SeveralOptimizers(StepStrategy):
                     if not part.has_stepped:
                         part.check_micro_batches(0)
             if accumulation.advance():
-                self._step_undo.forget()
-                self._planner.finished_step()
+                self.undo.forget()
+                self.planner.finished_step()
         elif stepped := [part.name for part in parts if part.has_stepped]:
             raise WorkerError(
                 f"the optimizer {stepped[0]!r} made a step for a batch for which the first one, "
@@ -191,11 +255,11 @@ class SeveralOptimizers(StepStrategy):
 
     def end_epoch(self) -> None:
         """Keep the last step: one without its last micro-batch has changed no weights."""
-        self._step_undo.forget()
+        self.undo.forget()
 
     def _save_end_again(self) -> None:
         """Replace what `finish` has saved between the steps of two optimizers."""
-        if self._group.replicas > 1:
-            self._finish_request.save()
+        if self.group.replicas > 1:
+            self.finish_request.save()
         else:
-            self._state.save(final=True)
+            self.state.save(final=True)

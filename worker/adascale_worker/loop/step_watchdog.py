@@ -21,8 +21,10 @@ from types import FrameType
 
 from adascale_core.failures import EXIT_SINGLE_REPLICA
 from adascale_core.names import WAITS_FOR_OTHERS
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.exit import end_process
 from adascale_worker.process.user_code import is_own, location
+from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.reporting.progress import StepTimer
 
 WARN_AFTER = 30.0
@@ -65,9 +67,8 @@ class StepWatchdog:
     def __init__(
         self,
         timer: StepTimer,
-        inside_epoch: Callable[[], bool],
-        describe: Callable[[], str],
-        replicas: Callable[[], int],
+        loop: ProgramLoop,
+        group: ReplicaGroup,
         timeout: float | None,  # seconds without a step after which the process ends
         # Why the step of a replica that waits for others cannot end; None if it may. Called in the thread.
         explain: Callable[[], str | None] = lambda: None,
@@ -75,9 +76,8 @@ class StepWatchdog:
         report: Callable[[Stall | None], None] = lambda _: None,
     ) -> None:
         self._timer = timer
-        self._inside_epoch = inside_epoch
-        self._describe = describe
-        self._replicas = replicas
+        self._loop = loop
+        self._group = group
         self._timeout = timeout
         self._explain = explain
         self._report = report
@@ -103,7 +103,7 @@ class StepWatchdog:
 
     def look(self, now: float) -> None:
         """Check whether the main thread has made a step, at a time of a monotonic clock."""
-        position = (self._timer.steps, self._timer.is_running or self._inside_epoch())
+        position = (self._timer.steps, self._timer.is_running or self._loop.trains)
         if position != self._position or not position[1]:
             self._position, self._since = position, now
             self._end_stall()
@@ -134,7 +134,7 @@ class StepWatchdog:
     def _find(self, seconds: float) -> Stall:
         frame = sys._current_frames().get(self._main)
         module = frame.f_globals.get("__name__", "") if frame is not None else ""
-        waiting = self._replicas() > 1 and module.startswith(_COLLECTIVE_MODULES)
+        waiting = self._group.replicas > 1 and module.startswith(_COLLECTIVE_MODULES)
         while frame is not None and is_own(frame) and frame.f_back is not None:
             frame = frame.f_back
         return Stall(
@@ -142,7 +142,7 @@ class StepWatchdog:
         )
 
     def _print(self, stall: Stall) -> None:
-        name, seconds = self._describe(), f"{stall.seconds:.0f} s"
+        name, seconds = f"rank {self._group.rank}", f"{stall.seconds:.0f} s"
         if stall.waiting:
             text = f"adascale: no step for {seconds}: {name} waits for the others, at {stall.line}\n"
         else:
@@ -157,8 +157,8 @@ class StepWatchdog:
         if stall.seconds < self._timeout * (WAITING_FACTOR if stall.waiting else 1.0):
             return
         sys.stderr.write(
-            f"adascale: {self._describe()} has made no step for {stall.seconds:.0f} s, and the step timeout "
-            f"is {self._timeout:g} s: ending its process. It was at {stall.line}\n"
+            f"adascale: rank {self._group.rank} has made no step for {stall.seconds:.0f} s, and the step "
+            f"timeout is {self._timeout:g} s: ending its process. It was at {stall.line}\n"
         )
         sys.stderr.flush()
         # As a kill from outside does: the main thread does not return to Python.
@@ -167,7 +167,7 @@ class StepWatchdog:
     def _end_stall(self) -> None:
         if self._stall is not None:
             self._stall = None
-            sys.stderr.write(f"adascale: {self._describe()} continues\n")
+            sys.stderr.write(f"adascale: rank {self._group.rank} continues\n")
             sys.stderr.flush()
             self._report(None)
 

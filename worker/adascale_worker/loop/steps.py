@@ -11,27 +11,15 @@ import torch
 from torch import Tensor
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.batches.planning import BatchPlanner
 from adascale_worker.errors import NonFiniteWeightsError
-from adascale_worker.gradients.accumulation import Accumulation
 from adascale_worker.gradients.loss_scaling import UnregisteredScaler
 from adascale_worker.gradients.step_division import StepPlan
-from adascale_worker.gradients.step_failure import StepFailure
-from adascale_worker.gradients.trained_models import TrainedModels
 from adascale_worker.loop.agreement import StepAgreement
 from adascale_worker.loop.checks import BatchChecks
-from adascale_worker.loop.program_loop import LoopDepartures, ProgramLoop, ProgramPlace
-from adascale_worker.membership.generations import Membership
+from adascale_worker.loop.context import Context
 from adascale_worker.membership.links import PeersLostError
-from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.shutdown_request import ShutdownRequest
 from adascale_worker.process.user_code import calling_line
-from adascale_worker.program.optimizers import Optimizers
-from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
-from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.reporting.reports import Telemetry
-from adascale_worker.state.schedule import Checkpointing
-from adascale_worker.state.state import Undo
+from adascale_worker.program.program_loop import ProgramPlace
 
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""
@@ -40,21 +28,12 @@ MAX_SKIPPED_STEPS = 100
 """Steps in a row whose gradients are not finite, after which training fails."""
 
 
-@dataclass(eq=False)
-class StepCounter:
+@dataclass(eq=False, kw_only=True)
+class StepCounter(Context):
     """Counts steps, checks the weights, and lets the replicas agree on what to do after a step."""
 
-    optimizer: Optimizers
-    loop: ProgramLoop
-    planner: BatchPlanner
-    progress: TrainingProgress
-    telemetry: Telemetry
     agreement: StepAgreement
-    weights: FiniteWeights
-    comparison: WeightComparison
     scaler: UnregisteredScaler
-    shutdown_request: ShutdownRequest
-    membership: Membership | None  # None without an agent
     made_step: bool = field(default=False, init=False)  # whether the last `optimizer.step()` changed weights
     calls: int = field(default=0, init=False)
     _skipped_steps: int = field(default=0, init=False)
@@ -77,10 +56,10 @@ class StepCounter:
     def count(self, flags: tuple[float, ...]) -> None:
         """Count a step, in which this replica has requested `flags`, and agree on what to do after it."""
         self._skipped_steps = 0
-        planner, compute = self.planner, self.agreement.compute
+        planner, compute = self.planner, self.times.compute
         is_divided = planner.step_plan != planner.plan
         compute.finish_step(
-            (self.agreement.group.generation, planner.plan),
+            (self.group.generation, planner.plan),
             counts=self.telemetry.step_timer.is_running and not is_divided,
         )
         self.progress.advance(self.optimizer.gain(), planner.plan.global_bsz, planner.bounds.batch_size)
@@ -125,61 +104,27 @@ class StepCounter:
             self.agreement.withdraw()
 
 
-@dataclass(frozen=True)
-class StepParts:
-    """What each way of making steps uses."""
-
-    failure: StepFailure
-    counter: StepCounter
-    loop: ProgramLoop
-    departures: LoopDepartures
-    progress: TrainingProgress
-    group: ReplicaGroup
-    planner: BatchPlanner
-    checkpointing: Checkpointing
-
-
-class StepStrategy(ABC):
+@dataclass(eq=False, kw_only=True)
+class StepStrategy(Context, ABC):
     """How the replicas make a step together: with one optimizer, or with several.
 
     `begin_step` and `use_step` are called for each step; `begin_batch` and `end_batch` around what the
     program does for each batch. `discard` puts a failed step back. `leave` ends a loop, `end_epoch` an epoch.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizers,
-        models: TrainedModels,
-        accumulation: Accumulation,
-        undo: Undo,
-        parts: StepParts,
-    ) -> None:
-        self.optimizer = optimizer
-        self.models = models
-        self.accumulation = accumulation
-        self.failure = parts.failure
-        self.counter = parts.counter
-        self._checks = BatchChecks(parts.group)
-        self._undo = undo
-        self._loop = parts.loop
-        self._departures = parts.departures
-        self._progress = parts.progress
-        self._group = parts.group
-        self._planner = parts.planner
-        self._checkpointing = parts.checkpointing
-        self._is_open = False
-        """Whether the program works on a batch, or what it did for the last batch is not completed yet."""
+    counter: StepCounter
+    _checks: BatchChecks = field(init=False)
+    _is_open: bool = field(default=False, init=False)
+    """Whether the program works on a batch, or what it did for the last batch is not completed yet."""
+
+    def __post_init__(self) -> None:
+        self._checks = BatchChecks(self.group)
 
     # -- the program --------------------------------------------------------------------------------------
 
     @abstractmethod
     def patch(self, observe: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
         """Replace methods of the program's optimizers and models; `observe` puts checks around `step`."""
-
-    @property
-    @abstractmethod
-    def has_stepped(self) -> bool:
-        """Whether an optimizer has made a step for the present batch."""
 
     @abstractmethod
     def skip_step_of(self, optimizer: torch.optim.Optimizer) -> None:
@@ -214,14 +159,14 @@ class StepStrategy(ABC):
     def _copy_buffers(self, buffers: Iterable[Tensor]) -> None:
         """Use the buffers of rank 0, such as BatchNorm's statistics, on all replicas."""
         tensors = list(buffers)
-        if tensors and self._group.replicas > 1 and not self._group.has_mesh:
-            self.models.compute.suspend()
-            self._group.copy_from_rank_0(tensors)
-            self.models.compute.resume()
+        if tensors and self.group.replicas > 1 and not self.group.has_mesh:
+            self.times.compute.suspend()
+            self.group.copy_from_rank_0(tensors)
+            self.times.compute.resume()
 
     def use_step(self, step: StepPlan) -> None:
         """Use the micro-batches of the next step, which may be divided."""
-        self._planner.step_plan = step.plan
+        self.planner.step_plan = step.plan
         self.accumulation.use_step(step)
 
     def begin_batch(self) -> None:
@@ -237,8 +182,8 @@ class StepStrategy(ABC):
         self._is_open = False
         if self.failure.is_discarded:
             return
-        requests_next = self._loop.place is ProgramPlace.BETWEEN
-        if requests_next and not self.accumulation.passes and not self.has_stepped:
+        requests_next = self.loop.place is ProgramPlace.BETWEEN
+        if requests_next and not self.accumulation.passes and not self.accumulation.has_stepped:
             self._agree_without_pass()
             self.accumulation.leave_out_batch()
         else:
@@ -246,7 +191,7 @@ class StepStrategy(ABC):
 
     def _agree_without_pass(self) -> None:
         """Wait until the other replicas have made no backward pass for the present batch either."""
-        self._departures.leave_out(self._progress.step, calling_line())
+        self.departures.leave_out(self.progress.step, calling_line())
 
     @abstractmethod
     def _complete_batch(self) -> None:
@@ -260,19 +205,19 @@ class StepStrategy(ABC):
     def discard(self) -> None:
         """Put back what an unfinished step has changed, so that its samples are delivered again."""
         self.accumulation.restart_step()
-        self._undo.restore()
+        self.undo.restore()
         self._checks.stepped()
-        self._progress.in_step = 0
+        self.progress.in_step = 0
 
     # Where a failed step has changed nothing, and a step has no later part, these three do nothing.
 
-    def leave(self) -> None:  # noqa: B027
+    def leave(self) -> None:
         """Complete or put back the last step of a loop. The program requests no other batch."""
 
-    def mark_finish(self) -> None:  # noqa: B027
+    def mark_finish(self) -> None:
         """Record that the program has called `finish`, perhaps between the steps of two optimizers."""
 
-    def end_epoch(self) -> None:  # noqa: B027
+    def end_epoch(self) -> None:
         """Keep the last step of an epoch."""
 
     # -- a generation -------------------------------------------------------------------------------------
@@ -284,4 +229,4 @@ class StepStrategy(ABC):
     def use_plan(self, plan: BatchPlan, scale: float) -> None:
         """Use a batch plan, whose scale is S, from the next step on."""
         self.accumulation.set_plan(plan, scale)
-        self.models.begin_timing()
+        self.times.begin_timing()

@@ -21,6 +21,7 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.loop.context import Context
 from adascale_worker.loop.ending import Ending
 from adascale_worker.loop.generations import Generations
+from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.links import PeersLostError
 
 COMPARISON_STEPS = 1024
@@ -34,13 +35,9 @@ class EpochLoops:
     cannot make it: it is only deleted. So that epoch ends when the program next uses the trainer, or ends.
     """
 
-    def __init__(
-        self,
-        ending: Ending,
-        end_epoch: Callable[[int], None],
-    ) -> None:
-        self._ending = ending
-        self._end_epoch = end_epoch
+    def __init__(self, batches: TrainingLoop) -> None:
+        self._ending = batches.ending
+        self._end_epoch = batches.end_epoch
         self._epoch: int | None = None
         self._is_inside = False
         self._is_complete = False
@@ -117,6 +114,7 @@ class DataLoop(Iterator[Any]):
 class TrainingLoop(Context):
     """Delivers batches, and does between two steps and two epochs what the replicas have agreed on."""
 
+    steps: StepStrategy
     generations: Generations
     ending: Ending
     has_grown: bool = field(default=False, init=False)  # whether it has trained with other replicas
@@ -197,7 +195,7 @@ class TrainingLoop(Context):
         while True:
             self.loop.require_last(number)
             steps.end_batch()
-            if steps.at_boundary and not steps.failure.is_discarded:
+            if steps.at_boundary and not self.failure.is_discarded:
                 # Includes batches for which the program made no step.
                 progress.end_step()
             try:
@@ -240,7 +238,7 @@ class TrainingLoop(Context):
                 self.state.save()
             self.generations.change()
             return
-        if agreed.save and not self.steps.optimizer.awaits_comparison:
+        if agreed.save and not self.optimizer.awaits_comparison:
             agreed.save = False
             self.state.save()
             self.steps.counter.agreement.withdraw()
@@ -268,6 +266,11 @@ class TrainingLoop(Context):
 
     def end_epoch(self, epoch: int) -> None:
         """End the current epoch: replan if the replicas have agreed to, or save the end of training."""
+        self._end_epoch(epoch)
+        if self.job.finished:
+            self.feed.close()
+
+    def _end_epoch(self, epoch: int) -> None:
         loop, progress = self.loop, self.progress
         self.program.rates.begin_epoch()
         self.steps.end_batch()
@@ -324,7 +327,7 @@ class TrainingLoop(Context):
     def _begin_next_epoch(self) -> None:
         """Do what the replicas have agreed on, between an epoch and the next one."""
         self.evaluations.announce_passed([self.progress.epoch - 1, math.inf])
-        self.steps.accumulation.restart_step()
+        self.accumulation.restart_step()
         self.program.trained.record()
         if self.job.finished:
             self.ending.save_final()
@@ -336,6 +339,6 @@ class TrainingLoop(Context):
     def _replan(self) -> None:
         """Choose the batch plan again. A collective call."""
         self.steps.counter.agreement.agreed.replan = False
-        self.planner.replan(self.steps.optimizer, self.telemetry.step_timer)
+        self.planner.replan(self.optimizer, self.telemetry.step_timer)
         self.generations.use_plan()
         self.steps.counter.agreement.withdraw()

@@ -16,6 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_worker.process.user_code import warn_user
+from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.scaling.statistics.parameters import lr_versions
 from adascale_worker.torch_private.optim import has_scheduler
 
@@ -30,7 +31,9 @@ class LearningRates:
         optimizers: Mapping[str, torch.optim.Optimizer],
         schedulers: Mapping[str, object],
         registered: Iterable[object],
+        loop: ProgramLoop,
     ) -> None:
+        self._loop = loop
         self._optimizers = optimizers
         self._schedulers = schedulers
         self._registers_scheduler = any(isinstance(each, LRScheduler) for each in registered)
@@ -79,7 +82,7 @@ class LearningRates:
         if self._scheduled is not None:
             self._scheduled = self._scheduled_now()
 
-    def observe_optimizer(self, step: Method, inside_epoch: Callable[[], bool]) -> Method:
+    def observe_optimizer(self, step: Method) -> Method:
         """Return the method `step` of an optimizer, with a check before it."""
 
         @functools.wraps(step)
@@ -93,7 +96,7 @@ class LearningRates:
                 return result
             finally:
                 self._rates, self._scheduled = self._rates_now(), self._scheduled_now()
-                if not inside_epoch():
+                if not self._loop.has_batch:
                     self.begin_batch()
 
         return observed

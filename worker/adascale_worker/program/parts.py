@@ -7,7 +7,7 @@ steps in the data loop, and a wrapper around a model, which would average the gr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.errors import WorkerError
+from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_code import OneTimeWarnings
 from adascale_worker.program.optimizers import SchedulerSet
 from adascale_worker.program.patching import Scheduler
+from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.torch_private.fsdp import is_fully_sharded
 
 CHECKED_CALLS = 3
@@ -256,15 +258,15 @@ class OtherOptimizers:
 
     def __init__(
         self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        inside_epoch: Callable[[], bool],
+        optimizers: Collection[torch.optim.Optimizer],
+        group: ReplicaGroup,
+        loop: ProgramLoop,
         has_stepped: Callable[[], bool],
-        replicas: Callable[[], int],
     ) -> None:
         self._optimizers = optimizers
-        self._inside_epoch = inside_epoch
+        self._group = group
+        self._loop = loop
         self._has_stepped = has_stepped
-        self._replicas = replicas
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._own = {id(parameter) for group in groups for parameter in group["params"]}
         self.parameters: list[torch.Tensor] = []
@@ -283,7 +285,7 @@ class OtherOptimizers:
             self._handle = None
 
     def _check(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not self._inside_epoch() or any(optimizer is own for own in self._optimizers):
+        if not self._loop.has_batch or any(optimizer is own for own in self._optimizers):
             return
         if any(optimizer is seen for seen in self._seen):
             return
@@ -299,7 +301,7 @@ class OtherOptimizers:
             )
         self._seen.append(optimizer)
         self.parameters += parameters
-        if self._replicas() == 1:
+        if self._group.replicas == 1:
             self._warnings.warn(
                 "second optimizer",
                 f"step() was called of a second optimizer ({type(optimizer).__name__}), whose gradients are "

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import (
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.program.learning_rates import LearningRates
+from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.torch_private.optim import last_milestone, schedulers_in
 
 Step = Callable[..., Any]
@@ -122,10 +123,9 @@ class ReplacedMethod(MethodOverride):
 def patch_scheduler(
     scheduler: Scheduler,
     rates: LearningRates,
+    loop: ProgramLoop,
     position: Callable[[], int],
-    inside_epoch: Callable[[], bool],
     made_step: Callable[[], bool],
-    is_overtaken: Callable[[], bool],
 ) -> None:
     """Make a scheduler that steps once per optimizer step follow the training progress.
 
@@ -141,8 +141,8 @@ def patch_scheduler(
 
     scheduler.state_dict = state_dict  # type: ignore[method-assign]
     if hasattr(scheduler, "step"):
-        step = _following_step(scheduler, rates, position, inside_epoch, made_step, is_overtaken)
-        scheduler.step = rates.observe_scheduler(step, inside_epoch)  # type: ignore[method-assign]
+        step = _following_step(scheduler, rates, loop, position, made_step)
+        scheduler.step = rates.observe_scheduler(step, lambda: loop.has_batch)  # type: ignore[method-assign]
     if not isinstance(scheduler, LRScheduler):
         original_update = scheduler.step_update
 
@@ -159,10 +159,9 @@ def patch_scheduler(
 def _following_step(
     scheduler: Any,
     rates: LearningRates,
+    loop: ProgramLoop,
     position: Callable[[], int],
-    inside_epoch: Callable[[], bool],
     made_step: Callable[[], bool],
-    is_overtaken: Callable[[], bool],
 ) -> Step:
     """Return the method `step` of a scheduler that follows progress inside the data loop."""
     original_step = scheduler.step
@@ -177,10 +176,10 @@ def _following_step(
 
     @functools.wraps(original_step)
     def step(*args: Any, **kwargs: Any) -> None:
-        if not inside_epoch():
+        if not loop.has_batch:
             # Programs step once per epoch there, which has as many scale-invariant steps at every scale. The
             # state of another replica, which has ended this epoch, has these steps already.
-            if not is_overtaken():
+            if not loop.is_overtaken:
                 original_step(*args, **kwargs)
             return
         values = signature.bind(*args, **kwargs).arguments

@@ -1,0 +1,120 @@
+"""The times of a step: how long this replica computes, and waits for the exchange of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from adascale_core.batch.plans import BatchPlan
+from adascale_core.performance.slow_replica import RecentTimes, TypicalTime
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.device_clock import DeviceClock, PendingTimes
+
+Place = tuple[int, BatchPlan]
+"""The generation and the batch plan of a step: times are compared within these."""
+
+
+class ComputeTimer:
+    """Measures the time from the beginning of a step to the end of its last backward pass.
+
+    All replicas begin a step at the same time, because all of them have waited for the same exchange. Where a
+    replica waits in between, the timer is suspended. The optimizer's own step is left out.
+    """
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
+        self._spans: list[tuple[Any, Any]] = []
+        """Marks of the clock at the beginning and end of computation in the present step."""
+        self._since: Any = None
+        """Mark of the clock at the beginning of the present span; None while it is suspended."""
+        self._is_running = self._is_complete = False
+        self._measured: PendingTimes[Place] = PendingTimes(clock)
+        self._recent = RecentTimes()
+        self._place: Place | None = None
+
+    def begin_step(self) -> None:
+        """Begin with a step, when all replicas have made the one before."""
+        self._spans = []
+        self._since = self._clock.mark()
+        self._is_running, self._is_complete = True, False
+
+    def suspend(self) -> None:
+        """Leave out the time until `resume`, in which this replica may wait for others."""
+        if self._since is not None:
+            self._spans.append((self._since, self._clock.mark()))
+            self._since = None
+
+    def resume(self) -> None:
+        """Continue after `suspend`."""
+        if self._is_running and self._since is None:
+            self._since = self._clock.mark()
+
+    def end_backward(self) -> None:
+        """End the measurement: all gradients of this replica are computed, and it waits for the others."""
+        if self._is_running:
+            self.suspend()
+            self._is_running, self._is_complete = False, True
+
+    def finish_step(self, place: Place, *, counts: bool) -> None:
+        """Record the time of a step, if nothing else was done (`counts`). Does not wait for the device."""
+        if place != self._place:
+            self._place = place
+            self._recent.clear()
+        if counts and self._is_complete:
+            self._measured.add(place, *self._spans)
+        for measured_in, seconds in self._measured.take():
+            if measured_in == place:
+                self._recent.add(seconds)
+        self._is_running = self._is_complete = False
+        self._since = None
+
+    @property
+    def typical(self) -> TypicalTime:
+        """The typical time of the last steps."""
+        return self._recent.typical
+
+
+class StepTimes:
+    """The time for which a step waits for the exchange of gradients, and that of its computation."""
+
+    def __init__(self, group: ReplicaGroup, clock: DeviceClock) -> None:
+        self.compute = ComputeTimer(clock)
+        self._group = group
+        self._clock = clock
+        self._exchanges: list[tuple[Any, Any]] = []
+        """The exchanges of the present step: marks of the clock at their beginning and end."""
+        self._measured: PendingTimes[None] = PendingTimes(clock)
+        self._sync_time: float | None = None
+
+    def begin_timing(self) -> None:
+        """Time the exchange of gradients of the next steps only."""
+        self._sync_time = None
+        self._exchanges.clear()
+        self._measured.clear()
+
+    def begin_step(self) -> None:
+        """Use the times that were measured in the steps before."""
+        if self._exchanges:
+            self._measured.add(None, *self._exchanges)
+            self._exchanges.clear()
+        for _, seconds in self._measured.take():
+            self._sync_time = seconds
+
+    def sync_time(self) -> float | None:
+        """Return the seconds for which a recent step has waited for the exchange of gradients.
+
+        None if they were returned before.
+        """
+        measured, self._sync_time = self._sync_time, None
+        return measured
+
+    @contextmanager
+    def measured_exchange(self) -> Iterator[None]:
+        """Measure the time for which the gradients of this replica wait for those of the others."""
+        if self._group.replicas == 1:
+            yield
+            return
+        started = self._clock.mark()
+        yield
+        self._exchanges.append((started, self._clock.mark()))
