@@ -10,7 +10,10 @@ prevent overflows in later calculations.
 import dataclasses
 import inspect
 import re
-from typing import Annotated, Any
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType, NoneType
+from typing import Annotated, Any, get_args, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import PydanticCustomError
@@ -19,7 +22,7 @@ from adascale_core.batch.plans import AUTO, Auto
 from adascale_core.messages import Message
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
-from adascale_core.messages.registration import Registration, ReplicaState
+from adascale_core.messages.registration import Registration
 from adascale_core.messages.reports import GainReport
 from adascale_core.names import (
     MAX_ACCELERATOR_LENGTH,
@@ -30,7 +33,7 @@ from adascale_core.names import (
     MAX_STEPS,
     METRIC_NAME,
 )
-from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitKind, LimitView, Verdict
+from adascale_core.views.decision import CountView, DecisionView, GivenReplicas, LimitView
 
 MAX_INTEGER = 2**31 - 1
 MAX_REPORTS = 1000
@@ -73,47 +76,78 @@ def _text(length: int, shortest: int = 0, pattern: str | None = None) -> Any:
     return Annotated[str, Field(min_length=shortest, max_length=length, pattern=pattern)]
 
 
-Count = _integer(0)
 Replicas = _integer(1, MAX_REPLICAS)
 ReplicasOrZero = _integer(0, MAX_REPLICAS)
 Rank = _integer(0, MAX_REPLICAS - 1)
 Samples = _integer(1, MAX_BATCH_SIZE)
 SamplesOrAuto = Annotated[Samples | Auto, BeforeValidator(_to_samples_or_auto)]
-Step = _integer(0, MAX_STEPS)
-Steps = _integer(1, MAX_STEPS)
-Port = _integer(0, 65535)
 Estimate = _number(-1e300, 1e300)
-Amount = _number(0, 1e300)
-Progress = _number(0, 1e15)
-Ratio = _number(1e-9, 1e9)
-Factor = _number(0, 1e9)
-Share = _number(0, 1)
-Seconds = _number(0, 1e6)
-Timestamp = _number(0, 1e12)
-Accelerator = _text(MAX_ACCELERATOR_LENGTH, pattern=r"^[^\x00-\x1f]*$")
-Explanation = _text(500)
 MetricName = Annotated[str, Field(pattern=f"^{METRIC_NAME}$")]
-Metrics = Annotated[dict[MetricName, Estimate], Field(max_length=MAX_METRICS)]
+_TYPES = {
+    name: kind
+    for names, kind in (
+        ("assigned epoch generation pid stepped", _integer(0)),
+        ("max_replicas min_replicas nodes processes_per_replica replicas", Replicas),
+        ("present spares", ReplicasOrZero),
+        ("rank replica slow_replica", Rank),
+        ("lost", Annotated[tuple[Rank, ...], Field(max_length=MAX_REPLICAS)]),
+        ("accumulation batch_size local_bsz local_bsz_limit max_batch_size", Samples),
+        ("local_bsz_bounds", tuple[Samples, SamplesOrAuto]),
+        ("step", _integer(0, MAX_STEPS)),
+        ("scale_invariant_steps train_samples", _integer(1, MAX_STEPS)),
+        ("port snapshot_port", _integer(0, 65535)),
+        ("exit_code", _integer(-MAX_INTEGER)),
+        ("grad_sqr grad_var loss", Estimate),
+        ("metrics", Annotated[dict[MetricName, Estimate], Field(max_length=MAX_METRICS)]),
+        ("goodput grad_sqr_error seconds_left", _number(0, 1e300)),
+        ("progress target", _number(0, 1e15)),
+        ("gain gain_high gain_low scale", _number(1e-9, 1e9)),
+        ("lr lr_factor slow_factor", _number(0, 1e9)),
+        ("gpu_memory gpu_use", _number(0, 1)),
+        ("efficiency_target", Annotated[float, Field(gt=0, le=1)]),
+        ("step_time sync_time", _number(0, 1e6)),
+        ("time", _number(0, 1e12)),
+        ("job", _text(127)),
+        ("instance", _text(128, 1, NO_NUL)),
+        ("address", _text(253, 1)),
+        ("node", _text(253)),
+        ("key version", _text(128)),
+        ("accelerator", _text(MAX_ACCELERATOR_LENGTH, pattern=r"^[^\x00-\x1f]*$")),
+        ("stall", _text(MAX_STALL_LENGTH)),
+        ("reason", _text(500)),
+        # A program may print this character, and its log shall be shown nevertheless.
+        ("log", Annotated[_text(65536), AfterValidator(lambda log: log.replace("\0", "\ufffd"))]),
+    )
+    for name in names.split()
+}
+"""The types of the fields of all messages, by their names, but those of truth values and enumerations."""
 
 
-def message_body(message: type[Message], types: dict[str, Any], **example: Any) -> type[BaseModel]:
-    """Return the model of a message with these fields, which its docstring describes.
+def message_body(
+    message: type[Message], types: Mapping[str, Any] = MappingProxyType({}), **example: Any
+) -> type[BaseModel]:
+    """Return the model of a message, whose docstring describes the fields; with `python -OO` there is none.
 
-    With `python -OO` there is no docstring.
+    `types` has those of fields that differ from `_TYPES`; None for one that is not sent.
     """
     texts: dict[str, str] = {}
     for names, text in _ARGUMENTS.findall(inspect.cleandoc(message.__doc__ or "")):
         sentence = re.sub(r"\s+", " ", text).replace("None", "null")
         texts |= dict.fromkeys(names.split(", "), sentence[0].upper() + sentence[1:])
     fields: dict[str, Any] = {}
+    hints = get_type_hints(message)
     found: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(message)  # type: ignore[arg-type]  # each is one
     for each in found:
-        if each.name in types:
-            default = ... if each.default is dataclasses.MISSING else each.default
-            if each.default_factory is not dataclasses.MISSING:
-                default = Field(default_factory=each.default_factory)
-            kind, text = types[each.name], Field(description=texts.get(each.name))
-            fields[each.name] = (Annotated[kind, text], default)
+        hint = hints[each.name]
+        is_closed = isinstance(hint, type) and issubclass(hint, bool | Enum)
+        kind = hint if is_closed else {**_TYPES, **types}[each.name]
+        if kind is None:
+            continue
+        default = ... if each.default is dataclasses.MISSING else each.default
+        if each.default_factory is not dataclasses.MISSING:
+            default = Field(default_factory=each.default_factory)
+        kind = kind | None if NoneType in get_args(hint) else kind
+        fields[each.name] = (Annotated[kind, Field(description=texts.get(each.name))], default)
     model: type[BaseModel] = create_model(
         f"{message.__name__}Body",
         __config__=ConfigDict(**STRICT, json_schema_extra={"examples": [example]} if example else None),
@@ -125,36 +159,6 @@ def message_body(message: type[Message], types: dict[str, Any], **example: Any) 
 
 GainReportBody: Any = message_body(
     GainReport,
-    {
-        "generation": Count,
-        "step": Step,
-        "progress": Progress,
-        "epoch": Count,
-        "replicas": Replicas,
-        "local_bsz": Samples,
-        "accumulation": Samples,
-        "scale": Ratio,
-        "gain": Ratio,
-        "grad_sqr": Estimate,
-        "grad_var": Estimate,
-        "step_time": Seconds,
-        "time": Timestamp,
-        "goodput": Amount | None,
-        "loss": Estimate | None,
-        "target": Progress | None,
-        "nodes": Replicas,
-        "lr_factor": Factor | None,
-        "lr": Factor | None,
-        "sync_time": Seconds | None,
-        "grad_sqr_error": Amount,
-        "gpu_use": Share | None,
-        "gpu_memory": Share | None,
-        "slow_replica": Rank | None,
-        "slow_factor": Factor | None,
-        "metrics": Metrics,
-        "accelerator": Accelerator,
-        "counts_samples": bool,
-    },
     generation=2, step=1200, progress=3110.5, epoch=8, replicas=4, local_bsz=8, accumulation=1,
     scale=8.0, gain=3.2, grad_sqr=0.021, grad_var=0.064, step_time=0.0031,
     time=1760000000.0, goodput=1010.0, loss=0.31, target=20000.0, nodes=2,
@@ -169,89 +173,31 @@ GainReports: Any = Annotated[
 """The length is checked while the list is read, and reading ends at the first invalid report."""
 JobSpecBody = message_body(
     JobSpec,
-    {
-        "batch_size": Samples,
-        "max_batch_size": Samples | None,
-        "local_bsz_bounds": tuple[Samples, SamplesOrAuto] | None,
-        "min_replicas": Replicas,
-        "max_replicas": Replicas,
-        "scale_invariant_steps": Steps | None,
-        "efficiency_target": Annotated[float, Field(gt=0, le=1)] | None,
-        "elastic_single_replica": bool,
-        "processes_per_replica": Replicas | None,
-        "train_samples": Steps | None,
-    },
+    {"local_bsz_limit": None},
     batch_size=4, max_batch_size=256, local_bsz_bounds=[4, 64], min_replicas=1, max_replicas=4,
     scale_invariant_steps=12000, efficiency_target=0.5,
 )  # fmt: skip
 AllocationBody = message_body(
-    Allocation,
-    {
-        "generation": _integer(1),
-        "replicas": ReplicasOrZero,
-        "spares": ReplicasOrZero,
-        "failed": bool,
-    },
-    generation=3,
-    replicas=4,
+    Allocation, {"generation": _integer(1), "replicas": ReplicasOrZero}, generation=3, replicas=4
 )
 RegistrationBody = message_body(
     Registration,
-    {
-        "replica": Rank,
-        "instance": _text(128, 1, NO_NUL),
-        "state": ReplicaState,
-        "generation": Count,
-        "address": _text(253, 1),
-        "port": Port,
-        "exit_code": _integer(-MAX_INTEGER) | None,
-        # A program may print this character, and its log shall be shown nevertheless.
-        "log": Annotated[_text(65536), AfterValidator(lambda log: log.replace("\0", "\ufffd"))] | None,
-        "assigned": Count,
-        "step": Step | None,
-        "lost": Annotated[tuple[Rank, ...], Field(max_length=MAX_REPLICAS)],
-        "stepped": Count,
-        "rank": Rank | None,
-        "replicas": Replicas | None,
-        "version": _text(128),
-        "node": _text(253),
-        "key": _text(128),
-        "stall": _text(MAX_STALL_LENGTH),
-        "accelerator": Accelerator,
-        "local_bsz_limit": Samples | None,
-        "snapshot_port": Port,
-        "pid": Count,
-    },
     replica=0, instance="6f1c.1", state="running", generation=2, address="127.0.0.1", port=40123,
     exit_code=None, log=None, assigned=2, step=None, lost=[], stepped=2, rank=0, replicas=4,
     version="0.1.0", node="node-a", key="", stall="",
     accelerator="cpu", local_bsz_limit=None, snapshot_port=40124, pid=4711,
 )  # fmt: skip
-GivenReplicasBody: Any = message_body(GivenReplicas, {"job": _text(127), "replicas": Replicas})
+GivenReplicasBody: Any = message_body(GivenReplicas)
 CountBody: Any = message_body(
     CountView,
-    {
-        "replicas": Replicas,
-        "goodput": Amount | None,
-        "seconds_left": Amount | None,
-        "given": Annotated[tuple[GivenReplicasBody, ...], Field(max_length=MAX_DECISION_GIVEN)],
-        "verdict": Verdict,
-        "reason": Explanation,
-        "gain": Ratio | None,
-        "gain_low": Ratio | None,
-        "gain_high": Ratio | None,
-    },
+    {"given": Annotated[tuple[GivenReplicasBody, ...], Field(max_length=MAX_DECISION_GIVEN)]},
 )
-LimitBody: Any = message_body(LimitView, {"kind": LimitKind, "reason": Explanation})
+LimitBody: Any = message_body(LimitView)
 DecisionBody = message_body(
     DecisionView,
     {
         "job": _text(127, 1),
         "replicas": ReplicasOrZero,
-        "present": ReplicasOrZero,
-        "waiting": bool,
-        "reason": Explanation,
-        "time": Timestamp,
         "counts": Annotated[tuple[CountBody, ...], Field(max_length=MAX_DECISION_COUNTS)],
         "limits": Annotated[tuple[LimitBody, ...], Field(max_length=16)],
     },
