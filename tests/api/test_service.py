@@ -14,9 +14,8 @@ from adascale_api.data.database import Committed, Database, DatabaseError
 from adascale_api.data.job import JobCache, StoredJob, UnreadableJobError
 from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store import jobs, reports
-from adascale_api.service import service as service_module
 from adascale_api.service.changes import ChangeNotifier
-from adascale_api.service.service import JobRetention, Remover, Service, Settings, repeat
+from adascale_api.service.service import Service, Settings, repeat
 from adascale_core.messages import registration as registrations
 from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.registration import ReplicaState, heartbeat_timeout
@@ -502,32 +501,3 @@ def test_a_task_is_repeated_after_any_error(
     asyncio.run(run())
     assert calls == 3
     assert logged in caplog.text
-
-
-def test_rows_of_deleted_jobs_are_removed_after_any_error(
-    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(service_module, "RETRY_INTERVAL", 0.0)
-
-    async def use(database: Database) -> None:
-        write, removed = database.write, asyncio.Event()
-        calls = 0
-
-        async def fail_once(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 1:
-                raise ZeroDivisionError
-            result = await write(*arguments, **options)
-            removed.set()
-            return result
-
-        database.write = fail_once  # type: ignore[method-assign]
-        remover = Remover(database, JobRetention(), lambda: 0.0)
-        remover.start()
-        await asyncio.wait_for(removed.wait(), 30)
-        await remover.close()
-        database.write = write  # type: ignore[method-assign]
-
-    with_database(url, use)
-    assert "ZeroDivisionError" in caplog.text

@@ -29,6 +29,15 @@ class Sql:
         self.postgresql = named + (" FOR UPDATE" if lock else "")
 
 
+def upsert(table: str, key: str, *columns: str) -> Sql:
+    """Return the statement that stores a row, in place of the one that has its key."""
+    names = [*key.split(", "), *columns]
+    return Sql(
+        f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)}) "
+        f"ON CONFLICT ({key}) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in columns)}"
+    )
+
+
 class Transaction:
     """Executes statements in a transaction.
 

@@ -5,6 +5,9 @@ with the same id.
 """
 
 from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from adascale_core.messages.reports import GainReport
 
 SCHEMA_VERSION = 18
 """Raised with every change of a table, or of a document in one; `MIGRATIONS` has the way to the next one."""
@@ -15,6 +18,21 @@ A service refuses tables that are readable from a later version than its own."""
 
 SCHEMA = "adascale_schema"
 """The table with the schema's version."""
+
+_COLUMNS: dict[Any, str] = {
+    bool: "INTEGER NOT NULL DEFAULT 0",
+    int: "INTEGER NOT NULL",
+    int | None: "INTEGER",
+    float: "{double} NOT NULL",
+    float | None: "{double}",
+    str: "TEXT NOT NULL",
+    Mapping[str, float]: "TEXT NOT NULL",
+}
+_REPORT = ", ".join(
+    f"{name} {'BIGINT NOT NULL' if name == 'step' else _COLUMNS[hint]}"
+    for name, hint in get_type_hints(GainReport).items()
+)
+"""The columns of a report, which are its fields: a new field needs a migration."""
 
 TABLES: dict[str, str] = {
     SCHEMA: "version INTEGER PRIMARY KEY, readable_from INTEGER NOT NULL",
@@ -44,36 +62,9 @@ TABLES: dict[str, str] = {
         kept INTEGER NOT NULL,
         reported_at {double} NOT NULL
     """,
-    "reports": """
+    "reports": f"""
         job_key BIGINT NOT NULL,
-        generation INTEGER NOT NULL,
-        step BIGINT NOT NULL,
-        progress {double} NOT NULL,
-        epoch INTEGER NOT NULL,
-        replicas INTEGER NOT NULL,
-        local_bsz INTEGER NOT NULL,
-        accumulation INTEGER NOT NULL,
-        scale {double} NOT NULL,
-        gain {double} NOT NULL,
-        grad_sqr {double} NOT NULL,
-        grad_var {double} NOT NULL,
-        step_time {double} NOT NULL,
-        time {double} NOT NULL,
-        goodput {double},
-        loss {double},
-        target {double},
-        nodes INTEGER NOT NULL,
-        lr_factor {double},
-        lr {double},
-        sync_time {double},
-        grad_sqr_error {double} NOT NULL,
-        gpu_use {double},
-        gpu_memory {double},
-        metrics TEXT NOT NULL,
-        accelerator TEXT NOT NULL,
-        counts_samples INTEGER NOT NULL DEFAULT 0,
-        slow_replica INTEGER,
-        slow_factor {double},
+        {_REPORT},
         PRIMARY KEY (job_key, generation, step)
     """,
     # The latest step times of a batch plan on a number of nodes and a type of accelerator, and their latest

@@ -39,8 +39,8 @@ RETENTION_INTERVAL = 600.0
 """Seconds between two searches for old jobs."""
 PAUSE = 0.02
 """Seconds between two transactions that remove rows, for other writes."""
-RETRY_INTERVAL = 5.0
-"""Seconds until rows are removed again after an error."""
+REMOVE_INTERVAL = 5.0
+"""Seconds between two searches for rows of deleted jobs."""
 DAY = 86400.0
 MAX_REMOVED = 1000
 """Jobs that one search deletes."""
@@ -117,12 +117,12 @@ class Service:
             (self.heartbeats.check, HEARTBEAT_INTERVAL),
             (self.database.check, CHECK_INTERVAL),
             (self.remover.remove_old_jobs, RETENTION_INTERVAL),
+            (self.remover.remove_deleted, REMOVE_INTERVAL),
             (self.connections.close_overdue, SWEEP_INTERVAL),
         ]
         tasks = [asyncio.create_task(repeat(task, interval)) for task, interval in repeated]
         check = partial(self.database.check, thorough=True)
         tasks.append(asyncio.create_task(repeat(check, THOROUGH_CHECK_INTERVAL, at_once=True)))
-        self.remover.start()
         self.database.listen(self)
         try:
             yield
@@ -131,7 +131,6 @@ class Service:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            await self.remover.close()
             await self.database.close()
             if self.authorizer is not None:
                 await self.authorizer.close()
@@ -202,8 +201,6 @@ class Service:
             self._wake(job.id)
         for job_id in committed.deleted:
             self._wake(job_id)
-        if committed.deleted:
-            self.remover.wake()
 
     def changed(self, job_id: str) -> None:
         """Wake the requests that wait for a change of a job, which another service may have made."""
@@ -245,23 +242,6 @@ class Remover:
         self._database = database
         self._retention = retention
         self._clock = clock
-        self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Start to remove the rows of deleted jobs."""
-        self._wake.set()  # an earlier process may have left some
-        self._task = asyncio.create_task(self._remove_deleted())
-
-    def wake(self) -> None:
-        """Remove the rows of jobs that were deleted just now."""
-        self._wake.set()
-
-    async def close(self) -> None:
-        """Stop."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
 
     async def remove_old_jobs(self) -> None:
         """Delete the jobs that are older than the retention allows."""
@@ -281,20 +261,12 @@ class Remover:
         await self._database.write(replicas.remove_ended_heartbeats)
         await self._database.write(partial(jobs.forget_versions, before=now - self._retention.unfinished))
 
-    async def _remove_deleted(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            try:
-                while await self._database.write(jobs.remove_deleted):
-                    await asyncio.sleep(PAUSE)
-                continue
-            except UnavailableError as error:
-                logger.warning("%s", error)
-            except Exception:
-                logger.exception("rows of deleted jobs can't be removed, this is tried again")
-            self._wake.set()
-            await asyncio.sleep(RETRY_INTERVAL)
+    async def remove_deleted(self) -> None:
+        """Remove the rows of the jobs that were deleted, by an earlier process too."""
+        # Read first: a commit of nothing would succeed on a full disk, and look as if there were room.
+        if await self._database.read(jobs.has_deleted):
+            while await self._database.write(jobs.remove_deleted):
+                await asyncio.sleep(PAUSE)
 
 
 def require_reachable(message: Registration | GainReport, job: StoredJob | None, now: float) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Protocol
 
 from adascale_api.data.job import StoredJob, UnreadableJobError
-from adascale_api.data.sql import Sql, Transaction
+from adascale_api.data.sql import Sql, Transaction, upsert
 from adascale_api.data.tables import OF_A_JOB
 from adascale_api.errors import UnavailableError
 from adascale_core.errors import AdaScaleError
@@ -151,10 +151,15 @@ def delete_job(transaction: Transaction, job_id: str, now: float) -> None:
     if found is None:
         raise JobNotFoundError(job_id)
     key, version = found if job is None else (job.key, job.version)
-    transaction.execute(_REMEMBER_VERSION, id=job_id, version=version, now=now)
+    transaction.execute(_REMEMBER_VERSION, id=job_id, version=version, deleted_at=now)
     transaction.execute(_DELETE, key=key, now=now)
     transaction.changed.discard(job_id)
     transaction.deleted.add(job_id)
+
+
+def has_deleted(transaction: Transaction) -> bool:
+    """Whether there are rows of deleted jobs."""
+    return transaction.first(_ANY_DELETED) is not None
 
 
 def remove_deleted(transaction: Transaction) -> bool:
@@ -359,7 +364,7 @@ def store_decision(transaction: Transaction, decision: DecisionView) -> None:
     """Store the decision about a job in place of the last one."""
     key = lock(transaction, decision.job)
     text = json.dumps(decision.to_json(), separators=(",", ":"))
-    transaction.execute(_UPSERT_DECISION, key=key, decision=text)
+    transaction.execute(_UPSERT_DECISION, job_key=key, decision=text)
 
 
 def find_decision(transaction: Transaction, job: StoredJob) -> DecisionView | None:
@@ -413,12 +418,7 @@ _ADD_GENERATION = Sql(
 )
 _REMOVE_OLD_GENERATIONS = Sql("DELETE FROM generations WHERE job_key = :key AND generation <= :before")
 _DELETED_VERSION = Sql("SELECT version FROM deleted_jobs WHERE id = :id")
-_REMEMBER_VERSION = Sql(
-    """
-    INSERT INTO deleted_jobs (id, version, deleted_at) VALUES (:id, :version, :now)
-    ON CONFLICT (id) DO UPDATE SET version = excluded.version, deleted_at = excluded.deleted_at
-    """
-)
+_REMEMBER_VERSION = upsert("deleted_jobs", "id", "version", "deleted_at")
 _OLD = Sql(
     """
     SELECT jobs.id FROM jobs LEFT JOIN measurements ON measurements.job_key = jobs.key
@@ -465,10 +465,5 @@ _USED = Sql(
     ORDER BY started_at DESC LIMIT :limit
     """
 )
-_UPSERT_DECISION = Sql(
-    """
-    INSERT INTO decisions (job_key, decision) VALUES (:key, :decision)
-    ON CONFLICT (job_key) DO UPDATE SET decision = excluded.decision
-    """
-)
+_UPSERT_DECISION = upsert("decisions", "job_key", "decision")
 _FIND_DECISION = Sql("SELECT decision FROM decisions WHERE job_key = :key")

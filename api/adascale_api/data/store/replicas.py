@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from adascale_api.data.job import StoredJob
-from adascale_api.data.sql import Sql, Transaction
+from adascale_api.data.sql import Sql, Transaction, upsert
 from adascale_api.data.store.jobs import MAX_UNDECLARED, Transition, apply, lock_or_create
 from adascale_core.messages.registration import Registration
 from adascale_core.rendezvous import rendezvous
@@ -35,11 +35,11 @@ def register(transaction: Transaction, job_id: str, registration: Registration, 
     if registration.log and stored == replace(without_log, key=""):
         transaction.execute(
             _UPSERT_LOG,
-            key=job.key,
+            job_key=job.key,
             replica=registration.replica,
             instance=registration.instance,
             log=registration.log,
-            now=now,
+            stored_at=now,
         )
         transaction.execute(_REMOVE_OLD_LOGS, key=job.key, limit=MAX_LOGS)
     return transition
@@ -100,14 +100,7 @@ _WITH_LOGS = Sql(
 )
 _LOGS = Sql("SELECT replica, instance, log FROM logs WHERE job_key = :key")
 _EMPTY_LOGS = Sql("SELECT replica, instance, '' FROM logs WHERE job_key = :key")
-_UPSERT_LOG = Sql(
-    """
-    INSERT INTO logs (job_key, replica, instance, log, stored_at)
-    VALUES (:key, :replica, :instance, :log, :now)
-    ON CONFLICT (job_key, replica) DO UPDATE SET
-        instance = excluded.instance, log = excluded.log, stored_at = excluded.stored_at
-    """
-)
+_UPSERT_LOG = upsert("logs", "job_key, replica", "instance", "log", "stored_at")
 _REMOVE_OLD_LOGS = Sql(
     """
     DELETE FROM logs WHERE job_key = :key AND replica IN (

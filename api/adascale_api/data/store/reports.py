@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from adascale_api.data.job import StoredJob, UnreadableJobError
-from adascale_api.data.sql import Row, Sql, Transaction
+from adascale_api.data.sql import Row, Sql, Transaction, upsert
 from adascale_api.data.store.jobs import MAX_UNDECLARED, apply, lock_or_create
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.rendezvous import rendezvous
@@ -106,12 +106,12 @@ def post(
             kept -= _thin(transaction, job.key, newest[0], newest[1], kept, retention)
         transaction.execute(
             _UPSERT_MEASUREMENTS,
-            key=job.key,
+            job_key=job.key,
             generation=newest[0],
             step=newest[1],
             received=received,
             kept=kept,
-            now=now,
+            reported_at=now,
         )
         latest = unstored.get(newest)
         # Most reports name none, and do not concern the generations.
@@ -297,7 +297,7 @@ def _store_times(
     for plan, times in times_of_plans.items():
         transaction.execute(
             _UPSERT_STEP_TIMES,
-            key=key,
+            job_key=key,
             seconds=times.seconds[-REPORTS_PER_STEP_TIME:].tobytes(),
             sync_seconds=times.sync[-REPORTS_PER_STEP_TIME:].tobytes(),
             received=received,
@@ -346,14 +346,8 @@ _STORED = Sql(
 )
 _INSERT = Sql(f"INSERT INTO reports (job_key, {_COLUMNS}) VALUES (?, {', '.join('?' for _ in _REPORT)})")
 _MEASUREMENTS = Sql("SELECT generation, step, received, kept FROM measurements WHERE job_key = :key")
-_UPSERT_MEASUREMENTS = Sql(
-    """
-    INSERT INTO measurements (job_key, generation, step, received, kept, reported_at)
-    VALUES (:key, :generation, :step, :received, :kept, :now)
-    ON CONFLICT (job_key) DO UPDATE SET
-        generation = excluded.generation, step = excluded.step, received = excluded.received,
-        kept = excluded.kept, reported_at = excluded.reported_at
-    """
+_UPSERT_MEASUREMENTS = upsert(
+    "measurements", "job_key", "generation", "step", "received", "kept", "reported_at"
 )
 _FROM_LATEST = """
     FROM jobs
@@ -394,14 +388,7 @@ _STEP_TIMES_OF_PLAN = Sql(
     AND {" AND ".join(f"{name} = :{name}" for name in _PLAN)}
     """
 )
-_UPSERT_STEP_TIMES = Sql(
-    f"""
-    INSERT INTO step_times (job_key, {_PLAN_COLUMNS}, seconds, sync_seconds, received)
-    VALUES (:key, {", ".join(f":{name}" for name in _PLAN)}, :seconds, :sync_seconds, :received)
-    ON CONFLICT (job_key, {_PLAN_COLUMNS}) DO UPDATE SET
-        seconds = excluded.seconds, sync_seconds = excluded.sync_seconds, received = excluded.received
-    """
-)
+_UPSERT_STEP_TIMES = upsert("step_times", f"job_key, {_PLAN_COLUMNS}", "seconds", "sync_seconds", "received")
 _REMOVE_OLD_PLANS = Sql(
     f"""
     DELETE FROM step_times WHERE job_key = :key AND ({_PLAN_COLUMNS}) IN (
