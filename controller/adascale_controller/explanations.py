@@ -11,6 +11,7 @@ from rich.text import Text
 
 from adascale_controller.formatting import clock, duration, plural, significant
 from adascale_core.decision.decide import Decision
+from adascale_core.messages.reports import GainReport
 from adascale_core.views.decision import CountView, DecisionView
 
 INTERVAL = 30.0
@@ -48,7 +49,13 @@ class ExplanationSchedule:
         self._explained.pop(job, None)
 
 
-def render_decision(decision: DecisionView, now: float, slow: str = "", ended: str = "") -> RenderableType:
+def render_decision(
+    decision: DecisionView,
+    now: float,
+    slow: str = "",
+    ended: str = "",
+    latest: GainReport | None = None,
+) -> RenderableType:
     """Return the decision, what limits it, and what other counts would give; less if it has ended."""
     facts = Table.grid(padding=(0, 3, 0, 0))
     facts.add_column(style="dim", no_wrap=True)
@@ -63,6 +70,9 @@ def render_decision(decision: DecisionView, now: float, slow: str = "", ended: s
             facts.add_row("" if i else "limits", limit)
         if slow:
             facts.add_row("slow", slow)
+        if latest is not None and latest.goodput:
+            speed, count = significant(latest.goodput), plural(latest.replicas, "replica")
+            facts.add_row("measured", f"{speed} progress per second on {count}, mean of the last minute")
     facts.add_row("decided", f"{clock(now - decision.time)} ago")
     parts: list[RenderableType] = [Text(decision.job, "bold"), facts]
     if decision.counts and not ended:
@@ -80,7 +90,7 @@ def _decision(decision: DecisionView) -> str:
 
 def _counts_table(decision: DecisionView) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="bold", show_edge=False)
-    for header in ("replicas", "progress per second", "time left"):
+    for header in ("replicas", "predicted per second", "time left"):
         table.add_column(header, justify="right")
     gives = any(each.given for each in decision.counts)
     if gives:

@@ -83,14 +83,8 @@ def fill(client: Client) -> None:
 
 
 def running(rank: int, generation: int, replicas: int) -> Registration:
-    return a_registration(
-        rank,
-        ReplicaState.RUNNING,
-        generation=generation,
-        assigned=generation,
-        stepped=generation,
-        replicas=replicas,
-    )
+    generations = dict.fromkeys(("generation", "assigned", "stepped"), generation)
+    return a_registration(rank, ReplicaState.RUNNING, **generations, replicas=replicas)
 
 
 @pytest.fixture(scope="module")
@@ -248,12 +242,13 @@ def test_a_slow_replica_is_named_until_it_is_slow_no_more(page: Page, shown: Ser
             client.register("team.slow", a_registration(rank))
         for rank in range(2):
             client.register("team.slow", running(rank, 1, 2))
-        client.post_gain("team.slow", a_report(40, generation=1, slow_replica=1, slow_factor=1.234))
+        slow = a_report(40, generation=1, slow_replica=1, slow_factor=1.234, accelerator="cpu")
+        client.post_gain("team.slow", slow)
         show(page, shown, "#/jobs/team.slow")
         named = page.get_by_text(
             "Replica 1 is slow: in each step it computes 1.23 times as long as the others"
         )
-        expect(named).to_be_visible()
+        expect(named).to_contain_text("the usual cause is that more processes compute than it has free cores")
         expect(page.get_by_role("cell", name="running, slow")).to_be_visible()
         client.post_gain("team.slow", a_report(41, generation=1))
         expect(named).to_be_hidden()

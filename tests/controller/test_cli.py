@@ -38,7 +38,7 @@ from support.service import Service
 REPORT = {
     "generation": 1, "step": 1200, "progress": 4512.5, "epoch": 3, "replicas": 2, "local_bsz": 16,
     "accumulation": 1, "scale": 8.0, "gain": 6.25, "grad_sqr": 0.01, "grad_var": 0.25, "step_time": 0.004,
-    "loss": 0.2134,
+    "loss": 0.2134, "goodput": 1450.0,
 }  # fmt: skip
 
 
@@ -247,7 +247,8 @@ def test_explain_shows_the_decision_with_its_limits_and_what_other_counts_would_
     assert "limits 1 to 8 replicas are valid" in text
     assert text.count(decision.limits[-1].reason) == 1
     assert "4 of 8 replicas are free" in text
-    assert "replicas progress per second time left why" in text
+    assert "measured 1,450 progress per second on 2 replicas, mean of the last minute" in text
+    assert "replicas predicted per second time left why" in text
     assert "chosen" in text
     answer = json.loads(adascale("explain", "digits", "--url", service.url, "-o", "json").stdout)
     assert DecisionView.from_json(answer) == decision

@@ -281,7 +281,11 @@ export class JobView {
   showSlow() {
     const { slowReplica: slow, slowReplacement: replaced } = this;
     this.slow.hidden = slow === null && replaced === null;
-    if (slow !== null) setText(this.slow, `Replica ${count(slow)} is slow: in each step it computes ${this.job.latest.slow_factor.toFixed(2)} times as long as the others, which wait for it.`);
+    if (slow !== null) {
+      const { slow_factor: factor, nodes, accelerator } = this.job.latest;
+      const cause = nodes === 1 && accelerator === "cpu" ? " On one machine the usual cause is that more processes compute than it has free cores." : "";
+      setText(this.slow, `Replica ${count(slow)} is slow: in each step it computes ${factor.toFixed(2)} times as long as the others, which wait for it.${cause}`);
+    }
     else if (replaced !== null) setText(this.slow, `Replica ${count(replaced.replica)}${replaced.node ? ` on node ${replaced.node}` : ""} was slow, it computed ${replaced.factor.toFixed(2)} times as long as the others: replica ${count(replaced.spare)}, a spare, trains in its place.`);
     else setText(this.slow, "");
   }

@@ -170,7 +170,8 @@ def explain(
     state = registered_state(
         view.desired, view.active, view.replicas, broken=view.broken, complete=view.complete
     )
-    OutputConsole().print(render_decision(decision, time.time(), slow, state if state in ENDED else ""))
+    ended = state if state in ENDED else ""
+    OutputConsole().print(render_decision(decision, time.time(), slow, ended, view.latest))
 
 
 class ExportError(AdaScaleError):
