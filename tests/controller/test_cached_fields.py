@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from adascale_controller.operator.observe.cached_fields import cached_fields
-from adascale_controller.operator.observe.pods import job_of_pod, read_pod
+from adascale_controller.operator.observe.pods import read_pod
 from adascale_controller.operator.schedule.nodes import eligible_nodes, free_nodes, pod_request
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.operator.types.workload import KUEUE_FINALIZER, POD_GROUP_SIZE, QUEUE_NAME
@@ -56,48 +54,16 @@ SPEC = {
         {"name": "token", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}] * 5}},
     ],
 }
-SCHEDULED = {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2027-01-15T08:00:05Z"}
-UNBOUND = {"type": "PodScheduled", "status": "False", "message": "unbound immediate PersistentVolumeClaims"}
-FAILED = {"terminated": {"exitCode": 3, "reason": "Error", "message": "ValueError"}}
-STATUSES: list[dict[str, Any]] = [
-    {"phase": "Running", "conditions": [SCHEDULED], "podIP": "10.0.0.1"},
-    {"phase": "Pending", "conditions": [UNBOUND]},
-    {
-        "phase": "Pending",
-        "conditions": [SCHEDULED],
-        "containerStatuses": [
-            {
-                "name": "worker",
-                "image": "trainer:1",
-                "state": {"waiting": {"reason": "ErrImagePull", "message": "not found"}},
-            }
-        ],
-    },
-    {
-        "phase": "Failed",
-        "reason": "Evicted",
-        "message": "The node had condition: MemoryPressure",
-        "conditions": [SCHEDULED, {"type": "DisruptionTarget", "status": "True"}],
-        "containerStatuses": [{"name": "worker", "image": "trainer:1", "state": FAILED}],
-        "initContainerStatuses": [
-            {"name": "copy", "image": "copy:1", "state": {"terminated": {"exitCode": 0}}}
-        ],
-    },
-]
 
 
-@pytest.mark.parametrize("status", STATUSES, ids=["running", "unbound", "no-image", "failed"])
-def test_a_pod_is_read_as_before(status: dict[str, Any]) -> None:
-    for node in ("node1", ""):
-        raw = {"metadata": METADATA, "spec": {**SPEC, "nodeName": node}, "status": status}
-        kept = cached_fields(Resource.PODS, raw)
-        assert read_pod(kept) == read_pod(raw)
-        assert job_of_pod(kept) == job_of_pod(raw)
-        assert pod_request(kept["spec"]) == pod_request(raw["spec"])
-        assert len(json.dumps(kept)) < 0.4 * len(json.dumps(raw))
+def test_a_pod_takes_what_it_requests() -> None:
+    read = read_pod({"metadata": METADATA, "spec": SPEC})
+    assert pod_request(read.requests) == pod_request(SPEC)
+    assert (read.job, read.version, read.node) == (("team", "digits"), 7, "node1")
+    assert len(json.dumps(read.requests)) < 0.4 * len(json.dumps(SPEC))
 
 
-def test_a_pod_of_another_owner_takes_what_it_requests() -> None:
+def test_a_node_is_read_as_before() -> None:
     node = {
         "metadata": {"name": "node1", "labels": {"zone": "a"}, "managedFields": MANAGED},
         "spec": {"taints": [{"key": "gpu", "effect": "NoSchedule"}]},
@@ -107,19 +73,16 @@ def test_a_pod_of_another_owner_takes_what_it_requests() -> None:
             "images": [{"names": [f"image-{number}"]} for number in range(50)],
         },
     }
-    pod = {"metadata": {"name": "x", "namespace": "y", "managedFields": MANAGED}, "spec": SPEC, "status": {}}
-    kept_node, kept_pod = cached_fields(Resource.NODES, node), cached_fields(Resource.PODS, pod)
-    assert free_nodes([kept_node], [kept_pod]) == free_nodes([node], [pod])
+    kept_node = cached_fields(Resource.NODES, node)
+    assert isinstance(kept_node, dict)
+    assert free_nodes([kept_node], []) == free_nodes([node], [])
     for spec in ({"nodeSelector": {"zone": "a"}}, {"tolerations": [{"operator": "Exists"}]}):
         assert eligible_nodes(spec, [kept_node]) == eligible_nodes(spec, [node])
     assert len(json.dumps(kept_node)) < 0.4 * len(json.dumps(node))
 
 
 def test_equal_short_strings_of_several_objects_are_kept_once() -> None:
-    first, second = (
-        cached_fields(Resource.PODS, json.loads(json.dumps({"metadata": METADATA, "spec": SPEC})))
-        for _ in range(2)
-    )
+    first, second = (read_pod(json.loads(json.dumps({"metadata": METADATA, "spec": SPEC}))) for _ in range(2))
     assert first == second
 
     def strings(value: Any) -> list[str]:
@@ -129,5 +92,5 @@ def test_equal_short_strings_of_several_objects_are_kept_once() -> None:
             return [text for member in value for text in strings(member)]
         return [value] if isinstance(value, str) else []
 
-    found = {id(text) for text in strings(first)}
-    assert all(id(text) in found for text in strings(second))
+    found = {id(text) for text in strings(first.requests)}
+    assert all(id(text) in found for text in strings(second.requests))

@@ -8,7 +8,7 @@ import pytest
 
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, is_program_failure, read_pod
 from adascale_controller.operator.types.conditions import Reason
-from adascale_controller.operator.types.workload import KUEUE_FINALIZER, KUEUE_GROUP
+from adascale_controller.operator.types.workload import KUEUE_FINALIZER, KUEUE_GROUP, POD_GROUP
 from adascale_core import names
 from adascale_core.failures import TerminationMessage
 
@@ -26,6 +26,7 @@ def raw(
         "name": "digits-1-2",
         "namespace": "team",
         "uid": "5a0d",
+        "resourceVersion": "7",
         "creationTimestamp": "2026-03-01T10:00:00Z",
         "labels": {names.LABEL_REPLICA: "1", names.LABEL_ATTEMPT: "2"},
         "ownerReferences": [{"kind": "AdaScaleJob", "name": "digits", "uid": "b7d1", "controller": True}],
@@ -82,6 +83,9 @@ def test_a_running_pod() -> None:
         phase="Running",
         created_at=1772359200.0,
         scheduled_at=1772359200.0,
+        namespace="team",
+        version=7,
+        requests={"containers": [{"resources": {"requests": {"cpu": "500m"}}}], "initContainers": []},
     )
 
 
@@ -113,8 +117,9 @@ def test_a_pod_has_started_when_one_of_its_containers_has(begun: bool, status: d
 
 
 def test_a_pod_with_the_finalizer_of_kueue_is_held_by_it() -> None:
-    assert read_pod(raw(metadata={"finalizers": [KUEUE_FINALIZER]})).is_held_by_kueue
-    assert not read_pod(raw(metadata={"finalizers": ["example.com/other"]})).is_held_by_kueue
+    labels = {"labels": {POD_GROUP: "digits-b7d1"}}
+    assert read_pod(raw(metadata=labels | {"finalizers": [KUEUE_FINALIZER]})).held_group == "digits-b7d1"
+    assert read_pod(raw(metadata=labels | {"finalizers": ["example.com/other"]})).held_group is None
 
 
 def test_the_deletion_deadline_includes_the_grace_period() -> None:

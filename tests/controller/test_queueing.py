@@ -166,18 +166,18 @@ def test_a_pod_that_was_admitted_alone_stays_when_the_smallest_count_grows() -> 
 
 @pytest.mark.parametrize("is_held", [True, False])
 def test_a_queued_job_that_its_user_stops_gives_its_quota_back(is_held: bool) -> None:
-    pods = queued(0, 1, group_size=2, is_held_by_kueue=is_held)
+    pods = queued(0, 1, group_size=2, held_group="digits-uid" if is_held else None)
     stopped = running_job(resource=queued_job((1, 2), suspend=True, spec=TWO), pods=pods)
     assert writes(actions_for(stopped)) == {"allocate": Allocation(2, 0)}, "its replicas save their state"
     left = writes(actions_for(replace(stopped, service=view((2, 0), (2, 0)))))
     assert left == {"delete": ["digits-0", "digits-1"], **({"delete_group": True} if is_held else {})}
-    alone = replace(stopped, service=view((2, 0), (2, 0)), pods=queued(0, is_held_by_kueue=True))
+    alone = replace(stopped, service=view((2, 0), (2, 0)), pods=queued(0, held_group="digits-uid"))
     assert writes(actions_for(alone)) == {"delete": ["digits-0"]}
 
 
 @pytest.mark.parametrize("end", [finished_pod(0), failed_pod(0, 1)])
 def test_a_group_whose_job_has_ended_is_given_up_and_its_pods_stay(end: Pod) -> None:
-    pods = [replace(end, queue="gpus", group_size=2, is_held_by_kueue=True)]
+    pods = [replace(end, queue="gpus", group_size=2, held_group="digits-uid")]
     ended = running_job((1, 1), resource=queued_job((1, 1), backoff_limit=0), pods=pods)
     found = writes(actions_for(ended, 1))
     assert (found["delete_group"], "delete" in found) == (True, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from adascale_controller.operator.observe.cached_fields import Cached
 from adascale_controller.operator.types.actions import Event, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from adascale_core.errors import AdaScaleError
@@ -35,8 +36,8 @@ class PodRefusedError(ApiServerError):
 class Cluster(Protocol):
     """The API server. Each call may raise `ApiServerError`."""
 
-    async def list(self, resource: Resource) -> tuple[list[ApiObject], int]:
-        """Return all objects of a resource, with the parts that are cached, and the version of the list."""
+    async def list(self, resource: Resource) -> tuple[Sequence[Cached], int]:
+        """Return all objects of a resource, as they are cached, and the version of the list."""
 
     async def version(self) -> tuple[int, int]:
         """Return the version of Kubernetes, major and minor."""

@@ -22,7 +22,7 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
 from adascale_controller.operator.apply.cluster import ApiServerError
-from adascale_controller.operator.observe.cached_fields import cached_fields
+from adascale_controller.operator.observe.cached_fields import Cached, cached_fields
 from adascale_controller.operator.observe.pods import END_DEADLINE
 from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp
@@ -104,9 +104,9 @@ class KubernetesCluster:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    async def list(self, resource: Resource) -> tuple[list[ApiObject], int]:
+    async def list(self, resource: Resource) -> tuple[Sequence[Cached], int]:
         """As `Cluster.list`."""
-        items: list[ApiObject] = []
+        items: list[Cached] = []
         version = ""
         async for page in self._pages(self._list_path(resource)):
             # Whole, all pods of a large cluster would take more memory than everything else.

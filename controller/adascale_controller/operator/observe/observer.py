@@ -14,20 +14,19 @@ from adascale_controller.operator.observe.observed_job import (
     ObservedJob,
     QueueView,
 )
-from adascale_controller.operator.observe.pods import Pod, read_pod
+from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.workload import PodSettings, Workload, template_digest
 from adascale_core.views.jobs import JobView
 
 
 class Observer:
-    """Reads cached objects. Parsed specs and pods are kept until their objects change."""
+    """Reads cached objects. Parsed specs are kept until their objects change."""
 
     def __init__(self, settings: PodSettings) -> None:
         self._settings = settings
         self._settings_without_tls = settings.without_tls()
         self._specs = SpecReader()
-        self._pods: dict[str, dict[str, tuple[str, Pod]]] = {}
         self._digests: dict[str, tuple[JobDefinition, dict[bool, str], dict[bool, str]]] = {}
         """uid of an AdaScaleJob -> its parsed spec, and the digests of the template of that spec, with TLS
         and without."""
@@ -35,41 +34,28 @@ class Observer:
     def retain(self, uids: Collection[str]) -> None:
         """Drop the memory of all AdaScaleJobs with other uids."""
         self._specs.retain(uids)
-        self._pods = {uid: pods for uid, pods in self._pods.items() if uid in uids}
         self._digests = {uid: known for uid, known in self._digests.items() if uid in uids}
 
     def read(
         self,
         raw: ApiObject,
-        pods: Iterable[ApiObject],
+        pods: Sequence[Pod],
         lost_nodes: frozenset[str],
     ) -> CachedJob:
         """Return an AdaScaleJob."""
         job = AdaScaleJob.read(raw, self._specs)
-        found = self._read_pods(job.uid, list(pods))
-        own = [pod for pod in found if pod.controller[2] == job.uid and pod.rank >= 0]
+        own = [pod for pod in pods if pod.controller[2] == job.uid and pod.rank >= 0]
         return CachedJob(
             resource=job,
             workload=self._workload(job, own),
             pods=own,
             lost_nodes=lost_nodes,
-            others=[pod for pod in found if pod not in own and not pod.has_ended],
+            others=[pod for pod in pods if pod not in own and not pod.has_ended],
         )
 
     def reject(self, job: AdaScaleJob, reason: str) -> None:
         """Record that the API server rejects an object made from the current spec of a job."""
         self._specs.reject(job, reason)
-
-    def _read_pods(self, job_uid: str, raws: Sequence[ApiObject]) -> list[Pod]:
-        """Return the pods of a job, and keep them until the next call."""
-        known, self._pods[job_uid] = self._pods.get(job_uid, {}), {}
-        for raw in raws:
-            uid, version = raw["metadata"]["uid"], raw["metadata"]["resourceVersion"]
-            before = known.get(uid)
-            if before is None or before[0] != version:
-                before = version, read_pod(raw)
-            self._pods[job_uid][uid] = before
-        return [pod for _, pod in self._pods[job_uid].values()]
 
     def _workload(self, job: AdaScaleJob, pods: Sequence[Pod]) -> Workload | None:
         if job.job is None:

@@ -13,8 +13,10 @@ from adascale_controller.operator.types.kubernetes import (
     SCHEDULING_FIELDS,
     ApiObject,
     JobKey,
+    only,
     replica_index,
     seconds,
+    shared,
 )
 from adascale_controller.operator.types.workload import (
     KUEUE_FINALIZER,
@@ -97,7 +99,7 @@ class PodExit:
         return self.exit_code is None and _REJECTED.fullmatch(self.reason) is not None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pod:
     """A pod of a job."""
 
@@ -128,7 +130,14 @@ class Pod:
     group_size: int = 0  # the number of pods that Kueue admits together with it; 0 if it is admitted alone
     # `nodeSelector` and `tolerations`, to which Kueue adds those of a flavor, of a queued pod
     scheduling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    is_held_by_kueue: bool = False  # whether Kueue counts it for a group, with its finalizer
+    # the group for which Kueue counts it, with its finalizer. None if it does not.
+    held_group: str | None = None
+    namespace: str = ""
+    version: int = 0  # the resource version
+    # namespace and name of the job that it belongs to. None if it has no job label.
+    job: JobKey | None = None
+    # the parts of its PodSpec that say what it requests
+    requests: ApiObject = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def has_ended(self) -> bool:
@@ -158,9 +167,12 @@ def read_pod(raw: ApiObject) -> Pod:
     ended = phase in ENDED
     worker = _worker_status(meta, spec, status)
     others = () if ended else _running_beside(worker, status)
-    node = spec.get("nodeName") or None
+    node = shared(spec.get("nodeName") or None)
     created_at = seconds(meta.get("creationTimestamp")) or 0.0
     annotations, labels = meta.get("annotations") or {}, meta.get("labels") or {}
+    queue = labels.get(QUEUE_NAME) or None
+    job = labels.get(names.LABEL_JOB)
+    is_held = KUEUE_FINALIZER in (meta.get("finalizers") or ())
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
@@ -180,29 +192,27 @@ def read_pod(raw: ApiObject) -> Pod:
         is_ending=spec.get("activeDeadlineSeconds") == END_DEADLINE,
         init_container=_running_init_container(spec, status),
         controller=_controller(meta),
-        template=annotations.get(names.ANNOTATION_TEMPLATE),
+        template=shared(annotations.get(names.ANNOTATION_TEMPLATE)),
         accelerator=annotations.get(names.ANNOTATION_ACCELERATOR),
         is_extra=names.LABEL_EXTRA in labels,
         attempt=_number(labels.get(names.LABEL_ATTEMPT)),
-        queue=labels.get(QUEUE_NAME) or None,
+        queue=queue,
         group_size=_number(annotations.get(POD_GROUP_SIZE)),
-        scheduling={name: spec[name] for name in SCHEDULING_FIELDS if name in spec},
-        is_held_by_kueue=KUEUE_FINALIZER in (meta.get("finalizers") or ()),
+        scheduling=only(spec, SCHEDULING_FIELDS) if queue is not None else {},
+        held_group=labels.get(POD_GROUP) if is_held else None,
+        namespace=meta["namespace"],
+        version=int(meta.get("resourceVersion") or 0),
+        job=None if job is None else (meta["namespace"], job),
+        requests=shared(_requests(spec)),
     )
 
 
-def held_group(raw: ApiObject) -> str | None:
-    """Return the name of the group for which Kueue holds a pod. None if it does not."""
-    meta = raw["metadata"]
-    is_held = KUEUE_FINALIZER in (meta.get("finalizers") or ())
-    return (meta.get("labels") or {}).get(POD_GROUP) if is_held else None
-
-
-def job_of_pod(raw: ApiObject) -> JobKey | None:
-    """Return namespace and name of the job that a pod belongs to. None if it has no job label."""
-    meta = raw["metadata"]
-    name = (meta.get("labels") or {}).get(names.LABEL_JOB)
-    return None if name is None else (meta["namespace"], name)
+def _requests(spec: ApiObject) -> ApiObject:
+    """Return the parts of a PodSpec that say what a pod requests: a whole pod takes ten times as much."""
+    kept = only(spec, ("overhead", "resources"))
+    for kind in ("containers", "initContainers"):
+        kept[kind] = [only(each, ("resources", "restartPolicy")) for each in spec.get(kind) or ()]
+    return kept
 
 
 def _controller(meta: ApiObject) -> tuple[str, str, str]:

@@ -311,9 +311,7 @@ def _gives_group_up(observed: ObservedJob, assessment: Assessment, allocation: A
     """Whether to delete the Workload of the group: Kueue would wait for the next pods of it."""
     is_stopped = allocation is None or allocation.replicas == 0
     stops = assessment.phase is JobPhase.STOPPING and is_stopped and observed.required_pods == 0
-    return (assessment.ended or stops) and any(
-        pod.group_size and pod.is_held_by_kueue for pod in observed.pods
-    )
+    return (assessment.ended or stops) and any(pod.group_size and pod.held_group for pod in observed.pods)
 
 
 # -- the end ----------------------------------------------------------------------------------------------

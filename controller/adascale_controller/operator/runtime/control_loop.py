@@ -14,7 +14,7 @@ from adascale_controller.operator.apply.applier import Applier, BeforePods
 from adascale_controller.operator.apply.cluster import AllocationService, ApiServerError, Cluster
 from adascale_controller.operator.observe.observed_job import CachedJob, ObservedJob
 from adascale_controller.operator.observe.observer import Observer, is_deleting, lost_nodes, observe
-from adascale_controller.operator.observe.pods import Pod, held_group
+from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, assess
 from adascale_controller.operator.reconcile.reconciler import next_deadline, reconcile, reconcile_undecided
 from adascale_controller.operator.runtime.error_isolation import ErrorIsolation
@@ -460,7 +460,7 @@ class OperatorLoop:
     def _give_groups_up(self, keys: Collection[JobKey]) -> None:
         """Delete the Workloads of groups of deleted jobs: Kueue would keep their pods for further ones."""
         for key in keys:
-            for group in {held_group(raw) for raw in self._cache.pods_of(key)} - {None}:
+            for group in {pod.held_group for pod in self._cache.pods_of(key)} - {None}:
                 give_up = partial(self._cluster.delete_workload, key[0], str(group))
                 self._begin_beside(f"delete Workload {group} of {'.'.join(key)}", give_up)
 

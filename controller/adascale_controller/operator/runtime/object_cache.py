@@ -16,13 +16,13 @@ from typing import Any
 import kopf
 
 from adascale_controller.operator.apply.kubernetes_cluster import PAGE_SIZE
-from adascale_controller.operator.observe.cached_fields import cached_fields
-from adascale_controller.operator.observe.pods import job_of_pod
+from adascale_controller.operator.observe.cached_fields import Cached, cached_fields
+from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource, object_key
 from adascale_controller.operator.types.workload import OperatorSettings
 from adascale_core import names
 
-_NO_PODS: Mapping[JobKey, ApiObject] = {}
+_NO_PODS: Mapping[JobKey, Pod] = {}
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class ObjectCache:
     """
 
     def __init__(self) -> None:
-        self._objects: dict[Resource, dict[JobKey, ApiObject]] = {resource: {} for resource in Resource}
+        self._objects: dict[Resource, dict[JobKey, Any]] = {resource: {} for resource in Resource}
         self._deleted: dict[Resource, dict[JobKey, int]] = {resource: {} for resource in Resource}
         """Versions in which objects were deleted: an older version must not bring them back."""
-        self._pods: dict[JobKey | None, dict[JobKey, ApiObject]] = {}
+        self._pods: dict[JobKey | None, dict[JobKey, Pod]] = {}
         """The pods of each job, and of no job."""
         self._changed_jobs: dict[JobKey, None] = {}
         self._no_news: dict[JobKey, None] = {}
@@ -61,13 +61,14 @@ class ObjectCache:
 
     def get(self, resource: Resource, key: JobKey) -> ApiObject | None:
         """Return an object by namespace and name. None if it does not exist."""
-        return self._objects[resource].get(key)
+        found: ApiObject | None = self._objects[resource].get(key)
+        return found
 
     def keys(self, resource: Resource) -> Collection[JobKey]:
         """Return namespace and name of all objects of a resource."""
         return self._objects[resource].keys()
 
-    def pods_of(self, job: JobKey | None) -> list[ApiObject]:
+    def pods_of(self, job: JobKey | None) -> list[Pod]:
         """Return the pods of a job, or all that belong to no job, by namespace and name."""
         pods = self._pods.get(job, _NO_PODS)
         return [pods[key] for key in sorted(pods)]
@@ -88,23 +89,23 @@ class ObjectCache:
         self._changed_jobs, self._no_news, self._resources_changed = {}, {}, False
         return changes
 
-    def put(self, resource: Resource, raw: ApiObject, *, is_news: bool = True) -> None:
+    def put(self, resource: Resource, raw: Cached, *, is_news: bool = True) -> None:
         """Store an object unless the cache has it in a newer version. A new generation always is news."""
-        key = object_key(raw)
+        key = _key(raw)
         cached = self._objects[resource].get(key)
         newest = self._deleted[resource].get(key, -1) if cached is None else _version(cached)
         if newest >= _version(raw):
             return
-        raw = cached_fields(resource, raw)
-        self._objects[resource][key] = raw
-        if resource is Resource.PODS:
-            self._index(key, cached, raw)
-        if cached is not None and _is_without_effect(resource, cached, raw):
+        kept = raw if isinstance(raw, Pod) else cached_fields(resource, raw)
+        self._objects[resource][key] = kept
+        if isinstance(kept, Pod):
+            self._index(key, cached, kept)
+        if cached is not None and _is_without_effect(resource, cached, kept):
             return
-        if not is_news and cached is not None and _generation(cached) == _generation(raw):
+        if not is_news and cached is not None and _generation(cached) == _generation(kept):
             self._no_news[key] = None
             return
-        self._note(resource, key, cached, raw)
+        self._note(resource, key, cached, kept)
         self.changed.set()
 
     def remove(self, resource: Resource, raw: ApiObject) -> None:
@@ -116,11 +117,11 @@ class ObjectCache:
         self._deleted[resource][key] = max(self._deleted[resource].get(key, -1), _version(raw))
         self._drop(resource, key)
 
-    def replace(self, resource: Resource, objects: Iterable[ApiObject], version: int) -> None:
+    def replace(self, resource: Resource, objects: Iterable[Cached], version: int) -> None:
         """Store a list of all objects of a resource as of `version`, and remove what it does not contain."""
         listed = set()
         for raw in objects:
-            listed.add(object_key(raw))
+            listed.add(_key(raw))
             self.put(resource, raw)
         for key, cached in list(self._objects[resource].items()):
             if key not in listed and _version(cached) <= version:
@@ -137,46 +138,37 @@ class ObjectCache:
         self._note(resource, key, cached)
         self.changed.set()
 
-    def _index(self, key: JobKey, before: ApiObject | None, pod: ApiObject | None) -> None:
+    def _index(self, key: JobKey, before: Pod | None, pod: Pod | None) -> None:
         """Keep the pods by job."""
         if before is not None:
-            owner = job_of_pod(before)
-            pods = self._pods[owner]
+            pods = self._pods[before.job]
             del pods[key]
             if not pods:
-                del self._pods[owner]
+                del self._pods[before.job]
         if pod is not None:
-            self._pods.setdefault(job_of_pod(pod), {})[key] = pod
+            self._pods.setdefault(pod.job, {})[key] = pod
 
-    def _note(self, resource: Resource, key: JobKey, *versions: ApiObject | None) -> None:
+    def _note(self, resource: Resource, key: JobKey, *versions: Cached | None) -> None:
         """Record whom a change concerns."""
-        if resource is Resource.NODES:
-            self._resources_changed = True
-        elif resource is not Resource.PODS:
+        if resource is Resource.ADASCALEJOBS:
             self._changed_jobs[key] = None
-        else:
-            for pod in versions:
-                owner = job_of_pod(pod) if pod is not None else None
-                if owner is not None:
-                    self._changed_jobs[owner] = None
-                elif pod is not None:
-                    self._resources_changed = True
+        for each in versions:
+            if isinstance(each, Pod) and each.job is not None:
+                self._changed_jobs[each.job] = None
+            elif resource is not Resource.ADASCALEJOBS and each is not None:
+                self._resources_changed = True
 
 
-def _is_without_effect(resource: Resource, before: ApiObject, raw: ApiObject) -> bool:
+def _is_without_effect(resource: Resource, before: Cached, after: Cached) -> bool:
     """Whether an object has changed in nothing that concerns any job."""
-    if resource is Resource.NODES:
-        return _without_heartbeat(before) == _without_heartbeat(raw)
-    if resource is Resource.PODS and job_of_pod(before) is None and job_of_pod(raw) is None:
-        return _taken(before) == _taken(raw)
-    return False
-
-
-def _taken(pod: ApiObject) -> list[object]:
-    """Return what tells which resources of which node a pod takes."""
-    spec, ended = pod.get("spec") or {}, (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-    containers = [each.get("resources") for each in spec.get("containers") or ()]
-    return [spec.get("nodeName"), ended, containers]
+    if isinstance(before, Pod) and isinstance(after, Pod):
+        before_of, after_of = (
+            (each.job, each.node, each.has_ended, each.requests) for each in (before, after)
+        )
+        return after.job is None and before_of == after_of
+    if isinstance(before, Pod) or isinstance(after, Pod) or resource is not Resource.NODES:
+        return False
+    return _without_heartbeat(before) == _without_heartbeat(after)
 
 
 def _without_heartbeat(node: ApiObject) -> list[object]:
@@ -185,12 +177,16 @@ def _without_heartbeat(node: ApiObject) -> list[object]:
     return [metadata.get("labels"), node.get("spec"), status.get("allocatable"), conditions]
 
 
-def _generation(raw: ApiObject) -> object:
-    return raw["metadata"].get("generation")
+def _generation(known: Cached) -> object:
+    return None if isinstance(known, Pod) else known["metadata"].get("generation")
 
 
-def _version(raw: ApiObject) -> int:
-    return int(raw["metadata"]["resourceVersion"])
+def _version(known: Cached) -> int:
+    return known.version if isinstance(known, Pod) else int(known["metadata"]["resourceVersion"])
+
+
+def _key(known: Cached) -> JobKey:
+    return (known.namespace, known.name) if isinstance(known, Pod) else object_key(known)
 
 
 ERROR_BACKOFFS = (1, 1, 2, 3, 5)

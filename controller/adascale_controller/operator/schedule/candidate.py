@@ -11,6 +11,7 @@ from functools import cached_property
 from adascale_controller.formatting import plural
 from adascale_controller.measurements import training_target
 from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.accelerator_types import TypedDemands
 from adascale_controller.operator.schedule.job_memory import JobMemory
 from adascale_controller.operator.schedule.nodes import free_nodes
@@ -200,7 +201,7 @@ class Resources:
     def __init__(
         self,
         nodes: Sequence[ApiObject] | None,
-        pods: Sequence[ApiObject],
+        pods: Sequence[Pod],
         spares: Collection[SparePods] = (),
     ) -> None:
         self.nodes = nodes
@@ -222,12 +223,12 @@ class Resources:
     @cached_property
     def _beside_pods(self) -> Sequence[Node]:
         """The nodes with what the pods leave."""
-        return free_nodes(self.nodes or (), self._pods, ())
+        return free_nodes(self.nodes or (), self._pods)
 
     def free_below(self, priority: int) -> Sequence[Node]:
         """Return the nodes as if no pod of a lower priority were on them that no decision changes."""
-        pods = [pod for pod in self._pods if _priority(pod) >= priority]
-        return self._beside_spares(free_nodes(self.nodes or (), pods, ()))
+        pods = [pod for pod in self._pods if (pod.priority or 0) >= priority]
+        return self._beside_spares(free_nodes(self.nodes or (), pods))
 
     def _beside_spares(self, free: Sequence[Node]) -> Sequence[Node]:
         taken: dict[str, Counter[str]] = {}
@@ -239,8 +240,7 @@ class Resources:
     @cached_property
     def lowest_priority(self) -> int | None:
         """The lowest priority of those pods that are on a node. None if there are none."""
-        placed = (pod for pod in self._pods if pod["spec"].get("nodeName"))
-        return min(map(_priority, placed), default=None)
+        return min((pod.priority or 0 for pod in self._pods if pod.node), default=None)
 
     def capacity(
         self,
@@ -258,10 +258,6 @@ class Resources:
 
 def _without(node: Node, taken: Mapping[str, int]) -> Node:
     return replace(node, free={name: units - taken.get(name, 0) for name, units in node.free.items()})
-
-
-def _priority(pod: ApiObject) -> int:
-    return int(pod["spec"].get("priority") or 0)
 
 
 # -- counts that do not fit ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from math import ceil
@@ -20,7 +20,7 @@ from kubernetes.utils import parse_quantity
 
 from adascale_controller.formatting import plural
 from adascale_controller.operator.observe.observer import is_ready
-from adascale_controller.operator.observe.pods import job_of_pod
+from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.placement.packing import PODS, Node
 
@@ -92,18 +92,12 @@ def _amounts(parent: ApiObject, key: str) -> dict[str, int]:
 # -- free resources ----------------------------------------------------------------------------------------
 
 
-def free_nodes(
-    nodes: Iterable[ApiObject], pods: Iterable[ApiObject], jobs: Collection[str] | None = None
-) -> list[Node]:
-    """Return the ready nodes, each with the resources that are free for `jobs`, whose pods take nothing.
-
-    None for all AdaScaleJobs.
-    """
+def free_nodes(nodes: Iterable[ApiObject], pods: Iterable[Pod]) -> list[Node]:
+    """Return the ready nodes, each with the resources that these pods leave."""
     taken: dict[str, Counter[str]] = {}
     for pod in pods:
-        node = _object(pod.get("spec")).get("nodeName")
-        if node and not _has_ended(pod) and not _is_ours(pod, jobs):
-            taken.setdefault(node, Counter()).update(pod_request(pod["spec"]))
+        if pod.node and not pod.has_ended:
+            taken.setdefault(pod.node, Counter()).update(pod_request(pod.requests))
     free = []
     for node in nodes:
         if is_ready(node):
@@ -117,15 +111,6 @@ def free_nodes(
 def allocatable(node: ApiObject) -> dict[str, int]:
     """Return the resources of a node that pods may take, in the units of `amount`."""
     return _amounts(_object(node.get("status")), "allocatable")
-
-
-def _has_ended(pod: ApiObject) -> bool:
-    return _object(pod.get("status")).get("phase") in ("Succeeded", "Failed")
-
-
-def _is_ours(pod: ApiObject, jobs: Collection[str] | None) -> bool:
-    key = job_of_pod(pod)
-    return key is not None and (jobs is None or ".".join(key) in jobs)
 
 
 def _name(node: ApiObject) -> str:

@@ -14,6 +14,7 @@ from adascale_controller.failing_counts import FailingCount
 from adascale_controller.formatting import plural
 from adascale_controller.measurements import TemplateMeasurements
 from adascale_controller.operator.observe.observed_job import ObservedJob
+from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.accelerator_types import AcceleratorTypes, TypedDemands
 from adascale_controller.operator.schedule.candidate import (
     Candidate,
@@ -147,7 +148,7 @@ class Scheduler:
             if job.candidate.observed.resource.uid not in uids:
                 self.remove(job_id)
 
-    def set_resources(self, nodes: Sequence[ApiObject] | None, pods: Sequence[ApiObject]) -> None:
+    def set_resources(self, nodes: Sequence[ApiObject] | None, pods: Sequence[Pod]) -> None:
         """Use these nodes and pods from now on."""
         self._resources = Resources(nodes, pods, tuple(self._spares.values()))
         self._resources_changed = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Final
@@ -18,6 +18,31 @@ Manifest = dict[str, Any]
 
 SCHEDULING_FIELDS: Final = ("nodeSelector", "tolerations")
 """Fields of a PodSpec to which Kueue adds those of a flavor."""
+
+
+MAX_STRINGS: Final = 50_000
+"""Strings that are remembered, to be shared by further objects."""
+MAX_SHARED: Final = 32
+"""Characters of a string that is shared. Longer ones, such as uids, are mostly of a single object."""
+_strings: Final[dict[str, str]] = {}
+
+
+def only(members: ApiObject, wanted: Iterable[str]) -> Manifest:
+    """Return the wanted members of an object that has them."""
+    return {name: members[name] for name in wanted if name in members}
+
+
+def shared(value: Any) -> Any:
+    """Return a value with equal strings as the same object: each object that is parsed has its own copies."""
+    if len(_strings) > MAX_STRINGS:
+        _strings.clear()
+    if isinstance(value, str):
+        return _strings.setdefault(value, value) if len(value) <= MAX_SHARED else value
+    if isinstance(value, dict):
+        return {_strings.setdefault(name, name): shared(member) for name, member in value.items()}
+    if isinstance(value, list):
+        return [shared(member) for member in value]
+    return value
 
 
 class Resource(StrEnum):
