@@ -14,7 +14,7 @@ from adascale_api.data.database import Committed, Database, DatabaseError
 from adascale_api.data.job import JobCache, StoredJob, UnreadableJobError
 from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store import jobs, reports
-from adascale_api.service.changes import ChangeNotifier
+from adascale_api.service.changes import ChangeLog
 from adascale_api.service.service import Service, Settings, repeat
 from adascale_core.messages import registration as registrations
 from adascale_core.messages.allocation import Allocation, AllocationView
@@ -230,50 +230,50 @@ class Versions:
 
 
 def wait_for_a(
-    act: Callable[[ChangeNotifier, Versions], Awaitable[None]], seconds: float = 60.0
+    act: Callable[[ChangeLog, Versions], Awaitable[None]], seconds: float = 60.0
 ) -> AllocationView:
     """Return the answer to a request that waits for a change of version 1 while `act` runs."""
 
     async def run() -> AllocationView:
         versions = Versions()
-        notifier = ChangeNotifier()
-        waiter = asyncio.create_task(notifier.wait_for_change("a", 1, seconds, versions.view))
+        log = ChangeLog()
+        waiter = asyncio.create_task(log.wait_for_change("a", 1, seconds, versions.view))
         await asyncio.sleep(0)
         assert not waiter.done()
-        await act(notifier, versions)
+        await act(log, versions)
         return await asyncio.wait_for(waiter, 30)
 
     return asyncio.run(run())
 
 
 def test_a_notification_of_a_change_ends_the_wait() -> None:
-    async def change(notifier: ChangeNotifier, versions: Versions) -> None:
+    async def change(log: ChangeLog, versions: Versions) -> None:
         versions.current["a"] = 2
-        notifier.notify("b")
-        notifier.notify("a")
+        log.add("b")
+        log.add("a")
 
     assert wait_for_a(change).version == 2
 
 
 def test_a_notification_without_a_change_does_not_end_the_wait() -> None:
-    async def change(notifier: ChangeNotifier, versions: Versions) -> None:
-        notifier.notify("a")
+    async def change(log: ChangeLog, versions: Versions) -> None:
+        log.add("a")
         await asyncio.sleep(0.01)
         versions.current["a"] = 2
-        notifier.notify("a")
+        log.add("a")
 
     assert wait_for_a(change).version == 2
 
 
-def test_closing_the_notifier_ends_the_wait() -> None:
-    async def close(notifier: ChangeNotifier, versions: Versions) -> None:
-        notifier.close()
+def test_closing_the_log_ends_the_wait() -> None:
+    async def close(log: ChangeLog, versions: Versions) -> None:
+        log.close()
 
     assert wait_for_a(close).version == 1
 
 
 def test_the_timeout_ends_the_wait() -> None:
-    async def nothing(notifier: ChangeNotifier, versions: Versions) -> None:
+    async def nothing(log: ChangeLog, versions: Versions) -> None:
         pass
 
     assert wait_for_a(nothing, seconds=0.02).version == 1
@@ -323,7 +323,7 @@ def test_a_replica_without_heartbeats_is_removed_and_waiting_requests_are_notifi
     async def scenario(service: Service, clock: Clock) -> None:
         before = await service.find_job("a.b")
         waiter = asyncio.create_task(
-            service.changes.wait_for_change("a.b", before.version, 60, partial(service.find_job, "a.b"))
+            service.log.wait_for_change("a.b", before.version, 60, partial(service.find_job, "a.b"))
         )
         await pass_time(service, clock, HEARTBEAT_TIMEOUT)
         assert await is_registered(service)

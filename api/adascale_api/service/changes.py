@@ -1,4 +1,4 @@
-"""Changes of jobs: requests that wait for one, and the log of the jobs that have changed."""
+"""Changes of jobs: the log of the jobs that have changed, and the requests that wait for a change."""
 
 import asyncio
 from collections import OrderedDict
@@ -16,6 +16,8 @@ MAX_ANONYMOUS_WAITS = 256
 favour of new ones, so anonymous requests must not take all of them."""
 MAX_ANONYMOUS_FOLLOWERS = 16
 """Requests without a token that may wait for a change of any job: each reads the jobs after a change."""
+_ANY = ""
+"""In place of a job id: any job."""
 MAX_ENTRIES = 20_000
 """The number of jobs in the log: the jobs that have changed last."""
 
@@ -33,17 +35,6 @@ class Versioned(Protocol):
 
 
 V = TypeVar("V", bound=Versioned)
-
-
-def has_left(closed: Closed) -> bool:
-    """Whether a client has left."""
-    return closed is not None and closed.done()
-
-
-async def wait_for(change: asyncio.Future[None], closed: Closed, seconds: float) -> None:
-    """Wait for a change, but not after the client has left, nor for more than `seconds`."""
-    ends = [change] if closed is None else [change, closed]
-    await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
 
 class WaitLimit:
@@ -71,58 +62,6 @@ class WaitLimit:
             self._waiting -= 1
 
 
-class ChangeNotifier:
-    """Wakes the requests that wait for a job."""
-
-    def __init__(self) -> None:
-        # Waiting requests hold the futures, so a job without waiting requests leaves no entry.
-        self._changes: WeakValueDictionary[str, asyncio.Future[None]] = WeakValueDictionary()
-        self._closed = False
-
-    def notify(self, job_id: str) -> None:
-        """Wake the requests that wait for a job."""
-        change = self._changes.pop(job_id, None)
-        if change is not None and not change.done():
-            change.set_result(None)
-
-    def notify_all(self) -> None:
-        """Wake all requests, because changes may have been missed."""
-        for job_id in list(self._changes):
-            self.notify(job_id)
-
-    def close(self) -> None:
-        """Wake all requests; later ones do not wait."""
-        self._closed = True
-        self.notify_all()
-
-    async def wait_for_change(
-        self,
-        job_id: str,
-        version: int,
-        seconds: float,
-        read: Callable[[], Awaitable[V]],
-        closed: Closed = None,
-    ) -> V:
-        """Return the result of `read` once its version is not `version`, or after `seconds`."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + seconds
-        while True:
-            # Subscribed before reading, so that no change in between is missed.
-            change = self._subscribe(job_id)
-            found = await read()
-            remaining = deadline - loop.time()
-            if found.version != version or remaining <= 0 or self._closed or has_left(closed):
-                return found
-            await wait_for(change, closed, remaining)
-
-    def _subscribe(self, job_id: str) -> asyncio.Future[None]:
-        change = self._changes.get(job_id)
-        if change is None:
-            change = asyncio.get_running_loop().create_future()
-            self._changes[job_id] = change
-        return change
-
-
 class CursorExpiredError(RequestError):
     """The log does not have all changes since a cursor."""
 
@@ -138,14 +77,15 @@ class CursorExpiredError(RequestError):
 class ChangeLog:
     """The jobs that have changed since this service started, or began to learn of others' changes, in order.
 
-    A cursor is a position in this log, which is in memory. A client whose cursor is of another service, from
-    before a restart, or older than the log, reads all jobs again.
+    It wakes the requests that wait for a change. A cursor is a position in this log, which is in memory. A
+    client whose cursor is of another service, from before a restart, or older than the log, reads all jobs.
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self._max_entries = max_entries
         self._closed = False
-        self._next: asyncio.Future[None] | None = None
+        # Waiting requests hold the futures, so a job without waiting requests leaves no entry.
+        self._waits: WeakValueDictionary[str, asyncio.Future[None]] = WeakValueDictionary()
         self._begin()
 
     def _begin(self) -> None:
@@ -168,17 +108,18 @@ class ChangeLog:
         self._changes.move_to_end(job_id)
         if len(self._changes) > self._max_entries:
             _, self._forgotten = self._changes.popitem(last=False)
-        self._wake()
+        self._wake(job_id)
+        self._wake(_ANY)
 
     def restart(self) -> None:
         """Begin a new log, because changes may have been missed: all cursors expire."""
         self._begin()
-        self._wake()
+        self._wake_all()
 
     def close(self) -> None:
         """Wake all waiting requests; later ones do not wait."""
         self._closed = True
-        self._wake()
+        self._wake_all()
 
     def since(self, cursor: str, limit: int) -> list[tuple[str, str]]:
         """Return at most `limit` jobs that have changed since a cursor, the first to change first.
@@ -192,15 +133,49 @@ class ChangeLog:
 
     async def wait(self, cursor: str, seconds: float, closed: Closed = None) -> None:
         """Wait until there is a change after a cursor, or the cursor expires, or for `seconds`."""
+
+        async def has_changed() -> bool:
+            return self._position(cursor) != self._last
+
+        await self._wait_until(has_changed, _ANY, seconds, closed)
+
+    async def wait_for_change(
+        self,
+        job_id: str,
+        version: int,
+        seconds: float,
+        read: Callable[[], Awaitable[V]],
+        closed: Closed = None,
+    ) -> V:
+        """Return the result of `read` once its version is not `version`, or after `seconds`."""
+        found: V
+
+        async def has_changed() -> bool:
+            nonlocal found
+            found = await read()
+            return found.version != version
+
+        await self._wait_until(has_changed, job_id, seconds, closed)
+        return found
+
+    async def _wait_until(
+        self, condition: Callable[[], Awaitable[bool]], job_id: str, seconds: float, closed: Closed
+    ) -> None:
+        """Wait for a condition that a change of a job may fulfil, but not after the client has left."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        while self._position(cursor) == self._last and not self._closed:
-            remaining = deadline - loop.time()
-            if remaining <= 0 or has_left(closed):
+        while True:
+            # Subscribed before the condition is read, so that no change in between is missed.
+            change = self._waits.get(job_id)
+            if change is None:
+                change = self._waits[job_id] = loop.create_future()
+            if await condition() or self._closed or (closed is not None and closed.done()):
                 return
-            if self._next is None:
-                self._next = loop.create_future()
-            await wait_for(self._next, closed, remaining)
+            remaining = deadline - loop.time()
+            if remaining <= 0:
+                return
+            ends = [change] if closed is None else [change, closed]
+            await asyncio.wait(ends, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
 
     def _position(self, cursor: str) -> int:
         log_id, _, number = cursor.partition("-")
@@ -214,7 +189,11 @@ class ChangeLog:
     def _cursor(self, number: int) -> str:
         return f"{self._id}-{number}"
 
-    def _wake(self) -> None:
-        following, self._next = self._next, None
-        if following is not None and not following.done():
-            following.set_result(None)
+    def _wake(self, job_id: str) -> None:
+        change = self._waits.pop(job_id, None)
+        if change is not None and not change.done():
+            change.set_result(None)
+
+    def _wake_all(self) -> None:
+        for job_id in list(self._waits):
+            self._wake(job_id)

@@ -22,7 +22,6 @@ from adascale_api.service.changes import (
     MAX_ANONYMOUS_FOLLOWERS,
     MAX_ANONYMOUS_WAITS,
     ChangeLog,
-    ChangeNotifier,
     Closed,
     WaitLimit,
 )
@@ -99,7 +98,6 @@ class Service:
         self.settings = settings
         self.connections = connections or ConnectionLimits()
         self.clock = clock
-        self.changes = ChangeNotifier()
         self.anonymous_waits = WaitLimit(MAX_ANONYMOUS_WAITS)
         self.anonymous_followers = WaitLimit(MAX_ANONYMOUS_FOLLOWERS)
         self.log = ChangeLog()
@@ -138,7 +136,6 @@ class Service:
     def stop(self) -> None:
         """Answer the waiting requests, and accept no further writes. May be called from a signal handler."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.changes.close)
             self._loop.call_soon_threadsafe(self.log.close)
             self._loop.call_soon_threadsafe(self.database.stop)
 
@@ -162,7 +159,7 @@ class Service:
     ) -> StoredJob:
         """Return a job once its version is not `version`, after `seconds`, or when the client has left."""
         with self.anonymous_waits.one(counts=not is_reader and seconds > 0):
-            return await self.changes.wait_for_change(
+            return await self.log.wait_for_change(
                 job_id, version, seconds, partial(self.find_job, job_id), closed
             )
 
@@ -198,24 +195,19 @@ class Service:
         """Wake the requests that wait for these changes."""
         self.heartbeats.update(committed)
         for job in committed.changed:
-            self._wake(job.id)
+            self.log.add(job.id)
         for job_id in committed.deleted:
-            self._wake(job_id)
+            self.log.add(job_id)
 
     def changed(self, job_id: str) -> None:
         """Wake the requests that wait for a change of a job, which another service may have made."""
         self.heartbeats.update_elsewhere(job_id)
-        self._wake(job_id)
+        self.log.add(job_id)
 
     def missed_changes(self) -> None:
         """Wake all waiting requests, because changes of other services may have been missed."""
         self.heartbeats.reload()
-        self.changes.notify_all()
         self.log.restart()
-
-    def _wake(self, job_id: str) -> None:
-        self.changes.notify(job_id)
-        self.log.add(job_id)
 
 
 async def repeat(task: Callable[[], Awaitable[None]], interval: float, *, at_once: bool = False) -> None:
