@@ -7,7 +7,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from adascale_api.bodies import GainReportBody
-from adascale_api.http.request_body import ReportsBody
+from adascale_api.http.request_body import reports_body
 from adascale_api.routes.gain import GainResponse
 from adascale_core.messages.reports import GainReport
 from api.client import a_report
@@ -17,7 +17,7 @@ ADAPTER = TypeAdapter(GainReportBody)
 
 def test_a_parsed_report_is_the_message_with_its_defaults() -> None:
     required = {name: value for name, value in a_report(7).to_json().items() if value not in (None, {}, "")}
-    (parsed,) = ReportsBody().parse(json.dumps(required).encode())
+    (parsed,) = reports_body.parse(json.dumps(required).encode())
     assert parsed == GainReport(**required)
 
 

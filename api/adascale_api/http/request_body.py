@@ -13,7 +13,6 @@ from typing import Any, Generic, NoReturn, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
-from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
 from adascale_api.bodies import MAX_REPORTS, GainReportBody, GainReports
@@ -87,77 +86,54 @@ def _refuse_size(got: str) -> None:
 
 
 class JsonBody(Generic[M]):
-    """A FastAPI dependency that parses the body with a model, from which `make` makes a message."""
+    """A FastAPI dependency that parses the body.
 
-    def __init__(self, model: type[BaseModel], make: Callable[[Any], M]) -> None:
-        self._model = model
-        self._make = make
+    `parse` makes the message from the text, `schema` describes it in the OpenAPI document, and `expected` in
+    the answer to a body that is no such message.
+    """
+
+    def __init__(self, schema: Mapping[str, Any], parse: Callable[[bytes], M], expected: str) -> None:
+        self.openapi = {
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
+        }
+        """The members of the operation in the OpenAPI document that describe the body."""
+        self._parse = parse
+        self._expected = expected
 
     async def __call__(self, request: Request) -> M:
         """Return the body."""
-        return await self.read(request.scope, request.receive)
+        return self.parse(await _read(request))
 
-    async def read(self, scope: Scope, receive: Receive) -> M:
-        """Return the body; errors as for a call."""
-        text = await _read(scope, receive)
-        _check_size(text, "an object")
+    def parse(self, text: bytes) -> M:
+        """Return the message in a text."""
+        _check_size(text, self._expected)
         try:
-            return self._make(self._model.model_validate_json(text))
+            return self._parse(text)
         except ValidationError as error:
             raise _invalid(error) from error
 
-    @property
-    def openapi(self) -> dict[str, Any]:
-        """The members of the operation in the OpenAPI document that describe the body."""
-        return _request_body(_reference(self._model))
+
+def object_body(model: type[BaseModel], make: Callable[[Any], M]) -> JsonBody[M]:
+    """Return the body of a model, from which `make` makes a message."""
+    return JsonBody(_reference(model), lambda text: make(model.model_validate_json(text)), "an object")
 
 
-class ReportsBody:
-    """A FastAPI dependency that parses the body as a report or a list of reports."""
-
-    _reports: TypeAdapter[Any] = TypeAdapter(GainReports)
-
-    async def __call__(self, request: Request) -> list[GainReport]:
-        """Return the reports."""
-        return await self.read(request.scope, request.receive)
-
-    async def read(self, scope: Scope, receive: Receive) -> list[GainReport]:
-        """Return the reports; errors as for a call."""
-        return self.parse(await _read(scope, receive))
-
-    def parse(self, text: bytes) -> list[GainReport]:
-        """Return the reports in a text."""
-        _check_size(text, f"1 to {MAX_REPORTS} reports")
-        try:
-            is_list = text.lstrip(b" \t\r\n").startswith(b"[")
-            found = (
-                self._reports.validate_json(text) if is_list else [GainReportBody.model_validate_json(text)]
-            )
-        except ValidationError as error:
-            raise _invalid(error) from error
-        return [_report(vars(each)) for each in found]
-
-    @property
-    def openapi(self) -> dict[str, Any]:
-        """The members of the operation in the OpenAPI document that describe the body."""
-        report = _reference(GainReportBody)
-        return _request_body(
-            {"anyOf": [report, {"type": "array", "items": report, "minItems": 1, "maxItems": MAX_REPORTS}]}
-        )
+_reports: TypeAdapter[Any] = TypeAdapter(GainReports)
 
 
-def _report(members: Mapping[str, Any]) -> GainReport:
+def _parse_reports(text: bytes) -> list[GainReport]:
+    is_list = text.lstrip(b" \t\r\n").startswith(b"[")
+    found = _reports.validate_json(text) if is_list else [GainReportBody.model_validate_json(text)]
     # The constructor of a frozen dataclass would take as long as the validation.
-    report = object.__new__(GainReport)
-    vars(report).update(members)
-    return report
+    reports = [object.__new__(GainReport) for _ in found]
+    for report, each in zip(reports, found, strict=True):
+        vars(report).update(vars(each))
+    return reports
 
 
-async def _read(scope: Scope, receive: Receive) -> bytes:
+async def _read(request: Request) -> bytes:
     """Return the body, unless its content type is another one than JSON."""
-    # The first of several headers counts.
-    found = dict(reversed(scope["headers"])).get(b"content-type", b"")
-    media_type = found.partition(b";")[0].strip().lower().decode("latin-1")
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
@@ -165,14 +141,7 @@ async def _read(scope: Scope, receive: Receive) -> bytes:
         raise NotJsonError(
             f"content-type: got {media_type or 'nothing'}, expected application/json; nothing was stored"
         )
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    return await request.body()
 
 
 def _check_size(text: bytes, expected: str) -> None:
@@ -215,8 +184,22 @@ def _reference(model: type[object]) -> dict[str, Any]:
     return {"$ref": REFERENCE.format(model=model.__name__)}
 
 
-def _request_body(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+reports_body = JsonBody(
+    {
+        "anyOf": [
+            _reference(GainReportBody),
+            {
+                "type": "array",
+                "items": _reference(GainReportBody),
+                "minItems": 1,
+                "maxItems": MAX_REPORTS,
+            },
+        ]
+    },
+    _parse_reports,
+    f"1 to {MAX_REPORTS} reports",
+)
+"""A report, or a list of reports."""
 
 
 def field_errors(errors: Sequence[Mapping[str, Any]], *, skip: int = 0) -> list[FieldError]:

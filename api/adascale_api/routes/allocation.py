@@ -1,6 +1,5 @@
 """Allocations and explained decisions, which the controller stores, and replicas, which agents register."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -9,12 +8,11 @@ from fastapi import APIRouter, Depends, Path, Query, Response
 from pydantic import TypeAdapter
 
 from adascale_api.bodies import AllocationBody, DecisionBody, RegistrationBody
-from adascale_api.data.job import StoredJob
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.errors import ConflictBody, ErrorBody, FieldError, InvalidInputError
-from adascale_api.http.request_body import JsonBody
+from adascale_api.http.request_body import object_body
 from adascale_api.routes.common import (
     CONTROLLER,
     DELETED,
@@ -25,11 +23,10 @@ from adascale_api.routes.common import (
     MayKnowJobs,
     MayReadAll,
     ServiceOf,
+    answer,
     error_response,
     errors,
-    redact,
 )
-from adascale_api.service.service import Service
 from adascale_core.job_id import parse_job_id
 from adascale_core.messages.allocation import Allocation, AllocationView, MemberView
 from adascale_core.messages.registration import Registration
@@ -43,10 +40,10 @@ MAX_WAIT = 60.0
 router = APIRouter(prefix="/jobs/{job}", tags=["allocation"])
 _view = TypeAdapter(AllocationView)
 _member_view = TypeAdapter(MemberView)
-allocation_body = JsonBody(AllocationBody, lambda body: Allocation(**vars(body)))
-registration_body = JsonBody(RegistrationBody, lambda body: Registration(**vars(body)))
+allocation_body = object_body(AllocationBody, lambda body: Allocation(**vars(body)))
+registration_body = object_body(RegistrationBody, lambda body: Registration(**vars(body)))
 decision_router = APIRouter(prefix="/jobs/{job}/decision", tags=["decision"])
-decision_body = JsonBody(DecisionBody, lambda body: DecisionView.from_json(body.model_dump()))
+decision_body = object_body(DecisionBody, lambda body: DecisionView.from_json(body.model_dump()))
 
 
 @router.put(
@@ -105,14 +102,9 @@ async def get_allocation(
         found = await service.find_job(job)
     else:
         found = await service.wait_for_change(job, version, wait, is_reader=shows_all, closed=closed)
-    return Response(allocation_json(found, shows_all=shows_all), media_type="application/json")
-
-
-def allocation_json(job: StoredJob, *, shows_all: bool) -> bytes:
-    """Return a job's generations as JSON, without addresses unless `shows_all`."""
     if shows_all:
-        return job.view_json
-    return json.dumps(redact(_view.dump_python(job.view, mode="json")), separators=(",", ":")).encode()
+        return Response(found.view_json, media_type="application/json")
+    return answer(_view, found.view, shows_all=False)
 
 
 @router.put(
@@ -134,26 +126,18 @@ async def put_replica(
     service: ServiceOf,
     job: JobId,
     replica: Annotated[int, Path(ge=0, lt=MAX_REPLICAS, description="Index of the replica, from 0.")],
-    body: Annotated[Registration, Depends(registration_body)],
+    registration: Annotated[Registration, Depends(registration_body)],
 ) -> Response:
     """Agents repeat it as a heartbeat, at the interval in the answer, which grows with the number of
     replicas. A replica whose heartbeat has expired is absent. Answers with the job's generations, and with
     the secret of its members."""
-    return Response(await register(service, job, replica, body), media_type="application/json")
-
-
-async def register(service: Service, job: str, replica: int, registration: Registration) -> bytes:
-    """Store the registration of a replica, and return its `MemberView` as JSON.
-
-    Raises:
-        InvalidInputError: the path names another replica.
-    """
     if registration.replica != replica:
         got, expected = str(registration.replica), f"{replica}, the index in the path"
         raise InvalidInputError([FieldError(field="replica", got=got, expected=expected)])
     stored = await service.register(job, registration)
     view = stored.rendezvous.member_view(stored.version, registration.instance)
-    return _member_view.dump_json(replace(view, heartbeat_interval=service.heartbeats.interval))
+    view = replace(view, heartbeat_interval=service.heartbeats.interval)
+    return Response(_member_view.dump_json(view), media_type="application/json")
 
 
 class DecisionNotFoundError(JobNotFoundError):

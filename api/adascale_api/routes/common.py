@@ -5,7 +5,7 @@ help an attacker need the token of the job, of the operator, or for reading. Eve
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -15,14 +15,14 @@ from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from adascale_api.auth.authorization import Authorizer, Role
+from adascale_api.auth.authorization import Role
 from adascale_api.data.job import UnreadableJobError
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.errors import ErrorBody, ForbiddenError, InvalidInputError, RequestError, UnauthorizedError
 from adascale_api.http.connections import CLOSED
 from adascale_api.http.request_body import field_errors
 from adascale_api.service.changes import Closed
-from adascale_api.service.service import Service, Settings
+from adascale_api.service.service import Service
 from adascale_core.errors import AdaScaleError, InvalidJobError
 from adascale_core.job_id import InvalidJobIdError, parse_job_id
 
@@ -81,20 +81,8 @@ JobId = Annotated[str, Depends(_job_id)]
 _bearer = HTTPBearer(auto_error=False, description="The shared token, or the token of a service account.")
 
 
-async def _token(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> str | None:
-    return None if credentials is None else credentials.credentials
-
-
-Token = Annotated[str | None, Depends(_token)]
-"""The bearer token of the request; None without one."""
-
-
-async def _client_address(request: Request) -> str:
-    return request.client.host if request.client is not None else ""
-
-
-Address = Annotated[str, Depends(_client_address)]
-"""The address that sent the request."""
+Documented = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+"""Names the token in the OpenAPI document."""
 
 
 async def _job_or_none(request: Request) -> str | None:
@@ -112,9 +100,9 @@ def _requires(role: Role, *, always: bool = True) -> list[Any]:
     Unless `always`, only if the service protects reads.
     """
 
-    async def require(service: ServiceOf, token: Token, job: JobOrNone, address: Address) -> None:
+    async def require(request: Request, service: ServiceOf, job: JobOrNone, _documented: Documented) -> None:
         if always or service.settings.protect_reads:
-            await authorize(service, role, token, job, address)
+            await authorize(request, service, role, job)
 
     return [Depends(require)]
 
@@ -125,49 +113,33 @@ WORKER = _requires(Role.WORKER)
 CONTROLLER = _requires(Role.CONTROLLER)
 
 
-async def may_read_all(service: ServiceOf, token: Token, job: JobOrNone, address: Address) -> bool:
+async def may_read(
+    request: Request, service: ServiceOf, job: JobOrNone, _documented: Documented = None
+) -> bool:
     """Whether the answer may have logs and addresses: the request has the role reader for what it reads.
 
     Raises:
         RequestError: the token is not valid or can't be checked now; or the service protects reads, and the
             token is missing or for another job.
     """
-    return await may_read(service, token, job, address)
-
-
-class ReadRules(Protocol):
-    """What decides who may read."""
-
-    @property
-    def authorizer(self) -> Authorizer | None:
-        """Checks tokens; None allows every request."""
-        ...
-
-    @property
-    def settings(self) -> Settings:
-        """Whether reads are protected."""
-        ...
-
-
-async def may_read(service: ReadRules, token: str | None, job_id: str | None, client: str) -> bool:
-    """Whether a token has the role reader for a job; None for all jobs. Errors as for `may_read_all`."""
     if service.authorizer is None:
         return True
-    if token is None and not service.settings.protect_reads:
+    protects = service.settings.protect_reads
+    if bearer_token(request) is None and not protects:
         return False
     try:
-        await authorize(service, Role.READER, token, job_id, client)
+        await authorize(request, service, Role.READER, job)
     except ForbiddenError:
-        if service.settings.protect_reads:
+        if protects:
             raise
         return False
     return True
 
 
-MayReadAll = Annotated[bool, Depends(may_read_all)]
+MayReadAll = Annotated[bool, Depends(may_read)]
 
 
-async def may_know_jobs(service: ServiceOf, token: Token, address: Address) -> bool:
+async def may_know_jobs(request: Request, service: ServiceOf, _documented: Documented) -> bool:
     """Whether the answer may name other jobs: reads are open, or the token is for all jobs.
 
     Raises:
@@ -176,7 +148,7 @@ async def may_know_jobs(service: ServiceOf, token: Token, address: Address) -> b
     if not service.settings.protect_reads:
         return True
     try:
-        await authorize(service, Role.READER, token, None, address)
+        await authorize(request, service, Role.READER, None)
     except ForbiddenError:
         return False
     return True
@@ -192,15 +164,13 @@ def answer(model: TypeAdapter[T], view: T, *, shows_all: bool) -> Response:
     return JSONResponse(redact(model.dump_python(view, mode="json")))
 
 
-def bearer_token(header: str) -> str | None:
-    """Return the token in an `Authorization` header; None if it has none."""
-    scheme, _, token = header.partition(" ")
+def bearer_token(request: Request) -> str | None:
+    """Return the bearer token of a request; None if it has none."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token else None
 
 
-async def authorize(
-    service: ReadRules, role: Role, token: str | None, job_id: str | None, client: str = ""
-) -> None:
+async def authorize(request: Request, service: Service, role: Role, job_id: str | None) -> None:
     """Refuse a request whose token does not have the role for a job, or for all jobs.
 
     Raises:
@@ -208,8 +178,10 @@ async def authorize(
     """
     if service.authorizer is None:
         return
+    token = bearer_token(request)
     if token is None:
         raise UnauthorizedError("missing token: send the header `Authorization: Bearer TOKEN`")
+    client = request.client.host if request.client is not None else ""
     await service.authorizer.authorize(token, role, job_id, client)
 
 

@@ -12,9 +12,8 @@ from adascale_api.bodies import GainReportBody
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
 from adascale_api.data.store.jobs import JobNotFoundError
-from adascale_api.http.request_body import ReportsBody
+from adascale_api.http.request_body import reports_body
 from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, answer, errors
-from adascale_api.service.service import Service
 from adascale_core.batch.plans import EfficiencyBound, valid_replicas
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport, StepTime
@@ -23,7 +22,6 @@ from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.views.gain import GainView, HistoryView, PredictionView, StoredReports
 
 router = APIRouter(prefix="/jobs/{job}/gain", tags=["gain"])
-reports_body = ReportsBody()
 _history = TypeAdapter(HistoryView)
 
 _PREDICTIONS = "One per valid replica count; null until the job is declared and a step time is known."
@@ -66,11 +64,6 @@ async def post_gain(
     """Stores each report once per generation and step, so repeating a request has no effect. Stores all
     reports of a request, or none. Answers with the job's generations, and with the seconds until the next
     reports shall be posted, which grow with the number of jobs."""
-    return Response(await store_reports(service, job, body), media_type="application/json")
-
-
-async def store_reports(service: Service, job: str, body: list[GainReport]) -> bytes:
-    """Store the reports of a request, and return `StoredReports` as JSON."""
     await service.require_reachable(job, max(body, key=attrgetter("generation")))
     posted = await service.database.write(
         partial(reports.post, job_id=job, new=body, now=service.clock(), retention=service.settings.reports),
@@ -78,12 +71,13 @@ async def store_reports(service: Service, job: str, body: list[GainReport]) -> b
     )
     service.metrics.count_reports(posted.stored, posted.repeated)
     # The text of the generations is kept, since all requests of a job have the same.
-    return b'{"stored":%d,"repeated":%d,"allocation":%b,"post_interval":%a}' % (
+    text = b'{"stored":%d,"repeated":%d,"allocation":%b,"post_interval":%a}' % (
         posted.stored,
         posted.repeated,
         posted.job.view_json,
         service.heartbeats.post_interval,
     )
+    return Response(text, media_type="application/json")
 
 
 @router.get(

@@ -15,7 +15,7 @@ from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, replicas, reports
 from adascale_api.data.store.jobs import JobNotFoundError, PageRoom
 from adascale_api.data.store.replicas import Log
-from adascale_api.http.request_body import JsonBody
+from adascale_api.http.request_body import object_body
 from adascale_api.routes.allocation import MAX_WAIT
 from adascale_api.routes.common import (
     CONTROLLER,
@@ -43,7 +43,7 @@ _STEP_TIME_SIZE = 150
 logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
-spec_body = JsonBody(JobSpecBody, lambda body: JobSpec(**vars(body)))
+spec_body = object_body(JobSpecBody, lambda body: JobSpec(**vars(body)))
 _job_list, _job_view = TypeAdapter(JobList), TypeAdapter(JobView)
 changes_router = APIRouter(tags=["jobs"])
 _job_changes = TypeAdapter(JobChanges)

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+from codecs import getincrementaldecoder
 from pathlib import Path as FilePath
 from typing import Annotated
 
@@ -66,21 +67,10 @@ def _read(path: FilePath, after: int | None) -> LogView:
         rest = content.find(b"\n") + 1
         start, content = start + rest, content[rest:]
     # A character that is not written completely yet is part of the next answer.
-    content = content[: len(content) - _incomplete(content)]
-    return LogView(content.decode(errors="replace"), start + len(content), is_continued)
+    decoder = getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(content)
+    return LogView(text, start + len(content) - len(decoder.getstate()[0]), is_continued)
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _incomplete(content: bytes) -> int:
-    """Return how many bytes at the end begin a character of UTF-8 that is not complete."""
-    for length in range(1, min(4, len(content) + 1)):
-        byte = content[-length]
-        if byte >= 0xC0:
-            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return length if needed > length else 0
-        if byte < 0x80:
-            break
-    return 0

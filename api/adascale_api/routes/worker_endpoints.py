@@ -11,14 +11,15 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from fastapi import FastAPI
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from adascale_api.auth.authorization import Role
 from adascale_api.http.connections import CLOSED
-from adascale_api.http.request_body import limited_body
+from adascale_api.http.request_body import limited_body, reports_body
 from adascale_api.routes import allocation, gain
-from adascale_api.routes.common import authorize, bearer_token, failure_response, may_read, response_to
+from adascale_api.routes.common import authorize, failure_response, may_read, response_to
 from adascale_api.service.service import Service
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import parse_job_id
@@ -28,8 +29,7 @@ _PATH = re.compile(r"/jobs/([^/]+)/(gain|allocation|replicas/([0-9]{1,4}))")
 _QUERY = re.compile(rb"version=([0-9]{1,15})&wait=([0-9]{1,2}(?:\.[0-9]{1,9})?)")
 """As agents write it; FastAPI's route answers all other queries."""
 
-Endpoint = Callable[[Scope, Receive], Awaitable[bytes]]
-"""Answers a request with JSON."""
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class MetricsService:
@@ -61,7 +61,7 @@ class MetricsService:
                     # Labelled with the route's template: labels with full paths would be a series for each.
                     route = getattr(scope.get("route"), "path", "none")
                 else:
-                    await _answer(endpoint, scope, limited, send_and_note_status)
+                    await _answer(endpoint, Request(scope, limited), send_and_note_status)
         finally:
             self._service.metrics.observe(scope["method"], route, status, time.perf_counter() - started)
 
@@ -81,48 +81,33 @@ class MetricsService:
                     return "/jobs/{job}/allocation", partial(self._wait_for_change, job, version, seconds)
         return "none", None
 
-    async def _post_gain(self, job: str, scope: Scope, receive: Receive) -> bytes:
-        job_id = await self._authorize_worker(job, scope)
-        return await gain.store_reports(self._service, job_id, await gain.reports_body.read(scope, receive))
+    async def _post_gain(self, job: str, request: Request) -> Response:
+        job_id = await self._authorize_worker(job, request)
+        return await gain.post_gain(self._service, job_id, await reports_body(request))
 
-    async def _put_replica(self, job: str, replica: int, scope: Scope, receive: Receive) -> bytes:
-        job_id = await self._authorize_worker(job, scope)
-        body = await allocation.registration_body.read(scope, receive)
-        return await allocation.register(self._service, job_id, replica, body)
+    async def _put_replica(self, job: str, replica: int, request: Request) -> Response:
+        job_id = await self._authorize_worker(job, request)
+        body = await allocation.registration_body(request)
+        return await allocation.put_replica(self._service, job_id, replica, body)
 
-    async def _authorize_worker(self, job: str, scope: Scope) -> str:
+    async def _authorize_worker(self, job: str, request: Request) -> str:
         job_id = parse_job_id(job)
-        await authorize(self._service, Role.WORKER, *_sender(scope, job_id))
+        await authorize(request, self._service, Role.WORKER, job_id)
         return job_id
 
-    async def _wait_for_change(
-        self, job: str, version: int, seconds: float, scope: Scope, _receive: Receive
-    ) -> bytes:
+    async def _wait_for_change(self, job: str, version: int, seconds: float, request: Request) -> Response:
         job_id = parse_job_id(job)
-        shows_all = await may_read(self._service, *_sender(scope, job_id))
-        closed = scope.get("state", {}).get(CLOSED)
-        found = await self._service.wait_for_change(
-            job_id, version, seconds, is_reader=shows_all, closed=closed
-        )
-        return allocation.allocation_json(found, shows_all=shows_all)
+        shows_all = await may_read(request, self._service, job_id)
+        closed = getattr(request.state, CLOSED, None)
+        return await allocation.get_allocation(self._service, job_id, closed, shows_all, version, seconds)
 
 
-async def _answer(endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+async def _answer(endpoint: Endpoint, request: Request, send: Send) -> None:
     try:
-        answer = await endpoint(scope, receive)
+        response = await endpoint(request)
     except (AdaScaleError, ClientDisconnect) as error:
-        await response_to(error)(scope, receive, send)
+        response = response_to(error)
     except Exception:
-        await failure_response()(scope, receive, send)
+        await failure_response()(request.scope, request.receive, send)
         raise  # the server logs it
-    else:
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": answer})
-
-
-def _sender(scope: Scope, job_id: str) -> tuple[str | None, str, str]:
-    """Return the token of a request, its job, and the address that sent it."""
-    # The first of several headers counts, as in FastAPI's routes.
-    header = dict(reversed(scope["headers"])).get(b"authorization", b"")
-    return bearer_token(header.decode("latin-1")), job_id, (scope.get("client") or ("",))[0]
+    await response(request.scope, request.receive, send)

@@ -2,9 +2,9 @@
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from adascale_api.data.job import StoredJob, UnreadableJobError
 from adascale_api.data.sql import Sql, Transaction, upsert
@@ -57,12 +57,8 @@ class TooManyJobsError(UnavailableError):
         )
 
 
-class TransitionRule(Protocol):
-    """A function of the core that returns the next state of a rendezvous, given the job's spec."""
-
-    def __call__(self, state: Rendezvous, /, *, declared: JobSpec | None) -> Rendezvous:
-        """Return the next state."""
-        ...
+TransitionRule = Callable[..., Rendezvous]
+"""A function of the core that returns the next state of a rendezvous, given its state and `declared`."""
 
 
 @dataclass(frozen=True)
