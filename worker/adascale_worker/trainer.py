@@ -407,7 +407,7 @@ class ElasticTrainer:
         Raises:
             WorkerError: another replica has passed other names, or `program_reentry` has not been called.
         """
-        return self._require_training().sums.sum(values)
+        return self._require_training().evaluations.sum(values)
 
     @property
     def step_weight(self) -> float:

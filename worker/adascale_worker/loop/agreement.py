@@ -13,6 +13,7 @@ from typing import Final
 from adascale_core.performance.slow_replica import SlowReplica, slow_replica
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.context import Context
+from adascale_worker.membership.board import Board
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_code import calling_line
 from adascale_worker.reporting.progress import TrainingProgress
@@ -30,6 +31,7 @@ class FinishRequest:
     def __init__(self, progress: TrainingProgress, group: ReplicaGroup, state: State) -> None:
         self._progress = progress
         self._group = group
+        self._board = Board(group)
         self._state = state
         self._line = ""
         self.reason: str | None = None  # None without a request
@@ -38,7 +40,7 @@ class FinishRequest:
         """Request the end of training."""
         self._state.require_finite_weights()
         self.reason, self._line = reason, calling_line()
-        self._group.announce(FINISH)
+        self._board.announce(FINISH)
         self.save()
 
     def save(self) -> None:
@@ -56,8 +58,16 @@ class FinishRequest:
     def end_alone(self) -> WorkerError | None:
         """Return an error if another replica has not called `finish`, and still trains."""
         group = self._group
-        missing = group.missing(FINISH, FINISH_TIMEOUT)
-        if not missing:
+        if group.replicas == 1:
+            return None
+        missing: list[int] = []
+        # Also of replicas that are lost, because their programs have ended.
+        for (finished,) in self._board.poll(FINISH, timeout=FINISH_TIMEOUT, is_over=lambda: False):
+            missing = [rank for rank in range(group.replicas) if rank not in finished]
+            if not missing:
+                return None
+        if self._board.read(FINISH) is None:
+            # The process that serves the store ends after it has seen all the others.
             return None
         # In place of the checkpoint of `finish`, which says that training is finished.
         self._state.save_on_rank_0()

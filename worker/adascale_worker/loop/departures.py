@@ -9,17 +9,13 @@ does not end reads there whether another has left. It is the same with a batch t
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
-from adascale_worker.errors import ReplicationError
-from adascale_worker.membership.process_group import INIT_TIMEOUT, ReplicaGroup
+from adascale_worker.membership.board import FAILED, Board, Values, raise_failure
+from adascale_worker.membership.process_group import ReplicaGroup
 
-POLL_INTERVAL = 0.02
-"""Seconds between two readings of the store."""
-_LEFT, _FAILED = "left", "left-alone"
+_LEFT = "left"
 
 _LEFT_LOOP = (
     "left its loop over trainer.dataloader()",
@@ -60,6 +56,7 @@ class LoopDepartures:
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
+        self._board = Board(group)
         self._own = Departure()
         self._left_early = self._fails = False
 
@@ -87,28 +84,24 @@ class LoopDepartures:
 
     def wait(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
         """If this replica has left its last loop or batch early, wait until the others have left it too."""
-        deadline = time.monotonic() + INIT_TIMEOUT.total_seconds()
-        while self._left_early and not self._others_have_left():
-            failures = self._group.announced(_FAILED)
-            if failures is None:
-                return  # The process that serves the store has ended.
-            failure = next(filter(None, failures), None)
-            if failure is not None:
+        if not self._left_early:
+            return
+        group = self._group
+        for left, failed in self._board.poll(
+            _LEFT, FAILED, is_over=lambda: group.has_failed or is_interrupted()
+        ):
+            if all(other.place >= self._own.place for other in self._others(left).values()):
                 self._left_early = False
-                raise ReplicationError(failure)
-            if self._group.has_failed:
                 return
-            if not self._group.own.all(not is_interrupted() and time.monotonic() < deadline):
-                return
-            time.sleep(POLL_INTERVAL)
-        self._left_early = False
+            self._left_early = not failed
+            raise_failure(failed)
 
     def find_failure(self, step: int) -> str | None:
         """Return an error message if others have left the loop that this replica is in, else None.
 
         Call it in a step that does not end. The others raise the same error.
         """
-        for rank, other in self._others():
+        for rank, other in self._others(self._board.read(_LEFT)).items():
             if other.place > self._own.place and other.step <= step and not other.expected:
                 line = f" ({other.line})" if other.line else ""
                 left, remedy = _LEFT_LOOP if other.place[:2] > self._own.place[:2] else _LEFT_BATCH
@@ -116,21 +109,17 @@ class LoopDepartures:
                     f"rank {rank} {left}{line} after step {other.step}, but rank {self._group.rank} is in "
                     f"step {step + 1}, which needs all {self._group.replicas} replicas. {remedy}"
                 )
-                self._group.announce(_FAILED, failure)
+                self._board.fail(failure)
                 return failure
         return None
 
     def _announce(self, own: Departure) -> None:
         self._own = own
-        self._group.announce(_LEFT, json.dumps(astuple(own)))
+        self._board.announce(_LEFT, astuple(own))
 
-    def _others(self) -> list[tuple[int, Departure]]:
-        values = self._group.announced(_LEFT) or ()
-        return [
-            (rank, Departure(*json.loads(value)) if value else Departure())
-            for rank, value in enumerate(values)
-            if rank != self._group.rank
-        ]
-
-    def _others_have_left(self) -> bool:
-        return all(other.place >= self._own.place for _, other in self._others())
+    def _others(self, left: Values | None) -> dict[int, Departure]:
+        """Return the places of the other replicas; of none if the store is gone."""
+        if left is None:
+            return {}
+        others = (rank for rank in range(self._group.replicas) if rank != self._group.rank)
+        return {rank: Departure(*left.get(rank, ())) for rank in others}

@@ -11,7 +11,6 @@ than the replicas, are then evaluated by all of them.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from fractions import Fraction
@@ -292,8 +291,8 @@ class Evaluation(Iterator[Any]):
         parts = parts_of(encoded(self._collected)) if self._collected else []
         for number, part in enumerate(parts):
             exchange.post(f"outputs/{number}", part)
-        exchange.post("sums", json.dumps([self._length, self._batch_size, sums, len(parts)]))
-        found = {rank: self._decoded(text) for rank, text in exchange.read("sums", others).items()}
+        exchange.post("sums", [self._length, self._batch_size, sums, len(parts)])
+        found = {rank: self._decoded(posted) for rank, posted in exchange.read("sums", others).items()}
         counts = {rank: count for rank, (_, count) in found.items()}
         outputs = self._read_outputs(counts)
         complete = {rank for rank, count in counts.items() if len(outputs[rank]) == count}
@@ -354,9 +353,9 @@ class Evaluation(Iterator[Any]):
         for name, value in sums.items():
             self._total.setdefault(name, ExactSum()).add_sum(value)
 
-    def _decoded(self, text: str) -> tuple[dict[str, ExactSum], int]:
+    def _decoded(self, posted: list[Any]) -> tuple[dict[str, ExactSum], int]:
         """Return the sums of another replica, and the number of parts of its outputs."""
-        length, batch_size, sums, parts = json.loads(text)
+        length, batch_size, sums, parts = posted
         if (length, batch_size) != (self._length, self._batch_size):
             raise WorkerError(
                 f"trainer.evaluation() got {self._length} samples in batches of {self._batch_size} on rank "

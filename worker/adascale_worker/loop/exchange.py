@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.context import Context
+from adascale_worker.membership.board import Board, Values
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.reporting.progress import StepTimer, TrainingProgress
 
-FIRST_POLL, POLL_INTERVAL = 0.001, 0.02
-"""Seconds between the first two readings of the store, and the most between later ones: the time doubles."""
 TRAINS = "trains"
 """The event that a replica announces with the place that it has reached, for those that evaluate."""
 _NUMBERS = "numbers"
@@ -51,12 +48,16 @@ def parts_of(text: str) -> list[str]:
 
 
 class Exchange:
-    """What the replicas exchange during an evaluation, through the store of the process group."""
+    """What the replicas exchange during an evaluation.
 
-    def __init__(self, group: ReplicaGroup, name: str, has_passed: Callable[[], set[int]]) -> None:
+    A replica that has passed the place of the evaluation takes no part in it.
+    """
+
+    def __init__(self, group: ReplicaGroup, place: tuple[int, int, int], number: int) -> None:
         self._group = group
-        self._name = name  # the same on all replicas
-        self._has_passed = has_passed  # returns the ranks that take no part any more: they train already
+        self._board = Board(group)
+        self._place = place
+        self._name = "/".join(map(str, ("evaluation", *place, number)))
 
     @property
     def rank(self) -> int:
@@ -68,10 +69,10 @@ class Exchange:
         """The number of replicas."""
         return self._group.replicas
 
-    def post(self, kind: str, value: str = "") -> None:
+    def post(self, kind: str, value: Any = "") -> None:
         """Let the others read `value`."""
         if not self._group.has_failed:
-            self._group.announce(f"{self._name}/{kind}", value)
+            self._board.announce(f"{self._name}/{kind}", value)
 
     def read(
         self,
@@ -80,35 +81,26 @@ class Exchange:
         timeout: float = math.inf,
         *,
         taking_part: Collection[int] = (),  # ranks that are known to take part
-    ) -> dict[int, str]:
+    ) -> Values:
         """Wait for the values of the ranks that take part, and return the values that have come."""
-        deadline = time.monotonic() + timeout
-        found: dict[int, str] = {}
-        interval = FIRST_POLL
-        while (
-            len(found) < len(ranks)
-            and not self._group.has_failed
-            and self._group.own.all(time.monotonic() < deadline)
-        ):
-            # Read before the values: what a rank has posted before it passed is there.
-            passed = self._has_passed().difference(taking_part)
-            values = self._group.announced(f"{self._name}/{kind}")
-            if values is None:
+        found: Values = {}
+        if not ranks or self._group.has_failed:
+            return found
+        # In this order: what a rank has posted before it passed is there.
+        for places, values in self._board.poll(TRAINS, f"{self._name}/{kind}", timeout=timeout):
+            found = {rank: values[rank] for rank in ranks if rank in values}
+            passed = {rank for rank, place in places.items() if tuple(place) > self._place}
+            if all(rank in found or rank in passed.difference(taking_part) for rank in ranks):
                 break
-            found = {rank: value for rank in ranks if (value := values[rank]) is not None}
-            if all(rank in found or rank in passed for rank in ranks):
-                break
-            time.sleep(interval)
-            interval = min(2.0 * interval, POLL_INTERVAL)
         return found
 
     def retract(self, kind: str) -> None:
         """Delete what all replicas have posted, because they have read it."""
-        self._group.retract(f"{self._name}/{kind}", range(self.replicas))
+        self._board.retract(f"{self._name}/{kind}", range(self.replicas))
 
     def retract_own(self, kind: str) -> None:
         """Delete what this replica has posted, because the others have read it."""
-        self._group.retract(f"{self._name}/{kind}", [self.rank])
+        self._board.retract(f"{self._name}/{kind}", [self.rank])
 
 
 class GatheredValues:
@@ -186,7 +178,7 @@ class GatheredValues:
 
 
 class EvaluationSequence:
-    """Numbers the evaluations of a program, so that all replicas exchange the results of the same one.
+    """Numbers the evaluations and sums of a program, so that all replicas exchange what belongs together.
 
     A replica announces the places in training that it has passed: those that evaluate do not wait for it.
     """
@@ -195,12 +187,15 @@ class EvaluationSequence:
         self, group: ReplicaGroup, progress: TrainingProgress, step_timer: StepTimer, loop: ProgramLoop
     ) -> None:
         self._group = group
+        self._board = Board(group)
         self._progress = progress
         self._step_timer = step_timer
         self._loop = loop
         self._count = 0
         """Evaluations at `_place` so far."""
         self._place: tuple[int, int, int] | None = None
+        self._sums: deque[Exchange] = deque()
+        """Those whose numbers others may not have read yet."""
 
     def next(self) -> Exchange:
         """Return how the replicas exchange the results of the next evaluation."""
@@ -209,13 +204,7 @@ class EvaluationSequence:
         place = (progress.epoch, progress.step, int(self._loop.has_batch))
         self._count = self._count + 1 if place == self._place else 1
         self._place = place
-
-        def has_passed() -> set[int]:
-            values = self._group.announced(TRAINS) or ()
-            return {rank for rank, value in enumerate(values) if value and tuple(json.loads(value)) > place}
-
-        name = "/".join(map(str, ("evaluation", *place, self._count)))
-        return Exchange(self._group, name, has_passed)
+        return Exchange(self._group, place, self._count)
 
     def begin(self) -> None:
         """Do not take what follows for training, until `end`."""
@@ -237,44 +226,33 @@ class EvaluationSequence:
 
         A place is the epoch, the step, and 1 if the replica trains there, 2 if it waits in the step.
         """
-        self._group.announce(TRAINS, json.dumps(place))
-
-
-class ReplicaSums:
-    """Adds up numbers of all replicas at the same place of the program.
-
-    A replica that is lost, or at another place, takes no part in the sums.
-    """
-
-    def __init__(self, sequence: EvaluationSequence) -> None:
-        self._sequence = sequence
-        self._posted: deque[Exchange] = deque()
+        self._board.announce(TRAINS, place)
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums, the same on all replicas."""
-        exchange = self._sequence.next()
+        """Return the sums of numbers of all replicas at the same place of the program, the same on all.
+
+        A replica that is lost, or at another place, takes no part.
+        """
+        exchange = self.next()
         others = [rank for rank in range(exchange.replicas) if rank != exchange.rank]
         if not others:
             return {name: float(value) for name, value in values.items()}
-        exchange.post(_NUMBERS, json.dumps(list(map(float, values.values()))))
-        self._delete_read(exchange)
-        found = {exchange.rank: list(map(float, values.values()))}
-        for rank, text in exchange.read(_NUMBERS, others).items():
-            found[rank] = json.loads(text)
-            if len(found[rank]) != len(values):
+        numbers = list(map(float, values.values()))
+        exchange.post(_NUMBERS, numbers)
+        self._sums.append(exchange)
+        while len(self._sums) > 2:
+            # Who posts numbers has read those before the last.
+            self._sums.popleft().retract_own(_NUMBERS)
+        found = {exchange.rank: numbers, **exchange.read(_NUMBERS, others)}
+        for rank, each in found.items():
+            if len(each) != len(values):
                 raise WorkerError(
                     f"trainer.sum_over_replicas() got {len(values)} values on rank {exchange.rank}, but "
-                    f"{len(found[rank])} on rank {rank}: call it with the same names on all replicas"
+                    f"{len(each)} on rank {rank}: call it with the same names on all replicas"
                 )
         # In the order of the ranks, so that rounding is the same on all replicas.
         columns = zip(*(found[rank] for rank in sorted(found)), strict=True)
         return dict(zip(values, map(_sum, columns), strict=True))
-
-    def _delete_read(self, exchange: Exchange) -> None:
-        """Delete the numbers that the others have read: who posts numbers has read those before the last."""
-        self._posted.append(exchange)
-        while len(self._posted) > 2:
-            self._posted.popleft().retract_own(_NUMBERS)
 
 
 def _sum(numbers: tuple[float, ...]) -> float:

@@ -30,7 +30,7 @@ from adascale_worker.loop.agreement import FinishRequest, StepAgreement
 from adascale_worker.loop.context import Context, TrainedReplica
 from adascale_worker.loop.departures import LoopDepartures
 from adascale_worker.loop.ending import Ending
-from adascale_worker.loop.exchange import EvaluationSequence, ReplicaSums
+from adascale_worker.loop.exchange import EvaluationSequence
 from adascale_worker.loop.failures import Failures, MemoryShortage
 from adascale_worker.loop.generations import Generations
 from adascale_worker.loop.one_optimizer import OneOptimizer
@@ -109,7 +109,6 @@ class Training(Context):
             steps=self.steps, generations=self.generations, ending=self.ending, **doors
         )
         self.epochs = EpochLoops(self.batches)
-        self.sums = ReplicaSums(self.evaluations)
         self._failures = Failures(steps=self.steps, **doors)
         self._backward_guard = BackwardGuard(self.failure, self.accumulation)
         self._watchdog = StepWatchdog(

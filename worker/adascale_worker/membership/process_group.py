@@ -17,7 +17,6 @@ import json
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -52,8 +51,6 @@ from adascale_worker.torch_private.distributed import (
 P = ParamSpec("P")
 T = TypeVar("T")
 
-POLL_INTERVAL = 0.05
-"""Seconds between two readings of the store."""
 INIT_TIMEOUT = timedelta(minutes=5)
 """How long a replica waits for the others, when the group is formed and in every collective, without an
 agent."""
@@ -771,26 +768,6 @@ class ReplicaGroup:
 
     def _key(self, event: str, rank: int) -> str:
         return f"adascale/{self._number}/{event}/{rank}"
-
-    @_decided
-    def missing(self, event: str, timeout: float) -> list[int]:
-        """Return the ranks that have not announced `event` within `timeout` seconds.
-
-        Empty if the store is gone: the process that serves it ends after it has seen all the others.
-        """
-        store, deadline = self._store, time.monotonic() + timeout
-        if self.replicas == 1 or store is None:
-            return []
-        try:
-            while missing := [
-                rank for rank in range(self.replicas) if not store.check([self._key(event, rank)])
-            ]:
-                if time.monotonic() >= deadline:
-                    return missing
-                time.sleep(POLL_INTERVAL)
-        except RuntimeError:
-            pass
-        return []
 
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         self._start_all_reduce(tensor).wait()

@@ -13,21 +13,17 @@ is undone before that, such as for adversarial examples, changes nothing.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from adascale_worker.errors import ReplicationError
+from adascale_worker.membership.board import FAILED, Board, Values, raise_failure
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import INIT_TIMEOUT, ReplicaGroup
 from adascale_worker.program.hyperparameters import Choice, Difference
-
-POLL_INTERVAL = 0.005
-"""Seconds between two readings of the store."""
-_FAILED = "trained-differ"
 
 Flags = tuple[bool, ...]
 """Whether each of some parameters requires gradients."""
@@ -40,6 +36,7 @@ class TrainedParameters:
         named = dict(model.named_parameters())
         self._names, self._parameters = list(named), list(named.values())
         self._group = group
+        self._board = Board(group)
         self._initial = self.flags = self._recorded = self._agreed = self.current()
         # `flags` are those of the last step, for which the statistics are; of several optimizers, for the
         # parameters of each those of its own last step.
@@ -146,7 +143,7 @@ class TrainedParameters:
         """
         if self._group.replicas == 1:
             return None
-        announced = self._announced()
+        announced = self._announced(self._board.read(self._event) or {})
         if self._group.rank in announced:
             return None
         for rank, (other_step, flags) in announced.items():
@@ -154,7 +151,7 @@ class TrainedParameters:
                 try:
                     self._require_same(self._agreed, rank, flags, f"after step {other_step}")
                 except ReplicationError as error:
-                    self._group.announce(_FAILED, str(error))
+                    self._board.fail(str(error))
                     return str(error)
         return None
 
@@ -165,42 +162,40 @@ class TrainedParameters:
 
     def _agree(self, now: Flags, step: int) -> None:
         """Wait until all replicas have made the same change."""
-        group = self._group
+        group, board = self._group, self._board
         if group.replicas > 1:
-            group.announce(self._event, json.dumps([self._changes, step, _encode(now)]))
-            deadline = time.monotonic() + INIT_TIMEOUT.total_seconds()
-            while True:
-                announced, failures = self._announced(), group.announced(_FAILED)
+            board.announce(self._event, [self._changes, step, _encode(now)])
+            announced: dict[int, tuple[int, Flags]] = {}
+            for values, failed in board.poll(self._event, FAILED):
+                announced = self._announced(values)
                 for rank, (_, flags) in announced.items():
                     self._require_same(now, rank, flags, f"after step {step}")
                 if len(announced) == group.replicas:
                     break
-                if failures is None and not group.is_elastic:
-                    raise ReplicationError(
-                        f"rank 0 has ended while rank {group.rank} waited in a step for it"
-                    )
-                if failures is None or group.has_failed:
-                    group.fail()
-                    raise PeersLostError
-                failure = next(filter(None, failures), None)
-                if failure is not None:
-                    raise ReplicationError(failure)
-                if time.monotonic() >= deadline:
-                    missing = min(set(range(group.replicas)) - set(announced))
-                    raise ReplicationError(
-                        f"requires_grad of parameters was set on rank {group.rank} after step {step}, and "
-                        f"not on rank {missing} within {INIT_TIMEOUT.total_seconds():.0f} s. {_REMEDY}"
-                    )
-                time.sleep(POLL_INTERVAL)
+                raise_failure(failed)
+            if len(announced) < group.replicas:
+                self._end_waiting(step, announced)
         self._agreed, self._changes = now, self._changes + 1
 
-    def _announced(self) -> dict[int, tuple[int, Flags]]:
+    def _end_waiting(self, step: int, announced: Collection[int]) -> NoReturn:
+        """Raise an error, because not all replicas have made a change."""
+        group = self._group
+        if not group.has_failed and self._board.read(FAILED) is not None:
+            missing = min(set(range(group.replicas)) - set(announced))
+            raise ReplicationError(
+                f"requires_grad of parameters was set on rank {group.rank} after step {step}, and "
+                f"not on rank {missing} within {INIT_TIMEOUT.total_seconds():.0f} s. {_REMEDY}"
+            )
+        if not group.is_elastic:
+            raise ReplicationError(f"rank 0 has ended while rank {group.rank} waited in a step for it")
+        group.fail()
+        raise PeersLostError
+
+    def _announced(self, values: Values) -> dict[int, tuple[int, Flags]]:
         """Return the last step and the trained parameters of the ranks that have announced this change."""
-        values = self._group.announced(self._event) or ()
-        documents = {rank: json.loads(value) for rank, value in enumerate(values) if value is not None}
         return {
             rank: (step, self._decode(encoded))
-            for rank, (number, step, encoded) in documents.items()
+            for rank, (number, step, encoded) in values.items()
             if number == self._changes
         }
 
