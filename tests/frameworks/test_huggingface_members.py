@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from e2e.local_run import adascale, running, write_job
-from support.fast_python import PYTHON
 from support.launch import run_python
 from support.members import Members
 
@@ -137,7 +131,6 @@ def test_a_step_of_a_larger_batch_calls_callbacks_for_each_of_its_steps(tmp_path
     assert {result["global_step"] for result in results_of(tmp_path)} == {48}
 
 
-@pytest.mark.release
 @pytest.mark.slow
 def test_replicas_join_leave_and_are_killed(make_members: Callable[..., Members]) -> None:
     options = {"max_steps": 80, "learning_rate": 0.003, "logging_steps": 5, "warmup_steps": 4, **BEST}
@@ -201,49 +194,3 @@ def test_callbacks_stop_training_on_all_replicas(make_members: Callable[..., Mem
     assert len(job.complete(2)) == 1
     (step,) = {result["global_step"] for result in results_of(job.folder)}
     assert step in (8, 9), "the replicas agree with the next exchange"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_job_grows_loses_a_replica_and_shrinks(tmp_path: Path) -> None:
-    """`adascale run`, 1 -> 2 -> 1 replicas, one of which is killed."""
-    steps, state = 2_000, tmp_path / "state"
-    arguments = {"max_steps": 10**6, "logging_steps": 20, "eval_strategy": "steps", "eval_steps": 400}
-    environ = {"PYTHONPATH": str(TESTS), "ARGUMENTS": json.dumps(arguments)}
-    job = write_job(
-        tmp_path / "job.yaml",
-        [*PYTHON, str(PROGRAM)],
-        {**environ, "JOURNAL": f"{tmp_path}/journal", "OUTPUT": f"{tmp_path}/out", "STEP_SECONDS": "0.02"},
-        batchSize=8,
-        maxReplicas=2,
-        maxBatchSize=32,
-        localBszBounds={"lower": 2, "upper": 8},
-        scaleInvariantSteps=steps,
-    )
-    with running(job, state) as run:
-        run.wait_for_output("trains on 2 replicas", timeout=180)
-        os.kill(run.wait_for_trainer(1), signal.SIGKILL)
-        run.wait_for_output("the others keep their state", timeout=60)
-        run.wait_for_trainer(1)
-        assert adascale("scale", "test", "--replicas", 1, "--state-dir", state).returncode == 0
-        assert run.wait_for_exit(timeout=200) == 0, run.output
-    recorded = Members(tmp_path)
-    recorded.require_complete_stream()
-    assert [count for count, _ in groupby(replicas_by_step(recorded))][:3] == [1, 2, 1]
-    calls = require_alike(calls_of(tmp_path))
-    require_multiples(calls, "evaluate", 400, steps)
-
-    plain = {**os.environ, **environ, "JOURNAL": f"{tmp_path}/p/journal", "OUTPUT": f"{tmp_path}/p/out"}
-    plain["ARGUMENTS"] = json.dumps({**arguments, "max_steps": steps})
-    subprocess.run([*PYTHON, str(PROGRAM)], env=plain, check=True, capture_output=True, timeout=300)
-    expected = require_alike(calls_of(tmp_path / "p"))
-    ours, theirs = (
-        {call["global_step"] // 400: call["eval_loss"] for call in found.values() if "eval_loss" in call}
-        for found in (calls, expected)
-    )
-    for multiple in range(1, steps // 400 + 1):
-        assert 0.8 < ours[multiple] / theirs[multiple] < 1.25, (multiple, ours, theirs)
-
-
-def replicas_by_step(job: Members) -> list[int]:
-    return [each["replicas"] for each in sorted(job.records(), key=lambda each: each["step"])]

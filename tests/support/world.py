@@ -7,7 +7,9 @@ the operator, and whether the operator is killed there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import atexit
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +30,6 @@ from adascale_core.failures import EXIT_REFUSED, TerminationMessage
 from adascale_core.messages.registration import ReplicaState
 from support.fake_cluster import FakeCluster, Object
 from support.fake_service import FakeAgent, FakeService
-from support.inline_loop import run_inline
 
 RESOURCES = (Resource.ADASCALEJOBS, Resource.PODS)
 GRACE_PERIOD = 30
@@ -120,7 +121,7 @@ class World:
             metrics=self.metrics,
             clock=lambda: self.now,
         )
-        run_inline(self._operator.list_all())
+        _run_inline(self._operator.list_all())
         self._undelivered = []
 
     def cycle(self) -> None:
@@ -129,7 +130,7 @@ class World:
         self.writes = []
         full, self.full = self.full, False
         try:
-            run_inline(self._operator.cycle(full=full))
+            _run_inline(self._operator.cycle(full=full))
         except KilledError:
             self.kill_before = None
             self.start_operator()
@@ -144,13 +145,13 @@ class World:
         with suppress(TimeoutError):
             asyncio.run(run())
 
-    def run_until(self, condition: Callable[[], bool], timeout: float = 30.0) -> None:
+    def run_until(self, condition: Callable[[], bool]) -> None:
         """Run the operator, deliver each change at once, and let nobody else act, until a condition holds."""
 
         async def run() -> None:
             running = asyncio.create_task(self._operator.run())
             try:
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(30):
                     while not condition():
                         if running.done():
                             running.result()
@@ -500,3 +501,44 @@ def _rank(raw: Object) -> int:
 
 def _has_ended(raw: Object) -> bool:
     return raw["status"]["phase"] in ("Succeeded", "Failed")
+
+
+# -- the event loop of the operator ----------------------------------------------------------------------
+
+
+class _InlineExecutor(ThreadPoolExecutor):
+    """Runs each call at once, so that a cycle starts no threads."""
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        """Run a call. Returns its result."""
+        done: Future[Any] = Future()
+        try:
+            done.set_result(call(*arguments, **options))
+        except BaseException as error:  # noqa: BLE001
+            done.set_exception(error)
+        return done
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop without threads."""
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(_InlineExecutor())
+    return loop
+
+
+_RUNNER = asyncio.Runner(loop_factory=_new_loop)
+"""The same for all cycles: a loop for each would take most of the time."""
+atexit.register(_RUNNER.close)
+
+
+def _run_inline(cycle: Coroutine[Any, Any, None]) -> None:
+    """Run a cycle of an operator, and cancel the tasks that it leaves."""
+    loop = _RUNNER.get_loop()
+    try:
+        _RUNNER.run(cycle)
+    finally:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks))

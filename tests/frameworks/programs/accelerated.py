@@ -1,10 +1,8 @@
 """A training program of Accelerate that records its steps and evaluations, with `ElasticAccelerator`.
 
 Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, arguments of `ElasticAccelerator` as JSON;
-STEP_SECONDS, the minimum duration of a step; SAMPLES, the length of the data set; JOIN_AFTER, a file for
-which replicas other than the first wait before they join; WAITS, the name of a replica that stays in the
-evaluation of epoch 1 until it is killed; COMMUNICATES, to call what communicates in each batch, under
-torchrun.
+STEP_SECONDS, the minimum duration of a step; WAITS, the name of a replica that stays in the evaluation of
+epoch 1 until it is killed; COMMUNICATES, to call what communicates in each batch, under torchrun.
 """
 
 import hashlib
@@ -24,16 +22,14 @@ from adascale.accelerate import ElasticAccelerator as Accelerator
 
 folder = Path(os.environ["JOURNAL"])
 folder.mkdir(parents=True, exist_ok=True)
-name = next(
-    value for variable in ("REPLICA", "ADASCALE_REPLICA", "RANK") if (value := os.environ.get(variable))
-)
-count, num_epochs = int(os.environ.get("SAMPLES", "48")), int(os.environ.get("EPOCHS", "6"))
+name = os.environ["REPLICA"] or os.environ["RANK"]
+num_epochs = int(os.environ.get("EPOCHS", "6"))
 
 accelerator = Accelerator(**json.loads(os.environ.get("BOUNDS", '{"batch_size": 12}')), mixed_precision="no")
 torch.manual_seed(1)
-features = torch.randn(count, 6)
-targets = (features.sum(1) + 0.5 * torch.randn(count) > 0).long()
-samples = [(index, features[index], targets[index]) for index in range(count)]
+features = torch.randn(48, 6)
+targets = (features.sum(1) + 0.5 * torch.randn(48) > 0).long()
+samples = [(index, features[index], targets[index]) for index in range(48)]
 train_dataloader: DataLoader[Any] = DataLoader(
     samples,  # type: ignore[arg-type]
     shuffle=True,
@@ -75,8 +71,6 @@ def communicate(index: torch.Tensor) -> None:
 
 
 calls: list[int] = []
-while name != "0" and not Path(os.environ.get("JOIN_AFTER", "/")).exists():
-    time.sleep(0.05)
 with (folder / f"{name}-{os.getpid()}.jsonl").open("w", buffering=1) as journal:
     indices: list[int] = []
     for epoch in accelerator.epochs(num_epochs):

@@ -22,7 +22,7 @@ from frameworks.huggingface_problem import Texts, arguments, language_model
 
 folder = Path(os.environ["JOURNAL"])
 folder.mkdir(parents=True, exist_ok=True)
-replica = os.environ.get("REPLICA", os.environ.get("ADASCALE_REPLICA", "0"))
+replica = os.environ.get("REPLICA", "0")
 journal = (folder / f"{replica}-{os.getpid()}.jsonl").open("w", buffering=1)
 calls = (folder / f"calls-{replica}-{os.getpid()}").open("w", buffering=1)
 options = json.loads(os.environ.get("ARGUMENTS", "{}"))
