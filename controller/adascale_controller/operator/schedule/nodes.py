@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from math import ceil
+from types import MappingProxyType
 from typing import Final
 
 from kubernetes.utils import parse_quantity
@@ -122,33 +123,13 @@ def _name(node: ApiObject) -> str:
 
 def eligible_nodes(spec: ApiObject, nodes: Iterable[ApiObject]) -> frozenset[str]:
     """Return the names of the nodes that accept a new pod if they have the resources."""
-    return frozenset(_name(node) for node in nodes if _accepts(node, spec))
+    return frozenset(_name(node) for node in nodes if _obstacle(node, spec) is None)
 
 
-def describe_obstacles(spec: ApiObject, request: Mapping[str, int], nodes: Iterable[ApiObject]) -> str:
-    """Return why nodes can't run a pod, even if they are empty; an empty text if all nodes can."""
-    found = Counter(filter(None, (_obstacle(node, spec, request) for node in nodes)))
-    most = sorted(found.items(), key=lambda each: (-each[1], each[0]))
-    parts = [f"{plural(count, 'node')}: {reason}" for reason, count in most[:_MAX_OBSTACLES]]
-    if len(most) > _MAX_OBSTACLES:
-        parts.append(f"{plural(sum(count for _, count in most[_MAX_OBSTACLES:]), 'node')}: other reasons")
-    return "; ".join(parts)
-
-
-def is_kept_from_nodes(spec: ApiObject, request: Mapping[str, int], nodes: Iterable[ApiObject]) -> bool:
-    """Whether all nodes that hold a pod when they are empty are closed to it by a taint or not selected."""
-    holding = [
-        node
-        for node in nodes
-        if is_ready(node)
-        and _CORDON not in _taints(node)
-        and all(allocatable(node).get(name, 0) >= wanted for name, wanted in request.items())
-    ]
-    return bool(holding) and not any(_accepts(node, spec) for node in holding)
-
-
-def _obstacle(node: ApiObject, spec: ApiObject, request: Mapping[str, int]) -> str | None:
-    """Return why a node can't run a pod, even if it is empty. None if it can."""
+def _obstacle(
+    node: ApiObject, spec: ApiObject, request: Mapping[str, int] = MappingProxyType({})
+) -> str | None:
+    """Return why a node can't run a pod that requests this, even if it is empty. None if it can."""
     if not is_ready(node):
         return "not ready"
     if spec.get("nodeName") not in (None, "", _name(node)) or not _is_selected(node, spec):
@@ -156,9 +137,14 @@ def _obstacle(node: ApiObject, spec: ApiObject, request: Mapping[str, int]) -> s
     for taint in _taints(node):
         if not _is_tolerated(taint, spec):
             return _describe_taint(taint)
-    units = allocatable(node)
-    small = sorted(name for name, wanted in request.items() if units.get(name, 0) < wanted)
+    small = _lacking(node, request)
     return f"too small, even when empty ({', '.join(small)})" if small else None
+
+
+def _lacking(node: ApiObject, request: Mapping[str, int]) -> list[str]:
+    """Return of which resources a node has too few for a pod, even if it is empty."""
+    units = allocatable(node)
+    return sorted(name for name, wanted in request.items() if units.get(name, 0) < wanted)
 
 
 def _describe_taint(taint: ApiObject) -> str:
@@ -167,15 +153,6 @@ def _describe_taint(taint: ApiObject) -> str:
     value = f"={taint['value']}" if taint.get("value") else ""
     text = f"{taint.get('key')}{value}:{taint['effect']}"
     return f"taint {text}, and the pods have no toleration of it (spec.template.spec.tolerations)"
-
-
-def _accepts(node: ApiObject, spec: ApiObject) -> bool:
-    return (
-        is_ready(node)
-        and spec.get("nodeName") in (None, "", _name(node))
-        and _is_selected(node, spec)
-        and all(_is_tolerated(taint, spec) for taint in _taints(node))
-    )
 
 
 def _taints(node: ApiObject) -> list[ApiObject]:
@@ -246,18 +223,11 @@ def _meets(requirement: ApiObject, attributes: Mapping[str, str]) -> bool:
 
 def _is_beyond(operator: str, actual: str | None, bounds: Sequence[str | None]) -> bool:
     """Whether an integer is greater (`Gt`) or less (`Lt`) than the only bound."""
-    numbers = _integers([actual, *bounds])
-    return numbers is not None and (numbers[0] - numbers[1]) * (1 if operator == "Gt" else -1) > 0
-
-
-def _integers(texts: Sequence[str | None]) -> list[int] | None:
-    """Return two texts as integers. None if there are not two, or if either is not an integer."""
-    if len(texts) != 2:
-        return None
     try:
-        return [int(text or "") for text in texts]
+        number, bound = (int(text or "") for text in (actual, *bounds))
     except (ValueError, TypeError):
-        return None
+        return False
+    return number > bound if operator == "Gt" else number < bound
 
 
 # -- parts of an object that may be absent or, where users write them, of any type --------------------------
@@ -269,10 +239,6 @@ def _object(value: object) -> ApiObject:
 
 def _objects(value: object) -> list[ApiObject]:
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
-
-
-_SELECTING_FIELDS = ("nodeName", "nodeSelector", "tolerations")
-"""Fields of a PodSpec on which `eligible_nodes` depends, besides its node affinity."""
 
 
 class NodeSelection:
@@ -308,27 +274,35 @@ class NodeSelection:
     def eligible(self, spec: ApiObject) -> frozenset[str]:
         """As `eligible_nodes`."""
         key = _key(spec)
-        found = self._eligible.get(key)
-        if found is None:
-            found = self._eligible[key] = eligible_nodes(spec, self._nodes)
-        return found
+        if key not in self._eligible:
+            self._eligible[key] = eligible_nodes(spec, self._nodes)
+        return self._eligible[key]
 
     def obstacles(self, spec: ApiObject, request: Mapping[str, int]) -> str:
-        """As `describe_obstacles`."""
+        """Return why nodes can't run a pod, even if they are empty; an empty text if all nodes can."""
         key = f"{_key(spec)} {sorted(request.items())}"
-        found = self._obstacles.get(key)
-        if found is None:
-            found = self._obstacles[key] = describe_obstacles(spec, request, self._nodes)
-        return found
+        if key not in self._obstacles:
+            found = Counter(filter(None, (_obstacle(node, spec, request) for node in self._nodes)))
+            most = sorted(found.items(), key=lambda each: (-each[1], each[0]))
+            parts = [f"{plural(count, 'node')}: {reason}" for reason, count in most[:_MAX_OBSTACLES]]
+            if rest := sum(count for _, count in most[_MAX_OBSTACLES:]):
+                parts.append(f"{plural(rest, 'node')}: other reasons")
+            self._obstacles[key] = "; ".join(parts)
+        return self._obstacles[key]
 
     def is_kept_from_nodes(self, spec: ApiObject, request: Mapping[str, int]) -> bool:
-        """As the function `is_kept_from_nodes`."""
-        return is_kept_from_nodes(spec, request, self._nodes)
+        """Whether all nodes that hold a pod when empty are closed to it by a taint, or not selected."""
+        holding = [
+            node
+            for node in self._nodes
+            if is_ready(node) and _CORDON not in _taints(node) and not _lacking(node, request)
+        ]
+        return bool(holding) and all(_obstacle(node, spec) is not None for node in holding)
 
 
 def _key(spec: ApiObject) -> str:
     """Return a key that is equal for PodSpecs with the same eligible nodes."""
-    selecting = [spec.get(field) for field in (*_SELECTING_FIELDS, "affinity")]
+    selecting = [spec.get(field) for field in ("nodeName", "nodeSelector", "tolerations", "affinity")]
     return json.dumps(selecting, sort_keys=True, default=str)
 
 
