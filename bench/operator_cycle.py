@@ -32,7 +32,7 @@ from adascale_controller.operator.runtime.main import GC_THRESHOLD
 from adascale_controller.operator.runtime.object_cache import ObjectCache
 from adascale_controller.operator.types.actions import Event, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, replica_index, timestamp
-from adascale_controller.operator.types.workload import OperatorSettings
+from adascale_controller.operator.types.settings import OperatorSettings
 from adascale_core import names
 from adascale_core.messages.allocation import Allocation, AllocationView
 from adascale_core.messages.job_spec import JobSpec

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.operator.types.workload import CHECKPOINT_FOLDER
+from adascale_controller.operator.types.settings import CHECKPOINT_FOLDER
 from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manifest, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

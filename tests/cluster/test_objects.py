@@ -10,9 +10,10 @@ from kubernetes import client
 
 from adascale_controller.job_definition import CheckpointSettings, JobDefinition
 from adascale_controller.operator.apply.manifests import claim_manifest, pod_manifest
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import read_pod
 from adascale_controller.operator.types.actions import NewPod
-from adascale_controller.operator.types.workload import PodSettings, Workload
+from adascale_controller.operator.types.settings import PodSettings
 from adascale_core.messages.job_spec import JobSpec
 
 pytestmark = pytest.mark.cluster
@@ -27,7 +28,7 @@ def restricted(api_client: client.ApiClient, namespace: str) -> str:
     return namespace
 
 
-def workload(namespace: str, checkpoint: CheckpointSettings | None = None, **worker: Any) -> Workload:
+def workload(namespace: str, checkpoint: CheckpointSettings | None = None, **worker: Any) -> AdaScaleJob:
     template = {
         "spec": {
             "containers": [{"name": "worker", "image": "trainer:1", "command": ["python", "t.py"], **worker}],
@@ -35,8 +36,9 @@ def workload(namespace: str, checkpoint: CheckpointSettings | None = None, **wor
             "nodeSelector": NOWHERE,
         }
     }
-    return Workload(
+    return AdaScaleJob(
         name="digits",
+        generation=1,
         namespace=namespace,
         uid="0b0e1b0c-8e5b-4a52-a4b8-3f1f9e8d7c6b",
         job=JobDefinition(

@@ -19,7 +19,6 @@ from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.actions import Actions, NewPod, Schedule
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_controller.operator.types.workload import PodSettings, Workload
 from adascale_core import names
 from adascale_core.decision.decide import Decision
 from adascale_core.decision.type_choice import Accelerator
@@ -334,12 +333,9 @@ def test_pods_require_their_type_besides_what_the_template_requires(
         labels = node["metadata"]["labels"] | {"zone": zone}
         cluster.append({**node, "metadata": node["metadata"] | {"labels": labels}})
     made = waiting(spec=spec).resource
-    workload = Workload(
-        made.name, made.namespace, made.uid, made.valid_job, made.template, 0, PodSettings("http://api")
-    )
 
     def pod_spec(kind: str | None) -> dict[str, Any]:
-        manifest = pod_manifest(workload, NewPod(0, 0, accelerator=kind))
+        manifest = pod_manifest(made, NewPod(0, 0, accelerator=kind))
         assert manifest["metadata"]["annotations"].get(names.ANNOTATION_ACCELERATOR) == kind
         found: dict[str, Any] = manifest["spec"]
         return found

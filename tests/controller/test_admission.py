@@ -15,7 +15,6 @@ from adascale_controller.operator.runtime.admission_reader import AdmissionReade
 from adascale_controller.operator.types.actions import FailedPlacement
 from adascale_controller.operator.types.conditions import ConditionType, Reason, merged
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
-from adascale_controller.operator.types.workload import PodSettings, Workload
 from adascale_core.messages.reports import GainReport
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import NOW, actions_for, condition, job, training_job
@@ -182,8 +181,7 @@ def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_rai
     limited = condition(actions_for(training_job(), 2, failed_placement=NO_QUOTA), ConditionType.RESCALING)
     status = {"conditions": merged((), [limited], 1, NOW)}
     resource = replace(job(status=status), template=template)
-    workload = Workload("digits", "team", "job-uid", resource.valid_job, template, 0, PodSettings("http://a"))
-    cached = CachedJob(resource, workload, (), frozenset())
+    cached = CachedJob(resource, (), frozenset())
     reader = AdmissionReader(Quota(World()), lambda _: None)
     found = []
     for number in range(3):
@@ -191,7 +189,7 @@ def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_rai
         assert reader.due_at(resource) <= now
 
         async def ask(moment: float = now) -> None:
-            await reader.ask(cached, workload, moment, asyncio.Semaphore())
+            await reader.ask(cached, moment, asyncio.Semaphore())
 
         asyncio.run(ask())
         admission = reader.admission(resource)

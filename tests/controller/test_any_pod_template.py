@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from adascale_controller.operator.apply.manifests import template_warnings
 from adascale_controller.operator.apply.pod_template import TOKEN_FOLDER
 from adascale_controller.operator.schedule.nodes import eligible_nodes, pod_request
-from adascale_controller.operator.types.workload import (
+from adascale_controller.operator.types.settings import (
     CHECKPOINT_FOLDER,
 )
 from adascale_core import names

@@ -9,7 +9,7 @@ from adascale_controller.operator.observe.cached_fields import cached_fields
 from adascale_controller.operator.observe.pods import read_pod
 from adascale_controller.operator.schedule.nodes import eligible_nodes, free_nodes, pod_request
 from adascale_controller.operator.types.kubernetes import Resource
-from adascale_controller.operator.types.workload import KUEUE_FINALIZER, POD_GROUP_SIZE, QUEUE_NAME
+from adascale_controller.operator.types.settings import KUEUE_FINALIZER, POD_GROUP_SIZE, QUEUE_NAME
 from adascale_core import names
 
 MANAGED = [{"manager": "kwok", "fieldsV1": {"f:status": {f"f:field-{number}": {} for number in range(50)}}}]

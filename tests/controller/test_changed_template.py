@@ -12,7 +12,7 @@ from adascale_controller.operator.runtime import admission_reader
 from adascale_controller.operator.schedule.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.types.actions import StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_controller.operator.types.workload import QUEUE_NAME
+from adascale_controller.operator.types.settings import QUEUE_NAME
 from adascale_core.messages.allocation import ActiveAllocation
 from controller.conftest import DecidedCount
 from support.fake_cluster import FakeCluster

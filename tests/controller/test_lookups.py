@@ -29,7 +29,6 @@ from adascale_controller.operator.runtime.lookup_fetcher import (
 )
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, timestamp
-from adascale_controller.operator.types.workload import PodSettings, Workload
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import (
     NOW,
@@ -65,10 +64,9 @@ class ClaimCluster(FakeCluster):
 def cached(name: str) -> CachedJob:
     """Return a job that saves its checkpoints in a claim of the same name."""
     parsed = JobDefinition(f"team.{name}", SPEC, checkpoint=CheckpointSettings(claim_name=name))
-    resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, parsed)
     template = {"spec": {"containers": [{"name": "worker"}]}}
-    workload = Workload(name, "team", resource.uid, parsed, template, 0, PodSettings("http://api"))
-    return CachedJob(resource, workload, (), frozenset())
+    resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, parsed, template=template)
+    return CachedJob(resource, (), frozenset())
 
 
 def test_a_call_that_hangs_for_one_job_delays_no_other_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,9 +231,9 @@ class EventsCluster(FakeCluster):
 def starting_slowly(number: int) -> CachedJob:
     """Return a job with a pod that has been on its node for long without starting a container."""
     name = f"digits-{number}"
-    resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, JobDefinition(f"team.{name}", SPEC))
+    resource = AdaScaleJob("team", name, f"uid-{name}", 1, 0, None)
     slow = creating_pod(CONTAINER_START_TIMEOUT + 1, uid=f"uid-of-pod-{number}")
-    return CachedJob(resource, None, (slow,), frozenset())
+    return CachedJob(resource, (slow,), frozenset())
 
 
 def test_all_jobs_of_a_namespace_with_pods_that_start_slowly_share_one_read_of_events() -> None:

@@ -9,15 +9,14 @@ import pytest
 
 from adascale_controller.job_definition import CheckpointSettings, OpportunisticSettings
 from adascale_controller.operator.apply.manifests import pod_manifest
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob, template_digest
 from adascale_controller.operator.observe.pods import read_pod
 from adascale_controller.operator.types.actions import NewPod
-from adascale_controller.operator.types.workload import (
+from adascale_controller.operator.types.settings import (
     POD_GROUP,
     QUEUE_NAME,
     PodSettings,
     Queueing,
-    Workload,
-    template_digest,
 )
 from adascale_core import names
 from support.pod_templates import OWNER, SPEC, container, template, workload
@@ -103,7 +102,7 @@ def test_changes_without_new_pods_keep_the_digest(of_job: dict[str, Any]) -> Non
         replace(workload(), settings=PodSettings("http://elsewhere")),
     ],
 )
-def test_changes_that_need_new_pods_change_the_digest(made: Workload) -> None:
+def test_changes_that_need_new_pods_change_the_digest(made: AdaScaleJob) -> None:
     assert template_digest(made, single_node=False) != template_digest(workload(), single_node=False)
 
 

@@ -15,7 +15,7 @@ from adascale_controller.cli.app import app
 from adascale_controller.operator.runtime import main
 from adascale_controller.operator.runtime.health import Health, OperatorMetrics
 from adascale_controller.operator.runtime.main import UnusableClusterError, _require_version
-from adascale_controller.operator.types.workload import OperatorSettings
+from adascale_controller.operator.types.settings import OperatorSettings
 from support.api_server import serving
 from support.fake_cluster import FakeCluster
 from support.world import World

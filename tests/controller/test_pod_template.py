@@ -10,11 +10,11 @@ import pytest
 from adascale_controller.job_definition import CheckpointSettings
 from adascale_controller.operator.apply.manifests import claim_manifest, pod_manifest, template_warnings
 from adascale_controller.operator.apply.pod_template import TOKEN_FOLDER
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.types.actions import NewPod
-from adascale_controller.operator.types.workload import (
+from adascale_controller.operator.types.settings import (
     CHECKPOINT_FOLDER,
     PodSettings,
-    Workload,
 )
 from adascale_core import names
 from support.pod_templates import OWNER, container, env, mounts, pod, template, worker, workload
@@ -245,7 +245,7 @@ def template_with_claim(*, volume: dict[str, Any] | None = None, **mount: Any) -
     )
 
 
-def claim_volumes(made_of: Workload, claim: str) -> list[str]:
+def claim_volumes(made_of: AdaScaleJob, claim: str) -> list[str]:
     """Return the names of the pod's volumes of a claim."""
     return [
         volume["name"]

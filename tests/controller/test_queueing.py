@@ -16,7 +16,7 @@ from adascale_controller.operator.schedule.quota import quota_limit
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import Resource
-from adascale_controller.operator.types.workload import (
+from adascale_controller.operator.types.settings import (
     KUEUE_FINALIZER,
     KUEUE_GROUP,
     POD_GROUP,

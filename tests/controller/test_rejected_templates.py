@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.apply.cluster import ApiServerError
-from adascale_controller.operator.observe.adascalejob import AdaScaleJob, SpecReader
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
+from adascale_controller.operator.observe.observer import Observer
 from adascale_controller.operator.runtime.error_isolation import MAX_RETRY_INTERVAL
 from adascale_controller.operator.types.conditions import ConditionType, Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.operator.types.settings import PodSettings
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import actions_for, condition, job, observed, view
 from support.world import World
@@ -37,13 +39,17 @@ def raw(generation: int) -> dict[str, Any]:
 
 
 def test_a_rejected_spec_is_invalid_until_it_is_edited() -> None:
-    specs = SpecReader()
-    accepted = AdaScaleJob.read(raw(1), specs)
+    observer = Observer(PodSettings("http://api"))
+
+    def read(generation: int) -> AdaScaleJob:
+        return observer.read(raw(generation), (), frozenset()).resource
+
+    accepted = read(1)
     assert accepted.job is not None
-    specs.reject(accepted, REJECTION)
-    rejected = AdaScaleJob.read(raw(1), specs)
+    observer.reject(accepted, REJECTION)
+    rejected = read(1)
     assert (rejected.job, rejected.invalid) == (None, REJECTION)
-    assert AdaScaleJob.read(raw(2), specs).job is not None
+    assert read(2).job is not None
 
 
 def test_a_job_without_pods_fails_and_starts_once_the_spec_is_corrected() -> None:

@@ -15,7 +15,6 @@ from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.types.actions import Actions, FailedPlacement, Schedule, Stop
 from adascale_controller.operator.types.conditions import ConditionType, JobCondition, Reason, condition_of
-from adascale_controller.operator.types.workload import PodSettings, Workload
 from adascale_core.decision.deadline import Feasibility
 from adascale_core.decision.decide import Decision
 from adascale_core.failures import TerminationMessage
@@ -42,14 +41,6 @@ def job(
         "team.digits", spec.pop("spec", SPEC), **{"checkpoint": CheckpointSettings(path="/data"), **spec}
     )
     return AdaScaleJob("team", "digits", "job-uid", 1, int(NOW) - 100, parsed, status=current)
-
-
-def workload(resource: AdaScaleJob) -> Workload:
-    """Return what the pods of an AdaScaleJob are made from."""
-    return Workload(
-        *(resource.name, resource.namespace, resource.uid, resource.valid_job, resource.template),
-        *(resource.created_at, PodSettings("http://api"), resource.queueing),
-    )
 
 
 def pod(rank: int, **changes: Any) -> Pod:
@@ -147,7 +138,6 @@ def observed(
     resource = job_ or job()
     built = ObservedJob(
         resource=resource,
-        workload=None if resource.job is None else workload(resource),
         service=service,
         pods=tuple(map(pod, range(pods))) if isinstance(pods, int) else pods,
         claim=None,

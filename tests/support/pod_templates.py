@@ -8,8 +8,9 @@ from typing import Any
 
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.apply.manifests import pod_manifest
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.types.actions import NewPod
-from adascale_controller.operator.types.workload import PodSettings, Workload
+from adascale_controller.operator.types.settings import PodSettings
 from adascale_core.messages.job_spec import JobSpec
 
 SPEC = JobSpec(4, 256, (4, 64), 1, 4, 1000)
@@ -33,11 +34,12 @@ def template(*containers: Mapping[str, Any], metadata: Any = None, **spec: Any) 
     return made if metadata is None else {"metadata": metadata} | made
 
 
-def workload(made_of: Mapping[str, Any] | None = None, **of_job: Any) -> Workload:
-    return Workload(
-        name="digits",
+def workload(made_of: Mapping[str, Any] | None = None, **of_job: Any) -> AdaScaleJob:
+    return AdaScaleJob(
         namespace="team",
+        name="digits",
         uid="b7d1",
+        generation=1,
         job=replace(JOB, **of_job),
         template=made_of or template(container(command=["python", "train.py"])),
         created_at=1_700_000_000,
@@ -45,24 +47,24 @@ def workload(made_of: Mapping[str, Any] | None = None, **of_job: Any) -> Workloa
     )
 
 
-def pod(made_of: Workload, single_node: bool = False) -> dict[str, Any]:
+def pod(made_of: AdaScaleJob, single_node: bool = False) -> dict[str, Any]:
     return pod_manifest(made_of, NewPod(0, 0), single_node=single_node)
 
 
-def worker(made_of: Workload) -> dict[str, Any]:
+def worker(made_of: AdaScaleJob) -> dict[str, Any]:
     containers = pod(made_of)["spec"]["containers"]
     found: dict[str, Any] = next((item for item in containers if item["name"] == "worker"), containers[0])
     return found
 
 
-def env(made_of: Workload) -> dict[str, Any]:
+def env(made_of: AdaScaleJob) -> dict[str, Any]:
     variables = worker(made_of)["env"]
     found = {item["name"]: item.get("value", item.get("valueFrom")) for item in variables}
     assert len(found) == len(variables)
     return found
 
 
-def mounts(made_of: Workload) -> dict[str, dict[str, Any]]:
+def mounts(made_of: AdaScaleJob) -> dict[str, dict[str, Any]]:
     """The volume at each place of the worker."""
     volumes = {item["name"]: item for item in pod(made_of)["spec"]["volumes"]}
     return {item["mountPath"]: volumes[item["name"]] | item for item in worker(made_of)["volumeMounts"]}

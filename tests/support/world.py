@@ -24,7 +24,7 @@ from adascale_controller.operator.types.kubernetes import (
     replica_index,
     timestamp,
 )
-from adascale_controller.operator.types.workload import QUEUE_NAME, OperatorSettings
+from adascale_controller.operator.types.settings import QUEUE_NAME, OperatorSettings
 from adascale_core import names
 from adascale_core.failures import EXIT_REFUSED, TerminationMessage
 from adascale_core.messages.registration import ReplicaState

@@ -167,7 +167,7 @@ def operator(
     # Imported here because importing kopf and the Kubernetes client takes a second.
     with requires_extra("adascale operator", "operator"):
         from adascale_controller.operator.runtime.main import run_operator
-    from adascale_controller.operator.types.workload import OperatorSettings
+    from adascale_controller.operator.types.settings import OperatorSettings
 
     run_operator(
         OperatorSettings(

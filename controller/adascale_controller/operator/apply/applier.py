@@ -128,8 +128,8 @@ class Applier:
                 applied.is_stale |= not await self._cluster.stop_pod(job.namespace, pod)
                 if pod.event is not None:
                     await self._record_event(observed, pod.event)
-        if actions.delete_group and observed.workload is not None:
-            await self._cluster.delete_workload(job.namespace, observed.workload.group_name)
+        if actions.delete_group:
+            await self._cluster.delete_workload(job.namespace, job.group_name)
         if actions.status_change is StatusChange.URGENT:
             for event in actions.events:
                 await self._record_event(observed, event)
@@ -191,33 +191,32 @@ class Applier:
 
     async def _create_pods(self, observed: ObservedJob, actions: Actions, applied: Applied) -> None:
         """Create pods, ever more at a time: where the first one is rejected, no others are tried."""
-        workload, left = observed.workload, list(actions.create_pods)
-        if workload is None or not left:
+        job, left = observed.resource, list(actions.create_pods)
+        if job.job is None or not left:
             return
         if observed.claim is not None and observed.claim.own and not observed.claim.exists:
-            claim = claim_manifest(workload)
+            claim = claim_manifest(job)
             if claim is not None:
                 await self._cluster.create_claim(claim)
                 applied.claim_created = True
         if self._before_pods is not None:
-            await self._before_pods(observed.resource.namespace)
+            await self._before_pods(job.namespace)
         size = 1
         while left and applied.refused is None and applied.template_rejection is None:
             batch, left = left[:size], left[size:]
             await asyncio.gather(*(self._create_pod(observed, pod, applied) for pod in batch))
             size = min(2 * size, MAX_CONCURRENT_PODS)
         is_first = not observed.pods and applied.template_rejection is None and applied.refused is None
-        if is_first and not (observed.resource.status.get("attempts") or {}).get("trained"):
-            for warning in template_warnings(workload):
+        if is_first and not (job.status.get("attempts") or {}).get("trained"):
+            for warning in template_warnings(job):
                 await self._record_event(observed, Event("TemplateOverridden", warning, warning=True))
-            unused = describe_unused_gpus(workload.job.gpus, workload.job.spec.processes_per_replica)
+            unused = describe_unused_gpus(job.job.gpus, job.job.spec.processes_per_replica)
             if unused is not None:
                 await self._record_event(observed, Event("UnusedGPUs", unused, warning=True))
 
     async def _create_pod(self, observed: ObservedJob, pod: NewPod, applied: Applied) -> None:
-        assert observed.workload is not None
         fs_group = not observed.admission.forbids_fs_group
-        manifest = pod_manifest(observed.workload, pod, single_node=observed.single_node, fs_group=fs_group)
+        manifest = pod_manifest(observed.resource, pod, single_node=observed.single_node, fs_group=fs_group)
         try:
             created = await self._cluster.create_pod(manifest)
         except ApiServerError as error:

@@ -26,7 +26,7 @@ from adascale_controller.operator.observe.cached_fields import Cached, cached_fi
 from adascale_controller.operator.observe.pods import END_DEADLINE
 from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp
-from adascale_controller.operator.types.workload import KUEUE_GROUP
+from adascale_controller.operator.types.settings import KUEUE_GROUP
 from adascale_core import names
 
 

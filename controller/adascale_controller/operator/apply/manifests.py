@@ -9,33 +9,32 @@ from __future__ import annotations
 from typing import Any
 
 from adascale_controller.operator.apply.pod_template import AGENT, build_pod_template
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob, template_digest
 from adascale_controller.operator.types.actions import NewPod
 from adascale_controller.operator.types.kubernetes import Manifest
-from adascale_controller.operator.types.workload import (
+from adascale_controller.operator.types.settings import (
     POD_GROUP,
     POD_GROUP_SIZE,
     QUEUE_NAME,
     Queueing,
-    Workload,
-    template_digest,
 )
 from adascale_core import names
 
 
 def pod_manifest(
-    workload: Workload, pod: NewPod, *, single_node: bool = False, fs_group: bool = True
+    job: AdaScaleJob, pod: NewPod, *, single_node: bool = False, fs_group: bool = True
 ) -> Manifest:
     """Return a pod of a replica."""
-    template = build_pod_template(workload, pod, single_node=single_node, fs_group=fs_group).manifest
-    metadata, added = template["metadata"], _metadata(workload, f"{workload.name}-{pod.rank}-{pod.attempt}")
-    queue = workload.queue_of(extra=pod.extra)
-    queueing = workload.queueing if queue is not None and not pod.extra else Queueing()
-    group = {POD_GROUP: workload.group_name} if pod.group_size else {}
+    template = build_pod_template(job, pod, single_node=single_node, fs_group=fs_group).manifest
+    metadata, added = template["metadata"], _metadata(job, f"{job.name}-{pod.rank}-{pod.attempt}")
+    queue = job.queue_of(extra=pod.extra)
+    queueing = job.queueing if queue is not None and not pod.extra else Queueing()
+    group = {POD_GROUP: job.group_name} if pod.group_size else {}
     labels = {
         **queueing.labels,
         **({QUEUE_NAME: queue} if queue is not None else {}),
         **group,
-        names.LABEL_JOB_UID: workload.uid,
+        names.LABEL_JOB_UID: job.uid,
         names.LABEL_REPLICA: str(pod.rank),
         names.LABEL_ATTEMPT: str(pod.attempt),
         **({names.LABEL_EXTRA: "true"} if pod.extra else {}),
@@ -43,7 +42,7 @@ def pod_manifest(
     annotations = {
         **queueing.annotations,
         **({POD_GROUP_SIZE: str(pod.group_size)} if pod.group_size else {}),
-        names.ANNOTATION_TEMPLATE: template_digest(workload, single_node=single_node),
+        names.ANNOTATION_TEMPLATE: template_digest(job, single_node=single_node),
         **({names.ANNOTATION_ACCELERATOR: pod.accelerator} if pod.accelerator is not None else {}),
     }
     for field, values in (("labels", labels), ("annotations", annotations)):
@@ -55,12 +54,12 @@ def pod_manifest(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
-def check_pod_manifest(workload: Workload, name: str) -> Manifest:
+def check_pod_manifest(job: AdaScaleJob, name: str) -> Manifest:
     """Return a pod of the template that shows whether its image and its volumes are there.
 
     It runs the agent's help, where the job's replicas are, and requests nothing.
     """
-    built = build_pod_template(workload, NewPod(0, 0), single_node=True)
+    built = build_pod_template(job, NewPod(0, 0), single_node=True)
     spec = built.manifest["spec"]
     (worker,) = (container for container in spec["containers"] if container["name"] == built.worker)
     # Sidecars, probes and hooks are of no use without the program.
@@ -78,23 +77,23 @@ def check_pod_manifest(workload: Workload, name: str) -> Manifest:
     spec["containers"] = [worker]
     for field in ("initContainers", "topologySpreadConstraints", "resourceClaims", "priorityClassName"):
         spec.pop(field, None)
-    metadata = _metadata(workload, name)
+    metadata = _metadata(job, name)
     # Not a replica, so without the label of replicas.
     del metadata["labels"][names.LABEL_JOB]
-    metadata["labels"][names.LABEL_CHECK] = workload.name
+    metadata["labels"][names.LABEL_CHECK] = job.name
     metadata["annotations"] = built.manifest["metadata"]["annotations"]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def template_warnings(workload: Workload) -> tuple[str, ...]:
+def template_warnings(job: AdaScaleJob) -> tuple[str, ...]:
     """Return which parts of the user's pod template are overridden."""
-    return build_pod_template(workload, NewPod(0, 0), single_node=False).warnings
+    return build_pod_template(job, NewPod(0, 0), single_node=False).warnings
 
 
-def claim_manifest(workload: Workload) -> Manifest | None:
+def claim_manifest(job: AdaScaleJob) -> Manifest | None:
     """Return the claim that the operator creates. None if the user names a claim or a path."""
-    checkpoint = workload.job.checkpoint
-    if checkpoint.path is not None or checkpoint.claim_name is not None or workload.claim_name is None:
+    checkpoint = job.valid_job.checkpoint
+    if checkpoint.path is not None or checkpoint.claim_name is not None or job.claim_name is None:
         return None
     spec: dict[str, Any] = {
         "accessModes": [checkpoint.access_mode],
@@ -105,23 +104,23 @@ def claim_manifest(workload: Workload) -> Manifest | None:
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": _metadata(workload, workload.claim_name),
+        "metadata": _metadata(job, job.claim_name),
         "spec": spec,
     }
 
 
-def _metadata(workload: Workload, name: str) -> Manifest:
+def _metadata(job: AdaScaleJob, name: str) -> Manifest:
     owner = {
         "apiVersion": names.GROUP_VERSION,
         "kind": names.KIND,
-        "name": workload.name,
-        "uid": workload.uid,
+        "name": job.name,
+        "uid": job.uid,
         "controller": True,
         "blockOwnerDeletion": True,
     }
     return {
         "name": name,
-        "namespace": workload.namespace,
-        "labels": workload.labels,
+        "namespace": job.namespace,
+        "labels": job.labels,
         "ownerReferences": [owner],
     }

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from adascale_controller.job_definition import trainer_environment
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.types.actions import NewPod
 from adascale_controller.operator.types.kubernetes import Manifest
-from adascale_controller.operator.types.workload import CHECKPOINT_FOLDER, Workload
+from adascale_controller.operator.types.settings import CHECKPOINT_FOLDER
 from adascale_controller.schema import DEFAULT_CONTAINER, find_worker
 from adascale_core import names
 
@@ -54,12 +55,12 @@ class BuiltPodTemplate:
 
 
 def build_pod_template(
-    workload: Workload, pod: NewPod, *, single_node: bool, fs_group: bool = True
+    job: AdaScaleJob, pod: NewPod, *, single_node: bool, fs_group: bool = True
 ) -> BuiltPodTemplate:
     """Return the template of a pod of a job."""
-    template: Manifest = copy.deepcopy(dict(workload.template))
+    template: Manifest = copy.deepcopy(dict(job.template))
     warnings: list[str] = []
-    _set_labels(template, workload, warnings)
+    _set_labels(template, job, warnings)
     spec = _section(template, "spec")
     _set_pod_policy(spec, warnings)
     _set_dns(spec)
@@ -67,22 +68,22 @@ def build_pod_template(
     _fill(_section(_section(template, "metadata"), "annotations"), _SAFE_TO_EVICT, "true")
     worker = _worker(template)
     _start_by_agent(worker)
-    _set_environment(worker, workload, spec, pod, warnings)
-    if pod.extra and workload.job.opportunistic is not None:
-        _set_priority(spec, workload.job.opportunistic.priority_class_name)
+    _set_environment(worker, job, spec, pod, warnings)
+    if pod.extra and job.valid_job.opportunistic is not None:
+        _set_priority(spec, job.valid_job.opportunistic.priority_class_name)
     if pod.accelerator is not None:
-        _require_accelerator(spec, workload.settings.accelerator_label, pod.accelerator)
+        _require_accelerator(spec, job.settings.accelerator_label, pod.accelerator)
     spec |= copy.deepcopy(dict(pod.scheduling))
-    _mount_volumes(worker, spec, workload, warnings)
-    _add_credentials(worker, workload)
+    _mount_volumes(worker, spec, job, warnings)
+    _add_credentials(worker, job)
     _restrict(spec)
-    if fs_group and workload.settings.fs_group:
+    if fs_group and job.settings.fs_group:
         _share_volumes(spec)
     _tolerate_lost_nodes(spec)
     if single_node:
-        _share_a_node(spec, workload)
+        _share_a_node(spec, job)
     else:
-        _prefer_few_nodes(spec, workload)
+        _prefer_few_nodes(spec, job)
     return BuiltPodTemplate(template, worker["name"], tuple(warnings))
 
 
@@ -127,12 +128,12 @@ def _all_containers(spec: Manifest) -> list[Manifest]:
 # -- the pod -----------------------------------------------------------------------------------------------
 
 
-def _set_labels(template: Manifest, workload: Workload, warnings: list[str]) -> None:
+def _set_labels(template: Manifest, job: AdaScaleJob, warnings: list[str]) -> None:
     labels = _section(_section(template, "metadata"), "labels")
-    if labels.get(names.LABEL_JOB, workload.name) != workload.name:
+    if labels.get(names.LABEL_JOB, job.name) != job.name:
         warnings.append(f"label {names.LABEL_JOB} of spec.template is replaced: it selects the pods of a job")
-    labels[names.LABEL_JOB] = workload.name
-    for key, value in workload.labels.items():
+    labels[names.LABEL_JOB] = job.name
+    for key, value in job.labels.items():
         _fill(labels, key, value)
 
 
@@ -185,14 +186,14 @@ def _tolerate_lost_nodes(spec: Manifest) -> None:
             )
 
 
-def _share_a_node(spec: Manifest, workload: Workload) -> None:
+def _share_a_node(spec: Manifest, job: AdaScaleJob) -> None:
     affinity = _section(_section(spec, "affinity"), "podAffinity")
     _items(affinity, "requiredDuringSchedulingIgnoredDuringExecution").append(
-        _same_topology(workload, "kubernetes.io/hostname")
+        _same_topology(job, "kubernetes.io/hostname")
     )
 
 
-def _prefer_few_nodes(spec: Manifest, workload: Workload) -> None:
+def _prefer_few_nodes(spec: Manifest, job: AdaScaleJob) -> None:
     """Prefer the nodes of the job's other pods, because communication between nodes is slower.
 
     A template that places its pods by itself is left as it is.
@@ -204,10 +205,10 @@ def _prefer_few_nodes(spec: Manifest, workload: Workload) -> None:
         return
     affinity["podAffinity"] = {
         "preferredDuringSchedulingIgnoredDuringExecution": [
-            {"weight": weight, "podAffinityTerm": _same_topology(workload, topology)}
+            {"weight": weight, "podAffinityTerm": _same_topology(job, topology)}
             for topology, weight in (
                 ("kubernetes.io/hostname", _NODE_WEIGHT),
-                (workload.settings.accelerator_label, _ACCELERATOR_WEIGHT),
+                (job.settings.accelerator_label, _ACCELERATOR_WEIGHT),
                 ("topology.kubernetes.io/zone", _ZONE_WEIGHT),
             )
             if topology
@@ -231,9 +232,9 @@ def _require_accelerator(spec: Manifest, label: str, accelerator: str) -> None:
             _items(term, "matchExpressions").append(dict(expression))
 
 
-def _same_topology(workload: Workload, topology: str) -> Manifest:
+def _same_topology(job: AdaScaleJob, topology: str) -> Manifest:
     """Return the affinity to the pods of a job in the same namespace."""
-    return {"labelSelector": {"matchLabels": {names.LABEL_JOB: workload.name}}, "topologyKey": topology}
+    return {"labelSelector": {"matchLabels": {names.LABEL_JOB: job.name}}, "topologyKey": topology}
 
 
 # -- the container that trains -----------------------------------------------------------------------------
@@ -266,14 +267,14 @@ def _start_by_agent(worker: Manifest) -> None:
 
 def _set_environment(
     worker: Manifest,
-    workload: Workload,
+    job: AdaScaleJob,
     spec: Manifest,
     pod: NewPod,
     warnings: list[str],
 ) -> None:
     """Set our environment variables, before the user's own, so that these may refer to them."""
     log = worker.get("terminationMessagePath") or _TERMINATION_LOG
-    values = _environment(workload)
+    values = _environment(job)
     if pod.accelerator is not None:
         values[names.ENV_ACCELERATOR] = pod.accelerator
     values[names.ENV_REPLICA] = str(pod.rank)
@@ -300,28 +301,28 @@ def _set_environment(
     worker["env"] = ours + [variable for variable in theirs if variable.get("name") not in reserved]
 
 
-def _environment(workload: Workload) -> dict[str, str]:
+def _environment(job: AdaScaleJob) -> dict[str, str]:
     authority = {names.ENV_CA_FILE: f"{TOKEN_FOLDER}/{names.AUTHORITY_FILE}"}
     return (
-        trainer_environment(workload.job)
-        | (authority if workload.settings.has_authority else {})
+        trainer_environment(job.valid_job)
+        | (authority if job.settings.has_authority else {})
         | {
-            names.ENV_JOB_ID: workload.job.id,
-            names.ENV_INCARNATION: str(workload.created_at),
-            names.ENV_API_URL: workload.settings.api_url,
+            names.ENV_JOB_ID: job.id,
+            names.ENV_INCARNATION: str(job.created_at),
+            names.ENV_API_URL: job.settings.api_url,
             names.ENV_TOKEN_FILE: f"{TOKEN_FOLDER}/{TOKEN_FILE}",
-            names.ENV_CHECKPOINT_DIR: workload.checkpoint_dir,
-            names.ENV_CHECKPOINT_INTERVAL: repr(workload.job.checkpoint.interval_seconds),
+            names.ENV_CHECKPOINT_DIR: job.checkpoint_dir,
+            names.ENV_CHECKPOINT_INTERVAL: repr(job.valid_job.checkpoint.interval_seconds),
         }
     )
 
 
-def _add_credentials(worker: Manifest, workload: Workload) -> None:
+def _add_credentials(worker: Manifest, job: AdaScaleJob) -> None:
     """Add the variables of the Secret with credentials for the object store, before the user's own sources.
 
     A later source takes precedence over an earlier one, and `env` over both.
     """
-    secret = workload.job.checkpoint.credentials_secret
+    secret = job.valid_job.checkpoint.credentials_secret
     if secret is not None:
         _items(worker, "envFrom").insert(0, {"secretRef": {"name": secret}})
 
@@ -339,24 +340,24 @@ def _trainer_grace(spec: Manifest) -> int:
 # -- volumes -----------------------------------------------------------------------------------------------
 
 
-def _mount_volumes(worker: Manifest, spec: Manifest, workload: Workload, warnings: list[str]) -> None:
+def _mount_volumes(worker: Manifest, spec: Manifest, job: AdaScaleJob, warnings: list[str]) -> None:
     """Mount the token, the authority of the metrics service, the checkpoints, and PyTorch's own folders."""
     mounts, volumes = _items(worker, "volumeMounts"), _items(spec, "volumes")
     token: Manifest = {
         "serviceAccountToken": {
-            "audience": names.job_audience(workload.job.id),
+            "audience": names.job_audience(job.id),
             "expirationSeconds": names.TOKEN_EXPIRATION_SECONDS,
             "path": TOKEN_FILE,
         }
     }
     sources = [token]
-    if workload.settings.has_authority:
+    if job.settings.has_authority:
         item = {"key": names.AUTHORITY_FILE, "path": names.AUTHORITY_FILE}
         sources.append({"configMap": {"name": names.AUTHORITY, "items": [item]}})
     token_volume = _add_volume(volumes, "token", {"projected": {"sources": sources}})
     required: list[Manifest] = [{"name": token_volume, "mountPath": TOKEN_FOLDER, "readOnly": True}]
-    if workload.claim_name is not None:
-        volume = _claim_volume(spec, volumes, workload.claim_name, warnings)
+    if job.claim_name is not None:
+        volume = _claim_volume(spec, volumes, job.claim_name, warnings)
         required.append({"name": volume, "mountPath": CHECKPOINT_FOLDER})
 
     paths = {mount["mountPath"] for mount in required}

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import posixpath
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Self
 
 from adascale_controller.job_definition import JobDefinition, to_job
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, seconds
-from adascale_controller.operator.types.workload import Queueing
+from adascale_controller.operator.types.settings import CHECKPOINT_FOLDER, PodSettings, Queueing
 from adascale_controller.schema import find_worker
 from adascale_controller.validation import validate_document
 from adascale_core import names
 from adascale_core.messages.allocation import Allocation
+
+Digests = dict[tuple[str, bool], str]
+"""What `template_digest` has returned, by the URL of the metrics service and `single_node`."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,9 @@ class AdaScaleJob:
     # `status` as it was last written
     status: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     queueing: Queueing = field(default_factory=Queueing)  # the labels and annotations of Kueue
+    # those of the pods that are made for it
+    settings: PodSettings = field(default_factory=lambda: PodSettings(""))
+    digests: Digests = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def deadline(self) -> float | None:
@@ -41,22 +49,23 @@ class AdaScaleJob:
         return None if seconds is None else float(self.created_at + seconds)
 
     @classmethod
-    def read(cls, raw: ApiObject, specs: SpecReader) -> Self:
+    def read(cls, raw: ApiObject, parsed: ParsedSpec, settings: PodSettings) -> Self:
         """Return the AdaScaleJob in an object of the API."""
         meta = raw["metadata"]
         spec = raw.get("spec") or {}
-        job, invalid = specs.read(raw)
         return cls(
             namespace=meta["namespace"],
             name=meta["name"],
             uid=meta["uid"],
             generation=meta["generation"],
             created_at=int(seconds(meta["creationTimestamp"]) or 0),
-            job=job,
-            invalid=invalid,
+            job=parsed.job,
+            invalid=parsed.invalid,
             template=spec.get("template") or {},
             status=raw.get("status") or {},
             queueing=Queueing.read(meta),
+            settings=settings,
+            digests=parsed.digests,
         )
 
     @property
@@ -84,34 +93,85 @@ class AdaScaleJob:
             raise ValueError(f"{self.id} has an invalid spec: {self.invalid}")
         return self.job
 
+    @property
+    def group_name(self) -> str:
+        """The name of the group of pods that Kueue admits together; the uid tells jobs of one name apart."""
+        return f"{self.name}-{self.uid[-4:]}"
 
-_Version = tuple[int, str | None]
-"""The generation of a spec, and the queue of its AdaScaleJob, which is in a label."""
+    def queue_of(self, *, extra: bool) -> str | None:
+        """Return the LocalQueue of its pods, or of its extra pods. None if they are in none."""
+        settings = self.valid_job.opportunistic
+        return settings.queue_name if extra and settings is not None else self.queueing.queue
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of the objects that are made for it."""
+        return {
+            names.LABEL_JOB: self.name,
+            "app.kubernetes.io/name": "adascale",
+            "app.kubernetes.io/instance": self.name,
+            "app.kubernetes.io/component": "worker",
+            "app.kubernetes.io/managed-by": names.FIELD_MANAGER,
+        }
+
+    @property
+    def claim_name(self) -> str | None:
+        """The PersistentVolumeClaim for checkpoints.
+
+        None if they are saved in an object store, or the template mounts `checkpoint.path` itself.
+        """
+        if self.valid_job.checkpoint.path is not None or self.valid_job.checkpoint.url is not None:
+            return None
+        return self.valid_job.checkpoint.claim_name or f"{self.name}-checkpoints"
+
+    @property
+    def checkpoint_dir(self) -> str:
+        """Where checkpoints are saved: a URL, `checkpoint.path`, or the job's own folder in the claim."""
+        folder = self.valid_job.checkpoint.path or f"{CHECKPOINT_FOLDER}/{self.namespace}.{self.name}"
+        return self.valid_job.checkpoint_url or folder
 
 
-class SpecReader:
-    """Parses specs, each generation of each AdaScaleJob once: parsing takes about a millisecond."""
+def template_digest(job: AdaScaleJob, *, single_node: bool) -> str:
+    """Return a digest of everything that takes new pods to change; the job keeps it for each cycle."""
+    key = job.settings.api_url, single_node
+    if key not in job.digests:
+        job.digests[key] = _digest(job, single_node=single_node)
+    return job.digests[key]
 
-    def __init__(self) -> None:
-        self._parsed: dict[str, tuple[_Version, JobDefinition | None, str | None]] = {}
 
-    def read(self, raw: ApiObject) -> tuple[JobDefinition | None, str | None]:
-        """Return the parsed spec of an object of the API, or None and why it is invalid."""
-        meta = raw["metadata"]
-        parsed, version = self._parsed.get(meta["uid"]), (meta["generation"], Queueing.read(meta).queue)
-        if parsed is None or parsed[0] != version:
-            parsed = (version, *_parse(raw))
-            self._parsed[meta["uid"]] = parsed
-        return parsed[1], parsed[2]
+def _digest(job: AdaScaleJob, *, single_node: bool) -> str:
+    checkpoint, step_timeout = job.valid_job.checkpoint, job.valid_job.step_timeout_seconds
+    opportunistic = job.valid_job.opportunistic
+    # Replicas read new bounds from the metrics service. What the operator adds to the template is left out
+    # too, so that an upgrade does not restart every job; and for the same reason, where the spec does not set
+    # it, a part that was added later.
+    parts = {
+        "template": job.template,
+        "checkpoint": [job.claim_name, checkpoint.path, checkpoint.interval_seconds]
+        + ([checkpoint.url, checkpoint.credentials_secret] if checkpoint.url is not None else []),
+        "apiUrl": job.settings.api_url,
+        "oneNode": single_node,
+        **({"stepTimeout": step_timeout} if step_timeout is not None else {}),
+        **({"opportunistic": astuple(opportunistic)} if opportunistic is not None else {}),
+    }
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=dict)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def reject(self, job: AdaScaleJob, reason: str) -> None:
-        """Record that the API server rejects an object made from this generation of a spec."""
-        self._parsed[job.uid] = ((job.generation, job.queueing.queue), None, reason)
 
-    def retain(self, uids: Collection[str]) -> None:
-        """Drop the specs of all other AdaScaleJobs."""
-        for uid in self._parsed.keys() - set(uids):
-            del self._parsed[uid]
+@dataclass(frozen=True)
+class ParsedSpec:
+    """A spec, of which each generation of each AdaScaleJob is parsed once: that takes about a millisecond."""
+
+    version: tuple[int, str | None]  # its generation, and the queue of the AdaScaleJob, which is in a label
+    job: JobDefinition | None  # None if it is invalid
+    invalid: str | None = None
+    digests: Digests = field(default_factory=dict)
+
+
+def parse_spec(raw: ApiObject, known: ParsedSpec | None) -> ParsedSpec:
+    """Return the parsed spec of an object of the API: `known` if that is of the same version."""
+    version = raw["metadata"]["generation"], Queueing.read(raw["metadata"]).queue
+    return known if known is not None and known.version == version else ParsedSpec(version, *_parse(raw))
 
 
 def _parse(raw: ApiObject) -> tuple[JobDefinition | None, str | None]:

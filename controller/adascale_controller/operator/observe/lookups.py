@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import (
     Admission,
     CachedJob,
@@ -20,7 +21,6 @@ from adascale_controller.operator.observe.observed_job import (
 from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject, seconds
-from adascale_controller.operator.types.workload import Workload
 
 CONTAINER_START_TIMEOUT: Final = 10.0
 """Seconds that a node may take for a pod's volumes and network before its Events are read. Before that they
@@ -58,20 +58,20 @@ def slow_pod(cached: CachedJob, now: float) -> Pod | None:
     return min(slow, key=lambda pod: pod.rank, default=None)
 
 
-def read_claim(workload: Workload, name: str, raw: ApiObject | None) -> CheckpointClaim:
+def read_claim(job: AdaScaleJob, name: str, raw: ApiObject | None) -> CheckpointClaim:
     """Return the checkpoint claim of a job."""
-    checkpoint = workload.job.checkpoint
+    checkpoint = job.valid_job.checkpoint
     modes = raw["spec"]["accessModes"] if raw is not None else [checkpoint.access_mode]
     own = checkpoint.claim_name is None
     return CheckpointClaim(name, own, raw is not None, single_node="ReadWriteMany" not in modes)
 
 
-def assume_claim(workload: Workload, name: str) -> CheckpointClaim:
+def assume_claim(job: AdaScaleJob, name: str) -> CheckpointClaim:
     """Return the checkpoint claim of a job where claims may not be read.
 
     A claim of the user's is assumed to exist and to be ReadWriteMany. If it is not, its pods show it.
     """
-    checkpoint = workload.job.checkpoint
+    checkpoint = job.valid_job.checkpoint
     own = checkpoint.claim_name is None
     single_node = own and checkpoint.access_mode != "ReadWriteMany"
     return CheckpointClaim(name, own, exists=not own, single_node=single_node)

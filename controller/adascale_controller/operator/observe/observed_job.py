@@ -12,7 +12,6 @@ from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_controller.operator.types.workload import Workload
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED, EXIT_SERVICE_UNAVAILABLE
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.registration import MAX_INTERVAL
@@ -81,7 +80,6 @@ class CachedJob:
     """An AdaScaleJob with its pods, as the caches hold them."""
 
     resource: AdaScaleJob
-    workload: Workload | None  # what its pods are made from. None if the spec is invalid.
     pods: Sequence[Pod]  # those that it controls
     lost_nodes: frozenset[str]  # names of nodes that are not ready
     # the other pods with its name that have not ended, of an earlier AdaScaleJob or an earlier version

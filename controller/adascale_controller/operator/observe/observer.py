@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from adascale_controller.job_definition import JobDefinition
-from adascale_controller.operator.observe.adascalejob import AdaScaleJob, SpecReader
+from adascale_controller.operator.observe.adascalejob import (
+    AdaScaleJob,
+    ParsedSpec,
+    parse_spec,
+    template_digest,
+)
 from adascale_controller.operator.observe.lookups import LookupResults, with_start_problems
 from adascale_controller.operator.observe.observed_job import (
     Admission,
@@ -16,7 +20,7 @@ from adascale_controller.operator.observe.observed_job import (
 )
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_controller.operator.types.workload import PodSettings, Workload, template_digest
+from adascale_controller.operator.types.settings import PodSettings
 from adascale_core.views.jobs import JobView
 
 
@@ -26,61 +30,33 @@ class Observer:
     def __init__(self, settings: PodSettings) -> None:
         self._settings = settings
         self._settings_without_tls = settings.without_tls()
-        self._specs = SpecReader()
-        self._digests: dict[str, tuple[JobDefinition, dict[bool, str], dict[bool, str]]] = {}
-        """uid of an AdaScaleJob -> its parsed spec, and the digests of the template of that spec, with TLS
-        and without."""
+        self._specs: dict[str, ParsedSpec] = {}
 
     def retain(self, uids: Collection[str]) -> None:
         """Drop the memory of all AdaScaleJobs with other uids."""
-        self._specs.retain(uids)
-        self._digests = {uid: known for uid, known in self._digests.items() if uid in uids}
+        self._specs = {uid: parsed for uid, parsed in self._specs.items() if uid in uids}
 
-    def read(
-        self,
-        raw: ApiObject,
-        pods: Sequence[Pod],
-        lost_nodes: frozenset[str],
-    ) -> CachedJob:
+    def read(self, raw: ApiObject, pods: Sequence[Pod], lost_nodes: frozenset[str]) -> CachedJob:
         """Return an AdaScaleJob."""
-        job = AdaScaleJob.read(raw, self._specs)
-        own = [pod for pod in pods if pod.controller[2] == job.uid and pod.rank >= 0]
-        return CachedJob(
-            resource=job,
-            workload=self._workload(job, own),
-            pods=own,
-            lost_nodes=lost_nodes,
-            others=[pod for pod in pods if pod not in own and not pod.has_ended],
-        )
+        uid = raw["metadata"]["uid"]
+        parsed = self._specs[uid] = parse_spec(raw, self._specs.get(uid))
+        job = AdaScaleJob.read(raw, parsed, self._settings)
+        own = [pod for pod in pods if pod.controller[2] == uid and pod.rank >= 0]
+        others = [pod for pod in pods if pod not in own and not pod.has_ended]
+        return CachedJob(self._with_settings(job, own), own, lost_nodes, others=others)
 
     def reject(self, job: AdaScaleJob, reason: str) -> None:
         """Record that the API server rejects an object made from the current spec of a job."""
-        self._specs.reject(job, reason)
+        self._specs[job.uid] = ParsedSpec((job.generation, job.queueing.queue), None, reason)
 
-    def _workload(self, job: AdaScaleJob, pods: Sequence[Pod]) -> Workload | None:
-        if job.job is None:
-            return None
-        known = self._digests.get(job.uid)
-        if known is None or known[0] is not job.job:
-            known = self._digests[job.uid] = job.job, {}, {}
-        workload = Workload(
-            name=job.name,
-            namespace=job.namespace,
-            uid=job.uid,
-            job=job.job,
-            template=job.template,
-            created_at=job.created_at,
-            settings=self._settings,
-            queueing=job.queueing,
-            digests=known[1],
-        )
-        if self._settings_without_tls is None:
-            return workload
+    def _with_settings(self, job: AdaScaleJob, pods: Sequence[Pod]) -> AdaScaleJob:
+        if self._settings_without_tls is None or job.job is None:
+            return job
         # Pods that were made before TLS was turned on are not replaced because of it: the metrics service
         # answers both. New pods beside them are like them.
-        plain = replace(workload, settings=self._settings_without_tls, digests=known[2])
+        plain = replace(job, settings=self._settings_without_tls)
         digests = {template_digest(plain, single_node=single_node) for single_node in (False, True)}
-        return plain if any(pod.exit is None and pod.template in digests for pod in pods) else workload
+        return plain if any(pod.exit is None and pod.template in digests for pod in pods) else job
 
 
 def observe(
@@ -102,7 +78,6 @@ def observe(
         refusal=lookups.refusal,
         lost_nodes=cached.lost_nodes,
         now=now,
-        workload=cached.workload,
         others=cached.others,
         admission=lookups.admission or Admission(),
         template_check=lookups.template_check,
@@ -135,10 +110,10 @@ def is_ready(node: ApiObject) -> bool:
 
 def _digest(cached: CachedJob, lookups: LookupResults) -> str:
     """Return the digest of the current template. An invalid spec leaves the pods as they are."""
-    if cached.workload is None:
+    if cached.resource.job is None:
         return next((pod.template for pod in cached.live_pods.values() if pod.template), "")
     single_node = lookups.claim is not None and lookups.claim.single_node
-    return template_digest(cached.workload, single_node=single_node)
+    return template_digest(cached.resource, single_node=single_node)
 
 
 def is_deleting(raw: ApiObject) -> bool:

@@ -18,7 +18,7 @@ from adascale_controller.operator.types.kubernetes import (
     seconds,
     shared,
 )
-from adascale_controller.operator.types.workload import (
+from adascale_controller.operator.types.settings import (
     KUEUE_FINALIZER,
     KUEUE_GROUP,
     POD_GROUP,

@@ -16,7 +16,7 @@ from adascale_controller.operator.reconcile.failures import (
 )
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
 from adascale_controller.operator.types.kubernetes import seconds
-from adascale_controller.operator.types.workload import QUEUE_NAME
+from adascale_controller.operator.types.settings import QUEUE_NAME
 from adascale_core import names
 from adascale_core.failures import FailureCount, describe_exit, failure_cause
 
@@ -194,7 +194,7 @@ def _stopped(observed: ObservedJob) -> _Finding | None:
 
 def _changed(observed: ObservedJob) -> _Finding | None:
     """Return that the pods are those of another template, or in another queue."""
-    workload, what = observed.workload, "spec.template or spec.stepTimeoutSeconds"
+    what = "spec.template or spec.stepTimeoutSeconds"
     if observed.core is not None or any(pod.is_extra for pod in observed.pods):
         what = "spec.template, spec.stepTimeoutSeconds, spec.opportunistic or the smallest count"
     if observed.outdated_pods:
@@ -213,8 +213,8 @@ def _changed(observed: ObservedJob) -> _Finding | None:
                 Reason.TEMPLATE_CHANGED,
                 f"{what} has changed: saving state, then replacing all pods",
             )
-    elif workload is not None and any(
-        pod.queue != workload.queue_of(extra=pod.is_extra) for pod in observed.live_pods.values()
+    elif any(
+        pod.queue != observed.resource.queue_of(extra=pod.is_extra) for pod in observed.live_pods.values()
     ):
         return (
             JobPhase.STOPPING,

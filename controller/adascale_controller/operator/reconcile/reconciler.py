@@ -237,13 +237,13 @@ def _new_pods(
     observed: ObservedJob, assessment: Assessment, allocation: Allocation | None, accelerator: str | None
 ) -> Iterator[NewPod]:
     """Yield the pods to create: one for each rank, once the last one has ended."""
-    workload, core, group = observed.workload, observed.core, observed.group_size
-    if workload is None:
+    job, core, group = observed.resource, observed.core, observed.group_size
+    if job.job is None:
         return
     for rank, attempt, due in _missing(observed, _pod_count(observed, assessment, allocation)):
         extra = core is not None and rank >= core
         if due <= observed.now:
-            queued = workload.queue_of(extra=extra) is not None
+            queued = job.queue_of(extra=extra) is not None
             yield NewPod(
                 rank,
                 attempt,

@@ -24,7 +24,6 @@ from adascale_controller.operator.observe.pods import read_pod
 from adascale_controller.operator.types.actions import NewPod, Stop, StoppedPod
 from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Manifest
-from adascale_controller.operator.types.workload import Workload
 
 Calls = Coroutine[Any, Any, None]
 """Calls of the API server that are about to be made."""
@@ -111,19 +110,17 @@ class AdmissionReader:
         interval = QUOTA_INTERVAL if _lacks_quota(job) else RETRY_INTERVAL if has_failed else INTERVAL
         return answer.asked_at + interval
 
-    def ask(self, cached: CachedJob, workload: Workload, now: float, limit: asyncio.Semaphore) -> Calls:
+    def ask(self, cached: CachedJob, now: float, limit: asyncio.Semaphore) -> Calls:
         """Ask the API server for a job. An earlier answer stays if it has none now."""
         answer = self._answers.setdefault(self._key(cached.resource), _Answer())
         answer.is_running, answer.asked_at = True, now
-        return self._ask(cached, workload, answer, limit)
+        return self._ask(cached, answer, limit)
 
-    async def _ask(
-        self, cached: CachedJob, workload: Workload, answer: _Answer, limit: asyncio.Semaphore
-    ) -> None:
+    async def _ask(self, cached: CachedJob, answer: _Answer, limit: asyncio.Semaphore) -> None:
         job = cached.resource
         try:
             async with limit, deadline(DEADLINE):
-                found = await self._read(cached, workload)
+                found = await self._read(cached)
             answer.admission = replace(found, asked_at=answer.asked_at)
         except ApiServerError as error:
             self._note_problem(job, answer, error.reply or str(error))
@@ -133,9 +130,9 @@ class AdmissionReader:
         for key in waiting:
             self._on_answer(key)
 
-    async def _read(self, cached: CachedJob, workload: Workload) -> Admission:
+    async def _read(self, cached: CachedJob) -> Admission:
         try:
-            return await self._dry_run(workload)
+            return await self._dry_run(cached.resource)
         except ApiServerError:
             job, made = cached.resource, next(iter(cached.live_pods.values()), None)
             found = await self._cluster.get_pod(job.namespace, made.name) if made is not None else None
@@ -143,22 +140,22 @@ class AdmissionReader:
                 raise
             return Admission(_kept(found["spec"]))
 
-    async def _dry_run(self, workload: Workload) -> Admission:
+    async def _dry_run(self, job: AdaScaleJob) -> Admission:
         try:
-            pod = await self._cluster.admit_pod(_tried(workload))
+            pod = await self._cluster.admit_pod(_tried(job))
         except ApiServerError as error:
             # Policies differ in how they name it: `.spec.securityContext.fsGroup: Invalid value`.
             if "fsgroup" not in error.reply.lower():
                 raise
-            pod = await self._cluster.admit_pod(_tried(workload, fs_group=False))
-            return await self._with_extra_pods(workload, Admission(_kept(pod["spec"]), forbids_fs_group=True))
-        return await self._with_extra_pods(workload, Admission(_kept(pod["spec"])))
+            pod = await self._cluster.admit_pod(_tried(job, fs_group=False))
+            return await self._with_extra_pods(job, Admission(_kept(pod["spec"]), forbids_fs_group=True))
+        return await self._with_extra_pods(job, Admission(_kept(pod["spec"])))
 
-    async def _with_extra_pods(self, workload: Workload, admission: Admission) -> Admission:
+    async def _with_extra_pods(self, job: AdaScaleJob, admission: Admission) -> Admission:
         """Return an answer with the priority of extra pods, or with why these are rejected."""
-        if workload.job.opportunistic is None:
+        if job.valid_job.opportunistic is None:
             return admission
-        manifest = _tried(workload, fs_group=not admission.forbids_fs_group, extra=True)
+        manifest = _tried(job, fs_group=not admission.forbids_fs_group, extra=True)
         try:
             pod = await self._cluster.admit_pod(manifest)
         except ApiServerError as error:
@@ -186,9 +183,9 @@ class AdmissionReader:
         return known[1]
 
 
-def _tried(workload: Workload, *, fs_group: bool = True, extra: bool = False) -> Manifest:
+def _tried(job: AdaScaleJob, *, fs_group: bool = True, extra: bool = False) -> Manifest:
     """Return a pod for a dry run. It requires no type of accelerator, and has a name of its own."""
-    manifest = pod_manifest(workload, NewPod(0, 0, extra=extra), fs_group=fs_group)
+    manifest = pod_manifest(job, NewPod(0, 0, extra=extra), fs_group=fs_group)
     metadata = {name: value for name, value in manifest["metadata"].items() if name != "name"}
     return {**manifest, "metadata": {**metadata, "generateName": f"{manifest['metadata']['name']}-"}}
 
@@ -281,15 +278,14 @@ class TemplateChecker:
         self._checks.pop(job.resource.uid, None)
 
     async def _look(self, job: CachedJob, check: _Check, earlier: _Check | None) -> None:
-        workload, namespace = job.workload, job.resource.namespace
-        assert workload is not None
+        namespace = job.resource.namespace
         try:
             if earlier is not None and not earlier.result.done:
                 await self._delete(namespace, earlier.name)
-            if await self._is_rejected(check, workload):
+            if await self._is_rejected(check, job.resource):
                 return
             if check.began_at == check.looked_at:
-                await self._cluster.create_pod(check_pod_manifest(workload, check.name))
+                await self._cluster.create_pod(check_pod_manifest(job.resource, check.name))
             raw = await self._cluster.get_pod(namespace, check.name)
         except ApiServerError as error:
             if 400 <= error.status < 500:
@@ -301,11 +297,11 @@ class TemplateChecker:
         if check.result.done and raw is not None:
             await self._delete(namespace, check.name)
 
-    async def _is_rejected(self, check: _Check, workload: Workload) -> bool:
+    async def _is_rejected(self, check: _Check, job: AdaScaleJob) -> bool:
         """Whether the API server finds a pod of the template invalid."""
         if check.began_at == check.looked_at:
             try:
-                await self._cluster.admit_pod(_tried(workload))
+                await self._cluster.admit_pod(_tried(job))
             except ApiServerError as error:
                 # A webhook may not support dry runs.
                 if error.status in {400, 422} and "dry run" not in error.reply:

@@ -26,7 +26,7 @@ from adascale_controller.operator.runtime.work_queue import WorkQueue
 from adascale_controller.operator.schedule.scheduler import DecisionResult, Scheduler
 from adascale_controller.operator.types.actions import Actions, StatusChange, Stop
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Resource
-from adascale_controller.operator.types.workload import OperatorSettings
+from adascale_controller.operator.types.settings import OperatorSettings
 from adascale_core.views.decision import DecisionView
 from adascale_core.views.jobs import JobView
 

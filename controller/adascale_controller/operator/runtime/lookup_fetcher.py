@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob, template_digest
 from adascale_controller.operator.observe.lookups import (
     START_EVENTS,
     LookupResults,
@@ -40,7 +41,6 @@ from adascale_controller.operator.runtime.admission_reader import (
 from adascale_controller.operator.schedule.quota import of_job, read_queues
 from adascale_controller.operator.types.conditions import has_ended
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey
-from adascale_controller.operator.types.workload import Workload, template_digest
 
 MAX_EVENT_SHARE = 0.1
 """The largest part of the time in which a read is in progress."""
@@ -213,7 +213,7 @@ class LookupFetcher:
         digest = self._changed_digest(job, lookups)
         check = self._checker.result(job.resource.uid, digest) if digest else None
         lookups.results = replace(lookups.results, template_check=check)
-        claim = job.workload.claim_name if job.workload is not None else None
+        claim = job.resource.claim_name if job.resource.job is not None else None
         if claim is None:
             return replace(lookups.results, claim=None)
         if lookups.results.claim is None or lookups.results.claim.name != claim:
@@ -231,17 +231,17 @@ class LookupFetcher:
 
     def _calls(self, job: CachedJob, lookups: _JobLookups, now: float) -> Iterator[_Call]:
         """Yield the calls that a job may need, without those that have not returned."""
-        workload, digest = job.workload, self._changed_digest(job, lookups)
-        if workload is not None and _asks_admission(job):
-            due = self._admissions.due_at(job.resource)
-            yield _Call("admission", due, lambda: self._admissions.ask(job, workload, now, self._ask_limit))
+        resource, digest = job.resource, self._changed_digest(job, lookups)
+        if _asks_admission(job):
+            due = self._admissions.due_at(resource)
+            yield _Call("admission", due, lambda: self._admissions.ask(job, now, self._ask_limit))
         if "check" not in lookups.running:
-            due = self._checker.due_at(job.resource.uid, digest)
+            due = self._checker.due_at(resource.uid, digest)
             yield _Call("check", due, lambda: self._checker.look(job, digest, now))
-        name = workload.claim_name if workload is not None else None
-        if workload is not None and name is not None and "claim" not in lookups.running:
-            due = _claim_due(job, workload, name, lookups)
-            yield _Call("claim", due, lambda: self._read_claim(workload, name, lookups, now))
+        name = resource.claim_name if resource.job is not None else None
+        if name is not None and "claim" not in lookups.running:
+            due = _claim_due(resource, name, lookups)
+            yield _Call("claim", due, lambda: self._read_claim(resource, name, lookups, now))
         slow = slow_pod(job, now)
         if slow is not None and "pod" not in lookups.running:
             due = lookups.pod_events_read_at + EVENTS_INTERVAL
@@ -249,16 +249,16 @@ class LookupFetcher:
 
     def _changed_digest(self, job: CachedJob, lookups: _JobLookups) -> str | None:
         """Return the digest of a template that the present pods do not have. None if they have it."""
-        workload, claim = job.workload, lookups.results.claim
-        if workload is None or workload.job.suspend or workload.job.replica_limit == 0:
+        resource, claim = job.resource, lookups.results.claim
+        if resource.job is None or resource.job.suspend or resource.job.replica_limit == 0:
             return None
-        if workload.claim_name is not None and claim is None:
+        if resource.claim_name is not None and claim is None:
             return None
-        digest = template_digest(workload, single_node=claim is not None and claim.single_node)
+        digest = template_digest(resource, single_node=claim is not None and claim.single_node)
         is_changed = any(pod.template not in (None, digest) for pod in job.live_pods.values())
-        return digest if is_changed and not has_ended(job.resource.status) else None
+        return digest if is_changed and not has_ended(resource.status) else None
 
-    def _read_claim(self, workload: Workload, name: str, lookups: _JobLookups, now: float) -> Calls:
+    def _read_claim(self, job: AdaScaleJob, name: str, lookups: _JobLookups, now: float) -> Calls:
         lookups.claim_read_at = now
         limit = self._claim_limit
 
@@ -266,14 +266,14 @@ class LookupFetcher:
             self._claim_reads += 1
             try:
                 async with limit, deadline(DEADLINE):
-                    raw = await self._cluster.get_claim(workload.namespace, name)
-                claim = read_claim(workload, name, raw)
+                    raw = await self._cluster.get_claim(job.namespace, name)
+                claim = read_claim(job, name, raw)
             except ApiServerError as error:
                 # No assumption where the claim may be known soon: it could lead to other pods.
                 if error.status != 403:
                     lookups.claim_error = error
                     return
-                claim = assume_claim(workload, name)
+                claim = assume_claim(job, name)
             finally:
                 self._claim_reads -= 1
             lookups.claim_error = None
@@ -293,7 +293,7 @@ class LookupFetcher:
         return read()
 
 
-def _claim_due(job: CachedJob, workload: Workload, name: str, lookups: _JobLookups) -> float:
+def _claim_due(job: AdaScaleJob, name: str, lookups: _JobLookups) -> float:
     """Return when to read a claim: once, and again while a job waits for one of the user's.
 
     The claim that the operator creates is read again once it is created.
@@ -301,13 +301,13 @@ def _claim_due(job: CachedJob, workload: Workload, name: str, lookups: _JobLooku
     claim = lookups.results.claim
     if claim is None or claim.name != name:
         return _NEVER
-    is_awaited = not (claim.exists or claim.own or workload.job.suspend or has_ended(job.resource.status))
+    is_awaited = not (claim.exists or claim.own or job.valid_job.suspend or has_ended(job.status))
     return lookups.claim_read_at + CLAIM_INTERVAL if is_awaited else float("inf")
 
 
 def _asks_admission(job: CachedJob) -> bool:
     """Whether it matters what admission makes of the pods of a job: it may get more of them."""
-    return job.workload is not None and not has_ended(job.resource.status)
+    return job.resource.job is not None and not has_ended(job.resource.status)
 
 
 QUEUE_INTERVAL = 2.0

@@ -21,7 +21,7 @@ from adascale_controller.operator.runtime.health import Health, OperatorMetrics
 from adascale_controller.operator.runtime.lease import Election, KubernetesLease
 from adascale_controller.operator.runtime.object_cache import ObjectCache, run_informers, silence_event_logs
 from adascale_controller.operator.types.kubernetes import Resource
-from adascale_controller.operator.types.workload import OperatorSettings
+from adascale_controller.operator.types.settings import OperatorSettings
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 

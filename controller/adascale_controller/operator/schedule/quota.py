@@ -23,19 +23,17 @@ from adascale_core.batch.plans import valid_replicas
 
 def quota_limit(observed: ObservedJob) -> int | None:
     """Return the largest count for which Kueue has quota. None if its growth is in no queue."""
-    workload, view, group = observed.workload, observed.queue or QueueView(), observed.group_size
-    if workload is None or workload.queue_of(extra=observed.core is not None) is None:
+    job, view, group = observed.resource, observed.queue or QueueView(), observed.group_size
+    if job.queue_of(extra=observed.core is not None) is None:
         return None
     others = sum(pod.queue is None for pod in observed.live_pods.values())
     if view.room is not None:
-        return max(
-            min(others + view.admitted + view.room, observed.resource.valid_job.spec.max_replicas), group
-        )
+        return max(min(others + view.admitted + view.room, job.valid_job.spec.max_replicas), group)
     count = observed.current_allocation.replicas if observed.current_allocation is not None else 0
     if count != observed.training_replicas or not count:
         return max(count, group)
     # The quota is not known: it is found out by asking for the next larger count, one at a time.
-    spec = observed.resource.valid_job.spec
+    spec = job.valid_job.spec
     counts = valid_replicas(spec.bounds, spec.max_replicas)
     return next((larger for larger in counts if larger > count and larger >= spec.min_replicas), count)
 

@@ -1,16 +1,13 @@
-"""An AdaScaleJob in the form from which its Kubernetes objects are made, and the settings of the operator."""
+"""The names of Kueue, and the settings of the operator and of the pods that it makes."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Self
 
-from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core import names
 
@@ -72,86 +69,6 @@ class PodSettings:
         if self.plain_url is None:
             return None
         return replace(self, api_url=self.plain_url, has_authority=False, plain_url=None)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """An AdaScaleJob in the form from which its Kubernetes objects are made."""
-
-    name: str
-    namespace: str  # namespace of the AdaScaleJob and of all its objects
-    uid: str
-    job: JobDefinition
-    template: ApiObject  # `spec.template` as the user wrote it
-    created_at: int  # creation time of the AdaScaleJob, in seconds since 1970
-    settings: PodSettings
-    # the labels and annotations of Kueue on the AdaScaleJob
-    queueing: Queueing = field(default_factory=Queueing)
-    # the digests that `template_digest` has returned, by `single_node`
-    digests: dict[bool, str] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def group_name(self) -> str:
-        """The name of the group of pods that Kueue admits together; the uid tells jobs of one name apart."""
-        return f"{self.name}-{self.uid[-4:]}"
-
-    def queue_of(self, *, extra: bool) -> str | None:
-        """Return the LocalQueue of its pods, or of its extra pods. None if they are in none."""
-        settings = self.job.opportunistic
-        return settings.queue_name if extra and settings is not None else self.queueing.queue
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The labels of all its objects."""
-        return {
-            names.LABEL_JOB: self.name,
-            "app.kubernetes.io/name": "adascale",
-            "app.kubernetes.io/instance": self.name,
-            "app.kubernetes.io/component": "worker",
-            "app.kubernetes.io/managed-by": names.FIELD_MANAGER,
-        }
-
-    @property
-    def claim_name(self) -> str | None:
-        """The PersistentVolumeClaim for checkpoints.
-
-        None if they are saved in an object store, or the template mounts `checkpoint.path` itself.
-        """
-        if self.job.checkpoint.path is not None or self.job.checkpoint.url is not None:
-            return None
-        return self.job.checkpoint.claim_name or f"{self.name}-checkpoints"
-
-    @property
-    def checkpoint_dir(self) -> str:
-        """Where checkpoints are saved: a URL, `checkpoint.path`, or the job's own folder in the claim."""
-        folder = self.job.checkpoint.path or f"{CHECKPOINT_FOLDER}/{self.namespace}.{self.name}"
-        return self.job.checkpoint_url or folder
-
-
-def template_digest(workload: Workload, *, single_node: bool) -> str:
-    """Return a digest of everything that takes new pods to change; the workload keeps it for each cycle."""
-    if single_node not in workload.digests:
-        workload.digests[single_node] = _digest(workload, single_node=single_node)
-    return workload.digests[single_node]
-
-
-def _digest(workload: Workload, *, single_node: bool) -> str:
-    checkpoint, step_timeout = workload.job.checkpoint, workload.job.step_timeout_seconds
-    opportunistic = workload.job.opportunistic
-    # Replicas read new bounds from the metrics service. What the operator adds to the template is left out
-    # too, so that an upgrade does not restart every job; and for the same reason, where the spec does not set
-    # it, a part that was added later.
-    parts = {
-        "template": workload.template,
-        "checkpoint": [workload.claim_name, checkpoint.path, checkpoint.interval_seconds]
-        + ([checkpoint.url, checkpoint.credentials_secret] if checkpoint.url is not None else []),
-        "apiUrl": workload.settings.api_url,
-        "oneNode": single_node,
-        **({"stepTimeout": step_timeout} if step_timeout is not None else {}),
-        **({"opportunistic": astuple(opportunistic)} if opportunistic is not None else {}),
-    }
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=dict)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
