@@ -51,8 +51,8 @@ from adascale_worker.process.device import select_device
 from adascale_worker.scaling.statistics.steps import FIRST_STEPS, MAX_INTERVAL
 
 CONTENDERS = ("plain", "plain again", "trainer", "elastic")
-NETWORKS = ("tiny", "deep", "resnet18")
-DEFAULT_NETWORKS = {"cpu": ("tiny", "deep"), "cuda": ("tiny", "resnet18")}
+NETWORKS = ("tiny", "wide", "deep", "conv", "resnet18")
+DEFAULT_NETWORKS = {"cpu": ("tiny", "wide", "deep", "conv"), "cuda": ("tiny", "resnet18")}
 LOCAL_BSZ = 32
 SAMPLES = 64 * LOCAL_BSZ
 WARM_UP = FIRST_STEPS + MAX_INTERVAL

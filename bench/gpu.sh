@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tries and measures on one GPU what the project does there, within six minutes.
+# Tries and measures on one GPU what the project does there, within twelve minutes.
 #
 #     bench/gpu.sh wheels FOLDER [PYTHON_VERSION]    download what the machine with the GPU lacks
 #     bench/gpu.sh run RESULTS [WHEELS]              on that machine, in the root of the project
@@ -12,11 +12,12 @@
 # in the order of their value; one that takes longer than its limit is ended:
 #
 #     tests       the tests of `make test-gpu`, but for those of programs under bench/, which `run` measures itself
-#     overhead    a step of AdaScale against plain DDP, on one rank
+#     overhead    a step of AdaScale against plain DDP, on one rank, with statistics sampled and in every step
 #     rescale     two replicas on this GPU: changes of size, and a kill, with 1 GB of state
 #     elastic     a step of the elastic trainer against the trainer alone and plain DDP, on one replica
 #     counts      kernels, copies and waits of a step of AdaScale and of plain DDP
 #     checkpoint  the stall of a checkpoint of 1 GB, in memory
+#     ramp        a piece of the batch ramp of a GPT of 124M parameters (`bench/ramp.py train` continues it)
 #
 # Variables: PYTHON (default python3); PARTS, a list of the parts to run; DEVICE=cpu tries the script without a GPU,
 # with small sizes.
@@ -89,8 +90,8 @@ run() {
     results=$(mkdir -p "$1" && cd "$1" && pwd)
     : > "$results/summary.txt"
     export state=1GB
-    local gigabytes=1 elastic=resnet18
-    if [ "$device" = cpu ]; then state=tiny gigabytes=0.01 elastic=tiny; fi
+    local gigabytes=1 elastic=resnet18 ramp=124M
+    if [ "$device" = cpu ]; then state=tiny gigabytes=0.01 elastic=tiny ramp=tiny; fi
     site=$(mktemp -d)  # not local: the trap runs after this function
     trap 'rm -rf "$site"' EXIT
     if [ -n "${2:-}" ]; then
@@ -110,11 +111,12 @@ run() {
     mapfile -t tests < <(grep -rl --include='test_*.py' --exclude=test_benchmarks.py 'mark\.gpu' tests/worker)
     part tests 90 "$python" -m pytest -m "$marker" --numprocesses 8 --dist worksteal --timeout 80 --durations 12 \
         -p no:cacheprovider -p no:benchmark "${tests[@]}"
-    part overhead 85 bash -ec "step ${networks[*]} ${sizes[*]} --contenders plain 'plain again' adascale"
+    part overhead 170 bash -ec "step ${networks[*]} ${sizes[*]} --contenders plain 'plain again' adascale 'every step'"
     part rescale 80 bash -ec "rescale && rescale"
     part elastic 55 "$python" bench/elastic_overhead.py "$elastic" --replicas 1 --device "$device" --blocks 8
     part counts 45 bash -ec "step ${networks[0]} --profile --contenders plain adascale"
     part checkpoint 25 "$python" bench/checkpoint.py --device "$device" --gigabytes "$gigabytes" --rounds 3 --folder /dev/shm
+    part ramp 180 "$python" bench/ramp.py train --size "$ramp" --device "$device" --minutes 2 --out "$results" --states "$results/states"
 }
 
 case "${1:-}" in
