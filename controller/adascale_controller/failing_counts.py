@@ -1,7 +1,7 @@
 """Replica counts on which the program fails at once, although it has trained on fewer replicas.
 
-A model with unused parameters, or a layer that works in one process only, fails as soon as there are several
-replicas. Such a count is given up like one that cannot be scheduled: training continues on fewer replicas.
+An optimizer with parameters outside the model, or a layer that works in one process only, fails as soon as
+there are several replicas. Such a count is given up like one that cannot be scheduled: training continues on fewer replicas.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class FailingCounts:
 
         `at_once`: it would fail again, regardless of how many steps it has made.
         """
+        if at_once and not generation and view.desired is not None:
+            generation = view.desired.generation  # it has failed before it joined this one
         count = self._counts.get(generation)
         if generation in self._failed or count is None:
             return None

@@ -62,6 +62,17 @@ def test_a_smaller_count_that_fails_too_is_given_up_with_it() -> None:
     assert counts.fail(4, trains(counts, 4, 3, 0), "exit code 1") is None, "it is above the limit already"
 
 
+def test_a_count_is_given_up_also_if_the_program_fails_before_it_joins() -> None:
+    """For an error that it has only on several replicas. Another may be of that replica alone."""
+    counts = FailingCounts()
+    last = trains(counts, 1, 1, MIN_STEPS)
+    waits = replace(last, desired=view((2, 2), (1, 1)).desired)
+    counts.update(waits)
+    assert counts.fail(0, waits, "replica 1: exit code 1") is None
+    assert counts.fail(0, waits, "replica 1: exit code 77", at_once=True) is not None
+    assert counts.limit == 1
+
+
 def test_only_the_latest_generations_are_kept() -> None:
     counts = FailingCounts()
     for generation in range(1, MAX_GENERATIONS + 10):

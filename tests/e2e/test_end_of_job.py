@@ -106,7 +106,7 @@ def test_a_step_that_does_not_end_is_shown_with_the_replica_that_is_behind(
 @pytest.mark.slow
 def test_a_count_on_which_the_program_fails_at_once_is_given_up(tmp_path: Path, state: Path) -> None:
     job = write_job(
-        tmp_path / "job.yaml", [*PYTHON, str(PACED)], {"PACE": "0.02", "UNUSED": "1", "NOISE": "8"},
+        tmp_path / "job.yaml", [*PYTHON, str(PACED)], {"PACE": "0.02", "OUTSIDE": "1", "NOISE": "8"},
         maxReplicas=2, maxBatchSize=64, localBszBounds={"lower": 4, "upper": 32},
         scaleInvariantSteps=100_000,
     )  # fmt: skip
@@ -117,7 +117,9 @@ def test_a_count_on_which_the_program_fails_at_once_is_given_up(tmp_path: Path, 
             r"\(replica [01]: exit code 77\), but trained on 1; continuing on 1 replica at most",
             run.output,
         )
-        run.wait_for_output("adascale: parameter 'unused.weight' and 1 more got no gradient in this step")
+        run.wait_for_output(
+            "the optimizer has 1 parameters that are not in the model (the first has shape (3,))"
+        )
         run.wait_for_output("Rescaling 2 -> 1: the program failed at once on 2 replicas")
         failed = run.job()["latest"]["step"]
         run.wait_for_step(failed + 50)

@@ -4,7 +4,7 @@ PACE: seconds that a micro-batch takes, at least.
 SLOW: the index of a replica on which it takes 3 times as long.
 NOISE: noise of the targets; with more noise the gain of a larger batch is higher.
 FAIL: files, separated by colons; while one of them exists, the program fails with the exit code in it.
-UNUSED: if set, the model has parameters without gradients, with which it fails on several replicas.
+OUTSIDE: if set, the optimizer has a parameter that the model has not, with which it fails on several replicas.
 JOIN_AFTER: a file; replicas other than the first wait for it before they join.
 FAULTY: the index of a replica whose device computes wrong products of matrices.
 HUNGRY: a file; if it exists, the program deletes it and allocates the number of MiB in it.
@@ -44,9 +44,10 @@ torch.manual_seed(0)
 inputs = torch.randn(512, 8)
 targets = inputs @ torch.randn(8, 1) + noise * torch.randn(512, 1)
 model = nn.Linear(8, 1)
-if os.environ.get("UNUSED"):
-    model.unused = nn.Linear(8, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+parameters = [*model.parameters()]
+if os.environ.get("OUTSIDE"):
+    parameters.append(nn.Parameter(torch.zeros(3)))
+optimizer = torch.optim.SGD(parameters, lr=0.01)
 
 while replica != "0" and not join_after.exists():
     time.sleep(0.05)
