@@ -437,22 +437,17 @@ class InMemoryCluster:
         """Return a pod, which admission leaves as it is."""
         return manifest
 
-    async def get_pod(self, namespace: str, name: str) -> ApiObject | None:
-        """Return a pod."""
-        return self._world.objects[Resource.PODS].get(name)
+    async def get(self, plural: str, namespace: str, name: str) -> ApiObject | None:
+        """Return an object: a claim, which exists, or no other."""
+        is_claim = plural == "persistentvolumeclaims"
+        return {"spec": {"accessModes": ["ReadWriteMany"]}} if is_claim else None
 
-    async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
-        """Return the claim, which exists."""
-        return {"spec": {"accessModes": ["ReadWriteMany"]}}
+    async def create(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        """Create a pod, which runs at once."""
+        return self._world.create_pod(manifest)
 
-    async def get_secret(self, namespace: str, name: str) -> ApiObject | None:
-        """Return no Secret: the metrics service has no TLS."""
-
-    async def create_secret(self, manifest: ApiObject) -> None:
-        """Create no Secret."""
-
-    async def replace_secret(self, manifest: ApiObject) -> None:
-        """Replace no Secret."""
+    async def replace(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        """Is not needed here."""
 
     async def apply_config_map(self, manifest: ApiObject) -> None:
         """Create no ConfigMap."""
@@ -471,19 +466,12 @@ class InMemoryCluster:
         raw = self._world.objects[Resource.ADASCALEJOBS][name]
         return self._world.write(Resource.ADASCALEJOBS, {**raw, "status": dict(status)})
 
-    async def create_pod(self, manifest: ApiObject) -> ApiObject | None:
-        """Create a pod, which runs at once."""
-        return self._world.create_pod(manifest)
-
     async def stop_pod(self, namespace: str, pod: StoppedPod) -> bool:
         """Delete a pod at once."""
         self._world.delete_pod(pod.name)
         return True
 
     async def delete_workload(self, namespace: str, name: str) -> None:
-        """Is not needed here."""
-
-    async def create_claim(self, manifest: ApiObject) -> None:
         """Is not needed here."""
 
     async def delete_job(self, namespace: str, name: str, uid: str) -> None:

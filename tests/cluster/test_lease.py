@@ -19,7 +19,8 @@ PROGRAM = """
 import asyncio, signal, sys, time
 from contextlib import suppress
 from kubernetes.aio import client, config
-from adascale_controller.operator.runtime.lease import Election, KubernetesLease
+from adascale_controller.operator.apply.kubernetes_cluster import KubernetesCluster
+from adascale_controller.operator.runtime.lease import Election
 
 async def main(namespace, identity):
     await config.load_kube_config()
@@ -27,7 +28,7 @@ async def main(namespace, identity):
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
     async with client.ApiClient() as api:
         times = {"duration": 4, "renew_deadline": 2, "retry_interval": 0.2}
-        election = Election(KubernetesLease(api, namespace, "operator"), identity, **times)
+        election = Election(KubernetesCluster(api, None), (namespace, "operator"), identity, **times)
         await election.acquire()
         holding = asyncio.create_task(election.hold())
         while not terminated.is_set() and not holding.done():

@@ -64,10 +64,10 @@ def test_a_call_waits_as_long_as_the_api_server_requests_and_all_others_with_it(
 
     async def main() -> None:
         async with served(answer, calls, statuses) as cluster:
-            first = asyncio.create_task(cluster.get_claim("team", "first"))
+            first = asyncio.create_task(cluster.get("persistentvolumeclaims", "team", "first"))
             while not statuses:
                 await asyncio.sleep(0.01)
-            await asyncio.gather(first, cluster.get_claim("team", "second"))
+            await asyncio.gather(first, cluster.get("persistentvolumeclaims", "team", "second"))
 
     asyncio.run(main())
     assert statuses == [429, 200, 200]
@@ -81,7 +81,7 @@ def test_an_api_server_that_stays_busy_is_an_error(monkeypatch: pytest.MonkeyPat
     async def main() -> None:
         async with served(lambda number: busy([None, 3600, 1][number]), [], statuses) as cluster:
             with pytest.raises(ApiServerError, match=r"GET .*first: too many requests") as rejected:
-                await cluster.get_claim("team", "first")
+                await cluster.get("persistentvolumeclaims", "team", "first")
             assert rejected.value.status == 429
 
     asyncio.run(main())
@@ -93,7 +93,7 @@ def test_unknown_fields_of_a_template_are_rejected() -> None:
 
     async def main() -> None:
         async with served(lambda _: web.json_response({}), [], [], queries) as cluster:
-            await cluster.create_pod(POD)
+            await cluster.create("pods", POD)
 
     asyncio.run(main())
     assert [query["fieldValidation"] for query in queries] == ["Strict"]

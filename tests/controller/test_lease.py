@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adascale_controller.operator.runtime.lease import (
-    Election,
-    Lease,
-    LeaseLostError,
-    Spec,
-    UnansweredError,
-)
+from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.runtime.lease import Election, LeaseLostError
+from adascale_controller.operator.types.kubernetes import ApiObject
 from support.examples import examples
 from support.virtual_time import VirtualLoop, now, run
+
+PLACE = ("system", "operator")
 
 # -- an API server with one lease -----------------------------------------------------------------------
 
@@ -27,27 +25,29 @@ class Server:
     """A lease that is only replaced by a write with its current resource version."""
 
     def __init__(self) -> None:
-        self.lease: Lease | None = None
+        self.lease: ApiObject | None = None
         self.version = 0
         self.down = False
 
-    def read(self) -> Lease | None:
+    def read(self) -> ApiObject | None:
         return self.lease
 
-    def create(self, spec: Spec) -> Lease | None:
-        return self._put(spec) if self.lease is None else None
+    def create(self, manifest: ApiObject) -> ApiObject | None:
+        return self._put(manifest) if self.lease is None else None
 
-    def replace(self, lease: Lease, spec: Spec) -> Lease | None:
-        return self._put(spec) if self.lease is not None and self.lease.metadata == lease.metadata else None
+    def replace(self, manifest: ApiObject) -> ApiObject | None:
+        versions = [each and each["metadata"]["resourceVersion"] for each in (self.lease, manifest)]
+        is_same = versions[0] == versions[1]
+        return self._put(manifest) if is_same else None
 
-    def _put(self, spec: Spec) -> Lease:
+    def _put(self, manifest: ApiObject) -> ApiObject:
         self.version += 1
-        self.lease = Lease(dict(spec), {"resourceVersion": str(self.version)})
+        self.lease = {"spec": dict(manifest["spec"]), "metadata": {"resourceVersion": str(self.version)}}
         return self.lease
 
     @property
     def holder(self) -> str:
-        return self.lease.holder if self.lease else ""
+        return str(self.lease["spec"]["holderIdentity"]) if self.lease else ""
 
 
 class Connection:
@@ -73,16 +73,16 @@ class Connection:
         self.writes_in_flight = 0
         """Writes that are on their way, or their answers."""
 
-    async def read(self) -> Lease | None:
+    async def get(self, plural: str, namespace: str, name: str) -> ApiObject | None:
         return await self._ask(self.server.read)
 
-    async def create(self, spec: Spec) -> Lease | None:
-        return await self._ask(lambda: self.server.create(spec), writes=True)
+    async def create(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        return await self._ask(lambda: self.server.create(manifest), writes=True)
 
-    async def replace(self, lease: Lease, spec: Spec) -> Lease | None:
-        return await self._ask(lambda: self.server.replace(lease, spec), writes=True)
+    async def replace(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        return await self._ask(lambda: self.server.replace(manifest), writes=True)
 
-    async def _ask(self, call: Callable[[], Lease | None], *, writes: bool = False) -> Lease | None:
+    async def _ask(self, call: Callable[[], ApiObject | None], *, writes: bool = False) -> ApiObject | None:
         self.count += 1
         delay, fault = self.delay(self.count), self.fault(self.count)
         # A cancelled request still arrives.
@@ -94,9 +94,11 @@ class Connection:
     def _arrived(self, writes: bool) -> None:
         self.writes_in_flight -= writes
 
-    async def _arrive(self, call: Callable[[], Lease | None], delay: float, fault: str) -> Lease | None:
+    async def _arrive(
+        self, call: Callable[[], ApiObject | None], delay: float, fault: str
+    ) -> ApiObject | None:
         await asyncio.sleep(delay)
-        answer: Lease | None = None
+        answer: ApiObject | None = None
         if self.server.down or fault == "lost":
             fault = "lost"
         else:
@@ -105,12 +107,12 @@ class Connection:
         if fault:
             # Nobody reads the exception of a cancelled request.
             asyncio.current_task().add_done_callback(lambda task: task.exception())  # type: ignore[union-attr]
-            raise UnansweredError(fault)
+            raise ApiServerError(fault)
         return answer
 
 
 def election(connection: Connection, identity: str) -> Election:
-    return Election(connection, identity, clock=now)
+    return Election(connection, PLACE, identity, clock=now)
 
 
 class Operator:
@@ -190,7 +192,7 @@ def test_the_second_takes_over_when_the_lease_of_a_killed_operator_expires() -> 
             await first.kill()
             assert 26 <= await seconds_until(lambda: second.working) <= 32
             assert server.lease is not None
-            assert server.lease.spec["leaseTransitions"] == 1
+            assert server.lease["spec"]["leaseTransitions"] == 1
 
     run(main)
 
@@ -358,7 +360,8 @@ def test_a_new_label_on_the_lease_does_not_stop_the_holder() -> None:
         async with operators(Connection(server)) as (only,):
             await seconds_until(lambda: only.working)
             assert server.lease is not None
-            server.lease = Lease(server.lease.spec, {"resourceVersion": "label", "labels": {"a": "b"}})
+            metadata = {"resourceVersion": "label", "labels": {"a": "b"}}
+            server.lease = {"spec": server.lease["spec"], "metadata": metadata}
             await asyncio.sleep(100)
             assert only.working
             assert only.lost == 0
@@ -382,7 +385,7 @@ def test_a_deleted_lease_is_created_again() -> None:
 def test_a_candidate_waits_for_the_duration_of_the_holder() -> None:
     async def main() -> None:
         server = Server()
-        patient = Election(Connection(server), "patient", duration=120, clock=now)
+        patient = Election(Connection(server), PLACE, "patient", duration=120, clock=now)
         await patient.acquire()
         other = election(Connection(server), "other")
         began = now()
@@ -425,7 +428,7 @@ def test_a_lease_is_released_after_a_cancelled_renewal() -> None:
 @pytest.mark.parametrize("bad", [(30, 30, 3), (30, 20, 20), (10, 20, 3), (30, 20, 0)])
 def test_inconsistent_durations_are_rejected(bad: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="must be 0 < retry"):
-        Election(Connection(Server()), "a", *bad)
+        Election(Connection(Server()), PLACE, "a", *bad)
 
 
 # -- random faults --------------------------------------------------------------------------------------

@@ -44,8 +44,25 @@ class FakeCluster:
         """As `Cluster.admit_pod`."""
         return self._world.admit(deepcopy(dict(manifest)))
 
+    async def get(self, plural: str, namespace: str, name: str) -> ApiObject | None:
+        """As `Cluster.get`."""
+        get = {"pods": self.get_pod, "persistentvolumeclaims": self.get_claim, "secrets": self.get_secret}
+        return await get[plural](namespace, name)
+
+    async def create(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        """As `Cluster.create`."""
+        if plural == "pods":
+            return await self.create_pod(manifest)
+        is_new = plural == "secrets" and _key(manifest) not in self.secrets
+        return self._put_secret(manifest) if is_new else None
+
+    async def replace(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        """As `Cluster.replace`, of a Secret."""
+        known = self.secrets[_key(manifest)]["metadata"]["resourceVersion"]
+        return self._put_secret(manifest) if manifest["metadata"]["resourceVersion"] == known else None
+
     async def create_pod(self, manifest: ApiObject) -> ApiObject | None:
-        """As `Cluster.create_pod`: pods that check a template are not replicas, and are not watched."""
+        """Create a pod: those that check a template are not replicas, and are not watched."""
         name = manifest["metadata"]["name"]
         if names.LABEL_REPLICA not in manifest["metadata"]["labels"]:
             return self._world.checks.setdefault(name, deepcopy(dict(manifest)))
@@ -55,7 +72,7 @@ class FakeCluster:
         return self._world.create_pod(deepcopy(dict(manifest)))
 
     async def get_pod(self, namespace: str, name: str) -> ApiObject | None:
-        """As `Cluster.get_pod`."""
+        """Return a pod."""
         if name not in self._world.checks:
             return self._world.objects[Resource.PODS].get(name)
         check, status = self._world.checks[name], self._world.check_status
@@ -64,11 +81,11 @@ class FakeCluster:
         return {**check, "metadata": {"uid": "check", **check["metadata"]}, "spec": spec, "status": status}
 
     async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
-        """As `Cluster.get_claim`: every claim exists."""
+        """Return a claim: every claim exists."""
         return {"spec": {"accessModes": ["ReadWriteMany"]}}
 
     async def get_secret(self, namespace: str, name: str) -> ApiObject | None:
-        """As `Cluster.get_secret`."""
+        """Return a Secret."""
         return deepcopy(self.secrets.get((namespace, name)))
 
     async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
@@ -90,26 +107,11 @@ class FakeCluster:
         assert new["generation"] >= current["generation"], "a generation in the status fell"
         return self._world.write(Resource.ADASCALEJOBS, {**raw, "status": deepcopy(dict(status))})
 
-    async def create_claim(self, manifest: ApiObject) -> None:
-        """As `Cluster.create_claim`: every claim exists."""
-
-    async def create_secret(self, manifest: ApiObject) -> None:
-        """As `Cluster.create_secret`."""
-        if _key(manifest) in self.secrets:
-            raise ApiServerError("already exists", 409)
-        self._put_secret(manifest)
-
-    async def replace_secret(self, manifest: ApiObject) -> None:
-        """As `Cluster.replace_secret`."""
-        version = self.secrets[_key(manifest)]["metadata"]["resourceVersion"]
-        if manifest["metadata"]["resourceVersion"] != version:
-            raise ApiServerError("the object has been modified", 409)
-        self._put_secret(manifest)
-
-    def _put_secret(self, manifest: ApiObject) -> None:
+    def _put_secret(self, manifest: ApiObject) -> ApiObject:
         self._world.version += 1
         metadata = {**manifest["metadata"], "resourceVersion": str(self._world.version)}
         self.secrets[_key(manifest)] = {**deepcopy(dict(manifest)), "metadata": metadata}
+        return self.secrets[_key(manifest)]
 
     async def apply_config_map(self, manifest: ApiObject) -> None:
         """As `Cluster.apply_config_map`."""

@@ -197,7 +197,7 @@ class Applier:
         if observed.claim is not None and observed.claim.own and not observed.claim.exists:
             claim = claim_manifest(job)
             if claim is not None:
-                await self._cluster.create_claim(claim)
+                await self._cluster.create("persistentvolumeclaims", claim)
                 applied.claim_created = True
         if self._before_pods is not None:
             await self._before_pods(job.namespace)
@@ -218,7 +218,7 @@ class Applier:
         fs_group = not observed.admission.forbids_fs_group
         manifest = pod_manifest(observed.resource, pod, single_node=observed.single_node, fs_group=fs_group)
         try:
-            created = await self._cluster.create_pod(manifest)
+            created = await self._cluster.create("pods", manifest)
         except ApiServerError as error:
             if error.status in {400, 422}:
                 # The manifest changes with the spec only: no use in trying again before.

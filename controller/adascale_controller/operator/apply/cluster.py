@@ -52,17 +52,14 @@ class Cluster(Protocol):
         rejects the pod.
         """
 
-    async def create_pod(self, manifest: ApiObject) -> ApiObject | None:
-        """Create a pod and return it. None if one of this name exists."""
+    async def get(self, plural: str, namespace: str, name: str) -> ApiObject | None:
+        """Return an object of a resource. None if it does not exist."""
 
-    async def get_pod(self, namespace: str, name: str) -> ApiObject | None:
-        """Return a pod. None if it does not exist."""
+    async def create(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        """Create an object and return it. None if one of this name exists."""
 
-    async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
-        """Return a PersistentVolumeClaim. None if it does not exist."""
-
-    async def get_secret(self, namespace: str, name: str) -> ApiObject | None:
-        """Return a Secret. None if it does not exist."""
+    async def replace(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        """Replace an object and return it. None if it has another version than the manifest, or is gone."""
 
     async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
         """Return the Events of a namespace that match a selector."""
@@ -78,15 +75,6 @@ class Cluster(Protocol):
 
         `ApiServerError.status` is 404 or 409 if there is no AdaScaleJob with this uid.
         """
-
-    async def create_claim(self, manifest: ApiObject) -> None:
-        """Create a PersistentVolumeClaim if none of this name exists."""
-
-    async def create_secret(self, manifest: ApiObject) -> None:
-        """Create a Secret. `ApiServerError.status` is 409 if one of this name exists."""
-
-    async def replace_secret(self, manifest: ApiObject) -> None:
-        """Replace a Secret. `ApiServerError.status` is 409 if it has another version than the manifest."""
 
     async def apply_config_map(self, manifest: ApiObject) -> None:
         """Create or change a ConfigMap by server-side apply."""

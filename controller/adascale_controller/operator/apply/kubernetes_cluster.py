@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +83,8 @@ MAX_RETRY_AFTER = 10.0
 PAGE_SIZE = 500
 """Objects per page of a list."""
 
-_ADASCALEJOBS = f"/apis/{names.GROUP_VERSION}"
+_GROUPS = {names.PLURAL: f"/apis/{names.GROUP_VERSION}", "leases": "/apis/coordination.k8s.io/v1"}
+"""The groups of resources that are not of the core."""
 _MERGE_PATCH = "application/merge-patch+json"
 _APPLY_PATCH = "application/apply-patch+yaml"
 
@@ -137,25 +138,18 @@ class KubernetesCluster:
 
     async def admit_pod(self, manifest: ApiObject) -> ApiObject:
         """As `Cluster.admit_pod`."""
-        path = f"{_core(manifest['metadata']['namespace'])}/pods"
-        admitted: ApiObject = await self._call("POST", path, {**_FIELD_MANAGER, "dryRun": "All"}, manifest)
+        path = _path("pods", manifest["metadata"]["namespace"])
+        query = {**_FIELD_MANAGER, "dryRun": "All"}
+        admitted: ApiObject = await self._call("POST", path, query, manifest)
         return admitted
 
-    async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
-        """As `Cluster.get_claim`."""
-        return await self._get(f"{_core(namespace)}/persistentvolumeclaims/{quote(name)}")
-
-    async def get_pod(self, namespace: str, name: str) -> ApiObject | None:
-        """As `Cluster.get_pod`."""
-        return await self._get(f"{_core(namespace)}/pods/{quote(name)}")
-
-    async def get_secret(self, namespace: str, name: str) -> ApiObject | None:
-        """As `Cluster.get_secret`."""
-        return await self._get(f"{_core(namespace)}/secrets/{quote(name)}")
+    async def get(self, plural: str, namespace: str, name: str) -> ApiObject | None:
+        """As `Cluster.get`."""
+        return await self._object({404}, "GET", _path(plural, namespace, name))
 
     async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
         """As `Cluster.list_events`."""
-        page = await self._call("GET", f"{_core(namespace)}/events", {"fieldSelector": field_selector})
+        page = await self._call("GET", _path("events", namespace), {"fieldSelector": field_selector})
         events: Sequence[ApiObject] = page["items"]
         return events
 
@@ -183,40 +177,30 @@ class KubernetesCluster:
             "status": status,
         }
         query = {"fieldManager": names.FIELD_MANAGER, "force": "true"}
-        path = f"{_ADASCALEJOBS}/namespaces/{namespace}/{names.PLURAL}/{name}/status"
+        path = f"{_path(names.PLURAL, namespace, name)}/status"
         written: ApiObject = await self._call("PATCH", path, query, body, _APPLY_PATCH)
         return written
 
-    async def create_claim(self, manifest: ApiObject) -> None:
-        """As `Cluster.create_claim`."""
-        await self._create(f"{_core(manifest['metadata']['namespace'])}/persistentvolumeclaims", manifest)
-
-    async def create_pod(self, manifest: ApiObject) -> ApiObject | None:
-        """As `Cluster.create_pod`."""
-        path = f"{_core(manifest['metadata']['namespace'])}/pods"
+    async def create(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        """As `Cluster.create`."""
         # Unknown fields of a template are rejected. The API server would drop them.
-        return await self._create(path, manifest, {**_FIELD_MANAGER, "fieldValidation": "Strict"})
+        query = {**_FIELD_MANAGER, "fieldValidation": "Strict"}
+        path = _path(plural, manifest["metadata"]["namespace"])
+        return await self._object({409}, "POST", path, query, manifest)
 
-    async def create_secret(self, manifest: ApiObject) -> None:
-        """As `Cluster.create_secret`."""
-        path = f"{_core(manifest['metadata']['namespace'])}/secrets"
-        await self._call("POST", path, _FIELD_MANAGER, manifest)
-
-    async def replace_secret(self, manifest: ApiObject) -> None:
-        """As `Cluster.replace_secret`."""
-        metadata = manifest["metadata"]
-        path = f"{_core(metadata['namespace'])}/secrets/{quote(metadata['name'])}"
-        await self._call("PUT", path, _FIELD_MANAGER, manifest)
+    async def replace(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        """As `Cluster.replace`."""
+        path = _path(plural, manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+        return await self._object({404, 409}, "PUT", path, _FIELD_MANAGER, manifest)
 
     async def apply_config_map(self, manifest: ApiObject) -> None:
         """As `Cluster.apply_config_map`."""
-        metadata = manifest["metadata"]
-        path = f"{_core(metadata['namespace'])}/configmaps/{quote(metadata['name'])}"
+        path = _path("configmaps", manifest["metadata"]["namespace"], manifest["metadata"]["name"])
         await self._call("PATCH", path, {**_FIELD_MANAGER, "force": "true"}, manifest, _APPLY_PATCH)
 
     async def stop_pod(self, namespace: str, pod: StoppedPod) -> bool:
         """As `Cluster.stop_pod`."""
-        path = f"{_core(namespace)}/pods/{pod.name}"
+        path = _path("pods", namespace, pod.name)
         if pod.how is Stop.END:
             patch = {"metadata": {"uid": pod.uid}, "spec": {"activeDeadlineSeconds": END_DEADLINE}}
             calls = self._call("PATCH", path, _FIELD_MANAGER, patch, _MERGE_PATCH)
@@ -237,7 +221,7 @@ class KubernetesCluster:
 
     async def delete_job(self, namespace: str, name: str, uid: str) -> None:
         """As `Cluster.delete_job`."""
-        path = f"{_ADASCALEJOBS}/namespaces/{namespace}/{names.PLURAL}/{name}"
+        path = _path(names.PLURAL, namespace, name)
         body = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         with _ignore_missing():
             await self._call("DELETE", path, body=body)
@@ -267,7 +251,7 @@ class KubernetesCluster:
             "reportingComponent": names.FIELD_MANAGER,
             "reportingInstance": reporter,
         }
-        await self._call("POST", f"{_core(namespace)}/events", _FIELD_MANAGER, body)
+        await self._call("POST", _path("events", namespace), _FIELD_MANAGER, body)
 
     # -- calls ----------------------------------------------------------------------------------------------
 
@@ -283,36 +267,19 @@ class KubernetesCluster:
         return bool(answer["status"].get("allowed"))
 
     def _list_path(self, resource: Resource) -> str:
-        if resource is Resource.NODES:
-            return "/api/v1/nodes"
-        group = {
-            Resource.ADASCALEJOBS: _ADASCALEJOBS,
-            Resource.PODS: "/api/v1",
-        }[resource]
-        scope = f"/namespaces/{self._namespace}" if self._namespace else ""
-        return f"{group}{scope}/{resource}"
+        return _path(resource, self._namespace if resource is not Resource.NODES else None)
 
     async def _kueue_version(self) -> str:
         return str((await self._call("GET", f"/apis/{KUEUE_GROUP}"))["preferredVersion"]["version"])
 
-    async def _create(
-        self, path: str, manifest: ApiObject, query: Mapping[str, str] | None = None
-    ) -> ApiObject | None:
+    async def _object(self, absent: Collection[int], *call: Any) -> ApiObject | None:
+        """Return the object in an answer. None for an HTTP status in `absent`."""
         try:
-            created: ApiObject = await self._call("POST", path, query or _FIELD_MANAGER, manifest)
+            found: ApiObject = await self._call(*call)
         except ApiServerError as error:
-            if error.status != 409:
+            if error.status not in absent:
                 raise
             return None
-        return created
-
-    async def _get(self, path: str) -> ApiObject | None:
-        try:
-            found: ApiObject = await self._call("GET", path)
-        except ApiServerError as error:
-            if error.status == 404:
-                return None
-            raise
         return found
 
     async def _call(
@@ -349,14 +316,20 @@ class KubernetesCluster:
         if response.status >= 300:
             reply = _message(response.content)
             raise ApiServerError(f"the API server rejects {method} {path}: {reply}", response.status, reply)
-        return json.loads(response.content) if response.content else None
+        try:
+            return json.loads(response.content) if response.content else None
+        except ValueError as error:
+            # A proxy between here and the API server has answered.
+            raise ApiServerError(f"{method} {path}: unexpected answer {response.content[:200]!r}") from error
 
 
 _FIELD_MANAGER = {"fieldManager": names.FIELD_MANAGER}
 
 
-def _core(namespace: str) -> str:
-    return f"/api/v1/namespaces/{namespace}"
+def _path(plural: str, namespace: str | None, name: str = "") -> str:
+    """Return the path of a resource, in a namespace or in all, or of an object of it."""
+    scope = f"/namespaces/{namespace}" if namespace else ""
+    return f"{_GROUPS.get(plural, '/api/v1')}{scope}/{plural}" + (f"/{quote(name)}" if name else "")
 
 
 @contextmanager

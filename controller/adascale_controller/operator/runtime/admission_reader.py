@@ -135,7 +135,7 @@ class AdmissionReader:
             return await self._dry_run(cached.resource)
         except ApiServerError:
             job, made = cached.resource, next(iter(cached.live_pods.values()), None)
-            found = await self._cluster.get_pod(job.namespace, made.name) if made is not None else None
+            found = await self._cluster.get("pods", job.namespace, made.name) if made is not None else None
             if found is None:
                 raise
             return Admission(_kept(found["spec"]))
@@ -285,8 +285,8 @@ class TemplateChecker:
             if await self._is_rejected(check, job.resource):
                 return
             if check.began_at == check.looked_at:
-                await self._cluster.create_pod(check_pod_manifest(job.resource, check.name))
-            raw = await self._cluster.get_pod(namespace, check.name)
+                await self._cluster.create("pods", check_pod_manifest(job.resource, check.name))
+            raw = await self._cluster.get("pods", namespace, check.name)
         except ApiServerError as error:
             if 400 <= error.status < 500:
                 # Not allowed to, or a policy rejects it: the pods of the job show what is wrong.
@@ -309,7 +309,7 @@ class TemplateChecker:
         return check.result.reason is Reason.INVALID_SPEC
 
     async def _delete(self, namespace: str, name: str) -> None:
-        raw = await self._cluster.get_pod(namespace, name)
+        raw = await self._cluster.get("pods", namespace, name)
         if raw is not None:
             await self._cluster.stop_pod(namespace, StoppedPod(name, raw["metadata"]["uid"], Stop.FORCE))
 

@@ -291,7 +291,7 @@ class CertificateKeeper:
         self._publish_at[namespace] = now + delay
 
     async def _read_external(self) -> bytes:
-        secret = await self._cluster.get_secret(self._namespace, self._name)
+        secret = await self._cluster.get("secrets", self._namespace, self._name)
         if secret is None:
             raise ApiServerError(
                 f"there is no Secret {self._name} in namespace {self._namespace}, which --tls-external "
@@ -346,7 +346,7 @@ class CertificateKeeper:
             return False
 
     async def _own(self, name: str) -> ApiObject | None:
-        secret = await self._cluster.get_secret(self._namespace, name)
+        secret = await self._cluster.get("secrets", self._namespace, name)
         if secret is None:
             return None
         if (secret["metadata"].get("labels") or {}).get(_MANAGED_BY) != names.FIELD_MANAGER:
@@ -372,8 +372,9 @@ class CertificateKeeper:
             "type": "kubernetes.io/tls",
             "data": {key: b64encode(content).decode() for key, content in contents.items()},
         }
-        write = self._cluster.create_secret if old is None else self._cluster.replace_secret
-        await write(manifest)
+        write = self._cluster.create if old is None else self._cluster.replace
+        if await write("secrets", manifest) is None:
+            raise ApiServerError(f"Secret {name} in namespace {self._namespace} has changed meanwhile")
         logger.info("%s Secret %s", "Created" if old is None else "Renewed", name)
 
 

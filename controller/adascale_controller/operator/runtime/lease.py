@@ -12,18 +12,15 @@ the lease are for people.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import ceil
 from typing import Any, Final, Protocol
 
-from kubernetes.aio.client import ApiClient
-
-from adascale_controller.operator.apply.kubernetes_cluster import NoAnswerError, call
+from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.errors import AdaScaleError
 
 logger = logging.getLogger(__name__)
@@ -55,34 +52,17 @@ class LeaseLostError(AdaScaleError):
     """The lease is lost: another operator may be running."""
 
 
-class UnansweredError(Exception):
-    """The API server did not answer, or answered with something other than a Lease."""
-
-
-@dataclass(frozen=True)
-class Lease:
-    """A Lease."""
-
-    spec: Spec
-    metadata: Mapping[str, Any]  # its metadata, with the resource version
-
-    @property
-    def holder(self) -> str:
-        """The identity of the holder. Empty if there is none."""
-        return self.spec.get("holderIdentity") or ""
-
-
 class LeaseApi(Protocol):
-    """The Lease at the API server. Each call may raise UnansweredError."""
+    """The part of `Cluster` that reads and writes the Lease. Each call may raise `ApiServerError`."""
 
-    async def read(self) -> Lease | None:
-        """Return the lease. None if it does not exist."""
+    async def get(self, plural: str, namespace: str, name: str) -> ApiObject | None:
+        """As `Cluster.get`."""
 
-    async def create(self, spec: Spec) -> Lease | None:
-        """Create the lease. None if it exists already."""
+    async def create(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        """As `Cluster.create`."""
 
-    async def replace(self, lease: Lease, spec: Spec) -> Lease | None:
-        """Write another spec. None if the lease has changed since it was read."""
+    async def replace(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        """As `Cluster.replace`."""
 
 
 class Election:
@@ -94,6 +74,7 @@ class Election:
     def __init__(
         self,
         api: LeaseApi,
+        place: tuple[str, str],  # namespace and name of the Lease
         identity: str,
         duration: float = DURATION,  # seconds without a renewal after which another operator takes over
         renew_deadline: float = RENEW_DEADLINE,  # seconds without a renewal after which this process stops
@@ -106,6 +87,7 @@ class Election:
                 f"got {retry_interval}, {renew_deadline}, {duration}"
             )
         self._api = api
+        self._namespace, self._name = place
         self._identity = identity
         self._duration = ceil(duration)
         self._renew_deadline = renew_deadline
@@ -113,7 +95,7 @@ class Election:
         self._clock = clock
         self._observed: Spec | None = None
         self._observed_at = 0.0
-        self._own: Lease | None = None
+        self._own: ApiObject | None = None
         """The lease as this process wrote it last."""
         self._valid_until = 0.0
         self._late = 0.0
@@ -133,7 +115,7 @@ class Election:
                     if await self._try_acquire():
                         return
                 message = f"{self._observed_holder} holds it"
-            except (UnansweredError, TimeoutError) as error:
+            except (ApiServerError, TimeoutError) as error:
                 message = _text(error)
             if message != logged:
                 logger.info("Waiting for the lease: %s", message)
@@ -157,7 +139,7 @@ class Election:
                     async with asyncio.timeout(min(left, CALL_TIMEOUT)):
                         await self._renew()
                     self._late = 0.0
-                except (UnansweredError, TimeoutError) as error:
+                except (ApiServerError, TimeoutError) as error:
                     cause = _text(error)
                     logger.warning("The lease could not be renewed: %s; retrying", cause)
         finally:
@@ -181,36 +163,37 @@ class Election:
             return
         try:
             async with asyncio.timeout(CALL_TIMEOUT):
-                lease: Lease | None = own
+                lease: ApiObject | None = own
                 # Twice, because a cancelled renewal may have been written.
                 for _ in range(2):
                     if lease is None or not self._is_own(lease, own):
                         return
-                    released = dict(lease.spec) | {"holderIdentity": "", "renewTime": _now()}
-                    if await self._api.replace(lease, released) is not None:
+                    released = {**_spec(lease), "holderIdentity": "", "renewTime": _now()}
+                    if await self._api.replace("leases", {**lease, "spec": released}) is not None:
                         return
-                    lease = await self._api.read()
-        except (UnansweredError, TimeoutError) as error:
+                    lease = await self._read()
+        except (ApiServerError, TimeoutError) as error:
             logger.warning("The lease could not be released and has to expire: %s", _text(error))
 
     # -- acquiring -------------------------------------------------------------------------------------------
 
     async def _try_acquire(self) -> bool:
-        lease = await self._api.read()
+        lease = await self._read()
         if lease is None:
-            return await self._write(None, self._spec(transitions=0))
-        if self._observed != lease.spec:
-            self._observed, self._observed_at = lease.spec, self._clock()
+            return await self._write(None, self._first_spec(transitions=0))
+        spec = _spec(lease)
+        if self._observed != spec:
+            self._observed, self._observed_at = spec, self._clock()
         if not self._is_free(lease):
             return False
-        transitions = (lease.spec.get("leaseTransitions") or 0) + (lease.holder != self._identity)
-        return await self._write(lease, self._spec(transitions))
+        transitions = (spec.get("leaseTransitions") or 0) + (_holder(lease) != self._identity)
+        return await self._write(lease, self._first_spec(transitions))
 
-    def _is_free(self, lease: Lease) -> bool:
-        if lease.holder in ("", self._identity):
+    def _is_free(self, lease: ApiObject) -> bool:
+        if _holder(lease) in ("", self._identity):
             return True
         # The holder's own duration, which may differ from ours.
-        duration = lease.spec.get("leaseDurationSeconds") or self._duration
+        duration = _spec(lease).get("leaseDurationSeconds") or self._duration
         return self._clock() - self._observed_at >= duration
 
     @property
@@ -222,34 +205,45 @@ class Election:
     async def _renew(self) -> None:
         own = self._own
         assert own is not None
-        spec = dict(own.spec) | {"renewTime": _now(), "leaseDurationSeconds": self._duration}
+        spec = {**_spec(own), "renewTime": _now(), "leaseDurationSeconds": self._duration}
         if await self._write(own, spec):
             return
         # It has changed: by a renewal whose answer was lost, by a label, or by another holder.
-        lease = await self._api.read()
+        lease = await self._read()
         if lease is None:
             await self._write(None, spec)
         elif not self._is_own(lease, own):
             self._own = None
-            raise LeaseLostError(f"the lease is held by {lease.holder or 'no operator'}")
+            raise LeaseLostError(f"the lease is held by {_holder(lease) or 'no operator'}")
         else:
             await self._write(lease, spec)
 
-    def _is_own(self, lease: Lease, own: Lease) -> bool:
+    def _is_own(self, lease: ApiObject, own: ApiObject) -> bool:
         """Whether this process holds a lease, and not a later process of the same identity."""
         keys = ("holderIdentity", "acquireTime")
-        return all(lease.spec.get(key) == own.spec.get(key) for key in keys)
+        return all(_spec(lease).get(key) == _spec(own).get(key) for key in keys)
 
-    async def _write(self, lease: Lease | None, spec: Spec) -> bool:
+    async def _read(self) -> ApiObject | None:
+        return _checked(await self._api.get("leases", self._namespace, self._name))
+
+    async def _write(self, lease: ApiObject | None, spec: Spec) -> bool:
         """Create or replace the lease. Returns whether this process holds it."""
         began = self._clock()
-        written = await (self._api.create(spec) if lease is None else self._api.replace(lease, spec))
+        known = lease["metadata"] if lease is not None else {}
+        manifest = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {**known, "name": self._name, "namespace": self._namespace},
+            "spec": spec,
+        }
+        write = self._api.create if lease is None else self._api.replace
+        written = _checked(await write("leases", manifest))
         if written is None:
             return False
         self._own, self._valid_until = written, began + self._renew_deadline
         return True
 
-    def _spec(self, transitions: int) -> Spec:
+    def _first_spec(self, transitions: int) -> Spec:
         now = _now()
         return {
             "holderIdentity": self._identity,
@@ -260,51 +254,20 @@ class Election:
         }
 
 
-class KubernetesLease:
-    """A Lease at the API server: implements `LeaseApi`."""
+def _checked(lease: ApiObject | None) -> ApiObject | None:
+    """Return a lease as the API server answers it, or raise an error if a proxy has answered."""
+    if lease is not None and "metadata" not in lease:
+        raise ApiServerError(f"the API server answers {lease!r} instead of a Lease")
+    return lease
 
-    def __init__(self, api: ApiClient, namespace: str, name: str) -> None:
-        self._api = api
-        self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-        self._path = f"{self._collection}/{name}"
-        self._object: Mapping[str, Any] = {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": {"name": name, "namespace": namespace},
-        }
 
-    async def read(self) -> Lease | None:
-        """As `LeaseApi.read`."""
-        return await self._call("GET", self._path, None, absent=frozenset({404}))
+def _spec(lease: ApiObject) -> Spec:
+    return lease.get("spec") or {}
 
-    async def create(self, spec: Spec) -> Lease | None:
-        """As `LeaseApi.create`."""
-        body = {**self._object, "spec": spec}
-        return await self._call("POST", self._collection, body, absent=frozenset({409}))
 
-    async def replace(self, lease: Lease, spec: Spec) -> Lease | None:
-        """As `LeaseApi.replace`."""
-        body = {**self._object, "metadata": lease.metadata, "spec": spec}
-        return await self._call("PUT", self._path, body, absent=frozenset({404, 409}))
-
-    async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None, *, absent: frozenset[int]
-    ) -> Lease | None:
-        """Return the lease in the answer. None for a status in `absent`."""
-        try:
-            response = await call(self._api, method, path, timeout=CALL_TIMEOUT, body=body)
-        except NoAnswerError as error:
-            raise UnansweredError(str(error)) from error
-        if response.status in absent:
-            return None
-        try:
-            content = json.loads(response.content)
-            if response.status < 300:
-                return Lease(content.get("spec") or {}, content["metadata"])
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            # A proxy between here and the API server has answered.
-            raise UnansweredError(f"{method} {path}: unexpected answer {response.content[:200]!r}") from error
-        raise UnansweredError(f"{method} {path} was rejected: {content.get('message') or response.status}")
+def _holder(lease: ApiObject) -> str:
+    """Return the identity of the holder of a lease. Empty if there is none."""
+    return _spec(lease).get("holderIdentity") or ""
 
 
 def _now() -> str:

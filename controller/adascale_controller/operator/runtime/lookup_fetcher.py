@@ -266,7 +266,7 @@ class LookupFetcher:
             self._claim_reads += 1
             try:
                 async with limit, deadline(DEADLINE):
-                    raw = await self._cluster.get_claim(job.namespace, name)
+                    raw = await self._cluster.get("persistentvolumeclaims", job.namespace, name)
                 claim = read_claim(job, name, raw)
             except ApiServerError as error:
                 # No assumption where the claim may be known soon: it could lead to other pods.

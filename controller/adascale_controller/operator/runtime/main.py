@@ -18,7 +18,7 @@ from adascale_controller.operator.apply.kubernetes_cluster import KubernetesClus
 from adascale_controller.operator.runtime.certificate_keeper import CertificateKeeper, server_hosts
 from adascale_controller.operator.runtime.control_loop import OperatorLoop
 from adascale_controller.operator.runtime.health import Health, OperatorMetrics
-from adascale_controller.operator.runtime.lease import Election, KubernetesLease
+from adascale_controller.operator.runtime.lease import Election
 from adascale_controller.operator.runtime.object_cache import ObjectCache, run_informers, silence_event_logs
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.operator.types.settings import OperatorSettings
@@ -79,7 +79,9 @@ async def _run_as_leader(
     if settings.lease_namespace is None:
         await _run_control_loop(settings, api, health, metrics)
         return
-    lease = Election(KubernetesLease(api, settings.lease_namespace, names.CONTROLLER), settings.identity)
+    # Not the calls of the control loop, which wait for each other while the API server is busy.
+    cluster, place = KubernetesCluster(api, None), (settings.lease_namespace, names.CONTROLLER)
+    lease = Election(cluster, place, settings.identity)
     logger.info("Waiting for the lease")
     await lease.acquire()
     try:
