@@ -1,7 +1,8 @@
 """Replica counts on which the program fails at once, although it has trained on fewer replicas.
 
 An optimizer with parameters outside the model, or a layer that works in one process only, fails as soon as
-there are several replicas. Such a count is given up like one that cannot be scheduled: training continues on fewer replicas.
+there are several replicas. Such a count is given up like one that cannot be scheduled: training continues on
+fewer replicas.
 """
 
 from __future__ import annotations

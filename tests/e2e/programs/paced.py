@@ -4,7 +4,7 @@ PACE: seconds that a micro-batch takes, at least.
 SLOW: the index of a replica on which it takes 3 times as long.
 NOISE: noise of the targets; with more noise the gain of a larger batch is higher.
 FAIL: files, separated by colons; while one of them exists, the program fails with the exit code in it.
-OUTSIDE: if set, the optimizer has a parameter that the model has not, with which it fails on several replicas.
+OUTSIDE: if set, the optimizer has a parameter that the model has not, so that it fails on several replicas.
 JOIN_AFTER: a file; replicas other than the first wait for it before they join.
 FAULTY: the index of a replica whose device computes wrong products of matrices.
 HUNGRY: a file; if it exists, the program deletes it and allocates the number of MiB in it.
