@@ -329,8 +329,9 @@ def test_the_state_is_saved_before_the_handler_of_the_program_ends_it(
     def handle(_number: int, _frame: object) -> NoReturn:
         sys.exit(f"exit at step {manifest(tmp_path)['step']}")
 
+    original = signal.getsignal(signal.SIGTERM)
     trainer, model, optimizer = entered(make_trainer, **FIXED, checkpoint_dir=tmp_path)
-    original = signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGTERM, handle)
     try:
         with pytest.raises(SystemExit, match="exit at step 3"):
             train_and_signal(trainer, model, optimizer, signal.SIGTERM, within=2)
