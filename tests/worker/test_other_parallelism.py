@@ -13,18 +13,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from adascale_worker.errors import WorkerError
-from adascale_worker.torch_private.distributed import local_process_group
 from support.gan import Gan
 from support.training import FIXED, MakeTrainer, learn, network, samples, sgd, train
 
 REMEDY = r"program_reentry makes the model data-parallel itself.* With Accelerate, leave it out of"
 
 
-def wrap(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, process_group=local_process_group())
-
-
-@pytest.mark.parametrize("wrapper", [wrap, DataParallel])
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, DataParallel])
 @pytest.mark.parametrize("part", ["model", "layer", "container"])
 def test_a_wrapper_that_is_made_later_is_refused(make_trainer: MakeTrainer, wrapper: type, part: str) -> None:
     trainer, model = make_trainer(**FIXED), network()
@@ -38,7 +33,7 @@ def test_a_wrapper_that_was_made_earlier_is_refused_when_it_calls_the_model(
     make_trainer: MakeTrainer,
 ) -> None:
     trainer, model = make_trainer(**FIXED), network()
-    wrapped, optimizer = wrap(model), sgd(model)
+    wrapped, optimizer = DistributedDataParallel(model), sgd(model)
     trainer.program_reentry(model, optimizer)
     _, x, y = next(iter(trainer.dataloader(samples())))
     with pytest.raises(WorkerError, match=f"was called by DistributedDataParallel, .*{REMEDY}"):
@@ -46,17 +41,18 @@ def test_a_wrapper_that_was_made_earlier_is_refused_when_it_calls_the_model(
 
 
 def test_a_model_with_a_wrapped_part_is_refused(make_trainer: MakeTrainer) -> None:
-    model = nn.Sequential(nn.Linear(6, 3), wrap(nn.Linear(3, 2)))
+    trainer = make_trainer(**FIXED)
+    model = nn.Sequential(nn.Linear(6, 3), DistributedDataParallel(nn.Linear(3, 2)))
     message = f"a model whose part '1' is of type DistributedDataParallel: .*{REMEDY}"
     with pytest.raises(WorkerError, match=message):
-        make_trainer(**FIXED).program_reentry(model, sgd(model))
+        trainer.program_reentry(model, sgd(model))
 
 
 def test_one_of_several_models_cannot_be_wrapped(make_trainer: MakeTrainer) -> None:
     gan = Gan()
     gan.enter(make_trainer(**FIXED))
     with pytest.raises(WorkerError, match=re.escape("was wrapped in DistributedDataParallel")):
-        wrap(gan.generator)
+        DistributedDataParallel(gan.generator)
 
 
 def test_other_models_may_be_wrapped_also_with_a_frozen_part_of_this_one(make_trainer: MakeTrainer) -> None:
@@ -66,7 +62,7 @@ def test_other_models_may_be_wrapped_also_with_a_frozen_part_of_this_one(make_tr
     trainer.program_reentry(model, optimizer)
     others = [copy.deepcopy(model), nn.Sequential(model[0], nn.Linear(16, 1))]
     for other in others:
-        assert wrap(other)(torch.zeros(1, 6)).shape
+        assert DistributedDataParallel(other)(torch.zeros(1, 6)).shape
     train(trainer, model, optimizer)
 
 
@@ -74,7 +70,7 @@ def test_wrappers_are_refused_until_the_trainer_is_closed(make_trainer: MakeTrai
     trainer, model = make_trainer(**FIXED), network()
     trainer.program_reentry(model, sgd(model))
     trainer.close()
-    wrap(model)
+    DataParallel(model)
 
 
 def shard_fully(model: nn.Sequential) -> nn.Module:

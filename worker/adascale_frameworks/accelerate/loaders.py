@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from adascale_frameworks.common import options_of, order_of, require_batch_size
 
@@ -32,7 +32,12 @@ class ElasticDataLoader:
         begin: Callable[[ElasticDataLoader], Iterator[Any]],
         device: torch.device | None,  # of the batches. None if they stay where the loader makes them
     ) -> None:
-        self._batch_size = require_batch_size(loader, _WHAT, _WAY.format("lengths"))
+        self.batch_size = require_batch_size(loader, _WHAT, _WAY.format("lengths"))
+        self.total_batch_size = self.batch_size
+        """The same: Accelerate's loaders have it on one process."""
+        self.dataset = loader.dataset
+        self.sampler = loader.sampler
+        """Its kind gives the order of samples."""
         self.device = device
         self._loader = loader
         self._begin = begin
@@ -52,23 +57,3 @@ class ElasticDataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the order of samples of each pass follows from the trainer's seed and its number."""
-
-    @property
-    def dataset(self) -> Dataset[Any]:
-        """The data set."""
-        return self._loader.dataset
-
-    @property
-    def batch_size(self) -> int:
-        """The batch size of the program's loader."""
-        return self._batch_size
-
-    @property
-    def total_batch_size(self) -> int:
-        """The batch size of the program's loader, as Accelerate's loaders have it on one process."""
-        return self._batch_size
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler of the program's loader, whose kind gives the order of samples."""
-        return self._loader.sampler

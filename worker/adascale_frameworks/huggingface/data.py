@@ -144,7 +144,7 @@ class RecordedResults:
     def loader(self, data: DividedData) -> DataLoader[Any]:
         """Return a loader of batches for the framework's loop, which have the sizes of the real ones."""
         return DataLoader(
-            _Numbers(len(data.dataset)),  # type: ignore[arg-type]
+            range(len(data.dataset)),  # type: ignore[arg-type]
             batch_size=self._batch_size,
             drop_last=data.drop_last,
             collate_fn=self._batch,
@@ -156,19 +156,6 @@ class RecordedResults:
     def of(self, batch: dict[str, Any], device: torch.device) -> Any:
         """Return the result of a prediction step, on the device."""
         return _on_device(self._results[int(batch[SAMPLES][0]) // self._batch_size], device)
-
-
-class _Numbers:
-    """The data set of the numbers of samples."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def _on_device(value: Any, device: torch.device) -> Any:

@@ -30,7 +30,7 @@ from adascale_core.messages.channel import Assignment, encode
 from adascale_worker.errors import GroupFormationError, WorkerError
 from adascale_worker.membership import gloo
 from adascale_worker.membership.links import Formation, PeersLostError
-from adascale_worker.membership.replica_processes import ReplicaProcesses
+from adascale_worker.membership.replica_processes import ReplicaProcesses, attempt, shared_error
 from adascale_worker.process.device import describe_shared_gpu, gpu_names
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.process.sockets import listen
@@ -540,21 +540,15 @@ class ReplicaGroup:
         if self.own.is_leader:
             self._is_deciding = True
             try:
-                outcome = {"result": compute()}
-            except PeersLostError:
-                pass
-            except Exception as raised:  # noqa: BLE001 (raised below)
-                error, outcome = raised, {"error": f"{type(raised).__name__}: {raised}"}
+                outcome, error = attempt(compute, [PeersLostError])
             finally:
                 self._is_deciding = False
         outcome = self.own.share(outcome)
-        if error is not None:
-            raise error
         if "error" in outcome:
-            raise RuntimeError(f"process 0 of this replica has failed: {outcome['error']}")
-        if "result" not in outcome:
-            self._lose()
-            raise PeersLostError
+            error = error or shared_error(outcome["error"], [PeersLostError], _failure_of_leader)
+            if isinstance(error, PeersLostError):
+                self._lose()
+            raise error
         result: T = outcome["result"]
         return result
 
@@ -802,6 +796,10 @@ def exchange_values(store: TCPStore, key: str, rank: int, ranks: int, value: str
     keys = [f"{key}/{each}" for each in range(ranks)]
     store.set(keys[rank], value)
     return [each.decode() for each in store.multi_get(keys)]
+
+
+def _failure_of_leader(message: str) -> RuntimeError:
+    return RuntimeError(f"process 0 of this replica has failed: {message}")
 
 
 def _random_numbers() -> list[int]:

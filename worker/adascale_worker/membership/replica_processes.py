@@ -85,6 +85,28 @@ class ReplicaMessages:
         return tensors
 
 
+def attempt(
+    action: Callable[[], Any], kinds: Sequence[type[Exception]]
+) -> tuple[dict[str, Any], Exception | None]:
+    """Return what the processes of a replica share of an action, its result or error, and the error itself.
+
+    `kinds` are the errors that all of them raise alike, subclasses first.
+    """
+    try:
+        return {"result": action()}, None
+    except Exception as error:  # noqa: BLE001 (the other processes wait for it)
+        name = next((kind.__name__ for kind in kinds if isinstance(error, kind)), "")
+        return {"error": (name, str(error) if name else f"{type(error).__name__}: {error}")}, error
+
+
+def shared_error(
+    described: Sequence[str], kinds: Sequence[type[Exception]], otherwise: Callable[[str], Exception]
+) -> Exception:
+    """Return the error that `attempt` has described; `otherwise` makes one of another kind."""
+    name, message = described
+    return next((kind for kind in kinds if kind.__name__ == name), otherwise)(message)
+
+
 def _encoded(value: Any) -> tuple[Tensor, Tensor]:
     """Return the length of a document and its beginning, and the whole document."""
     document = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

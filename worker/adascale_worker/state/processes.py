@@ -23,7 +23,7 @@ from adascale_worker.errors import (
     UnusableCheckpointError,
     WorkerError,
 )
-from adascale_worker.membership.replica_processes import ReplicaMessages
+from adascale_worker.membership.replica_processes import ReplicaMessages, attempt, shared_error
 
 T = TypeVar("T")
 
@@ -70,39 +70,20 @@ class CheckpointProcesses:
 
     def lead(self, action: Callable[[], T]) -> T:
         """Return on all processes the result of process 0, which JSON can have, or raise its error."""
-        if self._messages is None:
-            return action()
-        outcome, error = _outcome(action) if self.leads else (None, None)
-        outcome = self._messages.share(outcome)
-        if "error" in outcome:
-            raise _error(*outcome["error"]) from error
-        result: T = outcome["result"]
+        result: T = self.each(lambda: action() if self.leads else None)[0]
         return result
 
-    def each(self, action: Callable[[], T]) -> list[T]:
+    def each(self, action: Callable[[], Any]) -> list[Any]:
         """Return on all processes the results of each, in their order, or raise an error of one."""
         if self._messages is None:
             return [action()]
-        own, error = _outcome(action)
+        own, error = attempt(action, _KINDS)
         outcomes = self._messages.gather(own)
         failures = [outcome["error"] for outcome in outcomes if "error" in outcome]
         if failures:
-            raise _error(*min(failures, key=lambda each: _NAMES.index(each[0]))) from error
+            first = min(failures, key=lambda failure: _NAMES.index(failure[0] or CheckpointError.__name__))
+            raise shared_error(first, _KINDS, CheckpointError) from error
         return [outcome["result"] for outcome in outcomes]
 
 
 _NAMES: Final = [kind.__name__ for kind in _KINDS]
-
-
-def _outcome(action: Callable[[], Any]) -> tuple[dict[str, Any], Exception | None]:
-    try:
-        return {"result": action()}, None
-    except Exception as error:  # noqa: BLE001 (the other processes wait for it)
-        kind = next((kind for kind in _KINDS if isinstance(error, kind)), None)
-        if kind is None:
-            return {"error": (CheckpointError.__name__, f"{type(error).__name__}: {error}")}, error
-        return {"error": (kind.__name__, str(error))}, error
-
-
-def _error(name: str, message: str) -> Exception:
-    return _KINDS[_NAMES.index(name)](message)

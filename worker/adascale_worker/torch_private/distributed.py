@@ -40,22 +40,6 @@ def tcp_store(
     )
 
 
-def local_process_group() -> dist.ProcessGroup:
-    """Return a process group of this process alone, which no other process has to make too.
-
-    `torch.distributed.new_group` requires a default process group of which it is a part.
-    """
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    group = dist.ProcessGroup(store, 0, 1)
-    backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=5))
-    register = private_part(group, "_register_backend", "to make a group of one process")
-    kind = dist.ProcessGroup.BackendType.GLOO
-    for device in ("cpu", "cuda"):
-        register(torch.device(device), kind, backend)
-    private_part(group, "_set_default_backend", "to make a group of one process")(kind)
-    return group
-
-
 def process_group_beside(
     store: Any, rank: int, size: int, device: torch.device, timeout: timedelta, *, share_a_gpu: bool
 ) -> dist.ProcessGroup:
