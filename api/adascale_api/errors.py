@@ -5,7 +5,9 @@ RequestError
 ├── NotJsonError          415
 ├── BodyTooLargeError     413
 ├── CursorExpiredError    410, in service.changes
+├── UnreadableJobError    500, in data.job
 ├── RefusedReplicaError   409
+├── NotFoundError         404
 ├── UnauthorizedError     401
 ├── ForbiddenError        403
 ├── TlsRequiredError      426
@@ -80,6 +82,12 @@ class InvalidInputError(RequestError):
         more = f" (and {len(field_errors) - 1} more)" if len(field_errors) > 1 else ""
         super().__init__(f"{field_errors[0]}{more}; nothing was stored")
         self.field_errors = list(field_errors[:MAX_FIELD_ERRORS])
+
+
+class NotFoundError(RequestError):
+    """There is no such job, or no report or decision about it."""
+
+    status = 404
 
 
 class NotJsonError(RequestError):

@@ -159,11 +159,11 @@ def test_reports_count_once_and_are_ordered_by_generation_and_step(
     assert report_store.parse_report(job_id, latest) == expected[-1]
     history = store.read(report_store.history, job=job, points=points)
     assert total == history.total == len(expected)
-    assert len(history.reports) <= min(points, len(expected))
-    assert points < len(expected) or history.reports == expected
-    assert history.reports == [report for report in expected if report in history.reports]
-    assert history.reports[-1] == expected[-1]
-    assert points == 1 or history.reports[0] == expected[0]
+    assert len(history.points) <= min(points, len(expected))
+    assert points < len(expected) or history.points == expected
+    assert history.points == [report for report in expected if report in history.points]
+    assert history.points[-1] == expected[-1]
+    assert points == 1 or history.points[0] == expected[0]
 
 
 @given(st.integers(3, 3000), st.integers(3, 60))
@@ -172,7 +172,7 @@ def test_the_points_of_a_history_are_evenly_spread(sqlite_store: Store, total: i
     job_id = new_job_id()
     sqlite_store.post(job_id, [a_report(step) for step in range(total)])
     history = sqlite_store.read(report_store.history, job=sqlite_store.job(job_id), points=points)
-    steps = [report.step for report in history.reports]
+    steps = [report.step for report in history.points]
     gaps = [after - before for before, after in pairwise(steps)]
     assert max(gaps) <= 2 * max(1, total // (len(steps) - 1)) + 1
 
@@ -243,7 +243,7 @@ def test_a_job_keeps_its_newest_reports_and_an_even_part_of_the_earlier_ones(sto
         new = [a_report(step, generation=1 + step // 1500) for step in range(start, start + 40)]
         store.write(report_store.post, job_id=job_id, new=new, now=0.0, retention=retention)
     history = store.read(report_store.history, job=store.job(job_id), points=5000)
-    steps = [report.step for report in history.reports]
+    steps = [report.step for report in history.points]
     assert history.total == 4000
     assert len(steps) < retention.limit
     assert steps[0] == 0
@@ -348,7 +348,7 @@ def test_the_cost_of_thinning_grows_with_the_number_of_reports_and_not_faster(sq
         thin = partial(report_store.post, job_id=f"a.{kept}", new=new[-1:], now=0.0, retention=retention)
         costs.append(sqlite_store.write(lambda each, thin=thin: instructions(each, partial(thin, each))))
         left = sqlite_store.read(report_store.history, job=sqlite_store.job(f"a.{kept}"), points=10_000)
-        assert len(left.reports) < retention.limit
+        assert len(left.points) < retention.limit
     few, many = costs
     assert many < 16 * few
 

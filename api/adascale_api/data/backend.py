@@ -56,6 +56,8 @@ class Connector:
     """The types of columns, by the names that `TABLES` has for them."""
     suffixes: Mapping[str, str] = {}
     """What follows the columns of a table."""
+    text: Callable[[Sql], str]
+    """Returns a statement as the driver reads it."""
     remedy = "use another database"
     """What to do if the tables can't be used."""
 
@@ -81,10 +83,6 @@ class Connector:
 
     def close(self) -> None:
         """Give all resources back."""
-
-    def text(self, statement: Sql) -> str:
-        """Return a statement as the driver reads it."""
-        raise NotImplementedError
 
     def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
         """Report the changes that services commit, from a thread, until `close`.

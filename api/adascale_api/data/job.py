@@ -7,7 +7,7 @@ from functools import cached_property
 
 from pydantic import TypeAdapter
 
-from adascale_core.errors import AdaScaleError
+from adascale_api.errors import RequestError
 from adascale_core.messages.allocation import AllocationView
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.rendezvous.rendezvous import Rendezvous
@@ -21,8 +21,10 @@ MAX_CACHED = 64 * 1024 * 1024
 """Bytes of the cached states."""
 
 
-class UnreadableJobError(AdaScaleError):
+class UnreadableJobError(RequestError):
     """The stored state of a job can't be read."""
+
+    status = 500
 
     def __init__(self, job_id: str, cause: Exception) -> None:
         super().__init__(

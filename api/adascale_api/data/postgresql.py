@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 from uuid import uuid4
 
@@ -11,7 +12,6 @@ from psycopg import sql as psycopg_sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from adascale_api.data.backend import Connector, Failure, UnusableDatabaseError
-from adascale_api.data.sql import Sql
 from adascale_api.data.tables import TABLES
 
 MIN_VERSION = 150000
@@ -65,6 +65,7 @@ class PostgresqlConnector(Connector):
     """Opens connections to a PostgreSQL database."""
 
     error = psycopg.Error
+    text = attrgetter("postgresql")
     is_shared = True
     types = {  # noqa: RUF012
         "key": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
@@ -159,12 +160,6 @@ class PostgresqlConnector(Connector):
         self._closed.set()
         if self._listener is not None:
             self._listener.join(LISTEN_TIMEOUT + 1)
-
-    # -- statements -----------------------------------------------------------------------------------------
-
-    def text(self, statement: Sql) -> str:
-        """Return a statement as the driver reads it."""
-        return statement.postgresql
 
     # -- health ---------------------------------------------------------------------------------------------
 

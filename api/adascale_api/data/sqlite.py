@@ -5,11 +5,11 @@ import os
 import sqlite3
 import time
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from adascale_api.data.backend import Connector, Failure, UnusableDatabaseError
-from adascale_api.data.sql import Sql
 from adascale_api.data.tables import SCHEMA_VERSION
 
 PREFIX = "sqlite:///"
@@ -44,11 +44,8 @@ class _SqliteFile(Connector):
     error = sqlite3.Error
     types = {"key": "INTEGER PRIMARY KEY AUTOINCREMENT", "double": "DOUBLE", "bytes": "BLOB"}  # noqa: RUF012
     suffixes = dict.fromkeys(("reports", "step_times"), "WITHOUT ROWID")
+    text = attrgetter("sqlite")
     remedy = "use another file"
-
-    def text(self, statement: Sql) -> str:
-        """Return a statement as the driver reads it."""
-        return statement.sqlite
 
     def begin(self, connection: sqlite3.Connection, *, writes: bool) -> None:
         """Begin a transaction. A query ends after `READ_TIMEOUT`."""

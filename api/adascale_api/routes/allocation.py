@@ -10,8 +10,7 @@ from pydantic import TypeAdapter
 from adascale_api.bodies import AllocationBody, DecisionBody, RegistrationBody
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs
-from adascale_api.data.store.jobs import JobNotFoundError
-from adascale_api.errors import ConflictBody, ErrorBody, FieldError, InvalidInputError
+from adascale_api.errors import ConflictBody, ErrorBody, FieldError, InvalidInputError, NotFoundError
 from adascale_api.http.request_body import object_body
 from adascale_api.routes.common import (
     CONTROLLER,
@@ -140,15 +139,6 @@ async def put_replica(
     return Response(_member_view.dump_json(view), media_type="application/json")
 
 
-class DecisionNotFoundError(JobNotFoundError):
-    """There is no decision about the job."""
-
-    def __init__(self, job_id: str) -> None:
-        super(JobNotFoundError, self).__init__(
-            f"there is no decision about job {job_id} yet: the controller stores one soon after the start"
-        )
-
-
 @decision_router.put(
     "",
     summary="Store the decision about the replica count",
@@ -183,7 +173,9 @@ async def get_decision(service: ServiceOf, job: JobId, may_know_jobs: MayKnowJob
     def query(transaction: Transaction) -> DecisionView:
         found = jobs.find_decision(transaction, jobs.find_job(transaction, job))
         if found is None:
-            raise DecisionNotFoundError(job)
+            raise NotFoundError(
+                f"there is no decision about job {job} yet: the controller stores one soon after the start"
+            )
         return found if may_know_jobs else found.without_other_jobs()
 
     return await service.database.read(query)

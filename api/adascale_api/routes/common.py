@@ -16,8 +16,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from adascale_api.auth.authorization import Role
-from adascale_api.data.job import UnreadableJobError
-from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.errors import ErrorBody, ForbiddenError, InvalidInputError, RequestError, UnauthorizedError
 from adascale_api.http.connections import CLOSED
 from adascale_api.http.request_body import field_errors
@@ -251,10 +249,6 @@ def response_to(error: Exception) -> Response:
             return error_response(error.status, ErrorBody(error=str(error), detail=error.field_errors))
         case RequestError():
             return error_response(error.status, ErrorBody(error=str(error)), error.headers)
-        case JobNotFoundError():
-            return error_response(404, ErrorBody(error=str(error)))
-        case UnreadableJobError():
-            return error_response(500, ErrorBody(error=str(error)))
         case InvalidJobError() | InvalidJobIdError():
             return error_response(422, ErrorBody(error=str(error)))
     raise error

@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, create_model
 from adascale_api.bodies import GainReportBody
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
-from adascale_api.data.store.jobs import JobNotFoundError
+from adascale_api.errors import NotFoundError
 from adascale_api.http.request_body import reports_body
 from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, answer, errors
 from adascale_core.batch.plans import EfficiencyBound, valid_replicas
@@ -39,15 +39,6 @@ GainResponse = create_model(
     predictions=Annotated[list[PredictionView] | None, Field(description=_PREDICTIONS)],
 )
 """The JSON of a `GainView`, for the OpenAPI document."""
-
-
-class ReportNotFoundError(JobNotFoundError):
-    """The job has no report."""
-
-    def __init__(self, job_id: str) -> None:
-        super(JobNotFoundError, self).__init__(
-            f"job {job_id} has no report yet: the first report follows its first optimizer step"
-        )
 
 
 @router.post(
@@ -115,7 +106,7 @@ async def get_history(
     # In the thread of the read: thousands of reports would delay all requests otherwise.
     def query(transaction: Transaction) -> Response:
         found = reports.history(transaction, jobs.find_job(transaction, job), points)
-        return answer(_history, HistoryView(job, found.total, found.reports), shows_all=True)
+        return answer(_history, found, shows_all=True)
 
     return await service.database.read(query, is_long=True)
 
@@ -124,7 +115,9 @@ def _gain_view(transaction: Transaction, job_id: str) -> GainView:
     job = jobs.find_job(transaction, job_id)
     report = reports.latest_report(transaction, job)
     if report is None:
-        raise ReportNotFoundError(job_id)
+        raise NotFoundError(
+            f"job {job_id} has no report yet: the first report follows its first optimizer step"
+        )
     predictions, limit = None, job.rendezvous.local_bsz_limit_of_report(report.accelerator)
     if job.spec is not None:
         spec = job.spec.with_limit(limit)

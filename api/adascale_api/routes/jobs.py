@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -79,8 +79,8 @@ async def get_job(service: ServiceOf, job: JobId, shows_all: MayReadAll) -> Resp
     """Returns the job's declaration, generations, replicas, latest report and measured step times. Logs and
     addresses are empty without a token that may read the job."""
     query = partial(find_view, job_id=job, service=service, shows_logs=shows_all)
-    found = await service.database.read(query, is_long=True)
-    return answer(_job_view, found.view, shows_all=shows_all)
+    view, _ = await service.database.read(query, is_long=True)
+    return answer(_job_view, view, shows_all=shows_all)
 
 
 @router.put(
@@ -109,7 +109,8 @@ async def put_job(
     if await service.database.write(partial(jobs.declare, job_id=job, spec=spec, now=now), job_id=job):
         response.status_code = 201
     query = partial(find_view, job_id=job, service=service, shows_logs=True)
-    return (await service.database.read(query)).view
+    view, _ = await service.database.read(query)
+    return view
 
 
 @router.delete(
@@ -177,10 +178,10 @@ async def get_changes(
         for job_id, after in found:
             try:
                 # The first reads of the transaction follow the changes, so it sees them.
-                found_view = find_view(transaction, job_id, service, shows_logs=shows_all)
-                if not room.takes(found_view.size):
+                view, size = find_view(transaction, job_id, service, shows_logs=shows_all)
+                if not room.takes(size):
                     break
-                views.append(found_view.view)
+                views.append(view)
             except JobNotFoundError:
                 deleted.append(job_id)
             except UnreadableJobError as error:
@@ -192,12 +193,8 @@ async def get_changes(
     return answer(_job_changes, changes, shows_all=shows_all)
 
 
-@dataclass(frozen=True)
-class SizedView:
-    """The view of a job, and the bytes that it has in an answer, approximately."""
-
-    view: JobView
-    size: int
+SizedView = tuple[JobView, int]
+"""The view of a job, and the bytes that it has in an answer, approximately."""
 
 
 def find_view(transaction: Transaction, job_id: str, service: Service, *, shows_logs: bool) -> SizedView:
@@ -222,22 +219,22 @@ def list_views(
         view = _viewer(transaction, part, service, shows_logs=shows_logs)
         for job in part:
             try:
-                sized = view(job)
+                found, size = view(job)
             except UnreadableJobError as error:
                 logger.error("%s", error)
             else:
-                if not room.takes(sized.size):
+                if not room.takes(size):
                     return views, done
-                views.append(sized.view)
+                views.append(found)
             done = job.id
     return views, page.next
 
 
 def _viewer(
-    transaction: Transaction, found: Sequence[StoredJob], service: Service, *, shows_logs: bool
+    transaction: Transaction, page: Sequence[StoredJob], service: Service, *, shows_logs: bool
 ) -> Callable[[StoredJob], SizedView]:
     """Read what the views of jobs need, which are in the order of their ids, and return what makes a view."""
-    first, last = found[0].id, found[-1].id
+    first, last = page[0].id, page[-1].id
     latest = reports.latest_rows(transaction, first, last)
     step_times = reports.step_time_rows(transaction, first, last)
     have_logs = replicas.jobs_with_logs(transaction, first, last)
@@ -247,7 +244,7 @@ def _viewer(
         ages = service.heartbeats.ages(job.id)
         logs = replicas.logs(transaction, job, with_texts=shows_logs) if job.key in have_logs else {}
         times = reports.parse_step_times(job.id, step_times.get(job.id, []))
-        view = JobView(
+        found = JobView(
             id=job.id,
             spec=job.spec,
             version=job.version,
@@ -269,7 +266,7 @@ def _viewer(
             local_bsz_limit=state.local_bsz_limit,
         )
         of_logs = sum(len(log.text) for log in logs.values())
-        return SizedView(view, len(job.rendezvous_text) + of_logs + _STEP_TIME_SIZE * len(times))
+        return found, len(job.rendezvous_text) + of_logs + _STEP_TIME_SIZE * len(times)
 
     return view
 

@@ -4,9 +4,9 @@ from contextlib import AsyncExitStack
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adascale_api.errors import ErrorBody, UnavailableError
+from adascale_api.errors import ErrorBody, NotFoundError, UnavailableError
 from adascale_api.routes.common import SERVICE, error_response, response_to
-from adascale_api.service.run_services import RunNotFoundError, RunServices
+from adascale_api.service.run_services import RunServices
 
 
 class RunPaths:
@@ -33,7 +33,7 @@ class RunPaths:
             async with AsyncExitStack() as opened:
                 try:
                     job, service = await opened.enter_async_context(self._runs.open(run))
-                except (RunNotFoundError, UnavailableError) as error:
+                except (NotFoundError, UnavailableError) as error:
                     return await response_to(error)(scope, receive, send)
                 path = f"/jobs/{job}{slash}{rest}"
                 state = {**scope.get("state", {}), SERVICE: service}

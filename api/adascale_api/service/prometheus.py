@@ -100,24 +100,17 @@ class _Health:
         )
 
 
-def _jobs_text(latest: list[tuple[str, float, float, float, int, int]]) -> str:
+def _jobs_text(latest: list[tuple[str, list[float]]]) -> str:
     """Return the gauges of all jobs.
 
     Formatted here, because the client library takes ten times as long for thousands of jobs.
     """
-    # Ids of jobs have no character that must be escaped.
-    # `job` and `namespace` are labels that Prometheus sets itself.
-    samples: list[list[str]] = [
-        [f'adascale_job_gain{{adascale_job="{row[0]}"}} {row[1]}' for row in latest],
-        [f'adascale_job_efficiency_ratio{{adascale_job="{row[0]}"}} {row[1] / row[2]}' for row in latest],
-        [f'adascale_job_progress_steps{{adascale_job="{row[0]}"}} {row[3]}' for row in latest],
-        [f'adascale_job_replicas{{adascale_job="{row[0]}"}} {row[4]}.0' for row in latest],
-        [f'adascale_job_local_batch_size_samples{{adascale_job="{row[0]}"}} {row[5]}.0' for row in latest],
-    ]
     lines: list[str] = []
-    for (name, description), of_gauge in zip(_GAUGES, samples, strict=True):
+    for number, (name, description) in enumerate(_GAUGES):
         lines += [f"# HELP adascale_job_{name} {description}", f"# TYPE adascale_job_{name} gauge"]
-        lines += of_gauge
+        # Ids of jobs have no character that must be escaped.
+        # `job` and `namespace` are labels that Prometheus sets itself.
+        lines += [f'adascale_job_{name}{{adascale_job="{job}"}} {numbers[number]}' for job, numbers in latest]
     return "\n".join([*lines, ""])
 
 

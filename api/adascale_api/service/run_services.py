@@ -21,13 +21,13 @@ from adascale_api.data.job import UnreadableJobError
 from adascale_api.data.sql import Transaction
 from adascale_api.data.sqlite import SqliteReader
 from adascale_api.data.store import jobs, reports
-from adascale_api.data.store.jobs import JobNotFoundError
-from adascale_api.errors import UnavailableError
+from adascale_api.errors import NotFoundError, UnavailableError
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.service.service import Service, Settings
 from adascale_api.service.summaries import Summaries
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import DEFAULT_NAMESPACE
+from adascale_core.rendezvous.rendezvous import Rendezvous
 from adascale_core.views.job_summary import JobStateName, JobSummary, RunEntry, summarize
 from adascale_core.views.usage import UsageGroup, UsageView, UsedReplicas, usage
 
@@ -41,15 +41,6 @@ class RunListError(AdaScaleError):
     """The list of runs cannot be read."""
 
     exit_code = 2
-
-
-class RunNotFoundError(JobNotFoundError):
-    """There is no such run."""
-
-    def __init__(self, run: str) -> None:
-        super(JobNotFoundError, self).__init__(
-            f"there is no run {run} here: `adascale list` lists the runs on this machine"
-        )
 
 
 def read_entries(path: Path) -> list[RunEntry]:
@@ -156,7 +147,7 @@ class RunServices:
         job = run if "." in run else f"{DEFAULT_NAMESPACE}.{run}"
         of_job = [entry for entry in self._entries.values() if entry.job == job]
         if not of_job:
-            raise RunNotFoundError(run)
+            raise NotFoundError(f"there is no run {run} here: `adascale list` lists the runs on this machine")
         # When a run ended that was killed is not known.
         return max(of_job, key=lambda entry: (entry.state is None, entry.began_at))
 
@@ -184,7 +175,7 @@ def _summary(transaction: Transaction, job_id: str) -> JobSummary | None:
     """Return the summary of a job; None if the service has not stored it."""
     try:
         job = jobs.find_job(transaction, job_id)
-    except JobNotFoundError:
+    except NotFoundError:
         return None
     report = reports.latest_report(transaction, job)
     return summarize(job.id, job.spec, job.rendezvous, report, job.created_at)
@@ -193,37 +184,16 @@ def _summary(transaction: Transaction, job_id: str) -> JobSummary | None:
 def _of_run(entry: RunEntry, stored: _Stored) -> JobSummary:
     """Return the summary of a run: what its service has stored, and what is known besides that."""
     run = replace(entry.run, reason=entry.run.reason or stored.problem)
-    found = stored.summary
-    if found is None:
-        return JobSummary(
-            id=entry.id,
-            state=entry.state or JobStateName.STARTING,
-            replicas=0,
-            desired=None,
-            max_replicas=None,
-            created_at=run.began_at,
-            generation=0,
-            failures=0,
-            disruptions=0,
-            batch_size=None,
-            target=None,
-            latest=None,
-            seconds_left=None,
-            run=run,
-        )
-    if entry.state is None:
-        return replace(found, id=entry.id, run=run)
-    # A run that was killed has stored no end.
-    return replace(
-        found,
+    found = replace(
+        stored.summary
+        or replace(summarize(entry.job, None, Rendezvous(), None, run.began_at), state=JobStateName.STARTING),
         id=entry.id,
-        state=entry.state,
-        replicas=0,
-        spares=0,
-        desired=None,
-        seconds_left=None,
         run=run,
     )
+    if entry.state is None:
+        return found
+    # A run that was killed has stored no end.
+    return replace(found, state=entry.state, replicas=0, spares=0, desired=None, seconds_left=None)
 
 
 def _state_of_files(database: str) -> tuple[object, ...]:

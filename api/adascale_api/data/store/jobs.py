@@ -9,8 +9,7 @@ from functools import partial
 from adascale_api.data.job import StoredJob, UnreadableJobError
 from adascale_api.data.sql import Sql, Transaction, upsert
 from adascale_api.data.tables import OF_A_JOB
-from adascale_api.errors import UnavailableError
-from adascale_core.errors import AdaScaleError
+from adascale_api.errors import NotFoundError, UnavailableError
 from adascale_core.job_id import namespace_of
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
@@ -38,7 +37,7 @@ MAX_USED = 50_000
 logger = logging.getLogger(__name__)
 
 
-class JobNotFoundError(AdaScaleError):
+class JobNotFoundError(NotFoundError):
     """The job does not exist."""
 
     def __init__(self, job_id: str) -> None:

@@ -20,6 +20,7 @@ from adascale_api.data.sql import Row, Sql, Transaction, upsert
 from adascale_api.data.store.jobs import MAX_UNDECLARED, apply, lock_or_create
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.rendezvous import rendezvous
+from adascale_core.views.gain import HistoryView
 
 REPORTS_PER_STEP_TIME = 50
 """A step time is the median over this many of the latest reports with the same batch plan."""
@@ -52,14 +53,6 @@ class Retention:
     def limit(self) -> int:
         """The number of reports at which earlier ones are removed."""
         return self.newest + 2 * self.earlier
-
-
-@dataclass(frozen=True)
-class History:
-    """Some of a job's reports, by generation and step, and the number of all that were received."""
-
-    reports: list[GainReport]
-    total: int
 
 
 @dataclass(frozen=True)
@@ -133,33 +126,34 @@ def latest_rows(transaction: Transaction, first: str, last: str) -> dict[str, Ro
     return {row[0]: row[1:] for row in transaction.all(_LATEST, first=first, last=last)}
 
 
-def latest_gauges(transaction: Transaction) -> list[tuple[str, float, float, float, int, int]]:
-    """Return (job id, gain, scale, progress, replicas, local batch size) of the latest report of each
+def latest_gauges(transaction: Transaction) -> list[tuple[str, list[float]]]:
+    """Return the id and (gain, efficiency, progress, replicas, local batch size) of the latest report of each
     job that is not complete. Those that can't be read are logged, and are not among them."""
     readable = []
-    for row in transaction.all(_ALL_LATEST):
+    for job_id, *numbers in transaction.all(_ALL_LATEST):
         try:
-            if not all(map(isfinite, row[1:])) or row[2] <= 0:
+            gauges = [float(number) for number in numbers]
+            if not all(map(isfinite, gauges)) or gauges[1] <= 0:
                 raise ValueError("a report has a number that is not valid")
         except (ValueError, TypeError) as error:
-            logger.error("%s", UnreadableJobError(row[0], error))
+            logger.error("%s", UnreadableJobError(job_id, error))
         else:
-            readable.append(row)
+            readable.append((job_id, gauges))
     return readable
 
 
-def history(transaction: Transaction, job: StoredJob, points: int) -> History:
+def history(transaction: Transaction, job: StoredJob, points: int) -> HistoryView:
     """Return at most `points` of a job's reports, evenly spread, the first and the last among them."""
     measurements = _measurements(transaction, job)
     if measurements is None:
-        return History([], 0)
+        return HistoryView(job.id, 0, [])
     received, kept = measurements[2:]
     if kept <= points:
         rows = transaction.all(_ALL, key=job.key)
     else:
         # Number n is a point if n * (points - 1) / (kept - 1) passes an integer there. The last always is.
         rows = transaction.all(_SPREAD, key=job.key, last=kept - 1, gaps=max(points - 1, 0))
-    return History([_parse_report(job.id, row) for row in rows], received)
+    return HistoryView(job.id, received, [_parse_report(job.id, row) for row in rows])
 
 
 def step_times(transaction: Transaction, job: StoredJob) -> list[StepTime]:
@@ -357,7 +351,7 @@ _FROM_LATEST = """
     """
 _ALL_LATEST = Sql(
     f"""
-    SELECT jobs.id, gain, scale, progress, replicas, local_bsz {_FROM_LATEST}
+    SELECT jobs.id, gain, gain / nullif(scale, 0), progress, replicas, local_bsz {_FROM_LATEST}
     WHERE jobs.id IS NOT NULL AND complete = 0
     ORDER BY jobs.id
     """
