@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from adascale_api.auth.authorization import Authorizer, ReadTokenAuthorizer, SharedToken, SharedTokenFile
+from adascale_api.auth.authorization import Authorizer, ReadTokenAuthorizer, shared_token
 from adascale_api.auth.service_accounts import DEFAULT_CONTROLLER, ServiceAccountAuthorizer
 from adascale_api.bodies import MAX_INTEGER
 from adascale_api.data.store.reports import Retention
@@ -52,7 +52,10 @@ def main() -> NoReturn:
 def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Run the metrics service until SIGTERM or SIGINT."""
     options = _parser().parse_args(arguments)
-    authorizer = _with_readers(_authorizer(options, environment), environment)
+    authorizer = _authorizer(options, environment)
+    readers = shared_token(environment, ENV_READ_TOKEN, ENV_READ_TOKEN_FILE)
+    if authorizer is not None and readers is not None:
+        authorizer = ReadTokenAuthorizer(readers, authorizer)
     if options.runs is not None:
         if options.database is not None:
             raise UsageError("--runs and --database contradict each other: remove one of them")
@@ -228,25 +231,13 @@ def _authorizer(options: argparse.Namespace, environment: Mapping[str, str]) -> 
             "NO AUTHENTICATION: every program on this machine can write to this service"
         )
         return None
-    if path := environment.get(ENV_TOKEN_FILE):
-        return SharedTokenFile(Path(path))
-    if token := environment.get(ENV_TOKEN):
-        return SharedToken(token)
+    if token := shared_token(environment, ENV_TOKEN, ENV_TOKEN_FILE):
+        return token
     raise UsageError(
         f"no token is set to protect the service: set {ENV_TOKEN} or {ENV_TOKEN_FILE}, for example\n"
         f"    export {ENV_TOKEN}=$(openssl rand -hex 32)\n"
         "or use --no-auth to allow every program on this machine to write"
     )
-
-
-def _with_readers(authorizer: Authorizer | None, environment: Mapping[str, str]) -> Authorizer | None:
-    if authorizer is None:
-        return None
-    if path := environment.get(ENV_READ_TOKEN_FILE):
-        return ReadTokenAuthorizer(SharedTokenFile(Path(path), ENV_READ_TOKEN_FILE), authorizer)
-    if token := environment.get(ENV_READ_TOKEN):
-        return ReadTokenAuthorizer(SharedToken(token, ENV_READ_TOKEN), authorizer)
-    return authorizer
 
 
 def _service_account_authorizer(

@@ -2,6 +2,7 @@
 
 import hmac
 import logging
+from collections.abc import Mapping
 from enum import Enum, auto
 from pathlib import Path
 from typing import Protocol
@@ -102,6 +103,15 @@ class SharedTokenFile(SharedToken):
 
     def _read(self) -> str:
         return self._path.read_text().strip()
+
+
+def shared_token(environment: Mapping[str, str], variable: str, file_variable: str) -> SharedToken | None:
+    """Return what authorizes the bearers of the token in a file or a variable; None if neither is given."""
+    if path := environment.get(file_variable):
+        return SharedTokenFile(Path(path), file_variable)
+    if token := environment.get(variable):
+        return SharedToken(token, variable)
+    return None
 
 
 class ReadTokenAuthorizer:

@@ -71,35 +71,6 @@ class TokenReviewer(Protocol):
         ...
 
 
-class TooManyReviewsError(UnavailableError):
-    """Too many reviews wait."""
-
-
-class TokenReviewQueue:
-    """Bounds the reviews of all clients and of each, since anyone can send tokens to review.
-
-    Reviews begin in the order of the requests, and no address has more than its share of the places before.
-    """
-
-    def __init__(self, reviewer: TokenReviewer) -> None:
-        self._reviewer = reviewer
-        self._turns = asyncio.Semaphore(MAX_REVIEWS)
-        self._open: Counter[str] = Counter()
-
-    async def review(self, token: str, audiences: Sequence[str], client: str) -> TokenReviewResult:
-        """Review a token that an address has sent."""
-        if self._open[client] >= MAX_REVIEWS_PER_CLIENT or self._open.total() >= MAX_WAITING:
-            raise TooManyReviewsError("too many tokens are being reviewed")
-        self._open[client] += 1
-        try:
-            async with self._turns:
-                return await self._reviewer.review(token, audiences)
-        finally:
-            self._open[client] -= 1
-            if not self._open[client]:
-                del self._open[client]
-
-
 @dataclass(frozen=True)
 class _Entry:
     result: TokenReviewResult
@@ -107,14 +78,17 @@ class _Entry:
 
 
 class TokenReviewCache:
-    """Caches reviews by digests of the tokens, so that most requests need none.
+    """Caches reviews by digests of the tokens, and bounds those of each address.
 
     Entries expire, since tokens may be revoked or become valid. While the Kubernetes API does not answer,
     accepted tokens stay valid for some minutes: training must not stop when the API server restarts.
     """
 
     def __init__(self, reviewer: TokenReviewer, clock: Callable[[], float] = time.monotonic) -> None:
-        self._queue = TokenReviewQueue(reviewer)
+        self._reviewer = reviewer
+        self._turns = asyncio.Semaphore(MAX_REVIEWS)
+        self._open: Counter[str] = Counter()
+        """The reviews of each address that run or wait."""
         self._clock = clock
         self._accepted: OrderedDict[bytes, _Entry] = OrderedDict()
         self._rejected: OrderedDict[bytes, _Entry] = OrderedDict()
@@ -140,16 +114,23 @@ class TokenReviewCache:
     async def _review(
         self, key: bytes, token: str, audiences: Sequence[str], client: str
     ) -> TokenReviewResult:
-        try:
-            result = await self._queue.review(token, audiences, client)
-        except TooManyReviewsError:
+        # Anyone can send tokens to review.
+        if self._open[client] >= MAX_REVIEWS_PER_CLIENT or self._open.total() >= MAX_WAITING:
             return self._find_accepted(key)
+        self._open[client] += 1
+        try:
+            async with self._turns:
+                result = await self._reviewer.review(token, audiences)
         except UnavailableError as error:
             self._retry_at = self._clock() + RETRY_INTERVAL
             if self._logged_error != str(error):
                 self._logged_error = str(error)
                 logger.warning("%s", error)
             return self._find_accepted(key)
+        finally:
+            self._open[client] -= 1
+            if not self._open[client]:
+                del self._open[client]
         if self._logged_error:
             self._logged_error = ""
             logger.warning("the Kubernetes API reviews tokens again")

@@ -80,17 +80,11 @@ class PostgresqlConnector(Connector):
             raise UnusableDatabaseError(
                 f"the database URL is not valid: {str(error).strip()}; use postgresql://USER:PASSWORD@HOST/NAME"
             ) from error
-        timeouts = " ".join(f"-c {name}={value}" for name, value in TIMEOUTS.items())
-        options = " ".join(filter(None, [timeouts, str(given.get("options") or "")]))
-        self._conninfo = make_conninfo("", **{**SETTINGS, **given, "options": options})
-        self._sets_timeouts = False
-        """Whether timeouts are set by statements, because a pooler does not take them at the start."""
+        self._conninfo = make_conninfo("", **{**SETTINGS, **given})
         self.url = f"postgresql://{given.get('host', '')}/{given.get('dbname', '')}"
         self._closed = threading.Event()
         self._listener: threading.Thread | None = None
         try:
-            if self._rejects_options():
-                self._conninfo = make_conninfo("", **{**SETTINGS, **given})
             with self._open() as connection:
                 self._create_tables(connection)
             self._require_notifications()
@@ -111,24 +105,13 @@ class PostgresqlConnector(Connector):
 
     def _open(self, *, autocommit: bool = False) -> psycopg.Connection[Any]:
         connection = psycopg.connect(self._conninfo, autocommit=True)
-        if self._sets_timeouts:
-            for name, value in TIMEOUTS.items():
-                connection.execute("SELECT set_config(%s, %s, false)", (name, str(value)))
+        # Not by options at the start of the connection, which poolers refuse or drop.
+        connection.execute(
+            "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS each (name, value)",
+            ([*TIMEOUTS], [*map(str, TIMEOUTS.values())]),
+        )
         connection.autocommit = autocommit
         return connection
-
-    def _rejects_options(self) -> bool:
-        """Whether a pooler takes no options at the start of a connection, or drops them."""
-        try:
-            with psycopg.connect(self._conninfo, autocommit=True) as connection:
-                found = [connection.execute(f"SHOW {name}".encode()).fetchone() for name in TIMEOUTS]
-        except psycopg.OperationalError as error:
-            if "unsupported startup parameter" not in str(error):
-                raise
-            self._sets_timeouts = True
-            return True
-        self._sets_timeouts = ("0",) in found
-        return False
 
     def _require_notifications(self) -> None:
         """Refuse a pooler that gives each transaction another connection: no notification arrives then."""

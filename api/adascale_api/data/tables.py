@@ -34,6 +34,65 @@ _REPORT = ", ".join(
 )
 """The columns of a report, which are its fields: a new field needs a migration."""
 
+OF_A_JOB: dict[str, tuple[str, str]] = {
+    # The newest report of a job by generation and step, and how many were received and are kept.
+    "measurements": (
+        "job_key",
+        """
+        generation INTEGER NOT NULL,
+        step BIGINT NOT NULL,
+        received BIGINT NOT NULL,
+        kept INTEGER NOT NULL,
+        reported_at {double} NOT NULL
+        """,
+    ),
+    "reports": ("job_key, generation, step", _REPORT),
+    # The latest step times of a batch plan on a number of nodes and a type of accelerator, and their latest
+    # sync times, as doubles. They outlive the reports.
+    "step_times": (
+        "job_key, replicas, local_bsz, accumulation, nodes, accelerator",
+        """
+        replicas INTEGER NOT NULL,
+        local_bsz INTEGER NOT NULL,
+        accumulation INTEGER NOT NULL,
+        nodes INTEGER NOT NULL,
+        accelerator TEXT NOT NULL,
+        seconds {bytes} NOT NULL,
+        sync_seconds {bytes} NOT NULL,
+        received BIGINT NOT NULL
+        """,
+    ),
+    # Counts the heartbeats that any service has received, where several share the database.
+    "heartbeats": (
+        "job_key, replica",
+        "replica INTEGER NOT NULL, instance TEXT NOT NULL, beats BIGINT NOT NULL",
+    ),
+    # The generations that were active, with the counts of the job when each began.
+    "generations": (
+        "job_key, generation",
+        """
+        generation INTEGER NOT NULL,
+        replicas INTEGER NOT NULL,
+        started_at {double} NOT NULL,
+        ended_at {double},
+        disruptions INTEGER NOT NULL,
+        failures INTEGER NOT NULL
+        """,
+    ),
+    "logs": (
+        "job_key, replica",
+        """
+        replica INTEGER NOT NULL,
+        instance TEXT NOT NULL,
+        log TEXT NOT NULL,
+        stored_at {double} NOT NULL
+        """,
+    ),
+    # The last explained decision about a job, as JSON.
+    "decisions": ("job_key", "decision TEXT NOT NULL"),
+}
+"""The primary keys and the other columns of the tables whose rows belong to a job."""
+
 TABLES: dict[str, str] = {
     SCHEMA: "version INTEGER PRIMARY KEY, readable_from INTEGER NOT NULL",
     # A job without an id is deleted, and its rows are removed in the background.
@@ -48,71 +107,11 @@ TABLES: dict[str, str] = {
         rendezvous TEXT NOT NULL
     """,
     # The last version of each deleted job. A new job with the same id continues from this version.
-    "deleted_jobs": """
-        id TEXT PRIMARY KEY,
-        version BIGINT NOT NULL,
-        deleted_at {double} NOT NULL
-    """,
-    # The newest report of a job by generation and step, and how many were received and are kept.
-    "measurements": """
-        job_key BIGINT PRIMARY KEY,
-        generation INTEGER NOT NULL,
-        step BIGINT NOT NULL,
-        received BIGINT NOT NULL,
-        kept INTEGER NOT NULL,
-        reported_at {double} NOT NULL
-    """,
-    "reports": f"""
-        job_key BIGINT NOT NULL,
-        {_REPORT},
-        PRIMARY KEY (job_key, generation, step)
-    """,
-    # The latest step times of a batch plan on a number of nodes and a type of accelerator, and their latest
-    # sync times, as doubles. They outlive the reports.
-    "step_times": """
-        job_key BIGINT NOT NULL,
-        replicas INTEGER NOT NULL,
-        local_bsz INTEGER NOT NULL,
-        accumulation INTEGER NOT NULL,
-        nodes INTEGER NOT NULL,
-        accelerator TEXT NOT NULL,
-        seconds {bytes} NOT NULL,
-        sync_seconds {bytes} NOT NULL,
-        received BIGINT NOT NULL,
-        PRIMARY KEY (job_key, replicas, local_bsz, accumulation, nodes, accelerator)
-    """,
-    # Counts the heartbeats that any service has received, where several share the database.
-    "heartbeats": """
-        job_key BIGINT NOT NULL,
-        replica INTEGER NOT NULL,
-        instance TEXT NOT NULL,
-        beats BIGINT NOT NULL,
-        PRIMARY KEY (job_key, replica)
-    """,
-    # The generations that were active, with the counts of the job when each began.
-    "generations": """
-        job_key BIGINT NOT NULL,
-        generation INTEGER NOT NULL,
-        replicas INTEGER NOT NULL,
-        started_at {double} NOT NULL,
-        ended_at {double},
-        disruptions INTEGER NOT NULL,
-        failures INTEGER NOT NULL,
-        PRIMARY KEY (job_key, generation)
-    """,
-    "logs": """
-        job_key BIGINT NOT NULL,
-        replica INTEGER NOT NULL,
-        instance TEXT NOT NULL,
-        log TEXT NOT NULL,
-        stored_at {double} NOT NULL,
-        PRIMARY KEY (job_key, replica)
-    """,
-    # The last explained decision about a job, as JSON.
-    "decisions": """
-        job_key BIGINT PRIMARY KEY,
-        decision TEXT NOT NULL
-    """,
+    "deleted_jobs": "id TEXT PRIMARY KEY, version BIGINT NOT NULL, deleted_at {double} NOT NULL",
+    **{
+        name: f"job_key BIGINT NOT NULL, {columns}, PRIMARY KEY ({key})"
+        for name, (key, columns) in OF_A_JOB.items()
+    },
 }
 
 MIGRATIONS: dict[int, tuple[str, ...]] = {
@@ -135,9 +134,6 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {
     17: (),
 }
 """The statements that change the tables of a version to those of the next one."""
-
-OF_A_JOB = ("reports", "step_times", "generations", "logs", "heartbeats", "decisions", "measurements")
-"""The tables whose rows belong to a job."""
 
 
 def migration_statements(version: int, types: Mapping[str, str]) -> list[str]:

@@ -427,21 +427,12 @@ _FORGET_VERSIONS = Sql("DELETE FROM deleted_jobs WHERE deleted_at < :before")
 _DELETE = Sql("UPDATE jobs SET id = NULL, changed_at = :now, rendezvous = '' WHERE key = :key")
 _ANY_DELETED = Sql("SELECT key FROM jobs WHERE id IS NULL LIMIT 1")
 _REMOVE_JOB = Sql("DELETE FROM jobs WHERE key = :key")
-_PRIMARY_KEYS = {
-    "reports": "generation, step",
-    "step_times": "replicas, local_bsz, accumulation, nodes, accelerator",
-    "generations": "generation",
-    "logs": "replica",
-    "heartbeats": "replica",
-    "decisions": "job_key",
-    "measurements": "job_key",
-}
 _REMOVE_ROWS = [
     Sql(
-        f"DELETE FROM {table} WHERE job_key = :key AND ({_PRIMARY_KEYS[table]}) IN "
-        f"(SELECT {_PRIMARY_KEYS[table]} FROM {table} WHERE job_key = :key LIMIT :limit)"
+        f"DELETE FROM {table} WHERE job_key = :key AND ({key}) IN "
+        f"(SELECT {key} FROM {table} WHERE job_key = :key LIMIT :limit)"
     )
-    for table in OF_A_JOB
+    for table, (key, _) in OF_A_JOB.items()
 ]
 _GENERATIONS = Sql(
     """
