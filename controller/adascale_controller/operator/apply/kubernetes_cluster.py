@@ -1,9 +1,9 @@
 """The adapter of the Kubernetes API: implements `Cluster` by calls with paths and JSON.
 
 The client's documented methods return typed objects, which drop unknown fields, cost much time to build, and
-don't support all content types. So `call` uses `ApiClient.param_serialize` and `ApiClient.call_api`, the base
-of these methods, which take and return bytes and are not documented. Nothing else uses undocumented parts of
-the client. Tried with kubernetes 37.0.2 (`kubernetes.aio`), the version in `requirements.lock`.
+don't support all content types. So `_call` uses `ApiClient.param_serialize` and `ApiClient.call_api`, the
+base of these methods, which take and return bytes and are not documented. Nothing else uses undocumented
+parts of the client. Tried with kubernetes 37.0.2 (`kubernetes.aio`), the version in `requirements.lock`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -28,50 +27,6 @@ from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp
 from adascale_controller.operator.types.settings import KUEUE_GROUP
 from adascale_core import names
-
-
-class NoAnswerError(Exception):
-    """The API server did not answer in time, or could not be reached."""
-
-
-@dataclass(frozen=True)
-class Response:
-    """An answer of the API server."""
-
-    status: int
-    content: bytes
-    # seconds after which the API server accepts the call, by its header; None without one
-    retry_after: float | None = None
-
-
-async def call(
-    api: ApiClient,
-    method: str,
-    path: str,
-    *,
-    timeout: float,
-    query: Sequence[tuple[str, str]] = (),
-    body: Mapping[str, Any] | None = None,
-    content_type: str = "application/json",
-) -> Response:
-    """Make a call with the client's authentication."""
-    try:
-        request = await api.param_serialize(
-            method,
-            path,
-            query_params=list(query),
-            header_params={"Accept": "application/json", "Content-Type": content_type},
-            body=body,
-            auth_settings=["BearerToken"],
-        )
-        answer = await api.call_api(*request, _request_timeout=timeout)
-        retry_after = answer.headers.get("Retry-After", "")
-        seconds = float(retry_after) if retry_after.isdecimal() else None
-        return Response(answer.status, await answer.read(), seconds)
-    except (TimeoutError, aiohttp.ClientError, OSError, ApiException) as error:
-        # The message of a TimeoutError is empty.
-        raise NoAnswerError(str(error) or f"no answer within {timeout:.0f} s") from error
-
 
 TIMEOUT = 10.0
 """Seconds until a call fails."""
@@ -290,37 +245,40 @@ class KubernetesCluster:
         body: ApiObject | None = None,
         content_type: str = "application/json",
     ) -> Any:
-        arguments = list((query or {}).items())
         for _ in range(MAX_TRIES):
             while (pause := self._paused_until - time.monotonic()) > 0:
                 await asyncio.sleep(pause)
             try:
-                response = await call(
-                    self._api,
+                request = await self._api.param_serialize(
                     method,
                     path,
-                    timeout=TIMEOUT,
-                    query=arguments,
+                    query_params=list((query or {}).items()),
+                    header_params={"Accept": "application/json", "Content-Type": content_type},
                     body=body,
-                    content_type=content_type,
+                    auth_settings=["BearerToken"],
                 )
-            except NoAnswerError as error:
+                answer = await self._api.call_api(*request, _request_timeout=TIMEOUT)
+                content: bytes = await answer.read()
+            except (TimeoutError, aiohttp.ClientError, OSError, ApiException) as error:
                 self._on_request(method, None)
-                raise ApiServerError(f"the API server does not answer: {error}") from error
-            self._on_request(method, response.status)
-            if response.status != TOO_MANY_REQUESTS:
+                # The message of a TimeoutError is empty.
+                reason = str(error) or f"no answer within {TIMEOUT:.0f} s"
+                raise ApiServerError(f"the API server does not answer: {reason}") from error
+            self._on_request(method, answer.status)
+            if answer.status != TOO_MANY_REQUESTS:
                 break
             # For all calls: the API server limits the operator's share of its work.
-            pause = min(1.0 if response.retry_after is None else response.retry_after, MAX_RETRY_AFTER)
+            retry_after = answer.headers.get("Retry-After", "")
+            pause = min(float(retry_after) if retry_after.isdecimal() else 1.0, MAX_RETRY_AFTER)
             self._paused_until = max(self._paused_until, time.monotonic() + pause)
-        if response.status >= 300:
-            reply = _message(response.content)
-            raise ApiServerError(f"the API server rejects {method} {path}: {reply}", response.status, reply)
+        if answer.status >= 300:
+            reply = _message(content)
+            raise ApiServerError(f"the API server rejects {method} {path}: {reply}", answer.status, reply)
         try:
-            return json.loads(response.content) if response.content else None
+            return json.loads(content) if content else None
         except ValueError as error:
             # A proxy between here and the API server has answered.
-            raise ApiServerError(f"{method} {path}: unexpected answer {response.content[:200]!r}") from error
+            raise ApiServerError(f"{method} {path}: unexpected answer {content[:200]!r}") from error
 
 
 _FIELD_MANAGER = {"fieldManager": names.FIELD_MANAGER}

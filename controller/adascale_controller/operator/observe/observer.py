@@ -19,7 +19,7 @@ from adascale_controller.operator.observe.observed_job import (
     QueueView,
 )
 from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.operator.types.kubernetes import ApiObject, find_condition
 from adascale_controller.operator.types.settings import PodSettings
 from adascale_core.views.jobs import JobView
 
@@ -104,8 +104,7 @@ def lost_nodes(nodes: Iterable[ApiObject]) -> frozenset[str]:
 
 def is_ready(node: ApiObject) -> bool:
     """Whether a node has the condition Ready."""
-    conditions = (node.get("status") or {}).get("conditions") or ()
-    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+    return find_condition(node.get("status") or {}, "Ready") is not None
 
 
 def _digest(cached: CachedJob, lookups: LookupResults) -> str:

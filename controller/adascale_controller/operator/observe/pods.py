@@ -13,6 +13,7 @@ from adascale_controller.operator.types.kubernetes import (
     SCHEDULING_FIELDS,
     ApiObject,
     JobKey,
+    find_condition,
     only,
     replica_index,
     seconds,
@@ -226,10 +227,8 @@ def _number(text: str | None) -> int:
 
 def _scheduled_at(status: ApiObject) -> float | None:
     """Return when the scheduler assigned the pod to a node; pods that name their node have no such time."""
-    for condition in _statuses(status, "conditions"):
-        if condition["type"] == "PodScheduled" and condition["status"] == "True":
-            return seconds(condition.get("lastTransitionTime"))
-    return None
+    condition = find_condition(status, "PodScheduled")
+    return seconds(condition.get("lastTransitionTime")) if condition is not None else None
 
 
 # -- container statuses ------------------------------------------------------------------------------------
@@ -358,10 +357,7 @@ def _exit(status: ApiObject, worker: ApiObject | None, others: tuple[str, ...]) 
         reason=next(filter(None, reasons), ""),
         message=message,
         termination=TerminationMessage.parse(text) if of_worker else None,
-        disruption=any(
-            condition["type"] == "DisruptionTarget" and condition["status"] == "True"
-            for condition in _statuses(status, "conditions")
-        ),
+        disruption=find_condition(status, "DisruptionTarget") is not None,
         of_worker=of_worker,
         others=others,
         ended_at=seconds(terminated.get("finishedAt")),

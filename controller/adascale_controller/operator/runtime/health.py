@@ -6,6 +6,7 @@ import time
 from collections import Counter as Counts
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -14,64 +15,55 @@ from adascale_controller.operator.reconcile.job_phase import JobPhase
 from adascale_core.errors import AdaScaleError
 from adascale_core.names import METRICS_MEDIA_TYPE
 
+M = TypeVar("M", Counter, Gauge, Histogram)
+
 
 class OperatorMetrics:
     """What the operator has done since its start. No label has the name of a job: their number is bounded."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        self.leader = Gauge(
-            "adascale_operator_leader",
-            "1 while this operator runs the control loop, 0 while it waits for the lease.",
-            registry=registry,
+        self._registry = CollectorRegistry()
+        seconds = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+        def made(kind: type[M], name: str, text: str, *labels: str, **settings: Any) -> M:
+            return kind(f"adascale_operator_{name}", text, labels, registry=self._registry, **settings)
+
+        self.leader = made(
+            Gauge, "leader", "1 while this operator runs the control loop, 0 while it waits for the lease."
         )
-        self.cycle_duration = Histogram(
-            "adascale_operator_cycle_duration_seconds",
+        self.cycle_duration = made(
+            Histogram,
+            "cycle_duration_seconds",
             "Seconds of a cycle of the control loop, beside which decisions and most writes are made.",
-            registry=registry,
-            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+            buckets=seconds,
         )
-        self.cycle_cpu = Counter(
-            "adascale_operator_cycle_cpu_seconds",
-            "Processor time of the operator's process during cycles.",
-            registry=registry,
+        self.cycle_cpu = made(
+            Counter, "cycle_cpu_seconds", "Processor time of the operator's process during cycles."
         )
-        self.decision_duration = Histogram(
-            "adascale_operator_decision_duration_seconds",
+        self.decision_duration = made(
+            Histogram,
+            "decision_duration_seconds",
             "Seconds from the begin of a decision about all jobs until it is used.",
-            registry=registry,
-            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+            buckets=seconds,
         )
-        self.pending = Gauge(
-            "adascale_operator_pending_jobs",
-            "Jobs whose actions are not carried out yet.",
-            registry=registry,
+        self.pending = made(Gauge, "pending_jobs", "Jobs whose actions are not carried out yet.")
+        self._jobs = made(Gauge, "jobs", "Jobs in the last cycle, by phase.", "phase")
+        self.waiting = made(
+            Gauge, "waiting_jobs", "Jobs that may run and were given no replicas in the last cycle."
         )
-        self._jobs = Gauge(
-            "adascale_operator_jobs", "Jobs in the last cycle, by phase.", ["phase"], registry=registry
-        )
-        self.waiting = Gauge(
-            "adascale_operator_waiting_jobs",
-            "Jobs that may run and were given no replicas in the last cycle.",
-            registry=registry,
-        )
-        self._allocations = Counter(
-            "adascale_operator_allocations",
+        self._allocations = made(
+            Counter,
+            "allocations",
             "Allocations requested, by what they do to the replica count.",
-            ["change"],
-            registry=registry,
+            "change",
         )
-        self._api_requests = Counter(
-            "adascale_operator_api_requests",
+        self._api_requests = made(
+            Counter,
+            "api_requests",
             "Requests to the API server, without watches, by status; `none` without an answer.",
-            ["method", "status"],
-            registry=registry,
+            *("method", "status"),
         )
-        self.job_errors = Counter(
-            "adascale_operator_job_errors",
-            "Errors because of which a job was skipped in a cycle.",
-            registry=registry,
-        )
+        self.job_errors = made(Counter, "job_errors", "Errors because of which a job was skipped in a cycle.")
         for change in ("grow", "shrink", "stop", "restart"):
             self._allocations.labels(change)
         self.set_jobs(())

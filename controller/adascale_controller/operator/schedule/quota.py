@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from math import floor
 from typing import Final
@@ -17,7 +17,7 @@ from kubernetes.utils import parse_quantity
 
 from adascale_controller.formatting import plural
 from adascale_controller.operator.observe.observed_job import ObservedJob, QueueView
-from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.operator.types.kubernetes import ApiObject, find_condition
 from adascale_core.batch.plans import valid_replicas
 
 
@@ -83,63 +83,76 @@ def unused_quota(cluster_queues: Iterable[ApiObject]) -> dict[str, dict[_Flavor,
 
     What a hierarchy of cohorts adds is not counted, and neither is quota that Kueue gets by preemption.
     """
-    found = {raw["metadata"]["name"]: _Quotas(raw) for raw in cluster_queues}
+    queues = {raw["metadata"]["name"]: (_cohort(raw), _quotas(raw)) for raw in cluster_queues}
     unused: dict[str, dict[_Flavor, Decimal]] = {}
-    for name, quotas in found.items():
-        others = [
-            each
-            for other, each in found.items()
-            if other != name and each.cohort and each.cohort == quotas.cohort
-        ]
-        unused[name] = {key: _unused(key, quotas, others) for key in quotas.nominal}
+    for name, (cohort, quotas) in queues.items():
+        others = [each for other, (of, each) in queues.items() if other != name and cohort and of == cohort]
+        unused[name] = {
+            key: max(
+                min(
+                    quota.free + sum((each[key].lent for each in others if key in each), Decimal()),
+                    quota.free + quota.borrowing,
+                ),
+                Decimal(),
+            )
+            for key, quota in quotas.items()
+        }
     return unused
 
 
-class _Quotas:
-    """The quotas of a ClusterQueue by flavor and resource, and what is reserved of them."""
+@dataclass(frozen=True)
+class _Quota:
+    """The quota of a ClusterQueue for a resource of a flavor."""
 
-    def __init__(self, raw: ApiObject) -> None:
-        spec = raw.get("spec") or {}
-        self.cohort = spec.get("cohortName") or spec.get("cohort") or ""
-        self.nominal: dict[_Flavor, Decimal] = {}
-        self.borrowing: dict[_Flavor, Decimal] = {}
-        self.lending: dict[_Flavor, Decimal] = {}
-        for group in spec.get("resourceGroups") or ():
-            for flavor in group["flavors"]:
-                for quota in flavor["resources"]:
-                    key = flavor["name"], quota["name"]
-                    self.nominal[key] = parse_quantity(quota["nominalQuota"])
-                    if quota.get("borrowingLimit") is not None:
-                        self.borrowing[key] = parse_quantity(quota["borrowingLimit"])
-                    if quota.get("lendingLimit") is not None:
-                        self.lending[key] = parse_quantity(quota["lendingLimit"])
-        self.reserved: dict[_Flavor, Decimal] = {
-            (flavor["name"], each["name"]): parse_quantity(each.get("total", 0))
-            for flavor in (raw.get("status") or {}).get("flavorsReservation") or ()
-            for each in flavor.get("resources") or ()
-        }
+    nominal: Decimal
+    borrowing: Decimal  # the most that it may borrow
+    lending: Decimal  # the most that it lends
+    reserved: Decimal
 
-    def free(self, key: _Flavor) -> Decimal:
+    @property
+    def free(self) -> Decimal:
         """What is not reserved of its own quota, negative if it has borrowed."""
-        return self.nominal.get(key, Decimal()) - self.reserved.get(key, Decimal())
+        return self.nominal - self.reserved
 
-    def lent(self, key: _Flavor) -> Decimal:
+    @property
+    def lent(self) -> Decimal:
         """What others may borrow of it, negative if it has borrowed."""
-        free = self.free(key)
-        return min(free, self.lending[key]) if key in self.lending else free
+        return min(self.free, self.lending)
 
 
-def _unused(key: _Flavor, quotas: _Quotas, others: Iterable[_Quotas]) -> Decimal:
-    free = quotas.free(key)
-    total = free + sum((other.lent(key) for other in others), Decimal())
-    if key in quotas.borrowing:
-        total = min(total, free + quotas.borrowing[key])
-    return max(total, Decimal())
+def _cohort(raw: ApiObject) -> str:
+    spec = raw.get("spec") or {}
+    return spec.get("cohortName") or spec.get("cohort") or ""
+
+
+def _quotas(raw: ApiObject) -> dict[_Flavor, _Quota]:
+    reserved = {
+        (flavor["name"], each["name"]): parse_quantity(each.get("total", 0))
+        for flavor in (raw.get("status") or {}).get("flavorsReservation") or ()
+        for each in flavor.get("resources") or ()
+    }
+
+    def limit(quota: ApiObject, name: str) -> Decimal:
+        value: Decimal = parse_quantity(quota[name]) if quota.get(name) is not None else Decimal("Infinity")
+        return value
+
+    return {
+        (flavor["name"], quota["name"]): _Quota(
+            parse_quantity(quota["nominalQuota"]),
+            limit(quota, "borrowingLimit"),
+            limit(quota, "lendingLimit"),
+            reserved.get((flavor["name"], quota["name"]), Decimal()),
+        )
+        for group in (raw.get("spec") or {}).get("resourceGroups") or ()
+        for flavor in group["flavors"]
+        for quota in flavor["resources"]
+    }
 
 
 def _view(raw: ApiObject, unused: Mapping[str, Mapping[_Flavor, Decimal]] | None) -> QueueView:
-    admission = raw.get("status", {}).get("admission")
-    if not admission or not _is_true(raw, _QUOTA_RESERVED):
+    status = raw.get("status") or {}
+    admission = status.get("admission")
+    if not admission or not find_condition(status, _QUOTA_RESERVED):
         return QueueView(message=_message(raw))
     queue = admission["clusterQueue"]
     return QueueView(1, _room(admission, None if unused is None else unused.get(queue, {})), queue)
@@ -165,13 +178,6 @@ def _room(admission: ApiObject, unused: Mapping[_Flavor, Decimal] | None) -> int
 
 def _message(raw: ApiObject) -> str:
     """Return why Kueue has evicted a Workload, or does not admit it; empty if it has."""
-    for kind, status in ((_EVICTED, "True"), (_QUOTA_RESERVED, "False")):
-        for condition in (raw.get("status") or {}).get("conditions") or ():
-            if condition["type"] == kind and condition["status"] == status:
-                return str(condition.get("message") or condition.get("reason") or "")
-    return ""
-
-
-def _is_true(raw: ApiObject, kind: str) -> bool:
-    conditions = (raw.get("status") or {}).get("conditions") or ()
-    return any(each["type"] == kind and each["status"] == "True" for each in conditions)
+    status = raw.get("status") or {}
+    found = find_condition(status, _EVICTED) or find_condition(status, _QUOTA_RESERVED, "False") or {}
+    return str(found.get("message") or found.get("reason") or "")

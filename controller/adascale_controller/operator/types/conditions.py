@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from adascale_controller.operator.types.kubernetes import timestamp
+from adascale_controller.operator.types.kubernetes import find_condition, timestamp
 
 MAX_MESSAGE = 4096
 """The maximum length of a message, in characters. The API allows 32768, which is too long to read."""
@@ -96,8 +96,7 @@ def condition_of(status: Mapping[str, Any], kind: ConditionType) -> JobCondition
 
 def is_true(status: Mapping[str, Any], kind: ConditionType) -> bool:
     """Whether a status has the condition with status True."""
-    condition = condition_of(status, kind)
-    return condition is not None and condition.status
+    return find_condition(status, kind) is not None
 
 
 def has_ended(status: Mapping[str, Any]) -> bool:

@@ -63,6 +63,12 @@ def timestamp(moment: float) -> str:
     return datetime.fromtimestamp(int(moment), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def find_condition(status: ApiObject, kind: str, value: str = "True") -> ApiObject | None:
+    """Return the condition of a type in the status of an object, if it has this value; None if not."""
+    conditions: Iterable[ApiObject] = status.get("conditions") or ()
+    return next((each for each in conditions if each["type"] == kind and each["status"] == value), None)
+
+
 def object_key(raw: ApiObject) -> JobKey:
     """Return namespace (empty for cluster-scoped objects) and name of an object."""
     meta = raw["metadata"]
