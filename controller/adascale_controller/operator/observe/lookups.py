@@ -39,7 +39,7 @@ START_EVENTS: Final = ",".join(["involvedObject.kind=Pod", *(f"reason!={reason}"
 """Selects Events that may say why pods start no container."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class LookupResults:
     """The newest results of a job's lookups. Each is None until it is known."""
 

@@ -111,10 +111,9 @@ _NEVER = float("-inf")
 
 
 @dataclass
-class _JobLookups:
+class _JobLookups(LookupResults):
     """The lookups for one job."""
 
-    results: LookupResults = field(default_factory=LookupResults)
     claim_error: ApiServerError | None = None  # why the claim could not be read
     # start of the last reads, in seconds since 1970
     claim_read_at: float = _NEVER
@@ -155,17 +154,17 @@ class LookupFetcher:
         """Drop the claim of a job, so that the next cycle reads it."""
         lookups = self._jobs.get(uid)
         if lookups is not None:
-            lookups.results = replace(lookups.results, claim=None)
+            lookups.claim = None
 
     def note_creation(self, uid: str, error: ApiServerError | None) -> None:
         """Record why the API server creates no pod of a job, or that it has created all."""
         lookups = self._jobs.setdefault(uid, _JobLookups())
-        before = lookups.results.refusal
+        before = lookups.refusal
         refusal = None if error is None else creation_problem(error.reply)
         # The first message stays while the reason is the same: it may differ each time, and a status that
         # changes makes the operator try again at once.
         if before is None or refusal is None or before.reason != refusal.reason:
-            lookups.results = replace(lookups.results, refusal=refusal)
+            lookups.refusal = refusal
 
     async def fetch(self, jobs: Iterable[CachedJob], now: float) -> None:
         """Start the calls that are due, and wait `CYCLE_WAIT` at most for claims and admission."""
@@ -177,7 +176,7 @@ class LookupFetcher:
         for job in jobs:
             lookups = self._jobs.setdefault(job.resource.uid, _JobLookups())
             if slow_pod(job, now) is None:
-                lookups.results = replace(lookups.results, slow_pod=None, slow_pod_events=())
+                lookups.slow_pod, lookups.slow_pod_events = None, ()
             for call in self._calls(job, lookups, now):
                 if call.due > now:
                     continue
@@ -205,22 +204,19 @@ class LookupFetcher:
         """
         lookups = self._jobs.get(job.resource.uid, _JobLookups())
         if _asks_admission(job):
-            admission = self._admissions.admission(job.resource)
-            if admission is None:
+            lookups.admission = self._admissions.admission(job.resource)
+            if lookups.admission is None:
                 return None
-            if lookups.results.admission is not admission:
-                lookups.results = replace(lookups.results, admission=admission)
         digest = self._changed_digest(job, lookups)
-        check = self._checker.result(job.resource.uid, digest) if digest else None
-        lookups.results = replace(lookups.results, template_check=check)
+        lookups.template_check = self._checker.result(job.resource.uid, digest) if digest else None
         claim = job.resource.claim_name if job.resource.job is not None else None
         if claim is None:
-            return replace(lookups.results, claim=None)
-        if lookups.results.claim is None or lookups.results.claim.name != claim:
+            lookups.claim = None
+        elif lookups.claim is None or lookups.claim.name != claim:
             if lookups.claim_error is not None:
                 raise lookups.claim_error
             return None
-        return lookups.results
+        return lookups
 
     def next_due(self, job: CachedJob, now: float) -> float:
         """Return when the lookups of a job are due next, in seconds since 1970; infinite if never."""
@@ -249,7 +245,7 @@ class LookupFetcher:
 
     def _changed_digest(self, job: CachedJob, lookups: _JobLookups) -> str | None:
         """Return the digest of a template that the present pods do not have. None if they have it."""
-        resource, claim = job.resource, lookups.results.claim
+        resource, claim = job.resource, lookups.claim
         if resource.job is None or resource.job.suspend or resource.job.replica_limit == 0:
             return None
         if resource.claim_name is not None and claim is None:
@@ -277,7 +273,7 @@ class LookupFetcher:
             finally:
                 self._claim_reads -= 1
             lookups.claim_error = None
-            lookups.results = replace(lookups.results, claim=claim)
+            lookups.claim = claim
 
         return read()
 
@@ -288,7 +284,7 @@ class LookupFetcher:
             events = await self._events.read(job.resource.namespace)
             if events is not None:
                 found = tuple(events.get(pod_uid, ()))
-                lookups.results = replace(lookups.results, slow_pod=pod_uid, slow_pod_events=found)
+                lookups.slow_pod, lookups.slow_pod_events = pod_uid, found
 
         return read()
 
@@ -298,7 +294,7 @@ def _claim_due(job: AdaScaleJob, name: str, lookups: _JobLookups) -> float:
 
     The claim that the operator creates is read again once it is created.
     """
-    claim = lookups.results.claim
+    claim = lookups.claim
     if claim is None or claim.name != name:
         return _NEVER
     is_awaited = not (claim.exists or claim.own or job.valid_job.suspend or has_ended(job.status))
