@@ -56,18 +56,14 @@ def write_light_job(path: Path, *arguments: str, **spec: Any) -> Path:
 def write_paced_job(
     path: Path,
     pace: float,
-    fail: Path | None = None,
-    join_after: Path | None = None,
     command: Sequence[str] | None = None,
-    slow: int | None = None,
-    faulty: int | None = None,
+    env: dict[str, str] | None = None,
     **spec: Any,
 ) -> Path:
     """Write an elastic job of `programs/paced.py`, whose micro-batches take `pace` seconds."""
-    files = {"FAIL": fail, "JOIN_AFTER": join_after, "SLOW": slow, "FAULTY": faulty}
-    env = {"PACE": str(pace)} | {name: str(file) for name, file in files.items() if file is not None}
     bounds = {"maxBatchSize": 64, "localBszBounds": {"lower": 4, "upper": 32}}
     command = [*PYTHON, str(PACED)] if command is None else command
+    env = {"PACE": str(pace), **(env or {})}
     return write_job(path, command, env, **{**bounds, "scaleInvariantSteps": 100_000, **spec})
 
 
@@ -161,17 +157,6 @@ class Run:
     def wait_for_step(self, step: int = 1) -> None:
         """Wait until the job has reported `step` or a later step."""
         self._wait(lambda: (self.job().get("latest") or {}).get("step", 0) >= step, f"step {step}")
-
-    def wait_for_sync_time(self) -> None:
-        """Wait until trainers have reported how long they wait for the exchange of gradients."""
-
-        def sync_times() -> list[float] | None:
-            measured = [each for each in self.job().get("step_times", []) if each["sync_time"] is not None]
-            assert all(each["replicas"] > 1 and each["nodes"] == 1 for each in measured)
-            return [each["sync_time"] for each in measured] or None
-
-        times = self._wait(sync_times, "a sync time")
-        assert all(0 <= seconds < TIMEOUT for seconds in times)
 
     def wait_for_trainer(self, rank: int = 0) -> int:
         """Wait until the trainer of a rank runs in a generation, and return its process id."""

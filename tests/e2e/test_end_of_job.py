@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from e2e.local_run import PACED, adascale, running, write_job
+from e2e.local_run import adascale, running, write_job, write_paced_job
 from support.fast_python import PYTHON
 from support.launch import PROGRAMS, TESTS, wait_until
 
@@ -105,11 +105,8 @@ def test_a_step_that_does_not_end_is_shown_with_the_replica_that_is_behind(
 
 @pytest.mark.slow
 def test_a_count_on_which_the_program_fails_at_once_is_given_up(tmp_path: Path, state: Path) -> None:
-    job = write_job(
-        tmp_path / "job.yaml", [*PYTHON, str(PACED)], {"PACE": "0.02", "OUTSIDE": "1", "NOISE": "8"},
-        maxReplicas=2, maxBatchSize=64, localBszBounds={"lower": 4, "upper": 32},
-        scaleInvariantSteps=100_000,
-    )  # fmt: skip
+    env = {"OUTSIDE": "1", "NOISE": "8"}
+    job = write_paced_job(tmp_path / "job.yaml", pace=0.02, env=env, maxReplicas=2)
     with running(job, state) as run:
         run.wait_for_output("but trained on 1; continuing on 1 replica at most", timeout=150)
         assert re.search(

@@ -6,7 +6,6 @@ NOISE: noise of the targets; with more noise the gain of a larger batch is highe
 FAIL: files, separated by colons; while one of them exists, the program fails with the exit code in it.
 OUTSIDE: if set, the optimizer has a parameter that the model has not, so that it fails on several replicas.
 JOIN_AFTER: a file; replicas other than the first wait for it before they join.
-FAULTY: the index of a replica whose device computes wrong products of matrices.
 HUNGRY: a file; if it exists, the program deletes it and allocates the number of MiB in it.
 """
 
@@ -29,16 +28,6 @@ noise = float(os.environ.get("NOISE", "1"))
 fails = [Path(file) for file in os.environ.get("FAIL", "/nonexistent").split(":")]
 hungry = Path(os.environ.get("HUNGRY", "/nonexistent"))
 join_after = Path(os.environ.get("JOIN_AFTER", "/"))
-
-if replica == os.environ.get("FAULTY"):
-    matmul = torch.matmul
-
-    def wrong(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        product = matmul(left, right)
-        product[-1, -1] += 1
-        return product
-
-    torch.matmul = wrong  # type: ignore[assignment]
 
 torch.manual_seed(0)
 inputs = torch.randn(512, 8)
