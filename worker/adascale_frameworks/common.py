@@ -125,6 +125,18 @@ def _shuffles_all(sampler: object, samples: int) -> bool:
     )
 
 
+class ReplacedLoader:
+    """Takes the place of a `DataLoader`, and has its other attributes."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
 class ReportedValues:
     """The values that a framework logs, as far as a job may report them; adapters report the loss itself."""
 

@@ -428,7 +428,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 "batch size. Change the loader, or batchSize of the job file "
                 "(ElasticAccelerator(batch_size=...) without one)"
             )
-        batches = self.trainer.dataloader(loader.dataset, **loader.order, **loader.options())  # type: ignore[arg-type]
+        batches = self.trainer.dataloader(loader.dataset, **loader.order, **loader.options())
         try:
             for batch in batches:
                 self._follow_replicas()
@@ -449,7 +449,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             )
         outer = self._trains, self._has_stepped, self._evaluation
         evaluation = self.trainer.evaluation(
-            loader.dataset,  # type: ignore[arg-type]
+            loader.dataset,
             batch_size=loader.batch_size,
             model=self._trained_models[0],
             gathers=True,

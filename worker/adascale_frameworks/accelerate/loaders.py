@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from adascale_frameworks.common import options_of, order_of, require_batch_size
+from adascale_frameworks.common import ReplacedLoader, options_of, order_of, require_batch_size
 
 _WHAT = "the DataLoader that accelerator.prepare() got"
 _WAY = "accelerator.trainer.dataloader(dataset, {}=...)"
 
 
-class ElasticDataLoader:
+class ElasticDataLoader(ReplacedLoader):
     """Iterates over the batches that the trainer delivers to this replica.
 
     With the model in training mode, these are the rest of the present epoch of `accelerator.epochs(n)`. In
@@ -32,14 +32,11 @@ class ElasticDataLoader:
         begin: Callable[[ElasticDataLoader], Iterator[Any]],
         device: torch.device | None,  # of the batches. None if they stay where the loader makes them
     ) -> None:
+        super().__init__(loader)
         self.batch_size = require_batch_size(loader, _WHAT, _WAY.format("lengths"))
         self.total_batch_size = self.batch_size
         """The same: Accelerate's loaders have it on one process."""
-        self.dataset = loader.dataset
-        self.sampler = loader.sampler
-        """Its kind gives the order of samples."""
         self.device = device
-        self._loader = loader
         self._begin = begin
         self.order = order_of(loader.sampler, len(loader.dataset), _WHAT, _WAY.format("order"))  # type: ignore[arg-type]
         """Arguments for `trainer.dataloader` that choose the order of samples."""
@@ -49,11 +46,11 @@ class ElasticDataLoader:
 
     def options(self, *, evaluates: bool = False) -> dict[str, Any]:
         """Return the arguments for `DataLoader`, besides those that choose batches."""
-        return options_of(self._loader, evaluates=evaluates)
+        return options_of(self.loader, evaluates=evaluates)
 
     def __len__(self) -> int:
         """Return the number of batches of `batch_size` in the data set, at any number of replicas."""
-        return len(self._loader)
+        return len(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the order of samples of each pass follows from the trainer's seed and its number."""

@@ -5,29 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from adascale_frameworks.common import order_of, require_batch_size
+from adascale_frameworks.common import ReplacedLoader, order_of, require_batch_size
 from adascale_worker.errors import DatasetError
 
 _WHAT = "the train dataloader of Trainer.fit"
 
 
-class _Replaced:
-    """Takes the place of a `DataLoader`, and has its other attributes."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-
-class TrainingLoader(_Replaced):
+class TrainingLoader(ReplacedLoader):
     """Delivers the replica's micro-batches of the present epoch."""
 
     def __init__(
@@ -58,7 +46,7 @@ class TrainingLoader(_Replaced):
         return self._batches()
 
 
-class EvaluationLoader(_Replaced):
+class EvaluationLoader(ReplacedLoader):
     """Delivers the replica's share of the batches of a data set, or all of them."""
 
     def __init__(
@@ -78,7 +66,7 @@ class EvaluationLoader(_Replaced):
         yield from islice(self.loader, count) if share is None else share
 
 
-def is_divisible(loader: object) -> bool:
+def is_divisible(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Whether the batches of a loader are those of consecutive samples, which replicas can share."""
     return (
         isinstance(loader, DataLoader)

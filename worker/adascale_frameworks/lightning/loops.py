@@ -54,8 +54,7 @@ class StepCount(_Count):
     def __mod__(self, interval: Any) -> int:
         if isinstance(interval, int) and interval >= 1 and int(self) // interval > self._other // interval:
             return 0
-        remainder: int = int(self) % interval
-        return remainder
+        return int(int(self) % interval)
 
 
 class LoopCount(_Count):
@@ -66,8 +65,7 @@ class LoopCount(_Count):
     """
 
     def __mod__(self, interval: Any) -> int:
-        remainder: int = self._other % interval
-        return remainder
+        return int(self._other % interval)
 
 
 def plain(value: Any) -> Any:
@@ -171,8 +169,7 @@ class ElasticTrainingLoop(TrainingEpochLoop):
         )
         for tracker in trackers:
             tracker.total.ready = tracker.total.completed = steps
-        state: dict[str, Any] = super().on_save_checkpoint()
-        return state
+        return super().on_save_checkpoint()
 
     def _num_ready_batches_reached(self) -> bool:
         # Not from the number of batches, which the micro-batches of the last step have too.

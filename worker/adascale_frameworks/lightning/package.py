@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from types import ModuleType
 from typing import Literal
 
@@ -22,20 +23,13 @@ def import_package(name: Package | None) -> ModuleType:
         raise WorkerError(
             f'ElasticStrategy got package={name!r}: it must be "lightning.pytorch" or "pytorch_lightning"'
         )
-    if name is None:
-        name = _imported()
-    with requires_extra("adascale.lightning", "lightning"):
-        return import_module(name)
-
-
-def _imported() -> Package:
     imported = [each for each in PACKAGES if each in sys.modules]
-    if len(imported) > 1:
+    if name is None and len(imported) > 1:
         raise WorkerError(
             "the program has imported both lightning.pytorch and pytorch_lightning, whose classes are "
             'distinct: pass ElasticStrategy(package="lightning.pytorch"), or package="pytorch_lightning", '
             "the one that its Trainer is imported from"
         )
-    if imported:
-        return imported[0]
-    return next((each for each in PACKAGES if find_spec(each.partition(".")[0]) is not None), PACKAGES[0])
+    installed = (each for each in PACKAGES if find_spec(each.partition(".")[0]) is not None)
+    with requires_extra("adascale.lightning", "lightning"):
+        return import_module(name or next(chain(imported, installed, PACKAGES)))

@@ -31,11 +31,7 @@ def require_supported(trainer: Any, module: Any, layer_sync: object, package: st
             f"limit_train_batches={trainer.limit_train_batches}",
             f"{_SUBSET}, or max_steps",
         ),
-        (
-            trainer.overfit_batches > 0,
-            f"overfit_batches={trainer.overfit_batches}",
-            _SUBSET,
-        ),
+        (trainer.overfit_batches > 0, f"overfit_batches={trainer.overfit_batches}", _SUBSET),
         (
             trainer.reload_dataloaders_every_n_epochs != 0,
             f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}",

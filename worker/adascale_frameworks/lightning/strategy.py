@@ -70,7 +70,7 @@ class TrainingStep(torch.nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        del mode
+        """Do nothing: `train` sets it."""
 
     def train(self, mode: bool = True) -> TrainingStep:
         """Set the mode of the program's module."""
@@ -138,11 +138,11 @@ class ElasticStrategy(Strategy):
         self._layer_sync: object = None
         self._trainer: Any = None
         self._elastic: ElasticTrainer | None = None
-        self._loader: TrainingLoader | None = None
+        self._loader: TrainingLoader
         self._train_loaders = 0
         self._step_module: TrainingStep | None = None
         self._counts = Counts(1.0, 1)
-        self._batches: Iterator[Any] | None = None
+        self._batches: Any = None
         self._epoch_to_end: int | None = None
         self._steps_at_batch = 0
         self._has_written = False
@@ -213,8 +213,7 @@ class ElasticStrategy(Strategy):
         if trainer.state.fn != _FITTING:
             super().setup(trainer)
             return
-        module = self.lightning_module
-        assert module is not None
+        module = trainer.lightning_module
         if self._elastic is not None:
             raise WorkerError(
                 "Trainer.fit was called twice with one ElasticStrategy: an elastic job trains once. Train "
@@ -223,11 +222,9 @@ class ElasticStrategy(Strategy):
         require_supported(trainer, module, self._layer_sync, self._package)
         trainer.fit_loop.setup_data()
         require_one_loader(self._train_loaders)
-        assert self._loader is not None
         self._elastic = self._make_elastic_trainer(trainer, self._loader)
         self._reported = ReportedValues(self._elastic)
-        assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
+        trainer.accelerator.setup_device(self.root_device)
         make_elastic(trainer.fit_loop.epoch_loop, ElasticTrainingLoop, self)
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             make_elastic(loop, ElasticEvaluationLoop, self)
@@ -244,10 +241,9 @@ class ElasticStrategy(Strategy):
         if self._options.get("train_samples") is not None:
             steps = epochs = None
         if steps is not None and epochs is not None:
-            if steps <= epochs * loader.samples / batch_size:
-                epochs = None
-            else:
-                steps = None
+            # What ends earlier.
+            is_earlier = steps <= epochs * loader.samples / batch_size
+            steps, epochs = (steps, None) if is_earlier else (None, epochs)
         return ElasticTrainer(
             batch_size,
             scale_invariant_steps=steps,
@@ -266,12 +262,8 @@ class ElasticStrategy(Strategy):
             register["scaler"] = scaler
         if module.automatic_optimization:
             self._step_module = step_module = TrainingStep(module)
-            state = elastic.program_reentry(
-                step_module,
-                self.optimizers[0],
-                next(iter(schedulers.values()), None),
-                register=register,
-            )
+            scheduler = next(iter(schedulers.values()), None)
+            state = elastic.program_reentry(step_module, self.optimizers[0], scheduler, register=register)
         else:
             # `training_step` calls the backward passes and steps itself, of one or several optimizers.
             names = {id(optimizer): f"optimizer_{n}" for n, optimizer in enumerate(self.optimizers)}
@@ -286,7 +278,6 @@ class ElasticStrategy(Strategy):
 
     def _follow(self, trainer: Any, elastic: ElasticTrainer, state: ReentryState) -> None:
         """Set Lightning's limits and counters, after the state was restored."""
-        assert self._loader is not None
         fit = trainer.fit_loop
         length = self._loader.samples / elastic.batch_size
         self._counts = Counts(length, int(fit.max_batches), state.epoch, state.progress, state.progress)
@@ -294,8 +285,8 @@ class ElasticStrategy(Strategy):
             fit.epoch_loop.max_steps, fit.max_epochs = elastic.scale_invariant_steps, -1
         if state.restored:
             trainer.num_sanity_val_steps = 0  # the other replicas wait for this one
-            for tracker in (fit.epoch_progress.total, fit.epoch_progress.current):
-                tracker.ready = tracker.started = tracker.processed = tracker.completed = state.epoch
+            _count(fit.epoch_progress.total, state.epoch)
+            _count(fit.epoch_progress.current, state.epoch)
         self._set_rank()
         for callback in trainer.callbacks:
             if hasattr(callback, "file_exists"):
@@ -318,13 +309,11 @@ class ElasticStrategy(Strategy):
             self._loader = TrainingLoader(dataloader, self._deliver, has_order=bool(self._data_options))
             return self._loader
         if is_divisible(dataloader):
-            assert isinstance(dataloader, DataLoader)
             return EvaluationLoader(dataloader, self._share)
         return dataloader
 
     def _deliver(self) -> Iterator[Any]:
         """Yield the micro-batches of the rest of the present epoch."""
-        assert self._loader is not None
         elastic, fit = self.elastic_trainer, self._trainer.fit_loop
         self.end_epoch()
         self._epoch_to_end = self._counts.epoch = self._trainer.current_epoch
@@ -348,11 +337,8 @@ class ElasticStrategy(Strategy):
         self._steps_at_batch = elastic.steps
         counts.after = elastic.progress
         self._set_rank()
-        for tracker, number in (
-            (loop.batch_progress.current, counts.batch_index),
-            (loop.batch_progress.total, int(counts.after)),
-        ):
-            tracker.ready = tracker.started = tracker.processed = tracker.completed = number
+        _count(loop.batch_progress.current, counts.batch_index)
+        _count(loop.batch_progress.total, int(counts.after))
         if not self._automatic and not elastic.completes_step:
             # No multiple: Lightning logs after each call of `training_step` with manual optimization.
             loop._batches_that_stepped = int(counts.after) - 0.5
@@ -370,8 +356,7 @@ class ElasticStrategy(Strategy):
         counts.before, counts.after = counts.after, elastic.progress
         loop._batches_that_stepped = counts.logged_steps(trainer.log_every_n_steps)
         is_last = counts.ends_epoch
-        interval = trainer.val_check_batch
-        interval = float("inf") if interval is None else interval
+        interval = float("inf") if trainer.val_check_batch is None else trainer.val_check_batch
         loop.batch_progress.current.ready = counts.batches(interval, is_last=is_last)
         loop.batch_progress.total.ready = counts.total_batches(interval)
         loop.batch_progress.is_last_batch = is_last
@@ -391,8 +376,7 @@ class ElasticStrategy(Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run `training_step` of the module as the forward pass of a data-parallel model."""
-        assert self.lightning_module is not None
-        step = self._step_module or self.lightning_module.training_step
+        step = self._step_module or self._trainer.lightning_module.training_step
         if not self._automatic and self._is_training and len(args) > 1:
             counts = self._counts
             steps = self._steps_at_batch - counts.epoch * counts.epoch_length
@@ -418,8 +402,7 @@ class ElasticStrategy(Strategy):
 
     @property
     def _automatic(self) -> bool:
-        assert self.lightning_module is not None
-        return self.lightning_module.automatic_optimization
+        return bool(self._trainer.lightning_module.automatic_optimization)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -451,11 +434,8 @@ class ElasticStrategy(Strategy):
             return
         loop = self._trainer.fit_loop.epoch_loop
         if loop.batch_progress.is_last_batch or self.elastic_trainer.finished or self._finishes:
-            for _ in batches:
-                break
-        close = getattr(batches, "close", None)
-        if close is not None:
-            close()
+            next(batches, None)
+        batches.close()
         trainer, elastic = self._trainer, self.elastic_trainer
         # Perhaps another replica has requested the end, in the last step or before. First of the exchanges
         # here, since a replica that has just joined makes this one, and perhaps no other.
@@ -506,9 +486,8 @@ class ElasticStrategy(Strategy):
 
     def _share(self, loader: DataLoader[Any], batches: int) -> Iterator[Any] | None:
         """Return the replica's part of the first batches; None if each replica gets all of them."""
-        if not self.divides_evaluation or batches < self.elastic_trainer.replicas:
-            return None
-        return self._evaluate(loader, batches)
+        is_divided = self.divides_evaluation and batches >= self.elastic_trainer.replicas
+        return self._evaluate(loader, batches) if is_divided else None
 
     def _evaluate(self, loader: DataLoader[Any], batches: int) -> Iterator[Any]:
         """Yield the replica's batches, and replace what the program logs by the sums over all replicas."""
@@ -564,7 +543,6 @@ class ElasticStrategy(Strategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Do nothing: a replica that joins passes Lightning's barriers alone."""
-        del name
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all replicas."""
@@ -594,8 +572,7 @@ class ElasticStrategy(Strategy):
                 "of replicas. To begin with the weights of a file, load them into the module before fit: "
                 "module.load_state_dict(torch.load(path)['state_dict'])"
             )
-        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        return loaded
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a file of Lightning's on rank 0."""
@@ -629,6 +606,11 @@ class ElasticStrategy(Strategy):
                 f"Trainer(num_nodes={number}) was passed with an ElasticStrategy: a replica is one process, "
                 "and adascale starts the replicas, on one machine or on a cluster. Leave num_nodes out"
             )
+
+
+def _count(tracker: Any, number: int) -> None:
+    """Let a counter of Lightning have counted a number of batches or epochs, and no other be begun."""
+    tracker.ready = tracker.started = tracker.processed = tracker.completed = number
 
 
 def _exists_on_rank_0(original: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
