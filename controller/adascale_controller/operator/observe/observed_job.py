@@ -13,7 +13,7 @@ from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
 from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED, EXIT_SERVICE_UNAVAILABLE
-from adascale_core.messages.allocation import Allocation
+from adascale_core.messages.allocation import ActiveAllocation, Allocation
 from adascale_core.messages.registration import MAX_INTERVAL
 from adascale_core.rendezvous.rendezvous import DEPARTED_STATES, EXITED_STATES
 from adascale_core.views.jobs import JobView
@@ -38,6 +38,9 @@ _AGENT_ERRORS = {
 """Exit codes of agents that give up, and the reasons of the conditions that show what they say."""
 REGISTRATION_TIMEOUT = MAX_INTERVAL
 """Seconds within which all agents register with a metrics service that has lost its data."""
+
+
+_UNKNOWN = JobView.empty()
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class ObservedJob(CachedJob):
         With equal generations the metrics service's allocation holds, since agents follow it.
         """
         recorded = self.resource.recorded_allocation
-        desired = self.service.desired if self.service is not None else None
+        desired = self.view.desired
         if recorded is None or desired is None:
             return recorded
         return desired if desired.generation >= recorded.generation else recorded
@@ -203,8 +206,7 @@ class ObservedJob(CachedJob):
     @property
     def program_finished(self) -> bool:
         """Whether the program has finished on rank 0. Other replicas that fail afterwards do not count."""
-        service = self.service
-        return self.finished_pod is not None or (service is not None and service.complete)
+        return self.finished_pod is not None or self.view.complete
 
     @property
     def finished_pod(self) -> Pod | None:
@@ -222,12 +224,19 @@ class ObservedJob(CachedJob):
         return self.claim is not None and self.claim.single_node
 
     @property
+    def view(self) -> JobView:
+        """Its view in the metrics service; an empty one if the metrics service does not answer."""
+        return _UNKNOWN if self.service is None else self.service
+
+    @property
+    def training(self) -> ActiveAllocation | None:
+        """The active generation. None if it is broken or there is none."""
+        return None if self.view.broken else self.view.active
+
+    @property
     def training_replicas(self) -> int:
         """The number of replicas of the active generation, 0 if it is broken or there is none."""
-        view = self.service
-        if view is None or view.active is None or view.broken:
-            return 0
-        return view.active.replicas
+        return self.training.replicas if self.training is not None else 0
 
     @property
     def spares(self) -> int:
@@ -242,10 +251,10 @@ class ObservedJob(CachedJob):
         With spares, the first ranks stand for the pods that train.
         """
         nodes = {rank: pod.node for rank, pod in self.live_pods.items() if pod.node}
-        current, view = self.current_allocation, self.service
+        current, view = self.current_allocation, self.view
         if current is None or not current.spares:
             return nodes, ()
-        active = view.active.indices if view is not None and view.active is not None else frozenset()
+        active = view.active.indices if view.active is not None else frozenset()
         ordered = sorted(nodes, key=lambda rank: (rank not in active, rank))
         training, spares = ordered[: current.replicas], ordered[current.replicas : current.indices.stop]
         placed = {rank: nodes[index] for rank, index in enumerate(sorted(training))}
@@ -269,10 +278,8 @@ class ObservedJob(CachedJob):
     @property
     def training_extra_pods(self) -> int:
         """The number of extra pods in the active generation."""
-        if self.core is None or not self.training_replicas or self.service is None:
-            return 0
-        active = self.service.active
-        return sum(index >= self.core for index in active.indices) if active is not None else 0
+        core, training = self.core, self.training
+        return 0 if core is None or training is None else sum(index >= core for index in training.indices)
 
     @property
     def extra_pods_problem(self) -> str | None:
@@ -297,13 +304,12 @@ class ObservedJob(CachedJob):
     @property
     def required_pods(self) -> int:
         """How many pods, counted from index 0, must stay because a trainer with state is there."""
-        view = self.service
-        if view is None:
+        if self.service is None:
             return max(self.live_pods, default=-1) + 1
-        required = {replica.replica for replica in view.replicas if replica.holds}
-        if view.active is not None and not view.broken:
+        required = {replica.replica for replica in self.view.replicas if replica.holds}
+        if self.training is not None:
             # A member of the active generation that has not reported RUNNING yet is about to run.
-            required |= view.active.indices
+            required |= self.training.indices
         return max(required | self._unregistered, default=-1) + 1
 
     @property
@@ -356,9 +362,8 @@ class ObservedJob(CachedJob):
 
     @property
     def _accepted_replicas(self) -> set[int]:
-        replicas = self.service.replicas if self.service is not None else ()
         gone = DEPARTED_STATES | EXITED_STATES
-        return {replica.replica for replica in replicas if replica.state not in gone}
+        return {replica.replica for replica in self.view.replicas if replica.state not in gone}
 
     def placement_problem(self, ranks: range, spares: int = 0) -> PodProblem | None:
         """Return why one of these ranks can't start, the lowest first. None if all but the spares can."""

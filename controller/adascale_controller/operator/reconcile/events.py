@@ -81,7 +81,7 @@ def container_runs_on(pod: Pod) -> Event:
 def has_new_bounds(observed: ObservedJob) -> bool:
     """Whether the spec differs from the spec that is declared at the metrics service."""
     job = observed.resource.job
-    declared = observed.service.spec if observed.service is not None else None
+    declared = observed.view.spec
     return job is not None and declared is not None and declared != job.spec
 
 

@@ -79,10 +79,10 @@ def _generation(pod: Pod) -> int:
 
 def _registered_failures(observed: ObservedJob) -> set[int]:
     """Return the generations in which agents have registered a failure of the program, and have no pod."""
-    if observed.service is None or observed.resource.recorded_allocation is None:
+    if observed.resource.recorded_allocation is None:
         # They may be those of an earlier job of this name.
         return set()
-    ranks, replicas = {pod.rank for pod in observed.pods}, observed.service.replicas
+    ranks, replicas = {pod.rank for pod in observed.pods}, observed.view.replicas
     failed = (each for each in replicas if each.state is ReplicaState.FAILED and each.replica not in ranks)
     return {each.generation for each in failed}
 
@@ -95,8 +95,8 @@ def _spares(observed: ObservedJob) -> int:
 
 def _all_train(observed: ObservedJob) -> bool:
     """Whether as many replicas as allocated have made a step together, whichever starts failed before."""
-    view, current = observed.service, observed.current_allocation
-    if view is None or view.active is None or view.latest is None or current is None:
+    view, current = observed.view, observed.current_allocation
+    if view.active is None or view.latest is None or current is None:
         return False
     replicas = observed.training_replicas
     return 0 < current.replicas <= replicas and view.latest.generation >= view.active.generation

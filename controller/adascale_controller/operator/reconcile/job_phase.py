@@ -69,13 +69,13 @@ def assess(observed: ObservedJob) -> Assessment:
 
 
 def _ended(observed: ObservedJob, failures: FailureCount) -> _Finding | None:
-    job, view = observed.resource, observed.service
+    job = observed.resource
     for condition_type, phase, default in _END_CONDITIONS:
         condition = condition_of(job.status, condition_type)
         # A job with an invalid spec may be corrected. Any other end is final.
         if condition is not None and condition.status and condition.reason != Reason.INVALID_SPEC:
             return phase, _reason(condition.reason, default), condition.message
-    are_gone = view is not None and view.complete and all(pod.exit is not None for pod in observed.pods)
+    are_gone = observed.view.complete and all(pod.exit is not None for pod in observed.pods)
     if job.recorded_allocation is not None and (observed.finished_pod is not None or are_gone):
         return JobPhase.COMPLETE, Reason.FINISHED, "The program has finished"
     due = deadline(observed)
@@ -88,7 +88,7 @@ def _ended(observed: ObservedJob, failures: FailureCount) -> _Finding | None:
     if limit is not None and failures.exceeds(limit):
         message = f"The program has failed {plural(failures.count, 'time')}, backoffLimit ({limit}) exceeded"
         return JobPhase.FAILED, Reason.BACKOFF_LIMIT_EXCEEDED, _with_cause(message, observed)
-    restarts = observed.service.restarts_without_progress if observed.service is not None else 0
+    restarts = observed.view.restarts_without_progress
     if job.job is not None and restarts > job.job.max_restarts_without_progress:
         message = (
             f"The trainers were lost {plural(restarts, 'time')} without a step in between, "
@@ -137,8 +137,7 @@ def last_failure(observed: ObservedJob) -> str:
 
 def _last_losses(observed: ObservedJob) -> str:
     """Return how trainers have ended, in brackets; empty if no replica has registered it."""
-    replicas = observed.service.replicas if observed.service is not None else ()
-    codes = {replica.exit_code for replica in replicas if replica.exit_code is not None}
+    codes = {replica.exit_code for replica in observed.view.replicas if replica.exit_code is not None}
     memory = any(pod.exit is not None and pod.exit.reason == "OOMKilled" for pod in observed.pods)
     ends = [*(["OOMKilled"] if memory else []), *map(describe_exit, sorted(codes))]
     return f" ({', '.join(ends)})" if ends else ""

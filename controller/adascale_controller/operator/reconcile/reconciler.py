@@ -90,11 +90,9 @@ def belongs_to_predecessor(observed: ObservedJob) -> bool:
     A pod of that may register once more after it was deregistered. Its end would be a loss of the new job.
     The first pods of a queued job may register before it has an allocation.
     """
-    view, has_pods = observed.service, any(pod.has_started for pod in observed.pods)
-    return (
-        observed.resource.recorded_allocation is None
-        and view is not None
-        and (view.desired is not None or view.complete or (bool(view.replicas) and not has_pods))
+    view, has_pods = observed.view, any(pod.has_started for pod in observed.pods)
+    return observed.resource.recorded_allocation is None and (
+        view.desired is not None or view.complete or (bool(view.replicas) and not has_pods)
     )
 
 
@@ -150,13 +148,12 @@ def _allocation(
     job = observed.resource.job
     spares = job.spare_replicas if job is not None and count else 0
     if current is None:
-        last = observed.service.last_generation if observed.service is not None else 0
-        return Allocation(last + 1, count, spares=spares) if count else None
-    if decision is not None and observed.service is not None and observed.service.complete:
+        return Allocation(observed.view.last_generation + 1, count, spares=spares) if count else None
+    if decision is not None and observed.view.complete:
         # The program has finished; its pods are about to end.
         count, spares = current.replicas, current.spares
     # A generation that the metrics service does not have yet applies the new bounds anyway.
-    published = observed.service is not None and observed.service.desired == current
+    published = observed.view.desired == current
     is_same = (count, spares) == (current.replicas, current.spares) and not current.failed
     if not is_same or (count and published and has_new_bounds(observed)):
         return Allocation(current.generation + 1, count, spares=spares)
@@ -168,8 +165,8 @@ def _allocation_of_failed(observed: ObservedJob, current: Allocation | None) -> 
 
     Its pods are stopped first, so that they stop even if the metrics service refuses the allocation.
     """
-    view = observed.service
-    if current is None or observed.live_pods or view is None or view.desired is None:
+    view = observed.view
+    if current is None or observed.live_pods or view.desired is None:
         return current
     if view.complete or view.desired.failed:
         return current

@@ -232,7 +232,7 @@ def _counts(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
 
 def _reported(observed: ObservedJob) -> Status:
     current = observed.resource.status
-    report = observed.service.latest if observed.service is not None else None
+    report = observed.view.latest
     # The progress of a job that has ended does not change with its spec, but its last report may be late.
     if report is None or (has_ended(current) and current.get("progress") == int(report.progress)):
         return {name: value for name, value in current.items() if name in REPORTED_FIELDS}
@@ -291,7 +291,7 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
         if assessment.phase is JobPhase.BLOCKED:
             return condition(True, assessment.reason, assessment.message)
         message = f"Training on {plural(training, 'replica')}"
-        stall = observed.service.stall if observed.service is not None else None
+        stall = observed.view.stall
         if stall is not None:
             return condition(True, Reason.STALLED, f"{message}, but no step ends: {stall}")
         outdated = len(observed.outdated_pods)
@@ -391,9 +391,9 @@ def _slow_replica(observed: ObservedJob, scheduled: ScheduledJob) -> JobConditio
     before = condition_of(observed.resource.status, kind)
     if observed.service is None and not scheduled.assessment.ended:
         return before
-    slow = observed.service.slow if observed.service is not None else None
+    slow = observed.view.slow
     if slow is None or scheduled.assessment.ended:
-        replacement = observed.service.slow_replacement if observed.service is not None else None
+        replacement = observed.view.slow_replacement
         if replacement is not None and not scheduled.assessment.ended:
             return JobCondition(kind, False, Reason.SLOW_REPLICA_REPLACED, capitalized(str(replacement)))
         return JobCondition(kind, False, Reason.NO_REPLICA_SLOW) if before is not None else None

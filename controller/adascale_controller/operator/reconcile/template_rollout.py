@@ -18,7 +18,7 @@ from adascale_core.messages.registration import ReplicaState
 
 def is_one_by_one(observed: ObservedJob) -> bool:
     """Whether the job trains on while its pods are replaced one by one."""
-    holds = observed.service is not None and any(replica.holds for replica in observed.service.replicas)
+    holds = any(replica.holds for replica in observed.view.replicas)
     fails = any(pod.template == observed.digest and _has_failed(pod) for pod in observed.pods)
     return holds and not fails and _can_spare_one(observed)
 
@@ -39,12 +39,12 @@ def next_pods(observed: ObservedJob, failed_placement: FailedPlacement | None) -
 
 def _is_settled(observed: ObservedJob) -> bool:
     """Whether all replicas that the job is to have train together, each in the pod of its index."""
-    view, allocation = observed.service, observed.current_allocation
-    if view is None or view.active is None or view.broken or allocation is None:
+    view, training, allocation = observed.view, observed.training, observed.current_allocation
+    if training is None or allocation is None:
         return False
-    if view.desired != allocation or view.active.generation != allocation.generation:
+    if view.desired != allocation or training.generation != allocation.generation:
         return False
-    members, live = view.active.indices, observed.live_pods
+    members, live = training.indices, observed.live_pods
     running = {
         replica.replica
         for replica in view.replicas

@@ -23,7 +23,6 @@ from adascale_core.decision.type_choice import TypeOptions
 from adascale_core.performance.goodput_table import candidate_counts
 from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.placement.packing import Demand, Node
-from adascale_core.views.jobs import JobView
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def make_candidate(
     requested: int | None,
 ) -> Candidate:
     """Return a job as the decision sees it. Changes nothing."""
-    job, view = observed.resource.valid_job, observed.service or JobView.empty()
+    job, view = observed.resource.valid_job, observed.view
     target, measured = training_target(job, view), memory.measurements
     state = measured.job_state(job, view, target)
     on_types = {

@@ -58,7 +58,7 @@ class JobMemory:
 
     def observe(self, observed: ObservedJob, types: TypedDemands, fitting: Callable[[], int]) -> None:
         """Record the state of a job."""
-        view = observed.service or JobView.empty()
+        view = observed.view
         self.measurements.update(view, time.monotonic())
         if self.digest != observed.digest:
             # The program is another, or the operator has been restarted.
