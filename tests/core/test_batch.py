@@ -136,6 +136,9 @@ def test_the_limit_is_below_what_did_not_fit_and_not_below_what_fits(too_large: 
         # without an upper bound, one replica still must not be below the lower bound
         (BatchBounds(4, 64, (8, "auto")), [*range(2, 9)]),
         (BatchBounds(8, 64, (8, "auto")), [*range(1, 9)]),
+        # the bounds take precedence over the batch of one replica
+        (BatchBounds(8, 64, (16, 32)), [*range(2, 5)]),
+        (BatchBounds(8, 8, (4, 4)), [1, 2]),
         # memory for 6 samples: a replica accumulates, so the same counts are valid
         (BatchBounds(12, local_bsz_limit=1), [1, 2, 3, 4, 6, 12]),
         (BatchBounds(8, None, (4, 8), local_bsz_limit=6), [*range(1, 21)]),
@@ -151,13 +154,6 @@ def test_the_limit_is_below_what_did_not_fit_and_not_below_what_fits(too_large: 
 def test_a_count_is_valid_if_a_local_batch_size_is_valid(bounds: BatchBounds, valid: list[int]) -> None:
     assert valid_replicas(bounds, 20) == valid
     assert [replicas for replicas in range(-1, 21) if is_valid_replicas(bounds, replicas)] == valid
-
-
-def test_one_replica_is_not_valid_if_its_batch_is_below_the_local_bounds() -> None:
-    """The bounds take precedence over the default batch of one replica."""
-    bounds = BatchBounds(8, 64, (16, 32))
-    assert valid_replicas(bounds, 8) == [2, 3, 4]
-    assert plan_batch(bounds, 2) == BatchPlan(2, 16)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +217,8 @@ def test_valid_replicas_returns_exactly_the_valid_counts(bounds: BatchBounds, li
         (BatchBounds(61, 63, (6, 7)), 2, [7], 1),
         # with fewer micro-batches where they divide better: 3 * 3 * 7 = 63, 3 * 4 * 5 = 60
         (BatchBounds(61, 63, (1, 10)), 3, [7], 3),
+        # and where no number of micro-batches reaches it, one of the largest, not those that come nearest
+        (BatchBounds(101, 101, (1, 10)), 3, [10], 1),
         # without bounds: shared out
         (BatchBounds(64), 4, [16], 1),
         # not valid: nothing
@@ -235,11 +233,6 @@ def test_the_choice_reaches_the_default_batch_with_the_fewest_micro_batches(
     assert list(choice.local_bsz) == sizes
     assert choice.accumulation == accumulation
     assert len(choice) == len(sizes)
-
-
-def test_if_no_plan_reaches_the_default_batch_the_largest_local_batch_is_chosen() -> None:
-    """Accumulation might come nearer to it; "may make it up" is read as all or nothing."""
-    assert plan_batch(BatchBounds(101, 101, (1, 10)), 3) == BatchPlan(3, 10)
 
 
 @given(all_bounds(), replica_counts)
@@ -480,10 +473,6 @@ def test_invalid_bounds_raise_an_error_with_their_values(
         BatchBounds(*arguments)
 
 
-def test_bounds_may_allow_a_single_size() -> None:
-    assert valid_replicas(BatchBounds(8, 8, (4, 4)), 9) == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("bounds", "minimum", "maximum", "parts"),
     [
@@ -502,10 +491,6 @@ def test_a_job_without_a_valid_count_raises_an_error_with_its_bounds(
         require_valid_replicas(bounds, minimum, maximum)
     for part in parts:
         assert part in str(raised.value)
-
-
-def test_the_valid_counts_from_minimum_to_maximum_are_returned() -> None:
-    assert require_valid_replicas(BatchBounds(12), 2, 6) == [2, 3, 4, 6]
 
 
 @given(all_bounds(), st.integers(1, 70), st.integers(1, 70))

@@ -13,12 +13,23 @@ from hypothesis import strategies as st
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.decision.deadline import DeadlineOutlook
-from adascale_core.decision.decide import DecisionProblem, decide
+from adascale_core.decision.decide import DecisionProblem
 from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_utility import JobState, JobUtility
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.views.decision import LimitKind
-from support.job_states import CLEAR, NOISY, NOW, OF_SAMPLES, job, job_states, unmeasured
+from support.decision_cases import counts
+from support.job_states import (
+    CLEAR,
+    NOISY,
+    NOW,
+    OF_SAMPLES,
+    capacities,
+    job,
+    job_states,
+    several_jobs,
+    unmeasured,
+)
 
 ALL = (1, 2, 4, 8)
 PARTLY = GradientEstimate(grad_sqr=1.0, grad_var=2.0)
@@ -30,10 +41,6 @@ OVERHEAD = StepTimeModel(fixed=2.0, per_sample=0.01)
 def due(state: JobState, left: float | None) -> JobState:
     """Return a job whose deadline is `left` seconds away."""
     return replace(state, deadline=None if left is None else NOW + left)
-
-
-def counts(jobs: Sequence[JobState], capacity: int) -> dict[str, int]:
-    return {name: decision.replicas for name, decision in decide(jobs, capacity, NOW).items()}
 
 
 def long(name: str, left: float | None = None, *, arrival: float = 0.0, replicas: int = 4) -> JobState:
@@ -210,12 +217,7 @@ def test_the_explanation_says_which_count_meets_the_deadline(left: float, text: 
     assert [each.reason for each in view.limits if each.kind is LimitKind.DEADLINE] == [text]
 
 
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=4).flatmap(
-        lambda names: st.tuples(*(job_states(f"job-{i}") for i in range(len(names))))
-    ),
-    st.integers(0, 24),
-)
+@given(several_jobs, capacities)
 def test_deadlines_that_are_not_worth_anything_change_no_count(
     jobs: Sequence[JobState], capacity: int
 ) -> None:

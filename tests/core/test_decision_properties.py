@@ -1,7 +1,9 @@
 """Properties of decisions, over drawn jobs, capacities and nodes."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf, log2
 from random import Random
 
@@ -34,25 +36,137 @@ from support.job_states import (
     unmeasured,
 )
 
-# -- properties -----------------------------------------------------------------------------------------
+# -- any capacity ---------------------------------------------------------------------------------------
+
+requests = st.builds(
+    Demand,
+    request=st.fixed_dictionaries({GPU: st.integers(0, 3)}, optional={"cpu": st.integers(1, 3)}),
+    nodes=st.none() | st.frozensets(st.sampled_from("mno"), min_size=1),
+    one_node=st.booleans(),
+)
+clusters = st.tuples(
+    *(
+        st.builds(
+            lambda gpu, cpu, pods, name=name: Node(name, {GPU: gpu, "cpu": cpu, "pods": pods}),
+            st.integers(0, 8),
+            st.integers(0, 16),
+            st.integers(0, 12),
+        )
+        for name in "mno"
+    )
+)
 
 
-@given(several_jobs, capacities)
-def test_every_count_is_valid_or_0_and_all_fit(jobs: Sequence[JobState], capacity: int) -> None:
-    decided = counts(jobs, capacity)
-    assert set(decided) == {state.id for state in jobs}
-    assert sum(decided.values()) <= capacity
-    for state in jobs:
-        assert decided[state.id] == 0 or decided[state.id] in allowed(state)
+@dataclass(frozen=True)
+class Problem:
+    """Jobs, and their capacity: a number of replicas, or nodes and what each job demands of them."""
+
+    jobs: Sequence[JobState]
+    room: int | Sequence[Node]
+    demands: Demands
+
+    @property
+    def capacity(self) -> Capacity:
+        if isinstance(self.room, int):
+            return ReplicaCapacity(self.room)
+        return NodeCapacity(self.room, self.demands)
+
+    def applied(self, decided: Mapping[str, int], stable_since: float | None) -> Problem:
+        """Return the problem once a decision is applied; `stable_since` is that of resized jobs."""
+        jobs = [
+            state
+            if state.replicas == decided[state.id]
+            else replace(state, replicas=decided[state.id], stable_since=stable_since)
+            for state in self.jobs
+        ]
+        if isinstance(self.room, int):
+            return replace(self, jobs=jobs)
+        packing = NodeCapacity(self.room, self.demands).pack(decided)
+        assert packing is not None
+        demands = {
+            name: replace(demand, placed=packing.placements.get(name, {}))
+            for name, demand in self.demands.items()
+        }
+        return Problem(jobs, self.room, demands)
 
 
-@given(several_jobs, capacities, st.randoms())
-def test_the_decision_does_not_depend_on_the_order_of_the_jobs(
-    jobs: Sequence[JobState], capacity: int, random: Random
+@st.composite
+def problems_on_nodes(draw: st.DrawFn) -> Problem:
+    jobs, nodes = draw(several_jobs), draw(clusters)
+    demands = {state.id: draw(requests) for state in jobs}
+    if draw(st.booleans()):
+        demands = placed(nodes, demands, {state.id: state.replicas for state in jobs})
+    return Problem(jobs, nodes, demands)
+
+
+on_nodes = problems_on_nodes()
+problems = on_nodes | st.builds(Problem, several_jobs, capacities, st.just({}))
+
+
+@given(problems, st.randoms())
+def test_every_count_is_valid_or_0_and_all_fit_in_any_order_of_jobs_and_nodes(
+    problem: Problem, random: Random
 ) -> None:
-    shuffled = list(jobs)
-    random.shuffle(shuffled)
-    assert decide(shuffled, capacity, NOW) == decide(jobs, capacity, NOW) == decide(iter(jobs), capacity, NOW)
+    jobs, room = list(problem.jobs), problem.room
+    decided = decide(jobs, problem.capacity, NOW)
+    replicas = {name: decision.replicas for name, decision in decided.items()}
+    assert set(replicas) == {state.id for state in jobs}
+    assert problem.capacity.fits(replicas)
+    for state in jobs:
+        assert replicas[state.id] == 0 or replicas[state.id] in allowed(state)
+    random.shuffle(jobs)
+    if not isinstance(room, int):
+        room = random.sample(room, len(room))
+    shuffled = replace(problem, jobs=jobs, room=room)
+    assert decide(iter(jobs), shuffled.capacity, NOW) == decided
+
+
+@given(problems, st.just(0.0) | st.floats(0, 1))
+def test_a_decision_is_unchanged_once_it_is_applied(problem: Problem, fairness: float) -> None:
+    """Before the replicas are placed, and afterwards."""
+
+    def decided(jobs: Sequence[JobState], capacity: Capacity) -> dict[str, int]:
+        found = decide(jobs, capacity, NOW, fairness=fairness)
+        return {name: decision.replicas for name, decision in found.items()}
+
+    first = decided(problem.jobs, problem.capacity)
+    for stable_since in (None, NOW):
+        after = problem.applied(first, stable_since)
+        assert decided(after.jobs, problem.capacity) == first
+        again = decided(after.jobs, after.capacity)
+        # A stopped job has no placed replicas any more, so it may fit on other nodes.
+        is_moved = not isinstance(problem.room, int) and any(
+            again[name] and not first[name] for name in first
+        )
+        assert again == first or is_moved
+
+
+@given(problems)
+def test_repeated_decisions_converge(problem: Problem) -> None:
+    """Every change increases the total utility, so no decision repeats."""
+    decisions: list[dict[str, int]] = []
+    for _ in range(40):
+        decided = counts(problem.jobs, problem.capacity)
+        if decided == {state.id: state.replicas for state in problem.jobs}:
+            return
+        assert decided not in decisions[1:]
+        decisions.append(decided)
+        applied = problem.applied(decided, -inf)
+        problem = replace(applied, jobs=[replace(state, stable_since=-inf) for state in applied.jobs])
+    pytest.fail(f"the decisions do not converge: {decisions[-3:]}")
+
+
+@given(problems)
+def test_a_later_job_never_stops_an_earlier_one(problem: Problem) -> None:
+    ordered = sorted(problem.jobs, key=lambda state: state.admission_order)
+    running = {name for name, count in counts(ordered, problem.capacity).items() if count}
+    for i in range(len(ordered)):
+        assert {name for name, count in counts(ordered[:i], problem.capacity).items() if count} == running & {
+            state.id for state in ordered[:i]
+        }
+
+
+# -- a number of replicas -------------------------------------------------------------------------------
 
 
 @given(several_jobs, capacities)
@@ -77,27 +191,6 @@ def test_no_job_grows_beyond_twice_its_largest_measured_count_or_the_next_valid_
         following = next((count for count in allowed(state) if count > largest), 0)
         smallest = min(allowed(state), default=0)
         assert decided[state.id] <= max(MAX_GROWTH * largest, following, smallest, state.replicas)
-
-
-@given(several_jobs, capacities)
-def test_a_decision_is_unchanged_once_it_is_applied(jobs: Sequence[JobState], capacity: int) -> None:
-    decided = counts(jobs, capacity)
-    for stable_since in (None, NOW):
-        assert counts(applied(jobs, decided, stable_since), capacity) == decided
-
-
-@given(several_jobs, capacities)
-def test_repeated_decisions_converge(jobs: Sequence[JobState], capacity: int) -> None:
-    """Every change increases the total utility, so no decision repeats."""
-    decisions: list[dict[str, int]] = []
-    for _ in range(40):
-        decided = counts(jobs, capacity)
-        if decided == {state.id: state.replicas for state in jobs}:
-            return
-        assert decided not in decisions[1:]
-        decisions.append(decided)
-        jobs = [replace(state, replicas=decided[state.id], stable_since=-inf) for state in jobs]
-    pytest.fail(f"the decisions do not converge: {decisions[-3:]}")
 
 
 @given(several_jobs, capacities)
@@ -173,104 +266,7 @@ def test_with_equal_smallest_counts_more_capacity_never_stops_a_job(
     assert running[0] <= running[1]
 
 
-# -- properties on nodes --------------------------------------------------------------------------------
-
-requests = st.builds(
-    Demand,
-    request=st.fixed_dictionaries({GPU: st.integers(0, 3)}, optional={"cpu": st.integers(1, 3)}),
-    nodes=st.none() | st.frozensets(st.sampled_from("mno"), min_size=1),
-    one_node=st.booleans(),
-)
-clusters = st.tuples(
-    *(
-        st.builds(
-            lambda gpu, cpu, pods, name=name: Node(name, {GPU: gpu, "cpu": cpu, "pods": pods}),
-            st.integers(0, 8),
-            st.integers(0, 16),
-            st.integers(0, 12),
-        )
-        for name in "mno"
-    )
-)
-
-
-@st.composite
-def jobs_on_nodes(draw: st.DrawFn) -> tuple[Sequence[JobState], Sequence[Node], Demands]:
-    jobs = draw(several_jobs)
-    nodes = draw(clusters)
-    demands = {state.id: draw(requests) for state in jobs}
-    if draw(st.booleans()):
-        demands = placed(nodes, demands, {state.id: state.replicas for state in jobs})
-    return jobs, nodes, demands
-
-
-def applied(
-    jobs: Sequence[JobState], decided: Mapping[str, int], stable_since: float | None
-) -> list[JobState]:
-    """Return the jobs with the decided counts; `stable_since` is that of resized jobs."""
-    return [
-        state
-        if state.replicas == decided[state.id]
-        else replace(state, replicas=decided[state.id], stable_since=stable_since)
-        for state in jobs
-    ]
-
-
-@given(jobs_on_nodes())
-def test_on_nodes_every_count_is_valid_or_0_and_all_fit(
-    case: tuple[Sequence[JobState], Sequence[Node], Demands],
-) -> None:
-    jobs, nodes, demands = case
-    capacity = NodeCapacity(nodes, demands)
-    decided = counts(jobs, capacity)
-    assert set(decided) == {state.id for state in jobs}
-    assert capacity.fits(decided)
-    for state in jobs:
-        assert decided[state.id] == 0 or decided[state.id] in allowed(state)
-    assert counts(list(reversed(jobs)), NodeCapacity(list(reversed(nodes)), demands)) == decided
-
-
-@given(jobs_on_nodes())
-def test_on_nodes_a_decision_is_unchanged_once_it_is_applied(
-    case: tuple[Sequence[JobState], Sequence[Node], Demands],
-) -> None:
-    """Before the replicas are placed, and afterwards."""
-    jobs, nodes, demands = case
-    capacity = NodeCapacity(nodes, demands)
-    decided = counts(jobs, capacity)
-    packing = capacity.pack(decided)
-    assert packing is not None
-    placed_demands = {
-        name: replace(demand, placed=packing.placements.get(name, {})) for name, demand in demands.items()
-    }
-    for stable_since in (None, NOW):
-        after = applied(jobs, decided, stable_since)
-        assert counts(after, capacity) == decided
-        again = counts(after, NodeCapacity(nodes, placed_demands))
-        # A stopped job has no placed replicas any more, so it may fit on other nodes.
-        assert again == decided or any(again[name] and not decided[name] for name in decided)
-
-
-@given(jobs_on_nodes())
-def test_on_nodes_repeated_decisions_converge(
-    case: tuple[Sequence[JobState], Sequence[Node], Demands],
-) -> None:
-    jobs, nodes, demands = case
-    decisions: list[dict[str, int]] = []
-    for _ in range(40):
-        capacity = NodeCapacity(nodes, demands)
-        decided = counts(jobs, capacity)
-        if decided == {state.id: state.replicas for state in jobs}:
-            return
-        assert decided not in decisions[1:]
-        decisions.append(decided)
-        packing = capacity.pack(decided)
-        assert packing is not None
-        demands = {
-            name: replace(demand, placed=packing.placements.get(name, {})) for name, demand in demands.items()
-        }
-        jobs = [replace(state, replicas=decided[state.id], stable_since=-inf) for state in jobs]
-    pytest.fail(f"the decisions do not converge: {decisions[-3:]}")
+# -- on nodes ---------------------------------------------------------------------------------------------
 
 
 @given(several_jobs, st.integers(0, 24), st.integers(1, 2), st.booleans())
@@ -297,26 +293,11 @@ def test_on_one_node_equal_replicas_are_allocated_as_with_a_replica_capacity(
         assert found == expected or same == pytest.approx(utility, abs=len(jobs))
 
 
-@given(jobs_on_nodes())
-def test_on_nodes_a_later_job_never_stops_an_earlier_one(
-    case: tuple[Sequence[JobState], Sequence[Node], Demands],
-) -> None:
-    jobs, nodes, demands = case
-    capacity = NodeCapacity(nodes, demands)
-    ordered = sorted(jobs, key=lambda state: state.admission_order)
-    running = {name for name, count in counts(ordered, capacity).items() if count}
-    for i in range(len(ordered)):
-        assert {name for name, count in counts(ordered[:i], capacity).items() if count} == running & {
-            state.id for state in ordered[:i]
-        }
-
-
-@given(several_jobs, jobs_on_nodes())
+@given(several_jobs, problems)
 def test_a_problem_with_predictions_from_the_problem_before_has_the_same_decision(
-    earlier: Sequence[JobState], case: tuple[Sequence[JobState], Sequence[Node], Demands]
+    earlier: Sequence[JobState], problem: Problem
 ) -> None:
-    jobs, nodes, demands = case
-    capacity = NodeCapacity(nodes, demands)
+    jobs, capacity = problem.jobs, problem.capacity
     # Some jobs are as before, some have changed, and some are new.
     before = DecisionProblem.of([*earlier, *jobs[: len(jobs) // 2]], 8)
     again = DecisionProblem.of(jobs, capacity, (before,))
@@ -357,12 +338,9 @@ def test_a_job_with_enough_capacity_changes_only_for_more_than_the_noise_of_its_
             assert new / old >= least * MIN_SPEEDUP ** max(log2(after / before), 0.0) * (1 - 1e-6)
 
 
-@given(jobs_on_nodes())
-def test_until_the_next_change_time_alone_changes_no_decision(
-    case: tuple[Sequence[JobState], Sequence[Node], Demands],
-) -> None:
-    jobs, nodes, demands = case
-    problem = DecisionProblem.of(jobs, NodeCapacity(nodes, demands))
+@given(on_nodes)
+def test_until_the_next_change_time_alone_changes_no_decision(drawn: Problem) -> None:
+    problem = DecisionProblem.of(drawn.jobs, drawn.capacity)
     end = min(problem.next_change(NOW), NOW + 10_000)
     assert end > NOW
     for moment in (NOW + 0.5 * (end - NOW), NOW + 0.999 * (end - NOW)):

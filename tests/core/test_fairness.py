@@ -101,15 +101,3 @@ def test_no_other_allocation_has_a_higher_utility(
     )
     decided = decide(jobs, capacity, NOW, fairness=fairness)
     assert sum(table[decided[state.id].replicas] for table, state in zip(tables, jobs, strict=True)) == best
-
-
-@given(several_jobs, capacities, fairness_values)
-def test_a_decision_is_unchanged_once_it_is_applied(
-    jobs: Sequence[JobState], capacity: int, fairness: float
-) -> None:
-    decided = decide(jobs, capacity, NOW, fairness=fairness)
-    after = [replace(state, replicas=decided[state.id].replicas, stable_since=NOW) for state in jobs]
-    again = decide(after, capacity, NOW, fairness=fairness)
-    assert {name: each.replicas for name, each in again.items()} == {
-        name: each.replicas for name, each in decided.items()
-    }

@@ -67,12 +67,6 @@ def test_the_model_meets_a_single_measurement_and_extrapolates_by_the_prior(
     )
 
 
-def test_the_model_meets_a_single_measurement_on_two_replicas() -> None:
-    model = StepTimeModel.fit([StepTime(2, 8, 1, 0.3)])
-    assert model is not None
-    assert model.step_time(BatchPlan(2, 8)) == pytest.approx(0.3, rel=0.01)
-
-
 def test_measurements_on_a_single_count_predict_the_same_time_for_other_counts() -> None:
     measurements = [StepTime(4, size, 1, 1.0 + 0.01 * size) for size in (8, 16, 32)]
     model = StepTimeModel.fit(measurements)
@@ -129,16 +123,6 @@ def test_step_times_are_recovered_from_enough_measurements(
     assert model.separates_batch_size
     for plan in (BatchPlan(*plan) for plan in [*table, (4, 64, 1), (16, 256, 2), (6, 16, 4)]):
         assert model.step_time(plan) == pytest.approx(truth.step_time(plan), rel=0.15)
-
-
-def test_the_parameters_are_recovered_from_exact_measurements() -> None:
-    truth = StepTimeModel(fixed=0.02, per_sample=0.001, sync=0.03, sync_per_replica=0.004)
-    model = StepTimeModel.fit(measured(truth, *product((1, 2, 4, 8), (8, 32, 128), (1, 2))))
-    assert model is not None
-    assert model.fixed == pytest.approx(truth.fixed, rel=0.01)
-    assert model.per_sample == pytest.approx(truth.per_sample, rel=0.01)
-    assert model.sync == pytest.approx(truth.sync, rel=0.01)
-    assert model.sync_per_replica == pytest.approx(truth.sync_per_replica, rel=0.02)
 
 
 def test_contradicting_measurements_are_averaged() -> None:
@@ -221,12 +205,15 @@ def test_predicted_time_does_not_fall_with_replicas_local_batch_or_accumulation(
 
 
 @pytest.mark.timeout(10)
-def test_4096_measurements_are_fitted_within_the_timeout() -> None:
+def test_the_parameters_are_recovered_from_4096_measurements_within_the_timeout() -> None:
     truth = StepTimeModel(fixed=0.02, per_sample=0.001, sync=0.03, sync_per_replica=0.004)
     table = list(product(range(1, 65), range(8, 264, 8), (1, 2)))
     model = StepTimeModel.fit(measured(truth, *table))
     assert model is not None
-    assert model.step_time(BatchPlan(32, 128)) == pytest.approx(truth.step_time(BatchPlan(32, 128)), rel=0.01)
+    assert model.fixed == pytest.approx(truth.fixed, rel=0.01)
+    assert model.per_sample == pytest.approx(truth.per_sample, rel=0.01)
+    assert model.sync == pytest.approx(truth.sync, rel=0.01)
+    assert model.sync_per_replica == pytest.approx(truth.sync_per_replica, rel=0.02)
 
 
 # -- many jobs at once ----------------------------------------------------------------------------------
