@@ -6,7 +6,6 @@ import os
 import resource
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -47,15 +46,8 @@ class UsageError(AdaScaleError):
     exit_code = 2
 
 
-@dataclass(frozen=True)
-class ServedApp:
-    """An application that the server serves."""
-
-    app: ASGIApp
-    stop: Callable[[], None]  # called when the server begins to stop
-    data: str  # where its data are, for the user
-
-
+ServedApp = tuple[ASGIApp, Callable[[], None], str]
+"""An application, what is called when the server begins to stop, and where its data are, for the user."""
 AppFactory = Callable[[ConnectionLimits], ServedApp]
 
 
@@ -66,7 +58,7 @@ def serve_jobs(database_url: str, authorizer: Authorizer | None, settings: Setti
         app = create_app(Database(database_url), authorizer, settings, connections=limits)
         service: Service = app.state.service
         data = f"database {without_password(database_url)}"
-        return ServedApp(MetricsService(app), service.stop, data)
+        return MetricsService(app), service.stop, data
 
     return make
 
@@ -76,7 +68,7 @@ def serve_runs(path: Path, authorizer: Authorizer | None) -> AppFactory:
 
     def make(limits: ConnectionLimits) -> ServedApp:
         runs = RunServices(path, authorizer, limits)
-        return ServedApp(create_runs_app(runs), lambda: None, f"runs of {path}")
+        return create_runs_app(runs), lambda: None, f"runs of {path}"
 
     return make
 
@@ -102,16 +94,17 @@ def serve(
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         limits = ConnectionLimits(max_connections, _allow_connections(max_connections), request_timeout)
-        served = serve_app(limits)
+        app, stop, data = serve_app(limits)
         address, port = listener.getsockname()[:2]
         scheme = "http" if certificate is None else "https"
         url = f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
-        app = RequireTls(served.app, response_to(TlsRequiredError())) if require_tls else served.app
+        if require_tls:
+            app = RequireTls(app, response_to(TlsRequiredError()))
 
         def announce() -> None:
             if port_file is not None:
                 _write_port_file(port_file, port)
-            print(f"adascale-api: listening on {url}, {served.data}", flush=True)
+            print(f"adascale-api: listening on {url}, {data}", flush=True)
 
         config = uvicorn.Config(
             app,
@@ -127,7 +120,7 @@ def serve(
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=SHUTDOWN_GRACE,
         )
-        server = Server(config, on_listening=announce, on_stopping=served.stop)
+        server = Server(config, on_listening=announce, on_stopping=stop)
         server.run([listener])
         if server.start_error is not None:
             raise server.start_error

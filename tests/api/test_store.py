@@ -20,7 +20,7 @@ from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store import jobs, replicas
 from adascale_api.data.store import reports as report_store
 from adascale_api.data.store.jobs import JobNotFoundError
-from adascale_api.service.service import JobRetention, Remover
+from adascale_api.service.service import JobRetention, remove_old_jobs
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState
@@ -494,7 +494,7 @@ def test_the_heartbeats_of_jobs_that_have_ended_are_removed(store: Store) -> Non
     assert store.read(replicas.count_heartbeats).keys() == {(key, 0) for key in keys.values()}
 
     async def remove(database: Database) -> None:
-        await Remover(database, JobRetention(), lambda: 0.0).remove_old_jobs()
+        await remove_old_jobs(database, JobRetention(), 0.0)
 
     store.run(remove)
     assert store.read(replicas.count_heartbeats).keys() == {(keys[training], 0)}

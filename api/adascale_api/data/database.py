@@ -237,24 +237,19 @@ class Database:
         while True:
             try:
                 return [self._commit_together(batch)]
-            except self.connector.error as error:
-                failure = self._note_failure(error)
+            except Exception as error:
+                is_known = isinstance(error, self.connector.error)
+                failure = self._note_failure(error) if is_known else Failure.OTHER
                 if failure in (Failure.LOST, Failure.CONFLICT) and not self._stopping:
                     if time.monotonic() < end:
                         time.sleep(RETRY_INTERVAL)
                         continue
                 elif failure is Failure.OTHER and len(batch) > 1:
-                    return self._commit_alone(batch)
-                return self._fail(batch, DatabaseError(error))
-            except Exception as error:
-                if len(batch) > 1:
-                    return self._commit_alone(batch)
-                logger.exception("a write failed")
-                return self._fail(batch, error)
-
-    def _commit_alone(self, batch: list[_Write]) -> list[Committed]:
-        """Commit each write alone: a failed one undoes the others of its commit."""
-        return [committed for write in batch for committed in self._commit([write])]
+                    # Each alone: a failed one undoes the others of its commit.
+                    return [committed for write in batch for committed in self._commit([write])]
+                if not is_known:
+                    logger.exception("a write failed")
+                return self._fail(batch, DatabaseError(error) if is_known else error)
 
     def _commit_together(self, batch: list[_Write]) -> Committed:
         connector = self.connector

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 class _Heartbeat:
     """The last heartbeat of an agent."""
 
+    place: tuple[int, int]  # the key of the job, and the replica
     instance: str
     received_at: float  # by the monitor's clock
     registration: Registration | None = None  # without the log; None before the first since the start
@@ -65,8 +66,7 @@ class HeartbeatMonitor:
         self._checked_at = clock()
         self._is_loaded = False
         # Where several services share the database:
-        self._keys: dict[str, int] = {}
-        self._received: dict[tuple[str, int], str] = {}
+        self._received: dict[tuple[int, int], str] = {}
         self._counts: Counts = {}
         self._changed_elsewhere: set[str] = set()
 
@@ -77,7 +77,7 @@ class HeartbeatMonitor:
         if heartbeat is not None and heartbeat.instance == registration.instance:
             heartbeat.received_at = self._clock()
             if self._database.connector.is_shared:
-                self._received[job_id, registration.replica] = registration.instance
+                self._received[heartbeat.place] = registration.instance
 
     def changes_nothing(self, job: StoredJob, registration: Registration, log: str | None) -> bool:
         """Whether this registration, without its log, was received before at this version of the job."""
@@ -108,7 +108,7 @@ class HeartbeatMonitor:
     def update(self, committed: Committed) -> None:
         """Expect heartbeats of the replicas that changed jobs have now."""
         for job_id in committed.deleted:
-            self._forget(job_id)
+            self._jobs.pop(job_id, None)
         for job in committed.changed:
             self._update_job(job)
 
@@ -155,32 +155,26 @@ class HeartbeatMonitor:
             try:
                 self._update_job(await self._database.read(partial(jobs.find_job, job_id=job_id)))
             except jobs.JobNotFoundError:
-                self._forget(job_id)
+                self._jobs.pop(job_id, None)
             except UnreadableJobError as error:
                 logger.error("%s", error)
-                self._forget(job_id)
+                self._jobs.pop(job_id, None)
             except UnavailableError:
                 self._changed_elsewhere.add(job_id)
                 raise
         received, self._received = self._received, {}
         try:
-            by_key = {
-                (self._keys[job_id], replica): instance
-                for (job_id, replica), instance in received.items()
-                if job_id in self._keys
-            }
-            if by_key:
-                await self._database.write(partial(replicas.add_heartbeats, received=by_key))
+            if received:
+                await self._database.write(partial(replicas.add_heartbeats, received=received))
             counts = await self._database.read(replicas.count_heartbeats)
         except UnavailableError:
             self._received = {**received, **self._received}
             raise
         now = self._clock()
-        for job_id, replicas_of_job in self._jobs.items():
-            for replica, heartbeat in replicas_of_job.items():
-                place = (self._keys[job_id], replica)
-                count = counts.get(place)
-                if count is not None and count[0] == heartbeat.instance and count != self._counts.get(place):
+        for heartbeats in self._jobs.values():
+            for heartbeat in heartbeats.values():
+                count, before = counts.get(heartbeat.place), self._counts.get(heartbeat.place)
+                if count is not None and count[0] == heartbeat.instance and count != before:
                     heartbeat.received_at = now
         self._counts = counts
 
@@ -193,7 +187,7 @@ class HeartbeatMonitor:
             await self._database.write(expire, job_id=job_id)
         except UnreadableJobError as error:
             logger.error("%s", error)
-            self._forget(job_id)
+            self._jobs.pop(job_id, None)
 
     def _overdue(self, job_id: str) -> dict[int, str]:
         oldest = self._clock() - self.timeout
@@ -223,15 +217,10 @@ class HeartbeatMonitor:
             if registration.state in EXITED_STATES:
                 continue
             known = before.get(rank)
-            if known is None or known.instance != registration.instance:
-                known = _Heartbeat(registration.instance, now)
+            if known is None or (known.place[0], known.instance) != (job.key, registration.instance):
+                known = _Heartbeat((job.key, rank), registration.instance, now)
             found[rank] = known
         if found:
             self._jobs[job.id] = found
-            self._keys[job.id] = job.key
         else:
-            self._forget(job.id)
-
-    def _forget(self, job_id: str) -> None:
-        self._jobs.pop(job_id, None)
-        self._keys.pop(job_id, None)
+            self._jobs.pop(job.id, None)

@@ -104,18 +104,17 @@ class Service:
         self.summaries = Summaries(partial(read_summaries, database))
         self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
         self.metrics = Metrics(database.condition, self.connections)
-        self.remover = Remover(database, settings.jobs, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the background tasks; on exit, finish the pending writes and close the database."""
         self._loop = asyncio.get_running_loop()
-        repeated = [
+        repeated: list[tuple[Callable[[], Awaitable[None]], float]] = [
             (self.heartbeats.check, HEARTBEAT_INTERVAL),
             (self.database.check, CHECK_INTERVAL),
-            (self.remover.remove_old_jobs, RETENTION_INTERVAL),
-            (self.remover.remove_deleted, REMOVE_INTERVAL),
+            (lambda: remove_old_jobs(self.database, self.settings.jobs, self.clock()), RETENTION_INTERVAL),
+            (partial(remove_deleted, self.database), REMOVE_INTERVAL),
             (self.connections.close_overdue, SWEEP_INTERVAL),
         ]
         tasks = [asyncio.create_task(repeat(task, interval)) for task, interval in repeated]
@@ -227,38 +226,31 @@ async def repeat(task: Callable[[], Awaitable[None]], interval: float, *, at_onc
         await asyncio.sleep(interval)
 
 
-class Remover:
-    """Deletes jobs that have not changed for long, and removes the rows of deleted jobs in pieces."""
+async def remove_old_jobs(database: Database, retention: JobRetention, now: float) -> None:
+    """Delete the jobs that are older than the retention allows."""
+    unfinished_before = now - retention.unfinished
+    query = partial(
+        jobs.old_jobs,
+        finished_before=now - retention.finished,
+        unfinished_before=unfinished_before,
+        limit=MAX_REMOVED,
+    )
+    for job_id in await database.read(query, is_long=True):
+        try:
+            await database.write(partial(jobs.delete_job, job_id=job_id, now=now), job_id=job_id)
+        except JobNotFoundError:
+            continue
+        logger.info("deleted job %s, which has not changed for long", job_id)
+    await database.write(replicas.remove_ended_heartbeats)
+    await database.write(partial(jobs.forget_versions, before=unfinished_before))
 
-    def __init__(self, database: Database, retention: JobRetention, clock: Callable[[], float]) -> None:
-        self._database = database
-        self._retention = retention
-        self._clock = clock
 
-    async def remove_old_jobs(self) -> None:
-        """Delete the jobs that are older than the retention allows."""
-        now = self._clock()
-        query = partial(
-            jobs.old_jobs,
-            finished_before=now - self._retention.finished,
-            unfinished_before=now - self._retention.unfinished,
-            limit=MAX_REMOVED,
-        )
-        for job_id in await self._database.read(query, is_long=True):
-            try:
-                await self._database.write(partial(jobs.delete_job, job_id=job_id, now=now), job_id=job_id)
-            except JobNotFoundError:
-                continue
-            logger.info("deleted job %s, which has not changed for long", job_id)
-        await self._database.write(replicas.remove_ended_heartbeats)
-        await self._database.write(partial(jobs.forget_versions, before=now - self._retention.unfinished))
-
-    async def remove_deleted(self) -> None:
-        """Remove the rows of the jobs that were deleted, by an earlier process too."""
-        # Read first: a commit of nothing would succeed on a full disk, and look as if there were room.
-        if await self._database.read(jobs.has_deleted):
-            while await self._database.write(jobs.remove_deleted):
-                await asyncio.sleep(PAUSE)
+async def remove_deleted(database: Database) -> None:
+    """Remove the rows of deleted jobs in pieces, also those that an earlier process has left."""
+    # Read first: a commit of nothing would succeed on a full disk, and look as if there were room.
+    if await database.read(jobs.has_deleted):
+        while await database.write(jobs.remove_deleted):
+            await asyncio.sleep(PAUSE)
 
 
 def require_reachable(message: Registration | GainReport, job: StoredJob | None, now: float) -> None:
