@@ -82,7 +82,9 @@ class Job:
         if not is_discarded:
             self.consumed += self.plan.global_bsz
             self.trained += samples
-            places = [replica.feed.commit(self.consumed) for replica in self.replicas]
+            for replica in self.replicas:
+                replica.feed.finished_step(self.consumed)
+            places = [replica.feed.place_at(self.consumed) for replica in self.replicas]
             # torchdata's states of the same position differ in a count that a loaded one begins with.
             plain = [(replace(each, saved=None), each.saved and each.saved.position) for each in places]
             assert all(each == plain[0] for each in plain) or not self.stream.is_exact

@@ -88,10 +88,8 @@ class DataFeed:
         """Of what has begun to load."""
         self._has_opened = False
         """Whether this process has opened a data set."""
-        self._stream: StreamFeed | None = None
-        """The stream that is trained, if the data set is one that each replica reads as a whole."""
-        self._shards: ShardFeed | None = None
-        """The stream that is trained, if its shards are dealt to the replicas."""
+        self._stream: StreamFeed | ShardFeed | None = None
+        """The stream that is trained: each replica reads the whole, or its shards are dealt to them."""
         self._stream_is_exact = True
         self._length: int | None = None
         """Number of samples of a pass; of a stream, of the first one. None before it is known."""
@@ -274,7 +272,7 @@ class DataFeed:
         self._print(f"the data set {present}, and {before} before: its first pass begins now")
         progress = self._progress
         self._origin = Origin(progress.consumed, 0, progress.epoch, progress.progress)
-        self._kind, self._length, self._stream, self._shards = None, None, None, None
+        self._kind, self._length, self._stream = None, None, None
         self._comparison.forget()
 
     def _print(self, text: str) -> None:
@@ -336,9 +334,8 @@ class DataFeed:
 
     def close(self) -> None:
         """End persistent worker processes. May be called again."""
-        for feed in (self._stream, self._shards):
-            if feed is not None:
-                feed.close()
+        if self._stream is not None:
+            self._stream.close()
         if self._kept is not None:
             self._kept.close()
             self._kept = None
@@ -386,17 +383,16 @@ class DataFeed:
         self._kind, self._is_open, self._stream_is_exact = kind, True, stream.is_exact
         position, begin = self._progress.consumed, self._origin.consumed
         if dealt is None:
-            whole = self._stream
-            if whole is None:
-                place = StreamPlace(begin, self._origin.number, begin)
-                whole = self._stream = StreamFeed(place, position)
+            whole = self._stream or StreamFeed(StreamPlace(begin, self._origin.number, begin), position)
+            assert isinstance(whole, StreamFeed)
+            self._stream = whole
             whole.open(dataset, stream, options, seed=self._seed)
             return lambda consumed, plan: LoadedBatches(
                 whole.micro_batches(consumed, plan, self._group.rank), plan
             )
-        feed = self._shards
-        if feed is None:
-            feed = self._shards = ShardFeed(None, position, self._group)
+        feed = self._stream or ShardFeed(None, position, self._group)
+        assert isinstance(feed, ShardFeed)
+        self._stream = feed
         make_shard, count = dealt
         feed.open(make_shard, ShardOrder(count, self._seed, shuffle), stream, options)
         return lambda consumed, plan: LoadedBatches(feed.micro_batches(consumed, plan), plan)
@@ -408,7 +404,7 @@ class DataFeed:
     @property
     def exchanges(self) -> int:
         """How often the replicas had to exchange what follows, and to load their batches again."""
-        return 0 if self._shards is None else self._shards.exchanges
+        return 0 if self._stream is None else self._stream.exchanges
 
     @property
     def is_stream(self) -> bool:
@@ -421,26 +417,21 @@ class DataFeed:
         `ends_by_epochs`: the replicas have to agree where an epoch ends.
         """
         consumed = self._progress.consumed
-        place: StreamPlace | ShardPlace | None = None
-        if self._shards is not None:
-            self._shards.finished_step(consumed)
-            if self._length is None and self._shards.may_end_pass:
-                place = self._shards.place_at(consumed)
-        elif self._stream is not None:
-            place = self._stream.commit(consumed)
-        if place is None:
+        if self._stream is None:
             return
+        self._stream.finished_step(consumed)
         if self._length is not None:
             return
+        length = self._stream.length_at(consumed)
         if self._stream_is_exact:
-            self._length = place.length
-        elif ends_by_epochs and any(self._group.gather_integers([place.length is not None])[0]):
+            self._length = length
+        elif ends_by_epochs and any(self._group.gather_integers([length is not None])[0]):
             # Each replica reads a pass of its own. That of rank 0 counts.
             self._length = consumed - self._origin.consumed
 
     def compare_records(self) -> None:
         """Check that all replicas read the same stream. A collective call, at a step boundary."""
-        if self._stream is None or not self._stream_is_exact or self._group.replicas == 1:
+        if not isinstance(self._stream, StreamFeed) or not self._stream_is_exact or self._group.replicas == 1:
             return
         place = self._stream.place_at(self._progress.consumed)
         rows = self._group.gather_integers([place.number, place.begin, place.fingerprint or 0])
@@ -463,10 +454,10 @@ class DataFeed:
         """Return the length and order of the data set (None before it is opened), and the seed."""
         consumed = self._progress.consumed
         place = None if self._stream is None else self._stream.place_at(consumed)
-        rest = None if self._shards is None else self._shards.place_at(consumed)
+        described = None if place is None else {"consumed": consumed, **place.state_dict()}
         return {
-            "stream": None if place is None else {"consumed": consumed, **place.state_dict()},
-            "shards": None if rest is None else {"consumed": consumed, **rest.state_dict()},
+            "stream": described if isinstance(place, StreamPlace) else None,
+            "shards": described if isinstance(place, ShardPlace) else None,
             "samples": self._length,
             "seed": self._seed,
             "order": self._kind,
@@ -485,19 +476,14 @@ class DataFeed:
         self._is_open = state["is_open"]
         self._comparison.load_state_dict(state.get("compared"))
         if (described := state.get("stream")) is not None:
-            place = dict(described)
-            consumed = place.pop("consumed")
-            self._restore_stream(StreamPlace.from_state(place), consumed)
+            place = {name: value for name, value in described.items() if name != "consumed"}
+            if not isinstance(self._stream, StreamFeed):
+                self._stream = StreamFeed(StreamPlace(0), 0)
+            self._stream.restore(StreamPlace.from_state(place), described["consumed"])
         if (described := state.get("shards")) is not None:
-            if self._shards is None:
-                self._shards = ShardFeed(None, 0, self._group)
-            self._shards.restore(ShardPlace.from_state(described), described["consumed"])
-
-    def _restore_stream(self, place: StreamPlace, consumed: int) -> None:
-        if self._stream is None:
-            self._stream = StreamFeed(place, consumed)
-        else:
-            self._stream.restore(place, consumed)
+            if not isinstance(self._stream, ShardFeed):
+                self._stream = ShardFeed(None, 0, self._group)
+            self._stream.restore(ShardPlace.from_state(described), described["consumed"])
 
     def begin_from_checkpoint(self) -> None:
         """Record that no replica has opened a data set yet, so the next one may have another length."""

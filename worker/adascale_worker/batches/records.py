@@ -220,6 +220,8 @@ class RecordFeed(ABC, Generic[P]):
         self._seed = 0
         self._reader: RecordReader | None = None
         self._loader: PersistentLoader[RecordRequests] | None = None
+        self.exchanges = 0
+        """How often the replicas had to exchange what follows."""
 
     def _open(
         self, source: Any, stream: StreamOptions, options: dict[str, Any], seed: int, *, is_same: bool
@@ -276,7 +278,7 @@ class RecordFeed(ABC, Generic[P]):
             self._places.append((consumed, place))
             yield batch
 
-    def _drop_places_before(self, consumed: int) -> None:
+    def finished_step(self, consumed: int) -> None:
         """Delete the places before a step boundary, since training never returns to them."""
         while len(self._places) > 1 and self._places[1][0] <= consumed:
             self._places.pop(0)

@@ -161,8 +161,6 @@ class ShardFeed(RecordFeed[ShardPosition]):
         self._place = place
         self._since = consumed
         self._group = group
-        self.exchanges = 0
-        """How often the replicas had to exchange what follows."""
         self._dealt: Deal | None = None
         self._paths: list[Path] = []
         self._steps = 0
@@ -207,8 +205,13 @@ class ShardFeed(RecordFeed[ShardPosition]):
         """Continue at the place of a saved state."""
         self._place, self._since, self._dealt, self._batches = place, consumed, None, None
 
+    def length_at(self, consumed: int) -> int | None:
+        """Return the records of the first pass; None while it has not ended."""
+        place = self.place_at(consumed) if self._may_end_pass else None
+        return None if place is None else place.length
+
     @property
-    def may_end_pass(self) -> bool:
+    def _may_end_pass(self) -> bool:
         """Whether a pass may end before the next exchange."""
         if self._dealt is None:
             return True
@@ -221,7 +224,7 @@ class ShardFeed(RecordFeed[ShardPosition]):
 
     def finished_step(self, consumed: int) -> None:
         """Record that training is at a step boundary, after `consumed` samples of all replicas."""
-        self._drop_places_before(consumed)
+        super().finished_step(consumed)
         if self._dealt is not None and consumed - self._since >= self._steps * self._plan.global_bsz:
             self.exchanges += 1
             self._steps += 1

@@ -278,10 +278,9 @@ class StreamFeed(RecordFeed[StreamPlace]):
             (place for reached, place in reversed(self._places) if reached <= consumed), self._places[0][1]
         )
 
-    def commit(self, consumed: int) -> StreamPlace:
-        """Return the place at a step boundary, to which training may return from now on."""
-        self._drop_places_before(consumed)
-        return self._places[0][1]
+    def length_at(self, consumed: int) -> int | None:
+        """Return the records of the first pass; None while it has not ended."""
+        return self.place_at(consumed).length
 
     def restore(self, place: StreamPlace, consumed: int) -> None:
         """Continue at the place of a saved state."""
