@@ -382,23 +382,6 @@ def test_fields_and_conditions_of_others_do_not_change_the_status() -> None:
     assert not is_urgent(status, actions_for(other, 2).status)
 
 
-def test_disruptions_are_added_up_when_the_metrics_service_counts_from_zero() -> None:
-    observed_job = replace(training_job((3, 2)), service=view((3, 2), (3, 2), disruptions=2))
-    first = actions_for(observed_job, 2)
-    assert first.status["disruptions"] == 2
-    assert "ReplicaLost" in events(first)
-    lost = replace(with_status(observed_job, first), service=view())
-    second = actions_for(lost, 2)
-    again = replace(with_status(lost, second), service=view((3, 2), (3, 2), disruptions=1))
-    assert actions_for(again, 2).status["disruptions"] == 3
-    assert (
-        actions_for(replace(observed_job, resource=with_status(observed_job, first).resource), 2).status[
-            "disruptions"
-        ]
-        == 2
-    )
-
-
 def test_a_rescale_counts_once() -> None:
     observed_job = training_job((3, 2))
     first = actions_for(observed_job, 2)

@@ -168,11 +168,6 @@ class ObservedJob(CachedJob):
         return max((each for each in known if each is not None), default=0)
 
     @property
-    def preempts(self) -> bool:
-        """Whether its pods take the place of pods of lower priority."""
-        return bool(self.pod_spec.get("preemptionPolicy") != "Never")
-
-    @property
     def current_allocation(self) -> Allocation | None:
         """The newest allocation, from the status or from the metrics service.
 
@@ -266,22 +261,6 @@ class ObservedJob(CachedJob):
         return max(self.resource.valid_job.spare_replicas - len(self.replica_pods[1]), 0)
 
     @property
-    def lacks_only_extra_pods(self) -> bool:
-        """Whether pods of its allocation are missing or start, and all of them are extra pods."""
-        core, allocation = self.core, self.current_allocation
-        if core is None or allocation is None:
-            return False
-        started = {rank for rank, pod in self.live_pods.items() if pod.has_started}
-        missing = set(range(allocation.replicas)) - started
-        return bool(missing) and min(missing) >= core
-
-    @property
-    def training_extra_pods(self) -> int:
-        """The number of extra pods in the active generation."""
-        core, training = self.core, self.training
-        return 0 if core is None or training is None else sum(index >= core for index in training.indices)
-
-    @property
     def extra_pods_problem(self) -> str | None:
         """Why extra pods can't be made as the spec says; None if they can, or it is not known."""
         job = self.resource.job
@@ -340,7 +319,8 @@ class ObservedJob(CachedJob):
         """Why agents have given up, by rank, until the metrics service accepts another one of the replica."""
         by_age = sorted(self.pods, key=lambda pod: pod.created_at)
         newest = {pod.rank: (pod.name, pod.exit) for pod in by_age if pod.exit is not None}
-        accepted = self._accepted_replicas
+        gone = DEPARTED_STATES | EXITED_STATES
+        accepted = {replica.replica for replica in self.view.replicas if replica.state not in gone}
         return {
             rank: _agent_error(name, end)
             for rank, (name, end) in newest.items()
@@ -359,11 +339,6 @@ class ObservedJob(CachedJob):
             for rank, pod in newest.items()
             if pod.exit is not None and pod.exit.is_rejection
         }
-
-    @property
-    def _accepted_replicas(self) -> set[int]:
-        gone = DEPARTED_STATES | EXITED_STATES
-        return {replica.replica for replica in self.view.replicas if replica.state not in gone}
 
     def placement_problem(self, ranks: range, spares: int = 0) -> PodProblem | None:
         """Return why one of these ranks can't start, the lowest first. None if all but the spares can."""

@@ -45,7 +45,7 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
         else:
             yield Event("Running", f"Training on {plural(training, 'replica')}")
     if status["disruptions"] > current.get("disruptions", 0):
-        if observed.lacks_only_extra_pods:
+        if _lacks_only_extra_pods(observed):
             yield Event("ExtraPodsTaken", "Extra pods were taken; training continues on the other replicas")
         else:
             message = (
@@ -64,6 +64,15 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
     if status["observedGeneration"] != current.get("observedGeneration"):
         yield from _without_effect(observed, scheduled)
     yield from _changed_conditions(current, status)
+
+
+def _lacks_only_extra_pods(observed: ObservedJob) -> bool:
+    """Whether pods of the allocation are missing or start, and all of them are extra pods."""
+    core, allocation = observed.core, observed.current_allocation
+    if core is None or allocation is None:
+        return False
+    started = {rank for rank, pod in observed.live_pods.items() if pod.has_started}
+    return min(set(range(allocation.replicas)) - started, default=-1) >= core
 
 
 def container_runs_on(pod: Pod) -> Event:

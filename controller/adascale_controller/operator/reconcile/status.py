@@ -122,9 +122,9 @@ def status_of(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         ),
     }
     if observed.core is not None:
-        extra = (
-            observed.training_extra_pods if observed.service is not None else current.get("extraReplicas", 0)
-        )
+        extra = current.get("extraReplicas", 0)
+        if observed.service is not None and observed.training is not None:
+            extra = sum(index >= observed.core for index in observed.training.indices)
         status["extraReplicas"] = extra if training else 0
     if allocation is not None:
         status["allocation"] = {"generation": allocation.generation, "replicas": allocation.replicas}

@@ -141,7 +141,7 @@ def make_candidate(
         state,
         arrival=float(observed.resource.created_at),
         priority=observed.priority,
-        preempts=observed.preempts,
+        preempts=observed.pod_spec.get("preemptionPolicy") != "Never",
         deadline=memory.deadline,
         replicas=replicas if requested is None else requested,
         stable_since=state.stable_since if trains_current and requested is None else None,
