@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from adascale_controller.formatting import plural
 from adascale_controller.measurements import training_target
@@ -137,30 +138,26 @@ def make_candidate(
         limit_reason = describe_quota(observed, quota)
     trains_current = view.desired == current and observed.training_replicas > 0
     replicas = current.replicas if current is not None else 0
-    state = replace(
-        state,
-        arrival=float(observed.resource.created_at),
-        priority=observed.priority,
-        preempts=observed.pod_spec.get("preemptionPolicy") != "Never",
-        deadline=memory.deadline,
-        replicas=replicas if requested is None else requested,
-        stable_since=state.stable_since if trains_current and requested is None else None,
-        limit=limit,
-        limit_reason=_describe_limit(observed, limit, quota, spares_limit),
-    )
-    states = {
-        name: replace(
+
+    def completed(state: JobState, **of_type: Any) -> JobState:
+        return replace(
             state,
-            accelerator=name,
-            bounds=on_type.bounds,
-            largest=on_type.largest,
-            step_times=on_type.step_times,
-            template_step_times=on_type.template_step_times,
-            assumption=on_type.assumption,
-            moves=types.present is not None and name != types.present,
+            arrival=float(observed.resource.created_at),
+            priority=observed.priority,
+            preempts=observed.pod_spec.get("preemptionPolicy") != "Never",
+            deadline=memory.deadline,
+            replicas=replicas if requested is None else requested,
+            stable_since=state.stable_since if trains_current and requested is None else None,
+            limit=limit,
+            limit_reason=_describe_limit(observed, limit, quota, spares_limit),
+            **of_type,
         )
-        for name, on_type in on_types.items()
+
+    states = {
+        name: completed(each, accelerator=name, moves=types.present is not None and name != types.present)
+        for name, each in on_types.items()
     }
+    state = completed(state)
     return Candidate(observed, demand, state, types, states, measured.template.reported, limit_reason)
 
 
