@@ -5,12 +5,18 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from support.examples import FACTOR, examples
 from support.session_report import SessionReport
+
+if TYPE_CHECKING:
+    from support.members import Members
 
 # Each test computes little. Threads that wait for each other would take most of the processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -54,3 +60,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("release")]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture
+def make_members(tmp_path: Path) -> "Iterator[Callable[..., Members]]":
+    """Makes jobs of trainers with scripted agents, in folders of their own, and ends them after the test."""
+    from support.members import Members
+
+    made: list[Members] = []
+
+    def make(name: str = "job", **options: object) -> Members:
+        made.append(Members(tmp_path / name, **options))
+        return made[-1]
+
+    yield make
+    for members in made:
+        members.close()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import urllib3
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
 from support.fast_python import PYTHON, Program
+from support.launch import wait_until as wait_until
 
 TOKEN = "the-token-of-these-tests"
 TIMEOUT = 30.0
@@ -259,11 +259,3 @@ def environment(**changed: str) -> dict[str, str]:
     """Return the environment of the tests without the variables that configure a service."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ADASCALE_")}
     return {**inherited, **changed}
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> None:
-    """Return once `condition` is true."""
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.01)

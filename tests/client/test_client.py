@@ -98,6 +98,22 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     started.stop()
 
 
+@pytest.fixture
+def fixed_client(server: str) -> Iterator[MetricsServiceClient]:
+    """A client of that server."""
+    client = MetricsServiceClient(server)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[MetricsServiceClient]:
+    """A client of the metrics service."""
+    client = MetricsServiceClient(service.url, TOKEN)
+    yield client
+    client.close()
+
+
 # -- no answer, or another program's --------------------------------------------------------------------
 
 
@@ -111,13 +127,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     ids=range(9),
 )
 def test_an_answer_of_another_program_is_an_error(
-    server: str, call: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+    server: str, fixed_client: MetricsServiceClient, call: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FixedAnswer, "body", body)
-    client = MetricsServiceClient(server)
     with pytest.raises(ServiceUnreachableError, match=f"^{server} is not the address of a metrics service"):
-        CALLS[call](client)
-    client.close()
+        CALLS[call](fixed_client)
 
 
 def test_an_answer_that_is_cut_off_is_an_error(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,22 +144,24 @@ def test_an_answer_that_is_cut_off_is_an_error(server: str, monkeypatch: pytest.
     )
 
 
-def test_an_answer_that_does_not_end_is_an_error(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_does_not_end_is_an_error(
+    server: str, fixed_client: MetricsServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transport_module, "MAX_ANSWER", 4096)
     monkeypatch.setattr(FixedAnswer, "body", b"1" * 4097)
     monkeypatch.setattr(FixedAnswer, "missing", 10**13)
-    client = MetricsServiceClient(server)
     for status in (200, 500):
         monkeypatch.setattr(FixedAnswer, "status", status)
         with pytest.raises(ServiceUnreachableError) as raised:
-            client.get_job(JOB)
+            fixed_client.get_job(JOB)
         assert str(raised.value) == (
             f"{server} is not the address of a metrics service: its answer has more than 4096 bytes"
         )
-    client.close()
 
 
-def test_connections_are_used_again(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_are_used_again(
+    fixed_client: MetricsServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FixedAnswer, "protocol_version", "HTTP/1.1")
     setup, made = FixedAnswer.setup, []
 
@@ -155,11 +171,9 @@ def test_connections_are_used_again(server: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(FixedAnswer, "setup", count)
     monkeypatch.setattr(FixedAnswer, "body", b"{}")
-    client = MetricsServiceClient(server)
     for _ in range(3):
         with pytest.raises(ServiceError):
-            client.get_job(JOB)
-    client.close()
+            fixed_client.get_job(JOB)
     assert len(made) == 1
 
 
@@ -171,9 +185,10 @@ def test_a_refused_connection_is_an_error() -> None:
     assert raised.value.exit_code == 69
 
 
-def test_an_answer_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch, service: Service) -> None:
+def test_an_answer_that_takes_too_long_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, client: MetricsServiceClient
+) -> None:
     monkeypatch.setattr(transport_module, "TIMEOUT", 0.2)
-    client = MetricsServiceClient(service.url, TOKEN)
     version = client.get_allocation(JOB).version
     assert client.get_allocation(JOB, version, wait=0.5).version == version, (
         "the wait is added to the timeout"
@@ -181,7 +196,6 @@ def test_an_answer_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(transport_module, "TIMEOUT", -0.4)
     with pytest.raises(ServiceUnreachableError, match="timed out"):
         client.get_allocation(JOB, version, wait=0.5)
-    client.close()
 
 
 @pytest.mark.parametrize(
@@ -205,14 +219,12 @@ def test_an_address_that_is_not_one_is_an_error(url: str) -> None:
     ],
 )
 def test_an_error_status_has_the_services_reason(
-    server: str, body: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
+    fixed_client: MetricsServiceClient, body: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FixedAnswer, "status", 503)
     monkeypatch.setattr(FixedAnswer, "body", body)
-    client = MetricsServiceClient(server)
     with pytest.raises(ServiceRefusedError, match=f"^the metrics service answers 503: {reason}$") as raised:
-        client.get_job(JOB)
-    client.close()
+        fixed_client.get_job(JOB)
     assert raised.value.status == 503
     assert isinstance(raised.value, ServiceError)
 
@@ -225,18 +237,15 @@ def test_a_redirect_is_not_followed_with_the_token(server: str, monkeypatch: pyt
     client.close()
 
 
-def test_a_stale_allocation_is_refused(service: Service) -> None:
-    client = MetricsServiceClient(service.url, TOKEN)
+def test_a_stale_allocation_is_refused(client: MetricsServiceClient) -> None:
     with pytest.raises(
         ServiceRefusedError, match=r"generation 1 \(2 replicas\) is desired already"
     ) as raised:
         client.allocate(JOB, Allocation(1, 4))
-    client.close()
     assert raised.value.status == 409
 
 
-def test_a_refused_replica_learns_when_other_members_are_removed(service: Service) -> None:
-    client = MetricsServiceClient(service.url, TOKEN)
+def test_a_refused_replica_learns_when_other_members_are_removed(client: MetricsServiceClient) -> None:
     client.allocate("default.versions", Allocation(1, 1))
     client.register("default.versions", REGISTRATION)
     running = replace(REGISTRATION, state=ReplicaState.RUNNING, generation=1, rank=0, replicas=1, version="1")
@@ -244,7 +253,6 @@ def test_a_refused_replica_learns_when_other_members_are_removed(service: Servic
     with pytest.raises(ServiceRefusedError, match="replica 1 has adascale 2, but replica 0") as raised:
         client.register("default.versions", replace(REGISTRATION, replica=1, version="2"))
     client.delete_job("default.versions")
-    client.close()
     assert raised.value.retry_after == HEARTBEAT_TIMEOUT
 
 
@@ -272,11 +280,11 @@ def test_the_token_file_is_read_for_each_request(
     assert FixedAnswer.tokens == ["Bearer first", "Bearer renewed"]
 
 
-def test_no_token_sends_no_header(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_sends_no_header(
+    fixed_client: MetricsServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FixedAnswer, "body", b'{"jobs": [], "next": null, "cursor": ""}')
-    client = MetricsServiceClient(server)
-    client.list_jobs()
-    client.close()
+    fixed_client.list_jobs()
     assert FixedAnswer.tokens == [None]
 
 
@@ -297,8 +305,7 @@ def test_a_token_file_without_a_token_counts_as_no_answer(tmp_path: Path, token:
 # -- answers of the real service ------------------------------------------------------------------------
 
 
-def test_a_job_is_read_with_all_that_the_service_stores(service: Service) -> None:
-    client = MetricsServiceClient(service.url, TOKEN)
+def test_a_job_is_read_with_all_that_the_service_stores(client: MetricsServiceClient) -> None:
     job = client.get_job(JOB)
     assert job.spec == JobSpec(4, 256, (4, 64), 1, 4, 12_000)
     assert job.desired == Allocation(1, 2)
@@ -311,12 +318,12 @@ def test_a_job_is_read_with_all_that_the_service_stores(service: Service) -> Non
     assert (gain.job, gain.report, gain.efficiency) == (JOB, REPORT, 0.78125)
     assert gain.predictions is not None
     assert [each.replicas for each in gain.predictions] == [1, 2, 3, 4]
-    client.close()
 
 
-def test_all_pages_of_the_job_list_are_read(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pages_of_the_job_list_are_read(
+    client: MetricsServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client_module, "PAGE_SIZE", 2)
-    client = MetricsServiceClient(service.url, TOKEN)
     names = [f"pages.job-{n}" for n in range(5)]
     for name in names:
         client.declare_job(name, JobSpec(4))
@@ -328,11 +335,9 @@ def test_all_pages_of_the_job_list_are_read(service: Service, monkeypatch: pytes
     for name in names:
         client.delete_job(name)
     assert [job.id for job in client.list_jobs()] == [JOB]
-    client.close()
 
 
-def test_a_worker_reads_its_generations_from_every_answer(service: Service) -> None:
-    client = MetricsServiceClient(service.url, TOKEN)
+def test_a_worker_reads_its_generations_from_every_answer(client: MetricsServiceClient) -> None:
     job = "default.worker"
     registered = client.register(job, REGISTRATION)
     assert client.post_gain(job, [REPORT]).allocation.version == registered.version
@@ -341,12 +346,9 @@ def test_a_worker_reads_its_generations_from_every_answer(service: Service) -> N
     assert replica.registration == REGISTRATION
     assert replica.seconds_since_heartbeat is not None
     client.delete_job(job)
-    client.close()
 
 
-def test_threads_share_a_client(service: Service) -> None:
-    client = MetricsServiceClient(service.url, TOKEN)
+def test_threads_share_a_client(client: MetricsServiceClient) -> None:
     with ThreadPoolExecutor(16) as threads:
         jobs = list(threads.map(lambda _: client.get_job(JOB), range(64)))
-    client.close()
     assert {job.id for job in jobs} == {JOB}

@@ -19,7 +19,7 @@ import pytest
 
 from api.client import TOKEN
 from support.launch import AgentProcess, wait_until
-from support.service import Service
+from support.service import Job, Service
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "paced.py"
@@ -116,15 +116,12 @@ class ServiceOfBuild(Service):
         return report
 
 
-class Job:
+class JobOfBuilds(Job):
     """A job whose agents are those of a build."""
 
-    def __init__(self, folder: Path, service: ServiceOfBuild) -> None:
-        self.folder = folder
-        self.service = service
-        self.agents: list[AgentProcess] = []
+    service: ServiceOfBuild
 
-    def start(self, tree: Path, replicas: int) -> None:
+    def start_agents(self, tree: Path, replicas: int) -> None:
         """Start agents."""
         options = {
             "PYTHONPATH": python_path(tree),
@@ -150,7 +147,7 @@ class Job:
         """Wait until steps after the present one are reported for these replicas. Returns the step."""
 
         def report() -> dict[str, Any] | None:
-            assert all(agent.process.poll() is None for agent in self.agents), self.outputs()
+            assert all(agent.process.poll() is None for agent in self.agents), self.logs()
             try:
                 found = self.service.newest()
             except OSError:
@@ -161,10 +158,6 @@ class Job:
         wait_until(lambda: (found := report()) and found["step"] > first + 5, "more steps", pause=0.2)
         return int(first)
 
-    def outputs(self) -> str:
-        """The output of all agents so far."""
-        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
-
     def starts_of_training(self) -> int:
         """How often the first replica has begun without state."""
         logs = self.folder.glob("agent-0-*.log")
@@ -172,21 +165,20 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path, before: Path) -> Iterator[Job]:
+def job(tmp_path: Path, before: Path) -> Iterator[JobOfBuilds]:
     service = ServiceOfBuild(tmp_path, before)
-    made = Job(tmp_path, service)
+    made = JobOfBuilds(tmp_path, service)
     yield made
-    for agent in made.agents:
-        agent.end()
+    made.end()
     service.stop()
 
 
 def test_the_service_is_updated_under_running_agents_and_set_back_and_their_checkpoint_stays_theirs(
-    job: Job, before: Path
+    job: JobOfBuilds, before: Path
 ) -> None:
     service = job.service
     service.allocate(1, 2)
-    job.start(before, 2)
+    job.start_agents(before, 2)
     step = job.trains_on(2)
     processes = [agent.process.pid for agent in job.agents]
 
@@ -211,12 +203,12 @@ def test_the_service_is_updated_under_running_agents_and_set_back_and_their_chec
     step = job.trains_on(1)
     job.stop()
     # The state of AdaScale has another form since then.
-    job.start(ROOT, 1)
+    job.start_agents(ROOT, 1)
     (updated,) = job.agents
     assert updated.wait() != 0
     assert "load it with the release that saved it" in updated.log.read_text()
     assert "Traceback" not in updated.log.read_text()
     job.agents.clear()
-    job.start(before, 1)
+    job.start_agents(before, 1)
     assert job.trains_on(1) >= step
-    assert job.starts_of_training() == 1, job.outputs()
+    assert job.starts_of_training() == 1, job.logs()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,6 @@ from support.members import Members
 
 PROGRAM = Path(__file__).parent / "programs" / "accelerated.py"
 ELASTIC = json.dumps({"batch_size": 8, "max_batch_size": 24, "local_bsz_bounds": [2, 8]})
-
-
-@pytest.fixture
-def make_members(tmp_path: Path) -> Iterator[Callable[..., Members]]:
-    made: list[Members] = []
-
-    def make(name: str, **options: object) -> Members:
-        made.append(Members(tmp_path / name, PROGRAM=PROGRAM, **options))
-        return made[-1]
-
-    yield make
-    for members in made:
-        members.close()
 
 
 def evaluations(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -47,7 +34,7 @@ def require_evaluations(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_replicas_join_and_leave_and_one_is_killed(make_members: Callable[..., Members]) -> None:
-    job = make_members("job", BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.01)
+    job = make_members(PROGRAM=PROGRAM, BOUNDS=ELASTIC, EPOCHS=30, STEP_SECONDS=0.01)
     first, second, third = job.start(3)
     for members in ([first], [first, second]):
         job.train(members, 5)
@@ -71,9 +58,9 @@ def test_replicas_join_and_leave_and_one_is_killed(make_members: Callable[..., M
 def test_a_replica_that_is_killed_in_an_evaluation_does_not_change_its_results(
     make_members: Callable[..., Members],
 ) -> None:
-    calm = make_members("calm", EPOCHS=4)
+    calm = make_members("calm", PROGRAM=PROGRAM, EPOCHS=4)
     expected = calm.complete(2)
-    job = make_members("killed", EPOCHS=4, WAITS=0)
+    job = make_members("killed", PROGRAM=PROGRAM, EPOCHS=4, WAITS=0)
     victim, survivor, spare = job.start(3)
     job.activate([victim, survivor])
     folder = job.folder / "journal"

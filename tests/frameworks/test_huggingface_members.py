@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,18 @@ TESTS = Path(__file__).parents[1]
 ELASTIC = json.dumps({"max_batch_size": 32, "local_bsz_bounds": [2, 8]})
 BEST = {"eval_strategy": "steps", "eval_steps": 8, "save_strategy": "steps", "save_steps": 8}
 BEST |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 2}
+MakeMembers = Callable[..., Members]
 
 
 @pytest.fixture
-def make_members(tmp_path: Path) -> Iterator[Callable[..., Members]]:
-    """Makes jobs of trainers with scripted agents, in folders of their own, and ends them after the test."""
-    made: list[Members] = []
+def make_job(make_members: MakeMembers, tmp_path: Path) -> MakeMembers:
+    """Makes jobs of this program."""
 
     def make(name: str = "job", **options: object) -> Members:
-        folders = {"OUTPUT": tmp_path / name / "output", "PYTHONPATH": TESTS}
-        made.append(Members(tmp_path / name, PROGRAM=PROGRAM, **{**folders, **options}))
-        return made[-1]
+        output = tmp_path / name / "output"
+        return make_members(name, PROGRAM=PROGRAM, PYTHONPATH=TESTS, OUTPUT=output, **options)
 
-    yield make
-    for members in made:
-        members.close()
+    return make
 
 
 def calls_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -132,9 +129,9 @@ def test_a_step_of_a_larger_batch_calls_callbacks_for_each_of_its_steps(tmp_path
 
 
 @pytest.mark.slow
-def test_replicas_join_leave_and_are_killed(make_members: Callable[..., Members]) -> None:
+def test_replicas_join_leave_and_are_killed(make_job: MakeMembers) -> None:
     options = {"max_steps": 80, "learning_rate": 0.003, "logging_steps": 5, "warmup_steps": 4, **BEST}
-    job = make_members(ARGUMENTS=json.dumps(options), ELASTIC=ELASTIC, STEP_SECONDS=0.03)
+    job = make_job(ARGUMENTS=json.dumps(options), ELASTIC=ELASTIC, STEP_SECONDS=0.03)
     first, lost, spare = job.start(3)
     job.activate([first])
     job.wait_step(3)
@@ -160,14 +157,14 @@ def test_replicas_join_leave_and_are_killed(make_members: Callable[..., Members]
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_replica_that_is_killed_in_an_evaluation_changes_no_metric(
-    make_members: Callable[..., Members], victim: int, tmp_path: Path
+    make_job: MakeMembers, victim: int, tmp_path: Path
 ) -> None:
     options = {"max_steps": 24, **BEST, "save_steps": 100, "load_best_model_at_end": False}
     environ = {"ARGUMENTS": json.dumps(options), "ELASTIC": json.dumps({"local_bsz_bounds": [4, 8]})}
-    calm = make_members("calm", **environ)
+    calm = make_job("calm", **environ)
     expected = calm.complete(2)
     waits = tmp_path / str(victim)
-    job = make_members("killed", **environ, WAITS=waits)
+    job = make_job("killed", **environ, WAITS=waits)
     *members, spare = job.start(3)
     job.activate(members)
     job.wait(waits.exists, "it evaluates")
@@ -187,10 +184,10 @@ def test_a_replica_that_is_killed_in_an_evaluation_changes_no_metric(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stops", ["0", pytest.param("01", marks=pytest.mark.release)])
-def test_callbacks_stop_training_on_all_replicas(make_members: Callable[..., Members], stops: str) -> None:
+def test_callbacks_stop_training_on_all_replicas(make_job: MakeMembers, stops: str) -> None:
     """Also if only one of them requests it."""
     options = {"max_steps": 1000, "logging_steps": 5}
-    job = make_members(ARGUMENTS=json.dumps(options), STOPS=stops, STOP_AT=7)
+    job = make_job(ARGUMENTS=json.dumps(options), STOPS=stops, STOP_AT=7)
     assert len(job.complete(2)) == 1
     (step,) = {result["global_step"] for result in results_of(job.folder)}
     assert step in (8, 9), "the replicas agree with the next exchange"

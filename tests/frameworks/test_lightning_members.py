@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,6 @@ from support.members import Members
 
 PROGRAM = PROGRAMS / "lightning_job.py"
 ELASTIC = json.dumps({"max_batch_size": 24, "local_bsz_bounds": [2, 8]})
-
-
-@pytest.fixture
-def make_job(tmp_path: Path) -> Iterator[Callable[..., Members]]:
-    jobs: list[Members] = []
-
-    def make(**options: object) -> Members:
-        jobs.append(Members(tmp_path / f"job{len(jobs)}", PROGRAM=PROGRAM, **options))
-        return jobs[-1]
-
-    yield make
-    for job in jobs:
-        job.close()
 
 
 @pytest.mark.slow
@@ -41,10 +28,12 @@ def make_job(tmp_path: Path) -> Iterator[Callable[..., Members]]:
     ],
 )
 def test_no_step_and_no_sample_is_lost_when_replicas_join_leave_and_are_killed(
-    make_job: Callable[..., Members], mode: str, package: str
+    make_members: Callable[..., Members], mode: str, package: str
 ) -> None:
     trainer = json.dumps({"max_epochs": 30, "val_check_interval": 0.5})
-    job = make_job(STRATEGY=ELASTIC, TRAINER=trainer, STEP_SECONDS=0.01, MODE=mode, PACKAGE=package)
+    job = make_members(
+        PROGRAM=PROGRAM, STRATEGY=ELASTIC, TRAINER=trainer, STEP_SECONDS=0.01, MODE=mode, PACKAGE=package
+    )
     trainers = job.start(3)
     job.activate(trainers[:1])
     job.wait_step(5)
@@ -67,10 +56,12 @@ def test_no_step_and_no_sample_is_lost_when_replicas_join_leave_and_are_killed(
 
 @pytest.mark.slow
 def test_on_several_replicas_each_multiple_is_met_once_and_validations_are_equal(
-    make_job: Callable[..., Members],
+    make_members: Callable[..., Members],
 ) -> None:
     doubled = json.dumps({"max_batch_size": 16, "local_bsz_bounds": [8, 8]})
-    job = make_job(STRATEGY=doubled, TRAINER=json.dumps({"max_steps": 150, "val_check_interval": 3}))
+    job = make_members(
+        PROGRAM=PROGRAM, STRATEGY=doubled, TRAINER=json.dumps({"max_steps": 150, "val_check_interval": 3})
+    )
     assert len(job.complete(2)) == 1
     job.require_complete_stream()
     require_counts_of_progress(job)
@@ -94,9 +85,9 @@ def test_on_several_replicas_each_multiple_is_met_once_and_validations_are_equal
 
 
 @pytest.mark.slow
-def test_early_stopping_ends_training_on_all_replicas(make_job: Callable[..., Members]) -> None:
+def test_early_stopping_ends_training_on_all_replicas(make_members: Callable[..., Members]) -> None:
     trainer = json.dumps({"max_epochs": 1000, "val_check_interval": 0.5})
-    job = make_job(STRATEGY=ELASTIC, TRAINER=trainer, STOP_BELOW=0.1)
+    job = make_members(PROGRAM=PROGRAM, STRATEGY=ELASTIC, TRAINER=trainer, STOP_BELOW=0.1)
     assert len(job.complete(2)) == 1
     job.require_complete_stream()
     first, second = records(job.folder / "journal", "validation-*").values()
@@ -106,10 +97,12 @@ def test_early_stopping_ends_training_on_all_replicas(make_job: Callable[..., Me
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.release), 5, 6])
-def test_one_replica_ends_training_on_all(make_job: Callable[..., Members], step: int) -> None:
+def test_one_replica_ends_training_on_all(make_members: Callable[..., Members], step: int) -> None:
     """Inside an epoch of 6 steps, so late that they agree after its last step, and in the last step."""
     fixed = json.dumps({"max_batch_size": 8, "local_bsz_bounds": [4, 4]})
-    job = make_job(STRATEGY=fixed, TRAINER=json.dumps({"max_epochs": 1000}), STOP_AT=step)
+    job = make_members(
+        PROGRAM=PROGRAM, STRATEGY=fixed, TRAINER=json.dumps({"max_epochs": 1000}), STOP_AT=step
+    )
     assert len(job.complete(2)) == 1
     job.require_complete_stream()
     assert job.last_step() <= step + 2

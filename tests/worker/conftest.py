@@ -15,7 +15,6 @@ import torch
 from adascale import ElasticTrainer
 from adascale_worker.process import exit as shutdown
 from adascale_worker.state.schedule import Checkpointing
-from support.members import Members
 from support.service import Job, Service
 from support.small_disk import small_disk
 
@@ -75,20 +74,6 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Elas
     yield make
     for trainer in reversed(trainers):
         trainer.close()
-
-
-@pytest.fixture
-def make_members(tmp_path: Path) -> Iterator[Callable[..., Members]]:
-    """Makes jobs of trainers with scripted agents, in folders of their own, and ends them after the test."""
-    made: list[Members] = []
-
-    def make(name: str = "job", **options: object) -> Members:
-        made.append(Members(tmp_path / name, **options))
-        return made[-1]
-
-    yield make
-    for members in made:
-        members.close()
 
 
 @pytest.fixture
