@@ -159,7 +159,7 @@ def test_all_kinds_of_costly_requests_at_once_take_bounded_memory(tmp_path: Path
             """Send on a new connection, from one of 8 addresses."""
             connection = stack.enter_context(socket.socket())
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.settimeout(30)
+            connection.settimeout(120)
             connection.bind((f"127.0.5.{1 + number % 8}", 0))
             connection.connect(("127.0.0.1", service.port))
             with suppress(ConnectionResetError, BrokenPipeError):
