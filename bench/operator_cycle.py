@@ -27,6 +27,7 @@ from statistics import median
 from typing import Any
 
 from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.runtime.control_loop import OperatorLoop
 from adascale_controller.operator.runtime.main import GC_THRESHOLD
 from adascale_controller.operator.runtime.object_cache import ObjectCache
@@ -460,10 +461,10 @@ class InMemoryCluster:
         """Return None: there is no Kueue."""
         return None
 
-    async def apply_status(self, namespace: str, name: str, uid: str, status: ApiObject) -> ApiObject:
+    async def apply_status(self, job: AdaScaleJob, status: ApiObject) -> ApiObject:
         """Write the status of an AdaScaleJob."""
         self._world.writes += 1
-        raw = self._world.objects[Resource.ADASCALEJOBS][name]
+        raw = self._world.objects[Resource.ADASCALEJOBS][job.name]
         return self._world.write(Resource.ADASCALEJOBS, {**raw, "status": dict(status)})
 
     async def stop_pod(self, namespace: str, pod: StoppedPod) -> bool:
@@ -474,13 +475,11 @@ class InMemoryCluster:
     async def delete_workload(self, namespace: str, name: str) -> None:
         """Is not needed here."""
 
-    async def delete_job(self, namespace: str, name: str, uid: str) -> None:
+    async def delete_job(self, job: AdaScaleJob) -> None:
         """Is not needed here."""
         raise ApiServerError("not expected")
 
-    async def record_event(
-        self, namespace: str, name: str, uid: str, event: Event, now: float, reporter: str
-    ) -> None:
+    async def record_event(self, job: AdaScaleJob, event: Event, now: float, reporter: str) -> None:
         """Record an Event."""
         self._world.writes += 1
 

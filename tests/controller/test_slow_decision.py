@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 import pytest
 
 from adascale_controller.operator.apply import applier
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.runtime import control_loop
 from adascale_controller.operator.runtime.control_loop import OperatorLoop
 from adascale_controller.operator.schedule import scheduler
@@ -316,14 +317,12 @@ def test_a_status_is_written_beside_a_write_that_does_not_end(
     waiting = threading.Event()
     apply_status = FakeCluster.apply_status
 
-    async def hang_for_other(
-        self: FakeCluster, namespace: str, name: str, uid: str, status: ApiObject
-    ) -> ApiObject:
-        if name == "other":
+    async def hang_for_other(self: FakeCluster, job: AdaScaleJob, status: ApiObject) -> ApiObject:
+        if job.name == "other":
             waiting.set()
             await asyncio.Event().wait()
         written.append(status["progress"])
-        return await apply_status(self, namespace, name, uid, status)
+        return await apply_status(self, job, status)
 
     monkeypatch.setattr(FakeCluster, "apply_status", hang_for_other)
 

@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import END_DEADLINE
 from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
@@ -98,10 +99,10 @@ class FakeCluster:
 
     # -- writing --------------------------------------------------------------------------------------------
 
-    async def apply_status(self, namespace: str, name: str, uid: str, status: ApiObject) -> ApiObject:
+    async def apply_status(self, job: AdaScaleJob, status: ApiObject) -> ApiObject:
         """As `Cluster.apply_status`."""
         self._world.before_write("status")
-        raw = self._find(Resource.ADASCALEJOBS, name, uid)
+        raw = self._find(Resource.ADASCALEJOBS, job.name, job.uid)
         current = (raw.get("status") or {}).get("allocation", {"generation": 0})
         new = status.get("allocation", {"generation": 0})
         assert new["generation"] >= current["generation"], "a generation in the status fell"
@@ -140,15 +141,13 @@ class FakeCluster:
         """As `Cluster.delete_workload`: there is no Kueue."""
         self._world.before_write(f"delete Workload {name}")
 
-    async def delete_job(self, namespace: str, name: str, uid: str) -> None:
+    async def delete_job(self, job: AdaScaleJob) -> None:
         """As `Cluster.delete_job`."""
         self._world.before_write("delete the AdaScaleJob")
-        self._find(Resource.ADASCALEJOBS, name, uid)
-        self._world.delete(Resource.ADASCALEJOBS, name)
+        self._find(Resource.ADASCALEJOBS, job.name, job.uid)
+        self._world.delete(Resource.ADASCALEJOBS, job.name)
 
-    async def record_event(
-        self, namespace: str, name: str, uid: str, event: Event, now: float, reporter: str
-    ) -> None:
+    async def record_event(self, job: AdaScaleJob, event: Event, now: float, reporter: str) -> None:
         """As `Cluster.record_event`."""
         self._world.before_write(f"event {event.reason}")
         self._world.events.append(event)

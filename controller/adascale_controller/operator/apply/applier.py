@@ -135,7 +135,7 @@ class Applier:
                 await self._record_event(observed, event)
         if actions.delete_job:
             logger.info("%s: ttlSecondsAfterFinished exceeded, deleting it", job.id)
-            await self._cluster.delete_job(job.namespace, job.name, job.uid)
+            await self._cluster.delete_job(job)
         return applied
 
     async def store_decision(self, decision: DecisionView) -> bool:
@@ -177,15 +177,13 @@ class Applier:
     async def _record_event(self, observed: ObservedJob, event: Event) -> None:
         job = observed.resource
         logger.info("%s: %s: %s", job.id, event.reason, event.message)
-        await self._cluster.record_event(
-            job.namespace, job.name, job.uid, event, observed.now, self._identity
-        )
+        await self._cluster.record_event(job, event, observed.now, self._identity)
 
     async def _write_status(self, observed: ObservedJob, actions: Actions) -> None:
         job, now = observed.resource, observed.now
         is_urgent = actions.status_change is StatusChange.URGENT
         if is_urgent or self.status_due(observed, actions):
-            written = await self._cluster.apply_status(job.namespace, job.name, job.uid, actions.status)
+            written = await self._cluster.apply_status(job, actions.status)
             self._on_written(Resource.ADASCALEJOBS, written, is_urgent)
             self._status_written_at[job.uid] = now
 

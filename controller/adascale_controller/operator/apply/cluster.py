@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.cached_fields import Cached
 from adascale_controller.operator.types.actions import Event, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
@@ -33,7 +34,20 @@ class PodRefusedError(ApiServerError):
     """The API server does not create a pod now: for a quota, a policy, or a webhook that is down."""
 
 
-class Cluster(Protocol):
+class Objects(Protocol):
+    """Objects of the API server. Each call may raise `ApiServerError`."""
+
+    async def get(self, plural: str, namespace: str, name: str) -> ApiObject | None:
+        """Return an object of a resource. None if it does not exist."""
+
+    async def create(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        """Create an object and return it. None if one of this name exists."""
+
+    async def replace(self, plural: str, manifest: ApiObject) -> ApiObject | None:
+        """Replace an object and return it. None if it has another version than the manifest, or is gone."""
+
+
+class Cluster(Objects, Protocol):
     """The API server. Each call may raise `ApiServerError`."""
 
     async def list(self, resource: Resource) -> tuple[Sequence[Cached], int]:
@@ -52,15 +66,6 @@ class Cluster(Protocol):
         rejects the pod.
         """
 
-    async def get(self, plural: str, namespace: str, name: str) -> ApiObject | None:
-        """Return an object of a resource. None if it does not exist."""
-
-    async def create(self, plural: str, manifest: ApiObject) -> ApiObject | None:
-        """Create an object and return it. None if one of this name exists."""
-
-    async def replace(self, plural: str, manifest: ApiObject) -> ApiObject | None:
-        """Replace an object and return it. None if it has another version than the manifest, or is gone."""
-
     async def list_events(self, namespace: str, field_selector: str) -> Sequence[ApiObject]:
         """Return the Events of a namespace that match a selector."""
 
@@ -70,7 +75,7 @@ class Cluster(Protocol):
         None if the cluster has no Kueue, or if the operator may not list them.
         """
 
-    async def apply_status(self, namespace: str, name: str, uid: str, status: ApiObject) -> ApiObject:
+    async def apply_status(self, job: AdaScaleJob, status: ApiObject) -> ApiObject:
         """Write the status of an AdaScaleJob by server-side apply, and return the AdaScaleJob.
 
         `ApiServerError.status` is 404 or 409 if there is no AdaScaleJob with this uid.
@@ -85,12 +90,10 @@ class Cluster(Protocol):
     async def delete_workload(self, namespace: str, name: str) -> None:
         """Delete a Workload of Kueue."""
 
-    async def delete_job(self, namespace: str, name: str, uid: str) -> None:
+    async def delete_job(self, job: AdaScaleJob) -> None:
         """Delete an AdaScaleJob and all objects that it owns."""
 
-    async def record_event(
-        self, namespace: str, name: str, uid: str, event: Event, now: float, reporter: str
-    ) -> None:
+    async def record_event(self, job: AdaScaleJob, event: Event, now: float, reporter: str) -> None:
         """Create an Event about an AdaScaleJob."""
 
 

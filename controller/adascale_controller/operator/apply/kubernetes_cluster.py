@@ -21,6 +21,7 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
 from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.cached_fields import Cached, cached_fields
 from adascale_controller.operator.observe.pods import END_DEADLINE
 from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
@@ -123,16 +124,16 @@ class KubernetesCluster:
 
     # -- writing --------------------------------------------------------------------------------------------
 
-    async def apply_status(self, namespace: str, name: str, uid: str, status: ApiObject) -> ApiObject:
+    async def apply_status(self, job: AdaScaleJob, status: ApiObject) -> ApiObject:
         """As `Cluster.apply_status`."""
         body = {
             "apiVersion": names.GROUP_VERSION,
             "kind": names.KIND,
-            "metadata": {"name": name, "namespace": namespace, "uid": uid},
+            "metadata": {"name": job.name, "namespace": job.namespace, "uid": job.uid},
             "status": status,
         }
         query = {"fieldManager": names.FIELD_MANAGER, "force": "true"}
-        path = f"{_path(names.PLURAL, namespace, name)}/status"
+        path = f"{_path(names.PLURAL, *job.key)}/status"
         written: ApiObject = await self._call("PATCH", path, query, body, _APPLY_PATCH)
         return written
 
@@ -174,27 +175,25 @@ class KubernetesCluster:
             path = f"/apis/{KUEUE_GROUP}/{version}/namespaces/{namespace}/workloads/{name}"
             await self._call("DELETE", path, body={})
 
-    async def delete_job(self, namespace: str, name: str, uid: str) -> None:
+    async def delete_job(self, job: AdaScaleJob) -> None:
         """As `Cluster.delete_job`."""
-        path = _path(names.PLURAL, namespace, name)
-        body = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        path = _path(names.PLURAL, *job.key)
+        body = {"propagationPolicy": "Background", "preconditions": {"uid": job.uid}}
         with _ignore_missing():
             await self._call("DELETE", path, body=body)
 
-    async def record_event(
-        self, namespace: str, name: str, uid: str, event: Event, now: float, reporter: str
-    ) -> None:
+    async def record_event(self, job: AdaScaleJob, event: Event, now: float, reporter: str) -> None:
         """As `Cluster.record_event`."""
         body = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"generateName": f"{name}.", "namespace": namespace},
+            "metadata": {"generateName": f"{job.name}.", "namespace": job.namespace},
             "involvedObject": {
                 "apiVersion": names.GROUP_VERSION,
                 "kind": names.KIND,
-                "name": name,
-                "namespace": namespace,
-                "uid": uid,
+                "name": job.name,
+                "namespace": job.namespace,
+                "uid": job.uid,
             },
             "reason": event.reason,
             "message": event.message,
@@ -206,7 +205,7 @@ class KubernetesCluster:
             "reportingComponent": names.FIELD_MANAGER,
             "reportingInstance": reporter,
         }
-        await self._call("POST", _path("events", namespace), _FIELD_MANAGER, body)
+        await self._call("POST", _path("events", job.namespace), _FIELD_MANAGER, body)
 
     # -- calls ----------------------------------------------------------------------------------------------
 

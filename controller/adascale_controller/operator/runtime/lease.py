@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from math import ceil
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from adascale_controller.operator.apply.cluster import ApiServerError
+from adascale_controller.operator.apply.cluster import ApiServerError, Objects
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.errors import AdaScaleError
 
@@ -52,19 +52,6 @@ class LeaseLostError(AdaScaleError):
     """The lease is lost: another operator may be running."""
 
 
-class LeaseApi(Protocol):
-    """The part of `Cluster` that reads and writes the Lease. Each call may raise `ApiServerError`."""
-
-    async def get(self, plural: str, namespace: str, name: str) -> ApiObject | None:
-        """As `Cluster.get`."""
-
-    async def create(self, plural: str, manifest: ApiObject) -> ApiObject | None:
-        """As `Cluster.create`."""
-
-    async def replace(self, plural: str, manifest: ApiObject) -> ApiObject | None:
-        """As `Cluster.replace`."""
-
-
 class Election:
     """Acquires, renews and releases the lease.
 
@@ -73,7 +60,7 @@ class Election:
 
     def __init__(
         self,
-        api: LeaseApi,
+        api: Objects,
         place: tuple[str, str],  # namespace and name of the Lease
         identity: str,
         duration: float = DURATION,  # seconds without a renewal after which another operator takes over
