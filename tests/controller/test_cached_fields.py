@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from adascale_controller.operator.observe.cached_fields import cached_fields
+from adascale_controller.operator.observe.observer import cached_fields
 from adascale_controller.operator.observe.pods import read_pod
 from adascale_controller.operator.schedule.nodes import eligible_nodes, free_nodes, pod_request
 from adascale_controller.operator.types.kubernetes import Resource

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.cached_fields import Cached
+from adascale_controller.operator.observe.observer import Cached
 from adascale_controller.operator.types.actions import Event, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from adascale_core.errors import AdaScaleError

@@ -22,7 +22,7 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.cached_fields import Cached, cached_fields
+from adascale_controller.operator.observe.observer import Cached, cached_fields
 from adascale_controller.operator.observe.pods import END_DEADLINE
 from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp

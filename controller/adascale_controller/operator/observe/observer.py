@@ -1,4 +1,4 @@
-"""Reads cached objects into `CachedJob`s and, with lookup results, into `ObservedJob`s."""
+"""Reads objects for the cache, and cached objects into `CachedJob`s and, with lookups, `ObservedJob`s."""
 
 from __future__ import annotations
 
@@ -18,10 +18,27 @@ from adascale_controller.operator.observe.observed_job import (
     ObservedJob,
     QueueView,
 )
-from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.types.kubernetes import ApiObject, find_condition
+from adascale_controller.operator.observe.pods import Pod, read_pod
+from adascale_controller.operator.types.kubernetes import ApiObject, Resource, find_condition, only, shared
 from adascale_controller.operator.types.settings import PodSettings
 from adascale_core.views.jobs import JobView
+
+Cached = ApiObject | Pod
+"""A pod, or another object as JSON."""
+
+
+def cached_fields(resource: Resource, raw: ApiObject) -> Cached:
+    """Return an object without the parts that the operator does not read, such as the images of a node."""
+    if resource is Resource.PODS:
+        return read_pod(raw)
+    kept = {
+        **raw,
+        "metadata": {name: each for name, each in raw["metadata"].items() if name != "managedFields"},
+    }
+    if resource is Resource.NODES:
+        kept["status"] = only(raw.get("status") or {}, ("allocatable", "conditions"))
+    found: ApiObject = shared(kept)
+    return found
 
 
 class Observer:

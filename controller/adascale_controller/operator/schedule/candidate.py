@@ -256,6 +256,52 @@ def _without(node: Node, taken: Mapping[str, int]) -> Node:
     return replace(node, free={name: units - taken.get(name, 0) for name, units in node.free.items()})
 
 
+# -- which decisions hold until the next one: a decision takes time, in which jobs may change ----------------
+
+
+def holding(decision: Decision | None, state: JobState) -> Decision | None:
+    """Return what holds for a job until the next decision: the last one, or less if it allows less by now.
+
+    A job that runs and was not decided about yet keeps its count. None if it has none either.
+    """
+    if decision is None:
+        return Decision(state.replicas, "unchanged") if state.replicas else None
+    counts = candidate_counts(state.bounds, state.min_replicas, state.max_replicas)
+    allowed = [count for count in counts if state.limit is None or count <= state.limit] or counts[:1]
+    smaller = [count for count in allowed if count < decision.replicas]
+    if decision.replicas in allowed or not smaller:
+        return decision
+    return replace(
+        decision, replicas=smaller[-1], reason=f"at most {smaller[-1]} may be used now", waiting=False
+    )
+
+
+def still_applies(state: JobState, decided_on: JobState, decision: Decision) -> bool:
+    """Whether a decision about the state `decided_on` holds for `state`: only measurements are new."""
+    counts = decided_on.replicas, decision.replicas
+    is_same = state is decided_on or constraints(state) == constraints(decided_on)
+    return is_same and state.replicas in counts
+
+
+def constraints(state: JobState) -> tuple[object, ...]:
+    """Return what a decision must respect in a job."""
+    return (
+        state.bounds,
+        state.min_replicas,
+        state.max_replicas,
+        state.limit,
+        state.arrival,
+        state.priority,
+        state.preempts,
+        state.deadline,
+    )
+
+
+def requested(decision: Decision) -> object:
+    """Return what a job gets by a decision; the reason matters where it is shown."""
+    return decision.replicas or decision.reason, decision.accelerator
+
+
 # -- counts that do not fit ----------------------------------------------------------------------------------
 
 

@@ -22,7 +22,10 @@ from adascale_controller.operator.schedule.candidate import (
     SparePods,
     find_growth,
     find_preempting,
+    holding,
     make_candidate,
+    requested,
+    still_applies,
 )
 from adascale_controller.operator.schedule.job_memory import JobMemory
 from adascale_controller.operator.schedule.nodes import NodeSelection
@@ -33,7 +36,6 @@ from adascale_controller.operator.schedule.placement_backoff import (
     TRIAL,
     RequestKind,
 )
-from adascale_controller.operator.schedule.standing_decisions import holding, requested, still_applies
 from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement, Schedule
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.decision.decide import Decision, DecisionProblem
