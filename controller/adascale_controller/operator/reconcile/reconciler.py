@@ -9,10 +9,9 @@ from typing import Final
 
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.reconcile import template_rollout
 from adascale_controller.operator.reconcile.events import container_runs_on, events_of, has_new_bounds
 from adascale_controller.operator.reconcile.failures import is_lost, replaced_at
-from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, deadline
+from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, deadline, next_pods
 from adascale_controller.operator.reconcile.status import ScheduledJob, is_urgent, own_fields, status_of
 from adascale_controller.operator.types.actions import (
     Actions,
@@ -275,7 +274,7 @@ def _leaving(observed: ObservedJob, scheduled: ScheduledJob) -> Iterator[tuple[P
         count = max(_pod_count(observed, assessment, allocation), observed.required_pods)
         yield from ((pod, Stop.DELETE) for rank, pod in observed.live_pods.items() if rank >= count)
     if assessment.phase is JobPhase.RUNNABLE and not scheduled.changed:
-        for pod in template_rollout.next_pods(observed, scheduled.schedule.failed_placement):
+        for pod in next_pods(observed, scheduled.schedule.failed_placement):
             yield pod, Stop.DELETE
     for pods in _by_rank(observed).values():
         present = [pod for pod in pods if not pod.is_over]
