@@ -71,7 +71,7 @@ def an_app(folder: Path, *, protect_reads: bool) -> FastAPI:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("protect_reads", "examples"), [(False, 10), (True, 100)])
+@pytest.mark.parametrize(("protect_reads", "examples"), [(False, 5), (True, 30)])
 def test_every_call_answers_as_the_document_says(tmp_path: Path, protect_reads: bool, examples: int) -> None:
     app = an_app(tmp_path, protect_reads=protect_reads)
     generation = {"max-examples": examples, "deterministic": True, "database": "none"}
