@@ -20,7 +20,6 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions, Event, NewPod, StatusChange, Stop
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from adascale_core.messages.allocation import Allocation
-from adascale_core.messages.job_spec import JobSpec
 from adascale_core.placement.replica_gpus import describe_unused_gpus
 from adascale_core.views.decision import DecisionView
 from adascale_core.views.jobs import JobView
@@ -117,7 +116,9 @@ class Applier:
             await self._deregister(job.id)
             return applied
         if actions.declare is not None:
-            await self._declare(job.id, actions.declare)
+            spec = actions.declare
+            await asyncio.to_thread(self._service.declare_job, job.id, spec)
+            self._on_stored(job.id, lambda read: read.spec == spec)
         # If the metrics service already has a newer allocation, the next cycle adopts it.
         resizes = actions.allocate is None or await self._allocate(job.id, actions.allocate)
         if resizes:
@@ -154,10 +155,6 @@ class Applier:
             # The view of it was older than the last call.
             if error.status != 404:
                 raise
-
-    async def _declare(self, job_id: str, spec: JobSpec) -> None:
-        await asyncio.to_thread(self._service.declare_job, job_id, spec)
-        self._on_stored(job_id, lambda read: read.spec == spec)
 
     async def _allocate(self, job_id: str, allocation: Allocation) -> bool:
         """Request an allocation. Returns whether the job may have its pods.

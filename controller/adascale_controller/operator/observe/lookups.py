@@ -66,15 +66,13 @@ def read_claim(job: AdaScaleJob, name: str, raw: ApiObject | None) -> Checkpoint
     return CheckpointClaim(name, own, raw is not None, single_node="ReadWriteMany" not in modes)
 
 
-def assume_claim(job: AdaScaleJob, name: str) -> CheckpointClaim:
+def assumed_claim(job: AdaScaleJob) -> ApiObject | None:
     """Return the checkpoint claim of a job where claims may not be read.
 
     A claim of the user's is assumed to exist and to be ReadWriteMany. If it is not, its pods show it.
     """
-    checkpoint = job.valid_job.checkpoint
-    own = checkpoint.claim_name is None
-    single_node = own and checkpoint.access_mode != "ReadWriteMany"
-    return CheckpointClaim(name, own, exists=not own, single_node=single_node)
+    is_own = job.valid_job.checkpoint.claim_name is None
+    return None if is_own else {"spec": {"accessModes": ["ReadWriteMany"]}}
 
 
 def creation_problem(message: str) -> PodProblem:

@@ -22,7 +22,7 @@ from adascale_controller.operator.observe.adascalejob import AdaScaleJob, templa
 from adascale_controller.operator.observe.lookups import (
     START_EVENTS,
     LookupResults,
-    assume_claim,
+    assumed_claim,
     creation_problem,
     next_start_check,
     read_claim,
@@ -263,17 +263,16 @@ class LookupFetcher:
             try:
                 async with limit, deadline(DEADLINE):
                     raw = await self._cluster.get("persistentvolumeclaims", job.namespace, name)
-                claim = read_claim(job, name, raw)
             except ApiServerError as error:
                 # No assumption where the claim may be known soon: it could lead to other pods.
                 if error.status != 403:
                     lookups.claim_error = error
                     return
-                claim = assume_claim(job, name)
+                raw = assumed_claim(job)
             finally:
                 self._claim_reads -= 1
             lookups.claim_error = None
-            lookups.claim = claim
+            lookups.claim = read_claim(job, name, raw)
 
         return read()
 
