@@ -153,35 +153,6 @@ def test_replicas_join_leave_and_are_killed(make_job: MakeMembers) -> None:
     assert len([*(job.folder / "output").glob("checkpoint-*/model.safetensors")]) == 2
 
 
-@pytest.mark.release
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_replica_that_is_killed_in_an_evaluation_changes_no_metric(
-    make_job: MakeMembers, victim: int, tmp_path: Path
-) -> None:
-    options = {"max_steps": 24, **BEST, "save_steps": 100, "load_best_model_at_end": False}
-    environ = {"ARGUMENTS": json.dumps(options), "ELASTIC": json.dumps({"local_bsz_bounds": [4, 8]})}
-    calm = make_job("calm", **environ)
-    expected = calm.complete(2)
-    waits = tmp_path / str(victim)
-    job = make_job("killed", **environ, WAITS=waits)
-    *members, spare = job.start(3)
-    job.activate(members)
-    job.wait(waits.exists, "it evaluates")
-    members[victim].kill()
-    survivor = members[1 - victim]
-    job.wait_holding([survivor])
-    job.activate([survivor, spare])
-    assert job.finish() == expected
-    evaluated = [
-        {call["step"]: call["eval_loss"] for call in calls if "eval_loss" in call}
-        for folder in (calm.folder, job.folder)
-        for calls in calls_of(folder).values()
-    ]
-    for each in evaluated:
-        assert each.items() <= evaluated[0].items()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stops", ["0", pytest.param("01", marks=pytest.mark.release)])
 def test_callbacks_stop_training_on_all_replicas(make_job: MakeMembers, stops: str) -> None:
