@@ -65,9 +65,9 @@ def test_a_failure_counts_also_if_the_others_have_left_the_replica_out_before() 
     assert (active(state), state.failures, state.disruptions) == ((2, [0]), 1, 0)
 
 
-def too_large(state: Registration, limit: int, accelerator: str = "a") -> Registration:
+def too_large(state: Registration, limit: int) -> Registration:
     """The registration of a replica whose batch did not fit into memory."""
-    return replace(state, local_bsz_limit=limit, accelerator=accelerator)
+    return replace(state, local_bsz_limit=limit, accelerator="a")
 
 
 def on_type(state: Rendezvous, *accelerators: str) -> Rendezvous:
@@ -327,21 +327,21 @@ def test_a_trainer_that_was_left_out_cannot_complete_the_job() -> None:
 # -- after a loss of the service's data -----------------------------------------------------------------
 
 
-def in_generation(replica: int, generation: int, replicas: int, rank: int | None = None) -> Registration:
-    return registration(replica, RUNNING, generation, replicas=replicas, rank=rank)
+def in_generation_5(replica: int, replicas: int, rank: int | None = None) -> Registration:
+    return registration(replica, RUNNING, 5, replicas=replicas, rank=rank)
 
 
 def test_after_a_loss_of_data_the_running_generation_becomes_active() -> None:
-    state = after(Rendezvous(), Allocation(5, 2), in_generation(1, 5, 2, rank=0))
+    state = after(Rendezvous(), Allocation(5, 2), in_generation_5(1, 2, rank=0))
     assert active(state) is None
-    state = after(state, in_generation(0, 5, 2, rank=1))
+    state = after(state, in_generation_5(0, 2, rank=1))
     assert active(state) == (5, [1, 0])
     assert not state.view(1).has_ended(5)
     assert active(after(state, Allocation(6, 1))) == (6, [0])
 
 
 def test_after_a_loss_of_data_running_replicas_move_to_a_newer_allocation() -> None:
-    state = after(Rendezvous(), Allocation(6, 2), in_generation(0, 5, 1), registration(1, WAITING))
+    state = after(Rendezvous(), Allocation(6, 2), in_generation_5(0, 1), registration(1, WAITING))
     assert active(state) == (6, [0, 1])
     assert state.active is not None
     assert state.active.has_state
@@ -357,7 +357,7 @@ def test_after_a_loss_of_data_members_that_hold_continue() -> None:
 def test_trainers_with_newer_state_take_the_place_of_a_generation_begun_without_them() -> None:
     state = after(Rendezvous(), registration(0, WAITING), Allocation(1, 1))
     assert active(state) == (1, [0])
-    state = after(state, in_generation(1, 5, 1, rank=0))
+    state = after(state, in_generation_5(1, 1, rank=0))
     assert active(state) == (6, [1, 0]), "replica 1 gives its state to replica 0, which stays"
     assert state.view(1).has_ended(1)
 

@@ -213,7 +213,7 @@ class Replicas:
             self.kill()
             raise AssertionError(f"{what} was not reached:\n{self.wait()[1]}")
 
-    def signal(self, number: int, rank: int = 0) -> None:
+    def signal(self, number: int, rank: int) -> None:
         """Send a signal to one replica."""
         self.processes[rank].send_signal(number)
 

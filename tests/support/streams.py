@@ -120,24 +120,20 @@ class _NumberIterator(Iterator[int]):
 
 
 class Packed(IterableDataset[list[int]]):
-    """Packs documents of 1 to 9 tokens into sequences of `length` tokens, as language models do."""
-
-    def __init__(self, documents: int, length: int) -> None:
-        self.documents = documents
-        self.length = length
+    """Packs 40 documents of 1 to 9 tokens into sequences of 16 tokens, as language models do."""
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = list(range(self.documents))
+        order = list(range(40))
         random.Random(self._epoch).shuffle(order)
         tokens: list[int] = []
         for document in order:
             tokens += [10 * document + place for place in range(1 + document % 9)]
-            while len(tokens) >= self.length:
-                yield tokens[: self.length]
-                tokens = tokens[self.length :]
+            while len(tokens) >= 16:
+                yield tokens[:16]
+                tokens = tokens[16:]
 
 
 class Sharded(IterableDataset[int]):

@@ -222,11 +222,11 @@ def test_map_is_applied_to_the_own_samples_of_a_replica_only() -> None:
 
 def test_packed_sequences_come_once_per_pass_also_if_passes_differ_in_length() -> None:
     def sequences(number: int) -> list[tuple[int, ...]]:
-        packed = Packed(40, 16)
+        packed = Packed()
         packed.set_epoch(number)
         return [tuple(sequence) for sequence in packed]
 
-    job = Job(lambda: Packed(40, 16), StreamOptions(tuple))
+    job = Job(Packed, StreamOptions(tuple))
     job.start(BatchPlan(1, 2, 1))
     for replicas in (1, 3, 2):
         job.start(BatchPlan(replicas, 2, 1), range(len(job.replicas)))
