@@ -152,19 +152,16 @@ class Database:
                 self.cache.remove(job_id)
             listener.changed(job_id)
 
-        def listening(*, is_current: bool) -> None:
+        def listening(is_current: bool) -> None:
             self._is_current = is_current
             self.cache.clear()
             listener.missed_changes()
 
-        def schedule(callback: Callable[[], None]) -> None:
+        def schedule(callback: Callable[..., None], *arguments: Any) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(callback)
+                loop.call_soon_threadsafe(callback, *arguments)
 
-        self.connector.listen(
-            lambda job_id, version: schedule(partial(change, job_id, version)),
-            lambda is_current: schedule(partial(listening, is_current=is_current)),
-        )
+        self.connector.listen(partial(schedule, change), partial(schedule, listening))
 
     # -- writing --------------------------------------------------------------------------------------------
 

@@ -47,6 +47,20 @@ class _SqliteFile(Connector):
     text = attrgetter("sqlite")
     remedy = "use another file"
 
+    _path: Path
+    _options: str
+    """Of the URI of the file."""
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite3.connect(
+            f"file:{quote(os.fsencode(self._path.absolute()))}?{self._options}",
+            uri=True,
+            timeout=BUSY_TIMEOUT,
+            isolation_level=None,  # `begin` starts the transactions
+            check_same_thread=False,
+            cached_statements=256,
+        )
+
     def begin(self, connection: sqlite3.Connection, *, writes: bool) -> None:
         """Begin a transaction. A query ends after `READ_TIMEOUT`."""
         connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
@@ -84,7 +98,7 @@ class SqliteConnector(_SqliteFile):
             )
         self._path = Path(path)
         self._lock_file = self._lock()
-        self._vfs: str | None = None
+        self._options = "mode=rwc"
         try:
             try:
                 self._open_tables()
@@ -93,7 +107,7 @@ class SqliteConnector(_SqliteFile):
                     raise
                 # WAL has its index in shared memory, into which files of some network file systems can't be
                 # mapped. This VFS keeps it in the memory of the process, which is the only one.
-                self._vfs = "unix-excl"
+                self._options = "vfs=unix-excl"
                 self._open_tables()
             self._identity = self._identify()
         except (sqlite3.Error, OSError) as error:
@@ -111,14 +125,7 @@ class SqliteConnector(_SqliteFile):
 
     def connect(self, *, writes: bool) -> sqlite3.Connection:
         """Open a connection."""
-        connection = sqlite3.connect(
-            self._path if self._vfs is None else f"file:{quote(os.fsencode(self._path))}?vfs={self._vfs}",
-            uri=self._vfs is not None,
-            timeout=BUSY_TIMEOUT,
-            isolation_level=None,  # `begin` starts the transactions
-            check_same_thread=False,
-            cached_statements=256,
-        )
+        connection = self._connect()
         connection.execute("PRAGMA journal_mode = WAL")
         # Commits survive a loss of power. Group commits make it affordable.
         connection.execute("PRAGMA synchronous = FULL")
@@ -243,13 +250,7 @@ class SqliteReader(_SqliteFile):
 
     def connect(self, *, writes: bool) -> sqlite3.Connection:  # noqa: ARG002
         """Open a connection, which cannot write."""
-        connection = sqlite3.connect(
-            f"file:{quote(os.fsencode(self._path.absolute()))}?{self._options}",
-            uri=True,
-            timeout=BUSY_TIMEOUT,
-            isolation_level=None,
-            check_same_thread=False,
-        )
+        connection = self._connect()
         connection.execute("PRAGMA query_only = ON")
         return connection
 
