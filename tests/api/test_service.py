@@ -17,7 +17,7 @@ from adascale_api.data.store import jobs, reports
 from adascale_api.service.changes import ChangeLog
 from adascale_api.service.service import Service, Settings, repeat
 from adascale_core.messages import registration as registrations
-from adascale_core.messages.allocation import Allocation, AllocationView
+from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.registration import ReplicaState, heartbeat_timeout
 from adascale_core.names import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT
 from adascale_core.rendezvous.rendezvous import Rendezvous, StaleAllocationError
@@ -225,19 +225,17 @@ class Versions:
     def __init__(self) -> None:
         self.current: dict[str, int] = {"a": 1}
 
-    async def view(self) -> AllocationView:
-        return AllocationView(self.current["a"], None, None, broken=False, complete=False)
+    async def job(self) -> StoredJob:
+        return StoredJob(1, "a", 0.0, self.current["a"], None, Rendezvous())
 
 
-def wait_for_a(
-    act: Callable[[ChangeLog, Versions], Awaitable[None]], seconds: float = 60.0
-) -> AllocationView:
+def wait_for_a(act: Callable[[ChangeLog, Versions], Awaitable[None]], seconds: float = 60.0) -> StoredJob:
     """Return the answer to a request that waits for a change of version 1 while `act` runs."""
 
-    async def run() -> AllocationView:
+    async def run() -> StoredJob:
         versions = Versions()
         log = ChangeLog()
-        waiter = asyncio.create_task(log.wait_for_change("a", 1, seconds, versions.view))
+        waiter = asyncio.create_task(log.wait_for_change("a", 1, seconds, versions.job))
         await asyncio.sleep(0)
         assert not waiter.done()
         await act(log, versions)

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Response
-from pydantic import TypeAdapter
 
 from adascale_api.bodies import AllocationBody, DecisionBody, RegistrationBody
 from adascale_api.data.sql import Transaction
@@ -37,8 +36,6 @@ MAX_WAIT = 60.0
 """Seconds that a request may wait for a change."""
 
 router = APIRouter(prefix="/jobs/{job}", tags=["allocation"])
-_view = TypeAdapter(AllocationView)
-_member_view = TypeAdapter(MemberView)
 allocation_body = object_body(AllocationBody, lambda body: Allocation(**vars(body)))
 registration_body = object_body(RegistrationBody, lambda body: Registration(**vars(body)))
 decision_router = APIRouter(prefix="/jobs/{job}/decision", tags=["decision"])
@@ -103,7 +100,7 @@ async def get_allocation(
         found = await service.wait_for_change(job, version, wait, is_reader=shows_all, closed=closed)
     if shows_all:
         return Response(found.view_json, media_type="application/json")
-    return answer(_view, found.view, shows_all=False)
+    return answer(found.view, shows_all=False)
 
 
 @router.put(
@@ -135,8 +132,7 @@ async def put_replica(
         raise InvalidInputError([FieldError(field="replica", got=got, expected=expected)])
     stored = await service.register(job, registration)
     view = stored.rendezvous.member_view(stored.version, registration.instance)
-    view = replace(view, heartbeat_interval=service.heartbeats.interval)
-    return Response(_member_view.dump_json(view), media_type="application/json")
+    return answer(replace(view, heartbeat_interval=service.heartbeats.interval), shows_all=True)
 
 
 @decision_router.put(

@@ -5,7 +5,8 @@ help an attacker need the token of the job, of the operator, or for reading. Eve
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from functools import cache
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -23,8 +24,6 @@ from adascale_api.service.changes import Closed
 from adascale_api.service.service import Service
 from adascale_core.errors import AdaScaleError, InvalidJobError
 from adascale_core.job_id import InvalidJobIdError, parse_job_id
-
-T = TypeVar("T")
 
 _LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 JOB_ID_PATTERN = rf"^({_LABEL}\.)?{_LABEL}$"
@@ -155,8 +154,14 @@ async def may_know_jobs(request: Request, service: ServiceOf, _documented: Docum
 MayKnowJobs = Annotated[bool, Depends(may_know_jobs)]
 
 
-def answer(model: TypeAdapter[T], view: T, *, shows_all: bool) -> Response:
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def answer(view: Any, *, shows_all: bool) -> Response:
     """Return a view as the answer, without logs and addresses unless `shows_all`."""
+    model = _adapter(type(view))  # type: ignore[arg-type]  # classes are hashable
     if shows_all:
         return Response(model.dump_json(view), media_type="application/json")
     return JSONResponse(redact(model.dump_python(view, mode="json")))

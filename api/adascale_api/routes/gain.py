@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field, TypeAdapter, create_model
+from pydantic import Field, create_model
 
 from adascale_api.bodies import GainReportBody
 from adascale_api.data.sql import Transaction
@@ -22,7 +22,6 @@ from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.views.gain import GainView, HistoryView, PredictionView, StoredReports
 
 router = APIRouter(prefix="/jobs/{job}/gain", tags=["gain"])
-_history = TypeAdapter(HistoryView)
 
 _PREDICTIONS = "One per valid replica count; null until the job is declared and a step time is known."
 _LIMIT = (
@@ -106,7 +105,7 @@ async def get_history(
     # In the thread of the read: thousands of reports would delay all requests otherwise.
     def query(transaction: Transaction) -> Response:
         found = reports.history(transaction, jobs.find_job(transaction, job), points)
-        return answer(_history, found, shows_all=True)
+        return answer(found, shows_all=True)
 
     return await service.database.read(query, is_long=True)
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
-from pydantic import TypeAdapter
 
 from adascale_api.bodies import NO_NUL, JobSpecBody
 from adascale_api.data.job import StoredJob, UnreadableJobError
@@ -44,9 +43,7 @@ logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 spec_body = object_body(JobSpecBody, lambda body: JobSpec(**vars(body)))
-_job_list, _job_view = TypeAdapter(JobList), TypeAdapter(JobView)
 changes_router = APIRouter(tags=["jobs"])
-_job_changes = TypeAdapter(JobChanges)
 
 
 @router.get("", summary="List all jobs", response_model=JobList, responses=errors(401, 403, 422, 500, 503))
@@ -67,7 +64,7 @@ async def get_jobs(
 
     def query(transaction: Transaction) -> Response:
         views, following = list_views(transaction, after, limit, service, shows_logs=shows_all)
-        return answer(_job_list, JobList(views, following, cursor), shows_all=shows_all)
+        return answer(JobList(views, following, cursor), shows_all=shows_all)
 
     return await service.database.read(query, is_long=True)
 
@@ -80,7 +77,7 @@ async def get_job(service: ServiceOf, job: JobId, shows_all: MayReadAll) -> Resp
     addresses are empty without a token that may read the job."""
     query = partial(find_view, job_id=job, service=service, shows_logs=shows_all)
     view, _ = await service.database.read(query, is_long=True)
-    return answer(_job_view, view, shows_all=shows_all)
+    return answer(view, shows_all=shows_all)
 
 
 @router.put(
@@ -190,7 +187,7 @@ async def get_changes(
         return JobChanges(views, deleted, cursor)
 
     changes = await service.database.read(query, is_long=True) if found else JobChanges([], [], since)
-    return answer(_job_changes, changes, shows_all=shows_all)
+    return answer(changes, shows_all=shows_all)
 
 
 SizedView = tuple[JobView, int]

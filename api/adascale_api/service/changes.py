@@ -5,10 +5,10 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice, takewhile
-from typing import Protocol, TypeVar
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
+from adascale_api.data.job import StoredJob
 from adascale_api.errors import RequestError, UnavailableError
 
 MAX_ANONYMOUS_WAITS = 256
@@ -23,18 +23,6 @@ MAX_ENTRIES = 20_000
 
 Closed = asyncio.Future[None] | None
 """Is done once a client has left; None if that is not known."""
-
-
-class Versioned(Protocol):
-    """What has a version."""
-
-    @property
-    def version(self) -> int:
-        """Rises with every change."""
-        ...
-
-
-V = TypeVar("V", bound=Versioned)
 
 
 class WaitLimit:
@@ -144,11 +132,11 @@ class ChangeLog:
         job_id: str,
         version: int,
         seconds: float,
-        read: Callable[[], Awaitable[V]],
+        read: Callable[[], Awaitable[StoredJob]],
         closed: Closed = None,
-    ) -> V:
+    ) -> StoredJob:
         """Return the result of `read` once its version is not `version`, or after `seconds`."""
-        found: V
+        found: StoredJob
 
         async def has_changed() -> bool:
             nonlocal found
