@@ -98,7 +98,7 @@ class MetricsService:
     async def _wait_for_change(self, job: str, version: int, seconds: float, request: Request) -> Response:
         job_id = parse_job_id(job)
         shows_all = await may_read(request, self._service, job_id)
-        closed = getattr(request.state, CLOSED, None)
+        closed = request.scope.get("state", {}).get(CLOSED)
         return await allocation.get_allocation(self._service, job_id, closed, shows_all, version, seconds)
 
 
