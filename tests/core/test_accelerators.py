@@ -13,9 +13,7 @@ from adascale_core.decision.decide import DecisionProblem, decide
 from adascale_core.decision.type_choice import TypeOptions, admit
 from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Demand, Node
-from support.job_states import NOW, job
-
-GPU = "nvidia.com/gpu"
+from support.job_states import GPU, NOW, job
 
 
 def nodes_of(name: str, sizes: Sequence[int]) -> list[Node]:

@@ -18,13 +18,13 @@ from adascale_core.decision.explanation import explain
 from adascale_core.decision.job_utility import JobState, JobUtility
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.views.decision import LimitKind
-from support.decision_cases import counts
 from support.job_states import (
     CLEAR,
     NOISY,
     NOW,
     OF_SAMPLES,
     capacities,
+    counts,
     job,
     job_states,
     several_jobs,

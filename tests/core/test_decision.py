@@ -29,18 +29,21 @@ from adascale_core.performance.goodput_table import MAX_PLANS, predict
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Demand, Node
-from support.decision_cases import GPU, counts, gpus, on
 from support.job_states import (
     ANY,
     CLEAR,
     EVEN_SPLIT,
     FIXED,
+    GPU,
     NOISY,
     NOW,
     OF_SAMPLES,
     SLOW_SYNC,
+    counts,
+    gpus,
     job,
     job_states,
+    on,
     unmeasured,
 )
 

@@ -23,15 +23,20 @@ from adascale_core.decision.job_utility import (
 )
 from adascale_core.placement.capacity import Capacity, NodeCapacity, ReplicaCapacity
 from adascale_core.placement.packing import Demand, Node
-from support.decision_cases import GPU, Demands, counts, gpus, on, placed
 from support.examples import examples
 from support.job_states import (
+    GPU,
     NOISY,
     NOW,
+    Demands,
     allowed,
     capacities,
+    counts,
+    gpus,
     job,
     job_states,
+    on,
+    placed,
     several_jobs,
     unmeasured,
 )

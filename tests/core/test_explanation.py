@@ -21,6 +21,7 @@ from support.job_states import (
     CLEAR,
     COMPUTE,
     FIXED,
+    GPU,
     NOW,
     OF_SAMPLES,
     SLOW_SYNC,
@@ -30,8 +31,6 @@ from support.job_states import (
     several_jobs,
     unmeasured,
 )
-
-GPU = "nvidia.com/gpu"
 
 
 def explained(jobs: Sequence[JobState], capacity: int | Capacity) -> dict[str, DecisionView]:

@@ -20,9 +20,8 @@ from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.placement.capacity import NodeCapacity
 from adascale_core.placement.packing import Demand, Node
 from adascale_core.views.decision import LimitKind
-from support.job_states import NOW, job
+from support.job_states import GPU, NOW, job
 
-GPU = "nvidia.com/gpu"
 SIZES = {"a100": 4, "t4": 4}
 
 

@@ -1,19 +1,23 @@
-"""Job states for tests of the decision: made by hand, and drawn by Hypothesis."""
+"""Job states and nodes for tests of the decision: made by hand, and drawn by Hypothesis."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import BatchBounds, EfficiencyBound, valid_replicas
+from adascale_core.decision.decide import decide
 from adascale_core.decision.job_utility import JobState
 from adascale_core.messages.reports import StepTime
 from adascale_core.performance.throughput import StepTimeModel
+from adascale_core.placement.capacity import Capacity, NodeCapacity
+from adascale_core.placement.packing import Demand, Node
 
 NOW = 10_000.0
+GPU = "nvidia.com/gpu"
 ANY = BatchBounds(32, 4096, (1, 128))
 """Every count up to 4096 is valid."""
 EVEN_SPLIT = BatchBounds(8)
@@ -142,3 +146,35 @@ def allowed(state: JobState) -> list[int]:
     return [
         count for count in valid_replicas(state.bounds, state.max_replicas) if count >= state.min_replicas
     ]
+
+
+# -- decisions, and nodes -------------------------------------------------------------------------------
+
+
+def counts(jobs: Sequence[JobState], capacity: int | Capacity) -> dict[str, int]:
+    """Return the decided counts."""
+    return {name: decision.replicas for name, decision in decide(jobs, capacity, NOW).items()}
+
+
+def gpus(name: str, count: int) -> Node:
+    """Return a node with accelerators."""
+    return Node(name, {GPU: count, "pods": 100})
+
+
+def on(request: int, placed: str = "", *, one_node: bool = False) -> Demand:
+    """Return a demand with replicas placed on nodes; `placed` has a one-letter node name for each rank."""
+    return Demand({GPU: request}, None, dict(enumerate(placed)), one_node)
+
+
+Demands = dict[str, Demand]
+
+
+def placed(nodes: Sequence[Node], demands: Mapping[str, Demand], replicas: Mapping[str, int]) -> Demands:
+    """Return the demands with as many placed replicas as fit, job after job."""
+    packing = NodeCapacity(nodes, demands).packing()
+    for name, count in replicas.items():
+        while count and not packing.resize(name, count):
+            count -= 1
+    return {
+        name: replace(demand, placed=packing.placements.get(name, {})) for name, demand in demands.items()
+    }
