@@ -7,7 +7,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -76,3 +76,17 @@ def make_members(tmp_path: Path) -> "Iterator[Callable[..., Members]]":
     yield make
     for members in made:
         members.close()
+
+
+@pytest.fixture
+def durable_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes trainers wait for each periodic checkpoint, so that a test knows which is the last one."""
+    from adascale_worker.state.schedule import Checkpointing
+
+    start = Checkpointing.start
+
+    def start_and_wait(writer: Checkpointing, *arguments: Any) -> None:
+        start(writer, *arguments)
+        writer.wait()
+
+    monkeypatch.setattr(Checkpointing, "start", start_and_wait)

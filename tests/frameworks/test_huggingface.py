@@ -25,7 +25,6 @@ from adascale.huggingface import elastic
 from adascale_core.batch.plans import InvalidBoundsError
 from adascale_core.errors import InvalidJobError
 from adascale_worker.errors import DatasetError, UnsupportedOptimizerError, WorkerError
-from adascale_worker.state.schedule import Checkpointing
 from frameworks.huggingface_problem import (
     VOCABULARY,
     Classes,
@@ -409,17 +408,8 @@ class Counter(TrainerCallback):  # type: ignore[misc]
         self.count = state["count"]
 
 
-def test_training_continues_from_the_checkpoint_of_the_job(
-    make_elastic: MakeElastic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = Checkpointing.start
-
-    def start_and_wait(writer: Checkpointing, *values: Any) -> None:
-        start(writer, *values)
-        writer.wait()
-
-    monkeypatch.setattr(Checkpointing, "start", start_and_wait)
-
+@pytest.mark.usefixtures("durable_checkpoints")
+def test_training_continues_from_the_checkpoint_of_the_job(make_elastic: MakeElastic, tmp_path: Path) -> None:
     def make(folder: str, *callbacks: TrainerCallback) -> Any:
         options = {"max_steps": 12, "eval_strategy": "steps", "eval_steps": 4, "logging_steps": 3}
         trainer = Trainer(

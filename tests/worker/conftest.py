@@ -14,7 +14,6 @@ import torch
 
 from adascale import ElasticTrainer
 from adascale_worker.process import exit as shutdown
-from adascale_worker.state.schedule import Checkpointing
 from support.service import Job, Service
 from support.small_disk import small_disk
 
@@ -74,18 +73,6 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Elas
     yield make
     for trainer in reversed(trainers):
         trainer.close()
-
-
-@pytest.fixture
-def durable_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes trainers wait for each periodic checkpoint, so that a test knows which is the last one."""
-    start = Checkpointing.start
-
-    def start_and_wait(writer: Checkpointing, *arguments: Any) -> None:
-        start(writer, *arguments)
-        writer.wait()
-
-    monkeypatch.setattr(Checkpointing, "start", start_and_wait)
 
 
 @pytest.fixture(name="small_disk")
