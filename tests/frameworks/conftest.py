@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -21,15 +20,6 @@ def default_process_group() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def signal_handlers() -> Iterator[None]:
-    """Leave no handler of a closed trainer, which Lightning puts back, to the tests of another module."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="module")

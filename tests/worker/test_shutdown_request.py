@@ -138,6 +138,13 @@ def test_a_handler_that_a_library_puts_back_after_the_end_leaves_ctrl_c_its_effe
         installed = signal.getsignal(signal.SIGINT)
         request.uninstall()
         signal.signal(signal.SIGINT, installed)
+        later = ShutdownRequest()
+        later.install(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        later.call_program_handler()
+        assert later.received == signal.SIGINT
+        later.uninstall()
+        signal.signal(signal.SIGINT, installed)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     finally:

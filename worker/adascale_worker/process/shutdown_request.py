@@ -48,7 +48,7 @@ class ShutdownRequest:
         if threading.current_thread() is threading.main_thread():
             os.register_at_fork(after_in_child=self._uninstall_in_child)
             for number in numbers:
-                self._handlers[number] = signal.signal(number, self._receive)
+                self._handlers[number] = self._replace(number)
 
     def reinstall(self) -> None:
         """Handle again the signals for which the program has installed its own handlers since.
@@ -61,9 +61,16 @@ class ShutdownRequest:
         self._reinstall_at = now + REINSTALL_INTERVAL
         for number in self._handlers:
             # Also if Python knows of no other handler: a library may have installed one by sigaction(2).
-            other = signal.signal(number, self._receive)
+            other = self._replace(number)
             if other != self._receive:
                 self._handlers[number] = other
+
+    def _replace(self, number: int) -> Any:
+        """Handle a signal, and return its other handler: the default in place of a request that has ended."""
+        other = signal.signal(number, self._receive)
+        owner = getattr(other, "__self__", None)
+        has_ended = isinstance(owner, ShutdownRequest) and number not in owner._handlers
+        return signal.SIG_DFL if has_ended else other
 
     def uninstall(self) -> None:
         """Restore the other handlers, except for signals whose handlers the program has replaced since."""
