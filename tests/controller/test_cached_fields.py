@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from adascale_controller.operator.observe.observer import cached_fields
 from adascale_controller.operator.observe.pods import read_pod
 from adascale_controller.operator.schedule.nodes import eligible_nodes, free_nodes, pod_request
@@ -61,6 +63,12 @@ def test_a_pod_takes_what_it_requests() -> None:
     assert pod_request(read.requests) == pod_request(SPEC)
     assert (read.job, read.version, read.node) == (("team", "digits"), 7, "node1")
     assert len(json.dumps(read.requests)) < 0.4 * len(json.dumps(SPEC))
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "-1", "two"])
+def test_a_group_size_that_is_no_number_of_pods_counts_as_none(text: str) -> None:
+    meta = {**METADATA, "annotations": {POD_GROUP_SIZE: text}}
+    assert read_pod({"metadata": meta, "spec": SPEC}).group_size == 0
 
 
 def test_a_node_is_read_as_before() -> None:

@@ -222,7 +222,8 @@ def _controller(meta: ApiObject) -> tuple[str, str, str]:
 
 
 def _number(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
+    # Anybody who may write pods writes this text, of any length.
+    return int(text) if text is not None and text.isdecimal() and len(text) < 10 else 0
 
 
 def _scheduled_at(status: ApiObject) -> float | None:
