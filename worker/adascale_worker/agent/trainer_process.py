@@ -316,6 +316,7 @@ class TrainerProcess:
     def leave_background(self) -> None:
         """Give all processes of the replica the nice value of the agent."""
         if self._in_background:
+            self._in_background = False
             self._background.cancel()
             self._leave_background()
 

@@ -60,14 +60,15 @@ class FinishRequest:
         group = self._group
         if group.replicas == 1:
             return None
-        missing: list[int] = []
+        missing = [rank for rank in range(group.replicas) if rank != group.rank]
         # Also of replicas that are lost, because their programs have ended.
         for (finished,) in self._board.poll(FINISH, timeout=FINISH_TIMEOUT, is_over=lambda: False):
             missing = [rank for rank in range(group.replicas) if rank not in finished]
             if not missing:
                 return None
-        if self._board.read(FINISH) is None:
-            # The process that serves the store ends after it has seen all the others.
+        if self._board.read(FINISH) is None and not (group.processes > 1 and group.has_failed):
+            # The process that serves the store ends after it has seen all the others. With several processes
+            # a replica reads nothing any more once others are lost.
             return None
         # In place of the checkpoint of `finish`, which says that training is finished.
         self._state.save_on_rank_0()

@@ -291,7 +291,7 @@ class Membership:
             joining.release_group()
             alone = Formation(0, (state,))
             self._group.form(assignment, None, alone, secret)
-            self._group.settle()
+            self._group.settle(failed=self._void >= assignment.generation)
             return alone
         links.arrive(state)
         store, formation = None, None

@@ -111,12 +111,13 @@ class ShutdownRequest:
 
     def _restore(self, number: int) -> Any:
         """Restore the other handler of a signal, and return it."""
-        other = self._handlers.pop(number, None)
+        other = self._handlers.get(number)
         if not callable(other):
             # A shell starts background processes with SIGINT ignored; a second SIGINT must end this process.
             other = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         if signal.getsignal(number) == self._receive:
             signal.signal(number, other)
+        self._handlers.pop(number, None)
         return other
 
 
