@@ -10,6 +10,7 @@ from adascale_controller.failing_counts import MAX_GENERATIONS, MIN_STEPS, Faili
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType, Reason
+from adascale_core.failures import EXIT_SINGLE_REPLICA
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import StepTime
 from adascale_core.views.jobs import JobView
@@ -112,6 +113,19 @@ def test_step_times_show_on_which_counts_the_program_has_trained_before_the_oper
     counts.update(last)
     assert counts.fail(5, last, "exit code 1") is not None
     assert counts.limit == 1
+
+
+@pytest.mark.parametrize(("template", "expected"), [(None, 1), ("of another program", 2)])
+def test_a_pod_that_has_failed_before_it_joined_counts_for_its_own_program(
+    template: str | None, expected: int
+) -> None:
+    service = training_job((2, 2)).service
+    assert service is not None
+    failed = failed_pod(1)
+    assert failed.exit is not None
+    early = replace(failed, template=template, exit=replace(failed.exit, exit_code=EXIT_SINGLE_REPLICA))
+    service = replace(service, step_times=(StepTime(1, 4, 1, 0.1),))
+    assert _decide(Scheduler(), service, [early])[0] == expected
 
 
 def test_the_operator_returns_to_the_count_that_works_and_says_why() -> None:

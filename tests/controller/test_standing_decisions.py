@@ -54,6 +54,7 @@ def test_until_the_next_decision_a_job_gets_no_more_than_it_allows(
     assert found.replicas == expected
 
 
-def test_a_job_that_was_never_decided_about_keeps_its_count() -> None:
+def test_a_job_that_was_never_decided_about_keeps_what_it_allows_of_its_count() -> None:
     assert holding(None, STATE) == Decision(2, "unchanged")
+    assert holding(None, replace(STATE, replicas=4, limit=2)) == Decision(2, "at most 2 may be used now")
     assert holding(None, replace(STATE, replicas=0)) is None

@@ -342,9 +342,9 @@ class Database:
             if self._committing is not None:
                 await self._committing
         finally:
-            self._writer.shutdown()
-            self._short.close()
-            self._long.close()
+            # In a thread, because one that reads from a disk which does not answer ends late.
+            for close in (self._writer.shutdown, self._short.close, self._long.close):
+                await asyncio.to_thread(close)
             self._roll_back()
             self.connector.close()
 

@@ -53,7 +53,7 @@ class _SqliteFile(Connector):
 
     def _connect(self) -> sqlite3.Connection:
         return sqlite3.connect(
-            f"file:{quote(os.fsencode(self._path.absolute()))}?{self._options}",
+            f"file://{quote(os.fsencode(self._path.absolute()))}?{self._options}",
             uri=True,
             timeout=BUSY_TIMEOUT,
             isolation_level=None,  # `begin` starts the transactions

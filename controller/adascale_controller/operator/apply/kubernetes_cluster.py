@@ -36,6 +36,8 @@ MAX_TRIES = 3
 """How often a call is made that the API server rejects because of too many requests."""
 MAX_RETRY_AFTER = 10.0
 """Seconds that all calls wait after such an answer, at most, whatever it requests."""
+MAX_RETRY_AFTER_OF_LEASE = 1.0
+"""The same for the calls that renew the lease, which has a deadline."""
 PAGE_SIZE = 500
 """Objects per page of a list."""
 
@@ -53,7 +55,9 @@ class KubernetesCluster:
         api: ApiClient,
         namespace: str | None,
         on_request: Callable[[str, int | None], None] = lambda _method, _status: None,
+        max_retry_after: float = MAX_RETRY_AFTER,
     ) -> None:
+        self._max_retry_after = max_retry_after
         self._api = api
         self._on_request = on_request
         self._namespace = namespace
@@ -268,7 +272,7 @@ class KubernetesCluster:
                 break
             # For all calls: the API server limits the operator's share of its work.
             retry_after = answer.headers.get("Retry-After", "")
-            pause = min(float(retry_after) if retry_after.isdecimal() else 1.0, MAX_RETRY_AFTER)
+            pause = min(float(retry_after) if retry_after.isdecimal() else 1.0, self._max_retry_after)
             self._paused_until = max(self._paused_until, time.monotonic() + pause)
         if answer.status >= 300:
             reply = _message(content)

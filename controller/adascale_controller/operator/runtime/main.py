@@ -14,7 +14,7 @@ from kubernetes.aio import client, config
 
 from adascale_client import MetricsServiceClient
 from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
-from adascale_controller.operator.apply.kubernetes_cluster import KubernetesCluster
+from adascale_controller.operator.apply.kubernetes_cluster import MAX_RETRY_AFTER_OF_LEASE, KubernetesCluster
 from adascale_controller.operator.runtime.certificate_keeper import CertificateKeeper, server_hosts
 from adascale_controller.operator.runtime.control_loop import OperatorLoop
 from adascale_controller.operator.runtime.health import Health, OperatorMetrics
@@ -80,7 +80,8 @@ async def _run_as_leader(
         await _run_control_loop(settings, api, health, metrics)
         return
     # Not the calls of the control loop, which wait for each other while the API server is busy.
-    cluster, place = KubernetesCluster(api, None), (settings.lease_namespace, names.CONTROLLER)
+    cluster = KubernetesCluster(api, None, max_retry_after=MAX_RETRY_AFTER_OF_LEASE)
+    place = (settings.lease_namespace, names.CONTROLLER)
     lease = Election(cluster, place, settings.identity)
     logger.info("Waiting for the lease")
     await lease.acquire()

@@ -265,7 +265,9 @@ def holding(decision: Decision | None, state: JobState) -> Decision | None:
     A job that runs and was not decided about yet keeps its count. None if it has none either.
     """
     if decision is None:
-        return Decision(state.replicas, "unchanged") if state.replicas else None
+        if not state.replicas:
+            return None
+        decision = Decision(state.replicas, "unchanged")
     counts = candidate_counts(state.bounds, state.min_replicas, state.max_replicas)
     allowed = [count for count in counts if state.limit is None or count <= state.limit] or counts[:1]
     smaller = [count for count in allowed if count < decision.replicas]

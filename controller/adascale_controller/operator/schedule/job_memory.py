@@ -35,6 +35,8 @@ class JobMemory:
         self.backoff = PlacementBackoff()
         self.requests = CapacityRequests()
         self.failing_counts = FailingCounts()
+        self._early_failures: set[str] = set()
+        """The pods whose program has failed before it joined a generation."""
         self.digest: str | None = None
         """The digest of the template of `failing_counts`."""
         self.request: Mapping[str, int] = MappingProxyType({})
@@ -79,11 +81,18 @@ class JobMemory:
 
     def _observe_failures(self, observed: ObservedJob, view: JobView) -> None:
         self.failing_counts.update(view)
+        self._early_failures &= {pod.uid for pod in observed.pods}
         for pod in failed_pods(observed.pods):
             end = pod.exit
             if end is not None and end.exit_code is not None and end.termination is not None:
                 failure = f"replica {pod.rank}: {describe_exit(end.exit_code)}"
                 single = classify_exit(end.exit_code) is ExitClass.SINGLE_REPLICA_PROGRAM
+                if not end.termination.generation:
+                    # It names no count itself, so only news of the present program count.
+                    is_old = pod.uid in self._early_failures or pod.rank in observed.live_pods
+                    self._early_failures.add(pod.uid)
+                    if is_old or pod.template not in (None, observed.digest):
+                        continue
                 self.failing_counts.fail(end.termination.generation, view, failure, at_once=single)
 
     def _observe_placement(
