@@ -24,7 +24,7 @@ from support.launch import wait_until
 ROOT = Path(__file__).parents[2]
 LIGHT = Path(__file__).parent / "programs" / "light.py"
 PACED = Path(__file__).parent / "programs" / "paced.py"
-TIMEOUT = 60.0
+TIMEOUT = 150.0
 
 T = TypeVar("T")
 

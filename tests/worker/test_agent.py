@@ -165,8 +165,9 @@ def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last
     job.start(1, **LONG, FAIL_AT=4, FAIL_RANK=1)
     job.wait_for_training(message.generation + 1, replicas=2)
     view = job.service.job()
+    assert view["failures"] == 1
     # On a slow machine, others may have been broken before and after the one that failed.
-    assert (view["failures"], view["disruptions"]) == (1, view["active"]["generation"] - 2)
+    assert view["disruptions"] <= view["active"]["generation"] - 2
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from adascale_worker.membership import gloo
 
-gloo.POLL_INTERVAL = 0.05
+gloo.POLL_INTERVAL, gloo._MAX_CPU_TIME = 0.05, 0.001
 store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 2)
 
 
