@@ -157,11 +157,8 @@ class StepAgreement(Context):
         They are followed by two numbers for each replica: the time for which it computes in a step, and the
         error of that time. The others add 0.
         """
-        times, first, typical = (
-            [0.0] * 2 * self.group.replicas,
-            2 * self.group.rank,
-            self.times.compute.typical,
-        )
+        group, typical = self.group, self.times.compute.typical
+        times, first = [0.0] * 2 * group.replicas, 2 * group.rank
         times[first : first + 2] = typical.seconds, typical.error
         return (*self._requests().flags(), *times)
 
