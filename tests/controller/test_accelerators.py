@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.apply.manifests import pod_manifest
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
@@ -17,7 +18,7 @@ from adascale_controller.operator.reconcile.reconciler import reconcile
 from adascale_controller.operator.schedule.nodes import eligible_nodes
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.actions import Actions, NewPod, Schedule
-from adascale_controller.operator.types.conditions import ConditionType, Reason
+from adascale_controller.operator.types.conditions import ConditionType
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core import names
 from adascale_core.decision.decide import Decision

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import CachedJob
 from adascale_controller.operator.runtime import admission_reader
 from adascale_controller.operator.runtime.admission_reader import AdmissionReader
 from adascale_controller.operator.types.actions import FailedPlacement
-from adascale_controller.operator.types.conditions import ConditionType, Reason, merged
+from adascale_controller.operator.types.conditions import (
+    ConditionType,
+    merged,
+)
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from adascale_core.messages.reports import GainReport
 from support.fake_cluster import FakeCluster

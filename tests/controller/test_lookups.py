@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import CheckpointSettings, JobDefinition
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
@@ -27,7 +28,7 @@ from adascale_controller.operator.runtime.lookup_fetcher import (
     EventReader,
     LookupFetcher,
 )
-from adascale_controller.operator.types.conditions import ConditionType, Reason
+from adascale_controller.operator.types.conditions import ConditionType
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, timestamp
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import (

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.pods import Pod, PodExit
 from adascale_controller.operator.reconcile.reconciler import END_TIMEOUT, TERMINATION_OVERDUE
-from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
+from adascale_controller.operator.types.conditions import (
+    ConditionType,
+    condition_of,
+)
 from adascale_core.failures import TerminationMessage
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.registration import ReplicaState

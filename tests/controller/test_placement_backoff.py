@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.pods import PodExit, PodProblem
 from adascale_controller.operator.schedule.placement_backoff import (
     FIRST_PAUSE,
@@ -16,7 +17,6 @@ from adascale_controller.operator.schedule.placement_backoff import (
     PlacementBackoff,
 )
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_controller.operator.types.conditions import Reason
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED
 from support.decisions import decided
 from support.observed_jobs import job, observed, pod, view

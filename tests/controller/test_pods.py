@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem, is_program_failure, read_pod
-from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.settings import KUEUE_FINALIZER, KUEUE_GROUP, POD_GROUP
 from adascale_core import names
 from adascale_core.failures import TerminationMessage

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import ObservedJob, QueueView
 from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.reconcile.job_phase import JobPhase, assess
 from adascale_controller.operator.schedule.quota import quota_limit
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_controller.operator.types.conditions import ConditionType, Reason
+from adascale_controller.operator.types.conditions import ConditionType
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.operator.types.settings import (
     KUEUE_FINALIZER,

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observer import Observer
 from adascale_controller.operator.runtime.error_isolation import MAX_RETRY_INTERVAL
-from adascale_controller.operator.types.conditions import ConditionType, Reason
+from adascale_controller.operator.types.conditions import ConditionType
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.settings import PodSettings
 from support.fake_cluster import FakeCluster

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.failures import (
@@ -19,7 +20,7 @@ from adascale_controller.operator.reconcile.job_phase import JobPhase, assess
 from adascale_controller.operator.schedule.nodes import free_nodes
 from adascale_controller.operator.schedule.placement_backoff import TIMEOUT_TRAINING
 from adascale_controller.operator.schedule.scheduler import Scheduler
-from adascale_controller.operator.types.conditions import ConditionType, Reason
+from adascale_controller.operator.types.conditions import ConditionType
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.failures import EXIT_INVALID_PROGRAM, FailureCount
 from adascale_core.messages.allocation import Allocation

@@ -13,11 +13,11 @@ from adascale_controller.cluster.api import (
     job_path,
     jobs_path,
 )
+from adascale_controller.job.reasons import Reason
 from adascale_controller.job_overview import JobOverview, NoSuchJobError
 from adascale_controller.operator.types.conditions import (
     ConditionType,
     JobCondition,
-    Reason,
     condition_of,
 )
 from adascale_controller.operator.types.kubernetes import seconds

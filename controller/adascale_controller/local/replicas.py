@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from adascale_controller.failing_counts import FailingCounts
 from adascale_controller.formatting import plural
+from adascale_controller.job.failing_counts import FailingCounts
 from adascale_controller.local.display import Display
 from adascale_controller.local.failed_checks import IN_GENERATION, FailedChecks
 from adascale_controller.local.local_command import LocalCommand

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import (
     Admission,
@@ -19,7 +20,6 @@ from adascale_controller.operator.observe.observed_job import (
     TemplateCheck,
 )
 from adascale_controller.operator.observe.pods import Pod, PodProblem
-from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject, seconds
 
 CONTAINER_START_TIMEOUT: Final = 10.0

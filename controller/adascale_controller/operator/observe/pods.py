@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-from adascale_controller.operator.types.conditions import Reason
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.types.kubernetes import (
     SCHEDULING_FIELDS,
     ApiObject,

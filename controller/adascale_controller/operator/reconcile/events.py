@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from adascale_controller.formatting import describe_limit, plural, progress_text
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.job_phase import JobPhase, last_failure
@@ -14,7 +15,6 @@ from adascale_controller.operator.types.actions import Event, Status
 from adascale_controller.operator.types.conditions import (
     ConditionType,
     JobCondition,
-    Reason,
     condition_of,
     is_true,
 )

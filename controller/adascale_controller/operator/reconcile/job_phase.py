@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from adascale_controller.formatting import plural
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod, failed_pods, is_program_failure
 from adascale_controller.operator.reconcile.failures import (
@@ -20,7 +21,10 @@ from adascale_controller.operator.reconcile.failures import (
     has_repeated_failure,
 )
 from adascale_controller.operator.types.actions import FailedPlacement
-from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
+from adascale_controller.operator.types.conditions import (
+    ConditionType,
+    condition_of,
+)
 from adascale_controller.operator.types.kubernetes import seconds
 from adascale_controller.operator.types.settings import QUEUE_NAME
 from adascale_core import names

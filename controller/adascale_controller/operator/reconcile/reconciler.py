@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.events import container_runs_on, events_of, has_new_bounds
@@ -22,7 +23,6 @@ from adascale_controller.operator.types.actions import (
     Stop,
     StoppedPod,
 )
-from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import seconds
 from adascale_core.decision.decide import Decision
 from adascale_core.decision.type_choice import Accelerator

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adascale_controller.formatting import capitalized, duration, percent, plural, progress_text
+from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import PodProblem
@@ -15,7 +16,6 @@ from adascale_controller.operator.types.actions import Schedule, Status
 from adascale_controller.operator.types.conditions import (
     ConditionType,
     JobCondition,
-    Reason,
     condition_of,
     has_ended,
     merged,

@@ -16,13 +16,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
 from adascale_controller.operator.apply.manifests import check_pod_manifest, pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import Admission, CachedJob, TemplateCheck
 from adascale_controller.operator.observe.pods import read_pod
 from adascale_controller.operator.types.actions import NewPod, Stop, StoppedPod
-from adascale_controller.operator.types.conditions import ConditionType, Reason, condition_of
+from adascale_controller.operator.types.conditions import (
+    ConditionType,
+    condition_of,
+)
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Manifest
 
 Calls = Coroutine[Any, Any, None]

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from adascale_controller.failing_counts import FailingCounts
+from adascale_controller.job.failing_counts import FailingCounts
+from adascale_controller.job.reasons import Reason
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import ObservedJob
@@ -16,7 +17,6 @@ from adascale_controller.operator.observe.pods import failed_pods
 from adascale_controller.operator.schedule.accelerator_types import TypedDemands
 from adascale_controller.operator.schedule.nodes import pod_request
 from adascale_controller.operator.schedule.placement_backoff import CapacityRequests, PlacementBackoff
-from adascale_controller.operator.types.conditions import Reason
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.batch.plans import valid_replicas
 from adascale_core.failures import ExitClass, classify_exit, describe_exit

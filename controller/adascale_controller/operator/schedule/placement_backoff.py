@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from math import inf
 
 from adascale_controller.formatting import duration, plural
+from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement
-from adascale_controller.operator.types.conditions import Reason
 
 TIMEOUT_TRAINING = 60.0
 """Seconds until a count fails while the job trains. A cluster autoscaler may add nodes in the meantime."""

@@ -10,8 +10,8 @@ from math import inf
 from types import MappingProxyType
 
 from adascale_controller.explanations import ExplanationSchedule
-from adascale_controller.failing_counts import FailingCount
 from adascale_controller.formatting import plural
+from adascale_controller.job.failing_counts import FailingCount
 from adascale_controller.measurements import TemplateMeasurements
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod

@@ -8,8 +8,8 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import Any
 
-from adascale_controller.failing_counts import FailingCount
-from adascale_controller.operator.types.conditions import Reason
+from adascale_controller.job.failing_counts import FailingCount
+from adascale_controller.job.reasons import Reason
 from adascale_core.decision.decide import Decision
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
