@@ -111,6 +111,17 @@ def a_parameter_has_a_gradient_where_a_replica_has_used_it() -> None:
         torch.testing.assert_close(mean, right)
 
 
+def a_replica_without_a_backward_pass_gets_the_means() -> None:
+    each = Exchanged()
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    local = torch.autograd.grad(each.model(x).pow(2).sum(), each.parameters)
+    for _ in range(2):
+        means = each.means(lambda: None if dist.get_rank() else each.model(x).pow(2).sum().backward())
+        for mean, gradient in zip(means, local, strict=True):
+            assert mean is not None
+            torch.testing.assert_close(mean, gradient / 2)
+
+
 def means_that_are_still_used_keep_their_memory() -> None:
     each = Exchanged(1)
     first = each.means(lambda: each.model(torch.ones(2, 6)).sum().backward())
@@ -136,6 +147,7 @@ RANKS: dict[str, Callable[[], None]] = {
     for case in [
         buckets_begin_in_the_pass,
         a_parameter_has_a_gradient_where_a_replica_has_used_it,
+        a_replica_without_a_backward_pass_gets_the_means,
         means_that_are_still_used_keep_their_memory,
         gradients_have_the_layout_of_their_parameters,
     ]

@@ -141,6 +141,37 @@ def test_several_backward_passes_for_a_micro_batch_add_up(make_trainer: MakeTrai
     assert not estimate.biased
 
 
+def penalized_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A loss with the squared norm of its gradient by the input, as a critic of a GAN has it."""
+    x = x.clone().requires_grad_()
+    loss = nn.functional.cross_entropy(torch.tanh(model(x)), y)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + gradient.pow(2).sum(1).mean() * len(x)
+
+
+def test_a_gradient_of_a_gradient_is_trained(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**ACCUMULATING)
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer = sgd(model)
+    trainer.program_reentry(model, optimizer)
+    batches = []
+    for _, x, y in trainer.dataloader(samples()):
+        batches.append((x, y))
+        optimizer.zero_grad()
+        penalized_loss(model, x, y).backward()
+        optimizer.step()
+    assert trainer.steps == 4
+    trainer.close()
+    plain = sgd(twin)
+    for start in range(0, len(batches), 3):
+        plain.zero_grad()
+        for x, y in batches[start : start + 3]:
+            (penalized_loss(twin, x, y) / 3).backward()
+        plain.step()
+    require_close(model, twin)
+
+
 def test_gradients_deleted_by_hand_are_those_of_the_last_step(make_trainer: MakeTrainer) -> None:
     trainer, model = make_trainer(**ACCUMULATING), network()
     twin = twin_of(model, lambda _: None)
