@@ -126,14 +126,3 @@ class Devices:
                 "patch", "node", node, "--subresource=status", "--type=json", "-p", json.dumps(patch)
             )
         )
-
-
-@contextmanager
-def tainted(system: System, node: str) -> Iterator[None]:
-    """The node takes no new pods, by a taint."""
-    key = f"test.adascale.dev/{uuid4().hex[:10]}"
-    succeeded(system.kubectl("taint", "node", node, f"{key}=:NoSchedule"))
-    try:
-        yield
-    finally:
-        succeeded(system.kubectl("taint", "node", node, f"{key}-"))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
 from adascale_core import names
-from cluster.devices import EACH, Devices, tainted
+from cluster.devices import EACH, Devices
 from cluster.system import Manifest, System, Workspace, job_manifest, succeeded, wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -27,34 +26,6 @@ def applied(system: System, *objects: Manifest) -> Iterator[None]:
     finally:
         for each in objects:
             succeeded(system.kubectl("delete", each["kind"], each["metadata"]["name"], "--ignore-not-found"))
-
-
-@pytest.mark.disturbs
-def test_nodes_are_used_for_which_admission_adds_a_toleration(
-    system: System, workspace: Workspace, devices: Devices
-) -> None:
-    near, far = devices.nodes
-    with tainted(system, near), tainted(system, far):
-        # One that none of its pods tolerates, though a taint is all that keeps them from the nodes.
-        waits = workspace.submit(job_manifest("waits", maxReplicas=1, container=devices.container()))
-        condition = waits.wait_for_condition("Running", "InsufficientCapacity", status="False")
-        assert "the pods have no toleration of it" in condition["message"]
-        assert "taint test.adascale.dev/" in condition["message"]
-        # A RuntimeClass, as one for GPUs, adds its tolerations at admission.
-        runtime = {
-            "apiVersion": "node.k8s.io/v1",
-            "kind": "RuntimeClass",
-            "metadata": {"name": workspace.namespace},
-            "handler": "runc",
-            "scheduling": {"tolerations": [{"operator": "Exists", "effect": "NoSchedule"}]},
-        }
-        with applied(system, runtime):
-            pod = {"runtimeClassName": workspace.namespace}
-            runs = workspace.submit(
-                job_manifest("runs", minReplicas=2, container=devices.container(), pod=pod)
-            )
-            runs.wait_until_training(2)
-        assert waits.status()["state"] == "Pending"
 
 
 def test_a_container_beside_the_worker_keeps_no_job_from_its_end_and_no_worker_from_its_replacement(
@@ -84,93 +55,6 @@ def test_a_container_beside_the_worker_keeps_no_job_from_its_end_and_no_worker_f
     job.edit(scaleInvariantSteps=1)
     job.kubectl("wait", "--for=condition=Complete", f"asj/{job.name}", "--timeout=120s", timeout=140)
     wait_until(lambda: not job.pods(), "the end of its pods")
-
-
-def test_pods_have_no_group_where_a_policy_forbids_it(system: System, workspace: Workspace) -> None:
-    name = f"{workspace.namespace}-no-group"
-    rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
-    policy = {
-        "apiVersion": ADMISSION,
-        "kind": "ValidatingAdmissionPolicy",
-        "metadata": {"name": name},
-        "spec": {
-            "matchConstraints": {"resourceRules": [rule]},
-            "validations": [
-                {
-                    "expression": "!has(object.spec.securityContext.fsGroup)",
-                    "message": "spec.securityContext.fsGroup: 65532 is not an allowed group",
-                }
-            ],
-        },
-    }
-    selected = {"matchLabels": {"kubernetes.io/metadata.name": workspace.namespace}}
-    binding = {
-        "apiVersion": ADMISSION,
-        "kind": "ValidatingAdmissionPolicyBinding",
-        "metadata": {"name": name},
-        "spec": {
-            "policyName": name,
-            "validationActions": ["Deny"],
-            "matchResources": {"namespaceSelector": selected},
-        },
-    }
-    pod: dict[str, Any] = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "tried", "namespace": workspace.namespace},
-        "spec": {
-            "securityContext": {
-                "fsGroup": 65532,
-                "runAsNonRoot": True,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "containers": [
-                {
-                    "name": "a",
-                    "image": "a",
-                    "securityContext": {
-                        "allowPrivilegeEscalation": False,
-                        "capabilities": {"drop": ["ALL"]},
-                    },
-                }
-            ],
-        },
-    }
-
-    def is_forbidden() -> bool:
-        tried = system.kubectl("create", "--dry-run=server", "-f", "-", input=json.dumps(pod))
-        return "not an allowed group" in tried.stderr
-
-    with applied(system, policy, binding):
-        wait_until(is_forbidden, "the policy")
-        job = workspace.submit(job_manifest(maxReplicas=1))
-        job.wait_until_training(1)
-        (made,) = job.pods().values()
-        assert made.spec.security_context.fs_group is None
-
-
-def test_a_template_whose_image_has_a_typo_stops_no_training(workspace: Workspace) -> None:
-    manifest = job_manifest(maxReplicas=1)
-    job = workspace.submit(manifest)
-    job.wait_until_training(1)
-    before = job.uids()
-    template = manifest["spec"]["template"]
-    (container,) = template["spec"]["containers"]
-    typo = {**container, "image": "adascale-worker:typo", "imagePullPolicy": "Never"}
-    job.edit(template={"spec": {**template["spec"], "containers": [typo]}})
-    condition = job.wait_for_condition("Running", "ImagePullFailed")
-    assert "adascale-worker:typo" in condition["message"]
-    step = job.view()["latest"]["step"]
-    wait_until(lambda: job.view()["latest"]["step"] > step, "more steps")
-    assert job.uids() == before
-    # Corrected, and with another change.
-    right = {**container, "env": [*container["env"], {"name": "CHANGED", "value": "1"}]}
-    job.edit(template={"spec": {**template["spec"], "containers": [right]}})
-    wait_until(lambda: job.uids().get(0) not in (None, before[0]), "the pod of the new template")
-    job.wait_until_training(1)
-    assert job.status()["failures"] == 0
-    pods = job.kubectl("get", "pods", "--selector", f"adascale.dev/template-check={job.name}", "-o", "name")
-    assert pods == ""
 
 
 def test_a_webhook_that_is_down_keeps_a_job_from_growing_and_from_nothing_else(
@@ -309,32 +193,3 @@ def test_a_job_of_a_high_priority_gets_the_place_of_a_pod_of_a_lower_one(
         urgent.wait_until_training(needed)
         assert "Preempting" in [reason for reason, _ in urgent.events()]
         assert plain.status()["state"] == "Pending"
-
-
-def test_nodes_are_requested_from_an_autoscaler(
-    system: System, workspace: Workspace, devices: Devices
-) -> None:
-    """As the autoscaler, the test gives the nodes their devices once a pod is pending for them."""
-    devices.pull_out()
-    wait_until(lambda: not any(map(devices.is_offered, devices.nodes)), "nodes without devices")
-
-    def pending_pods() -> list[str]:
-        pods = system.core.list_namespaced_pod(workspace.namespace).items
-        return [
-            pod.metadata.name
-            for pod in pods
-            for condition in pod.status.conditions or ()
-            if (condition.type, condition.reason) == ("PodScheduled", "Unschedulable")
-        ]
-
-    patient = workspace.submit(job_manifest("patient", maxReplicas=1, container=devices.container()))
-    patient.wait_for_condition("Running", "InsufficientCapacity", status="False")
-    job = workspace.submit(
-        job_manifest("eager", minReplicas=2, maxReplicas=2, requestNodes=True, container=devices.container())
-    )
-    condition = job.wait_for_condition("Running", "NodesRequested", status="False")
-    assert condition["message"].startswith("2 replicas do not fit, and are requested so that an autoscaler")
-    wait_until(lambda: len(pending_pods()) == 2, "two pending pods")
-    devices.plug_in()
-    job.wait_until_training(2)
-    assert job.status()["failures"] == 0

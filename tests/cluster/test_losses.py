@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from cluster.system import JobUnderTest, Manifest, System, Workspace, job_manifest, wait_until
+from cluster.system import JobUnderTest, Manifest, Workspace, job_manifest, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -51,13 +50,6 @@ def wait_for_a_checkpoint_after(job: JobUnderTest, step: int) -> int:
     return int(wait_until(lambda: (saved := job.saved_step()) > step and saved, "a checkpoint"))
 
 
-def last_step_before(job: JobUnderTest) -> int:
-    """Return the last step that was reported by the generations before the active generation."""
-    active = job.view()["active"]["generation"]
-    reports = job.history()
-    return max(int(report["step"]) for report in reports if report["generation"] < active)
-
-
 def test_a_job_that_loses_replicas_continues_with_the_state_of_the_others(workspace: Workspace) -> None:
     """Its trainer is killed, then its pod is deleted by force, then it has no memory left."""
     job = workspace.submit(on_two_replicas())
@@ -85,33 +77,4 @@ def test_a_job_that_loses_replicas_continues_with_the_state_of_the_others(worksp
     reasons = [reason for reason, _ in job.events()]
     assert reasons.count("ReplicaLost") == 3
     assert "ProgramFailed" not in reasons
-    job.delete()
-
-
-def test_evicted_pods_save_their_state_and_no_step_is_repeated(system: System, workspace: Workspace) -> None:
-    """Only evicted pods save: first all pods at the same time, then a single pod."""
-    checkpoint = {"claimName": "shared", "intervalSeconds": 3600}
-    job = workspace.submit(on_two_replicas(checkpoint=checkpoint))
-    job.wait_until_training(2)
-    first = job.uids()
-    wait_until(lambda: (latest := job.view()["latest"]) and latest["step"] > job.entered(), "steps")
-
-    def evict(pod: Any) -> None:
-        name = pod.metadata.name
-        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
-        system.core.create_namespaced_pod_eviction(name, job.namespace, body)
-
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(evict, job.pods().values()))
-    again = wait_until_training_continues(job, 1)
-    assert again == last_step_before(job)
-    second = job.uids()
-    assert not set(first.values()) & set(second.values())
-
-    wait_until(lambda: job.view()["latest"]["step"] > again, "steps")
-    evict(job.pods()[1])
-    again = wait_until_training_continues(job, 2)
-    # The replica that stays has the state; its reports are some steps old.
-    assert again >= last_step_before(job)
-    assert job.uids()[1] != second[1]
     job.delete()

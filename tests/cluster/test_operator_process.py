@@ -1,16 +1,11 @@
-"""The operator as a process of its own: killed before each of its writes, and idle.
-
-Its jobs have pods that no node takes. An installed operator that would act on them too is away meanwhile.
-"""
+"""The operator as a process of its own, whose jobs have pods that no node takes."""
 
 from __future__ import annotations
 
 import signal
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +41,13 @@ class Place:
     namespace: str
     operators: list[OperatorProcess] = field(default_factory=list)
 
-    def operator(self, *options: str, die_before: int | None = None) -> OperatorProcess:
+    def operator(self, *options: str) -> OperatorProcess:
         """Start an operator."""
         token = self.folder / "token"
         token.write_text(TOKEN)
         url = f"http://127.0.0.1:{self.service.port}"
         arguments = ("--namespace", self.namespace, "--lease-namespace=", *options)
-        started = OperatorProcess(self.kubeconfig, url, token, self.folder, *arguments, die_before=die_before)
+        started = OperatorProcess(self.kubeconfig, url, token, self.folder, *arguments)
         self.operators.append(started)
         return started
 
@@ -91,73 +86,6 @@ def place(
         yield made
         for operator in made.operators:
             operator.stop(signal.SIGKILL)
-
-
-@pytest.fixture
-def alone(place: Place) -> Iterator[None]:
-    """No other operator writes in the namespace."""
-    with place.installation.operator_barred_from(place.namespace):
-        yield
-
-
-def is_carried_out(place: Place, job: JobUnderTest, replicas: int) -> bool:
-    """Whether a count is decided, desired, and that of the pods."""
-    status = job.status()
-    recorded = status.get("allocation", {"generation": 0, "replicas": -1})
-    if status.get("observedGeneration") != job.raw()["metadata"]["generation"]:
-        return False
-    size = len(job.pods())
-    known = place.desired(job) == (recorded["generation"], recorded["replicas"])
-    return known and recorded["replicas"] == size == replicas
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.usefixtures("alone")
-def test_another_operator_continues_after_one_is_killed_before_any_of_its_writes(
-    place: Place,
-) -> None:
-    changes: list[tuple[Callable[[JobUnderTest], None], int]] = [
-        (lambda job: None, 1),
-        (lambda job: job.edit(minReplicas=2), 2),
-        (lambda job: job.edit(suspend=True), 0),
-        (lambda job: job.edit(suspend=False, minReplicas=1, maxReplicas=1), 1),
-    ]
-    for before in count():
-        job = place.submit(f"killed-{before}")
-        killed = 0
-        for change, replicas in changes:
-            change(job)
-            if _work(place, job, replicas, die_before=before):
-                killed += 1
-                _work(place, job, replicas)
-        job.delete()
-        _work(place, None, 0)
-        if not killed:
-            break
-    assert before > 4, "it writes the status, requests the allocation and creates a pod"
-
-
-def _work(place: Place, job: JobUnderTest | None, replicas: int, die_before: int | None = None) -> bool:
-    """Let an operator work until a count is carried out; whether it was killed on the way."""
-    operator = place.operator(die_before=die_before)
-    known = operator.log
-
-    def is_over() -> bool:
-        if operator.process.poll() is not None:
-            return True
-        log = operator.log.removeprefix(known)
-        if job is None:
-            return "removed it from the metrics service" in log
-        return "Running in" in log and is_carried_out(place, job, replicas)
-
-    wait_until(is_over, f"{replicas} replicas of {job and job.name}")
-    if die_before is not None and operator.process.poll() is None:
-        # Events are written last.
-        time.sleep(1)
-    status = operator.stop()
-    assert status in ((0,) if die_before is None else (0, -signal.SIGKILL)), operator.log
-    return status != 0
 
 
 def test_an_idle_operator_makes_no_calls(place: Place) -> None:

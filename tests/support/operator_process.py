@@ -1,6 +1,6 @@
-"""The real operator as a process that counts its calls and can be killed before one of its writes.
+"""The real operator as a process that counts its calls.
 
-python operator_process.py [--count FILE] [--die-before N] -- OPTIONS OF THE OPERATOR
+python operator_process.py --count FILE -- OPTIONS OF THE OPERATOR
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 WRITES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
-UNCOUNTED_WRITES = ("/selfsubjectaccessreviews", "/leases")
-"""Paths of writes that change no object of a job."""
 
 
 class OperatorProcess:
@@ -31,7 +29,6 @@ class OperatorProcess:
         api_url, token_file: the metrics service, and the operator's token for it.
         folder: the folder for its log and its counts.
         options: command line options of the operator.
-        die_before: the write before which it is killed, from 0.
     """
 
     def __init__(
@@ -41,17 +38,15 @@ class OperatorProcess:
         token_file: Path,
         folder: Path,
         *options: str,
-        die_before: int | None = None,
     ) -> None:
         self._counts = folder / "calls.json"
         self._log = folder / "operator.log"
         self._counts.unlink(missing_ok=True)
-        death = [] if die_before is None else ["--die-before", str(die_before)]
         arguments = ["--api-url", api_url, "--token-file", str(token_file), *options]
         environ: Mapping[str, str] = {**os.environ, "KUBECONFIG": kubeconfig}
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, "--count", str(self._counts), *death, "--", *arguments],
+                [sys.executable, __file__, "--count", str(self._counts), "--", *arguments],
                 stdout=log,
                 stderr=log,
                 env=environ,
@@ -91,13 +86,11 @@ class OperatorProcess:
 
 
 class _Calls:
-    """Counts the calls of the process, and kills it before one of its writes."""
+    """Counts the calls of the process."""
 
-    def __init__(self, file: Path, die_before: int | None) -> None:
+    def __init__(self, file: Path) -> None:
         self._file = file
-        self._die_before = die_before
         self._counts: Counter[str] = Counter()
-        self._writes = 0
         self._lock = Lock()
 
     def record(self, server: str, method: str, url: str) -> None:
@@ -106,10 +99,6 @@ class _Calls:
         kind = "WATCH" if "watch=true" in path.query.lower() else method
         with self._lock:
             self._counts[f"{server} {kind} {_resource(path.path)}"] += 1
-            if method in WRITES and not any(part in path.path for part in UNCOUNTED_WRITES):
-                if self._writes == self._die_before:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                self._writes += 1
             new = self._file.with_suffix(".new")
             new.write_text(json.dumps(self._counts))
             new.rename(self._file)
@@ -149,10 +138,9 @@ def main() -> None:
     """Run the operator."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=Path, required=True)
-    parser.add_argument("--die-before", type=int)
     parser.add_argument("options", nargs="*")
     arguments = parser.parse_args()
-    _count_calls(_Calls(arguments.count, arguments.die_before))
+    _count_calls(_Calls(arguments.count))
     from adascale_controller.cli import main as adascale
 
     sys.argv = ["adascale", "operator", *arguments.options]
