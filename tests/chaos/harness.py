@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from chaos.checks import problems, statistics
-from chaos.run import STALL, ChaosRun, read_results
+from chaos.run import ChaosRun, read_results
 from chaos.schedule import Schedule, draw
 
 
@@ -19,32 +18,20 @@ class Harness:
     """Executes runs and prints what happens.
 
     Args:
-        bug: an error that the program makes.
+        has_bug: whether the program loses a sample.
         keep: a folder for the files of all runs; None to keep those of failed runs only.
-        minutes: no run starts later than this; None for no limit.
-        stall: seconds without a step after which a run counts as hanging.
     """
 
-    def __init__(
-        self,
-        bug: str = "",
-        keep: Path | None = None,
-        minutes: float | None = None,
-        stall: float = STALL,
-    ) -> None:
+    def __init__(self, *, has_bug: bool = False, keep: Path | None = None) -> None:
         self.faults = 0
-        self._bug = bug
-        self._stall = stall
+        self._has_bug = has_bug
         self._keep = keep
-        self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._printing = threading.Lock()
         self._expecting = threading.Lock()
         self._expected: dict[str, dict[str, Any]] = {}
 
-    def run_seed(self, seed: int, faults: int) -> bool | None:
-        """Execute the run of a seed; return whether all holds, None if there is no time left for it."""
-        if self._deadline is not None and time.monotonic() > self._deadline:
-            return None
+    def run_seed(self, seed: int, faults: int) -> bool:
+        """Execute the run of a seed; return whether all holds."""
         return not self.run(draw(seed, faults))
 
     def run(self, schedule: Schedule) -> list[str]:
@@ -56,15 +43,14 @@ class Harness:
         is_repeatable = schedule.fixed and faults and schedule.data != "shards"
         expected = self._undisturbed(schedule) if is_repeatable else None
         folder = Path(tempfile.mkdtemp(prefix=f"chaos-{seed}-"))
-        outcome = ChaosRun(schedule, folder, show, self._stall, self._bug).execute()
+        outcome = ChaosRun(schedule, folder, show, self._has_bug).execute()
         found = problems(schedule, outcome, folder, expected)
         self.faults += len(outcome.applied)
         show(f"{outcome.seconds:.1f} s, {statistics(folder)}: {'PROBLEMS' if found else 'ok'}")
         for problem in found:
             show(f"PROBLEM: {problem}")
         if found:
-            bug = f" --bug {self._bug}" if self._bug else ""
-            show(f"again: python -m chaos --seed {seed} --runs 1 --faults {faults}{bug}; its files: {folder}")
+            show(f"again: python -m chaos --seed {seed} --runs 1 --faults {faults}; its files: {folder}")
         elif self._keep is not None:
             shutil.move(folder, self._keep)
         else:
@@ -78,7 +64,7 @@ class Harness:
             if job not in self._expected:
                 quiet = Schedule(0, schedule.fixed, schedule.spec, data=schedule.data, loop=schedule.loop)
                 with tempfile.TemporaryDirectory() as folder:
-                    outcome = ChaosRun(quiet, Path(folder), lambda _: None, self._stall).execute()
+                    outcome = ChaosRun(quiet, Path(folder), lambda _: None).execute()
                     found = problems(quiet, outcome, Path(folder), None)
                     assert not found, "\n".join(
                         ["a run without faults has problems:", *found, outcome.output]

@@ -68,8 +68,7 @@ class ChaosRun:
         schedule: the job and the faults.
         folder: an empty folder for the job file, the state, the journals and the results.
         show: shows a line of progress.
-        stall: seconds without a step after which it counts as hanging.
-        bug: an error that the program makes.
+        has_bug: whether the program loses a sample.
     """
 
     def __init__(
@@ -77,15 +76,13 @@ class ChaosRun:
         schedule: Schedule,
         folder: Path,
         show: Callable[[str], None],
-        stall: float = STALL,
-        bug: str = "",
+        has_bug: bool = False,
     ) -> None:
         self._schedule = schedule
         self._folder = folder
         self._state = StateDir(folder / "state")
         self._show = show
-        self._stall = stall
-        self._bug = bug
+        self._has_bug = has_bug
         self._mark = f"{os.getpid()}-{folder.name}-{schedule.seed}."
         self._log = folder / "output"
         self._began = time.monotonic()
@@ -118,7 +115,7 @@ class ChaosRun:
         env = {
             "CHAOS_FOLDER": str(self._folder),
             "PACE": str(PACE),
-            "CHAOS_BUG": self._bug,
+            "CHAOS_BUG": "1" if self._has_bug else "",
             "CHAOS_DATA": self._schedule.data,
             "CHAOS_LOOP": self._schedule.loop,
         }
@@ -169,9 +166,9 @@ class ChaosRun:
             if recorded != steps:
                 steps, last_step = recorded, now
             furthest = max(furthest, progress / target)
-            if now - last_step > self._stall:
-                return f"no step for {self._stall:.0f} s"
-            if now - self._began > LONGEST * self._stall / STALL:
+            if now - last_step > STALL:
+                return f"no step for {STALL:.0f} s"
+            if now - self._began > LONGEST:
                 return f"not finished within {now - self._began:.0f} s"
             if faults:
                 fault = faults[0]
