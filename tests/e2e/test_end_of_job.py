@@ -12,7 +12,7 @@ import pytest
 
 from e2e.local_run import adascale, running, write_job, write_paced_job
 from support.fast_python import PYTHON
-from support.launch import PROGRAMS, TESTS, wait_until
+from support.launch import PROGRAMS, TESTS
 
 PROGRAM = PROGRAMS / "finishes.py"
 
@@ -43,17 +43,6 @@ def test_a_job_of_epochs_shows_its_true_end_and_its_result(tmp_path: Path, state
     assert "adascale: training has already finished, at step 18, progress 18" in log
 
 
-@pytest.mark.slow
-def test_the_reason_of_an_early_end_is_on_the_last_line(tmp_path: Path, state: Path) -> None:
-    job = write(tmp_path / "job.yaml", {"END": "finish"}, scaleInvariantSteps=100_000)
-    run = adascale("run", job, "--state-dir", state, "--port", 0)
-    assert run.returncode == 0, run.stdout
-    assert re.search(r"Finished at progress 3 \(no longer improves\) in [0-9.]+ s: accuracy 0.5", run.stdout)
-    again = adascale("run", job, "--state-dir", state, "--port", 0)
-    assert again.returncode == 0
-    assert "has already finished, at progress 3 (no longer improves): accuracy 0.5." in again.stdout
-
-
 def test_the_same_failure_before_the_first_step_is_shown_at_once_and_restarted_once(
     tmp_path: Path, state: Path
 ) -> None:
@@ -67,40 +56,6 @@ def test_the_same_failure_before_the_first_step_is_shown_at_once_and_restarted_o
     assert ", twice in the same way before its first step" in first
     assert output in second
     assert "No checkpoint was saved" in second
-
-
-@pytest.mark.slow
-def test_a_rank_that_ends_alone_fails_the_job_with_its_reason(tmp_path: Path, state: Path) -> None:
-    env = {"END": "break", "ON_RANK": "0", "EPOCHS": "10000"}
-    bounds = {"maxBatchSize": 16, "localBszBounds": {"lower": 4, "upper": 8}}
-    job = write(tmp_path / "job.yaml", env, minReplicas=2, maxReplicas=2, **bounds)
-    run = adascale("run", job, "--state-dir", state, "--port", 0, timeout=150)
-    assert run.returncode == 1, run.stdout
-    assert "(exit code 77); it is not restarted, because it would fail again" in run.stdout
-    assert "adascale: rank 0 left its loop over trainer.dataloader()" in " ".join(run.stdout.split())
-    assert "Traceback" not in run.stdout
-
-
-HANGS = PROGRAMS / "hangs.py"
-
-
-@pytest.mark.slow
-def test_a_step_that_does_not_end_is_shown_with_the_replica_that_is_behind(
-    tmp_path: Path, state: Path
-) -> None:
-    env = {"PYTHONPATH": str(TESTS), "ON_RANK": "1", "SECONDS": "1000"}
-    bounds = {"maxBatchSize": 16, "localBszBounds": {"lower": 4, "upper": 8}}
-    spec: dict[str, Any] = {"batchSize": 8, "minReplicas": 2, "maxReplicas": 2, **bounds}
-    job = write_job(tmp_path / "job.yaml", [*PYTHON, str(HANGS)], env, **spec)
-
-    def stalls() -> list[str]:
-        return sorted(replica["stall"] for replica in run.job().get("replicas", ()))
-
-    with running(job, state) as run:
-        wait_until(lambda: len(found := stalls()) == 2 and all(found), "the stalls of both replicas", 150)
-        behind, waiting = stalls()
-        assert re.fullmatch(rf"is at {re.escape(str(HANGS))}, line \d+, in __getitem__", behind)
-        assert waiting == "waits for the others"
 
 
 @pytest.mark.slow

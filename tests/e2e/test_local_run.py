@@ -11,10 +11,8 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from adascale_controller.local.run_history import RunRecord, read_runs, record_start
 from adascale_controller.local.state_dir import StateDir
@@ -25,14 +23,12 @@ from e2e.local_run import (
     adascale,
     adascale_in_process,
     running,
-    write_job,
     write_light_job,
     write_paced_job,
 )
 from support.fast_python import PYTHON
-from support.launch import PROGRAMS, TESTS, has_exited, wait_until
+from support.launch import has_exited, wait_until
 from support.manifests import make_manifest
-from support.members import Members
 
 
 @pytest.fixture
@@ -115,43 +111,6 @@ def saved_progress(output: str) -> int:
 
 
 # -- the user's program ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_replicas_that_crash_together_are_one_failure_reported_with_its_signal(
-    tmp_path: Path, state: Path
-) -> None:
-    job = write_light_job(tmp_path / "job.yaml", "crash", backoffLimit=0, minReplicas=2, maxReplicas=2)
-    run = adascale("run", job, "--state-dir", state, "--port", 0)
-    assert run.returncode == 1
-    assert re.search(
-        r"failed on replica [01] \(killed by SIGSEGV\): 1 failure exceeds backoffLimit \(0\)", run.stdout
-    )
-
-
-@pytest.mark.slow
-def test_a_program_that_cannot_start_fails_the_job(tmp_path: Path, state: Path) -> None:
-    job = write_job(
-        tmp_path / "job.yaml", ["python", "-c", "import no_such_module"], backoffLimit=1, minReplicas=2,
-        maxReplicas=2,
-    )  # fmt: skip
-    run = adascale("run", job, "--state-dir", state, "--port", 0)
-    assert run.returncode == 1
-    assert "failure 1, backoffLimit is 1" in run.stdout
-    assert "2 failures exceed backoffLimit (1)" in run.stdout
-    assert "ModuleNotFoundError: No module named 'no_such_module'" in run.stdout
-
-
-@pytest.mark.slow
-def test_a_program_gets_its_environment_and_no_settings_of_another_job(tmp_path: Path, state: Path) -> None:
-    job = write_light_job(tmp_path / "job.yaml", "exit", "0", env={"WHO": "me"})
-    run = adascale(
-        "run", job, "--state-dir", state, "--port", 0,
-        ADASCALE_TOKEN_FILE="/nonexistent", ADASCALE_REPLICA="7", ADASCALE_JOB_ID="default.other",
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout
-    assert "Finished in " in run.stdout
-    assert (state / "logs" / "replica-0.log").read_text().startswith("replica 0 of 1, who: me\n")
 
 
 @pytest.mark.slow
@@ -390,37 +349,6 @@ def test_a_job_grows_because_of_its_gain_and_survives_kills(tmp_path: Path, stat
 
 
 @pytest.mark.slow
-def test_a_job_is_scaled_while_a_new_replica_has_not_joined(tmp_path: Path, state: Path) -> None:
-    env = {"JOIN_AFTER": str(tmp_path / "never")}
-    job = write_paced_job(tmp_path / "job.yaml", pace=0.01, env=env, maxReplicas=2)
-    with running(job, state) as run:
-        run.wait_for_output("Rescaling 1 -> 2")
-        scaled = adascale("scale", "test", "--replicas", 1, "--state-dir", state)
-        assert scaled.stdout == "test scaled to at most 1 replica\n", scaled.stderr
-        run.wait_for_output("Rescaling 2 -> 1: limited to 1 replica by `adascale scale`")
-
-
-@pytest.mark.slow
-def test_a_job_shrinks_when_it_is_scaled(tmp_path: Path, state: Path) -> None:
-    job = write_paced_job(tmp_path / "job.yaml", pace=0.01, maxReplicas=2)
-    with running(job, state) as run:
-        run.wait_for_output("trains on 2 replicas")
-
-        def sync_times() -> list[dict[str, float]]:
-            return [each for each in run.job().get("step_times", ()) if each["sync_time"] is not None]
-
-        measured = wait_until(sync_times, "how long trainers wait for the exchange of gradients")
-        assert all(each["replicas"] == 2 and each["nodes"] == 1 for each in measured)
-        scaled = adascale("scale", "test", "--replicas", 1, "--state-dir", state)
-        assert scaled.stdout == "test scaled to at most 1 replica\n", scaled.stderr
-        run.wait_for_output("Rescaling 2 -> 1: limited to 1 replica by `adascale scale`")
-        run.wait_for_output("Generation 3 trains on 1 replica")
-        stopped = adascale("scale", "test", "--replicas", 0, "--state-dir", state)
-        assert "test stopped, saved at step" in stopped.stdout, stopped.stderr
-        assert run.wait_for_exit() == 143
-
-
-@pytest.mark.slow
 def test_the_run_after_a_killed_one_resumes_at_its_last_step_on_fewer_replicas(
     tmp_path: Path, state: Path
 ) -> None:
@@ -457,77 +385,3 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_how_to_go_on(tmp_path: Pat
     assert "start from scratch (adascale run --fresh, or another location)" in output
     assert "Saved at step" not in output
     assert output.endswith("Correct the cause, and run the command again")
-
-
-@pytest.mark.slow
-def test_a_job_learns_what_fits_without_losing_or_repeating_a_sample(tmp_path: Path, state: Path) -> None:
-    """Local batches of 8 do not fit in the model, and then those of 4 not in the loss function."""
-    env = {
-        "CHAOS_FOLDER": str(tmp_path),
-        "PACE": "0.001",
-        "CHAOS_FITS": "5 3",
-        "PYTHONPATH": str(TESTS),
-    }
-    job = write_job(
-        tmp_path / "job.yaml",
-        [*PYTHON, str(TESTS / "chaos" / "program.py")],
-        env,
-        batchSize=16,
-        maxBatchSize=32,
-        localBszBounds={"lower": 2, "upper": "auto"},
-        minReplicas=2,
-        maxReplicas=2,
-        scaleInvariantSteps=60,
-    )
-    run = adascale("run", job, "--state-dir", state, "--port", 0, timeout=180)
-    assert run.returncode == 0, run.stdout
-    results = [json.loads(path.read_text()) for path in tmp_path.glob("result-*.json")]
-    assert [result["problems"] for result in results] == [[], []]
-    assert len({result["weights"] for result in results}) == 1
-    assert "training continues with at most 4" in run.stdout
-    assert "training continues with at most 2" in run.stdout
-    assert "was lost" not in run.stdout
-
-
-@pytest.mark.slow
-def test_a_run_loses_no_step_if_one_of_the_processes_of_a_replica_is_killed(
-    tmp_path: Path, state: Path
-) -> None:
-    journal = Members(tmp_path)
-    env = {"JOURNAL": str(tmp_path / "journal"), "EPOCHS": "25", "STEP_SECONDS": "0.05"}
-    job = write_job(
-        tmp_path / "job.yaml",
-        [*PYTHON, str(PROGRAMS / "sharded_members.py")],
-        env,
-        batchSize=12,
-        minReplicas=2,
-        maxReplicas=2,
-        processesPerReplica=2,
-    )
-
-    def records(first_generation: int, process: int) -> list[dict[str, Any]]:
-        assert run.process.poll() is None, run.output
-        found = [record for record in journal.records() if record["generation"] >= first_generation]
-        return [record for record in found if record["replicas"] == 2 and record["process"] == process]
-
-    def kill(process: int, first_generation: int) -> int:
-        """Kill this process of a replica, and return the number of the generation after that."""
-        wait_until(lambda: len(records(first_generation, process)) > 5, "steps of two replicas")
-        last = max(
-            records(first_generation, process),
-            key=lambda record: (record["generation"], record["rank"], record["step"]),
-        )
-        os.kill(int(last["file"].removesuffix(".jsonl").split("-")[1]), signal.SIGKILL)
-        return int(last["generation"]) + 1
-
-    with running(job, state, "--replicas", 2) as run:
-        after = kill(0, first_generation=1)
-        last = kill(1, first_generation=after)
-        wait_until(lambda: records(last, 1), "the replacement has joined")
-        assert run.wait_for_exit(120) == 0, run.output
-        assert run.processes() == []
-    assert journal.require_complete_stream() == 100
-    weights = tmp_path / "weights.safetensors"
-    exported = adascale_in_process("export", "test", weights, "--state-dir", state)
-    assert exported.returncode == 0, exported.stderr
-    assert load_file(weights)["0.weight"].shape == (15, 6)

@@ -55,26 +55,6 @@ def test_replicas_join_and_leave_and_one_is_killed(make_members: Callable[..., M
 
 
 @pytest.mark.slow
-def test_a_replica_that_is_killed_in_an_evaluation_does_not_change_its_results(
-    make_members: Callable[..., Members],
-) -> None:
-    calm = make_members("calm", PROGRAM=PROGRAM, EPOCHS=4)
-    expected = calm.complete(2)
-    job = make_members("killed", PROGRAM=PROGRAM, EPOCHS=4, WAITS=0)
-    victim, survivor, spare = job.start(3)
-    job.activate([victim, survivor])
-    folder = job.folder / "journal"
-    job.wait(lambda: len(list(folder.glob("evaluates-*"))) == 2, "both evaluate")
-    victim.kill()
-    job.wait_holding([survivor])
-    job.activate([survivor, spare])
-    assert job.finish() == expected
-    require_evaluations(folder)
-    results = evaluations(folder)[str(survivor.replica)]
-    assert results == evaluations(calm.folder / "journal")["0"]
-
-
-@pytest.mark.slow
 def test_under_torchrun_the_replicas_communicate(tmp_path: Path) -> None:
     output = run_python(
         PROGRAM,

@@ -6,12 +6,11 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,27 +82,18 @@ class Journal:
             return 0
         return attempts[-1].steps[-1].step if attempts[-1].steps else int(attempts[-1].header["step"])
 
-    def last_steps_of(self, pids: Collection[int]) -> set[int]:
-        """Return the last steps that these trainer processes have recorded."""
-        last: dict[int, int] = {}
-        for rank in range(len(list(self.folder.iterdir()))):
-            for attempt in self.attempts(rank):
-                pid = attempt.header["pid"]
-                last[pid] = max([last.get(pid, 0), *(step.step for step in attempt.steps)])
-        return {step for pid, step in last.items() if pid in pids}
-
     def effective(self) -> dict[int, list[Step]]:
         """Return the records of all ranks by step, without the steps that a restart has undone."""
-        rounds: dict[int, list[Attempt]] = {}
+        generations: dict[int, list[Attempt]] = {}
         names = {path.name.split("-")[0].removeprefix("rank") for path in self.folder.glob("rank*-*.jsonl")}
         for rank in sorted(map(int, names)):
             for attempt in self.attempts(rank):
-                rounds.setdefault(attempt.header["round"], []).append(attempt)
+                generations.setdefault(attempt.header["generation"], []).append(attempt)
         counted: dict[int, list[Step]] = {}
-        for number in sorted(rounds):
-            begin = rounds[number][0].header["step"]
+        for number in sorted(generations):
+            begin = generations[number][0].header["step"]
             counted = {step: records for step, records in counted.items() if step <= begin}
-            for attempt in rounds[number]:
+            for attempt in generations[number]:
                 for step in attempt.steps:
                     counted.setdefault(step.step, []).append(step)
         return counted
@@ -174,58 +164,6 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-
-
-class Replicas:
-    """The trainers of one round, started as torchrun starts them, without an agent."""
-
-    def __init__(self, count: int, folder: Path, **options: object) -> None:
-        port = str(free_port())
-        rounds = len(list(folder.glob("round-*")))
-        (folder / f"round-{rounds}").touch()
-        self.processes = [
-            subprocess.Popen(
-                [*PYTHON, str(PROGRAM)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(count),
-                    "LOCAL_RANK": str(rank),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                    "ROUND": str(rounds),
-                    "JOURNAL": str(folder / "journal"),
-                    "ADASCALE_CHECKPOINT_DIR": str(folder / "checkpoints"),
-                    **{name: str(value) for name, value in options.items()},
-                },
-            )
-            for rank in range(count)
-        ]
-
-    def reach(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition, while all replicas run."""
-        wait_until(lambda: condition() or any(process.poll() is not None for process in self.processes), what)
-        if not condition():
-            self.kill()
-            raise AssertionError(f"{what} was not reached:\n{self.wait()[1]}")
-
-    def signal(self, number: int, rank: int) -> None:
-        """Send a signal to one replica."""
-        self.processes[rank].send_signal(number)
-
-    def kill(self) -> None:
-        """Kill all replicas at once."""
-        for process in self.processes:
-            process.send_signal(signal.SIGKILL)
-
-    def wait(self) -> tuple[list[int], str]:
-        """Wait for all replicas, and return their exit codes and their output."""
-        outputs = [process.communicate(timeout=TIMEOUT)[0] for process in self.processes]
-        return [process.returncode for process in self.processes], "".join(outputs)
 
 
 class AgentProcess:

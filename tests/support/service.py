@@ -67,16 +67,6 @@ class Service(ServiceProcess):
         stored: dict[str, Any] = self.call("GET", "")
         return stored
 
-    def job_exists(self) -> bool:
-        """Whether the job exists."""
-        try:
-            self.job()
-        except urllib.error.HTTPError as error:
-            if error.code != 404:
-                raise
-            return False
-        return True
-
     def call(self, method: str, path: str, body: object = None) -> Any:
         """Send a request for the job, and return the parsed answer."""
         request = urllib.request.Request(

@@ -16,14 +16,11 @@ import pytest
 
 from adascale_controller.operator.runtime.certificate_keeper import create_authority, renew_authority
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_INVALID_PROGRAM, TerminationMessage
-from adascale_worker.loop.step_watchdog import EXPLAIN_AFTER
 from support.certificates import tls_files
 from support.fast_python import PYTHON
 from support.launch import PROGRAM, TIMEOUT, AgentProcess, free_port, wait_until
 from support.service import LONG, Job, Service
 
-FINISHES = {**LONG, "EPOCHS": 1000}
-"""`LONG` for a job that finishes. Its program goes through all epochs, of which the last ones are empty."""
 FAULTY_DEVICE = str(PROGRAM.with_name("faulty_device.py"))
 
 
@@ -170,40 +167,6 @@ def test_an_agent_exits_with_the_code_of_its_failed_program_and_reports_the_last
     assert view["disruptions"] <= view["active"]["generation"] - 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("code", "failure"), [(1, {}), (3, {"FAIL_CODE": 3})])
-def test_a_failed_program_that_takes_long_to_exit_does_not_fail_the_others(
-    job: Job, code: int, failure: dict[str, object]
-) -> None:
-    job.service.allocate(1, 2)
-    settings = {**LONG, "FAIL_AT": 4, "FAIL_RANK": 1, "EXIT_SECONDS": 3 * EXPLAIN_AFTER, **failure}
-    first, second = job.start(0, 1, **settings)
-    assert second.wait() == code
-    job.agents.remove(second)
-    job.start(1, **settings)
-    job.wait_for_training(2, replicas=2)
-    assert first.process.poll() is None
-    assert job.service.job()["failures"] == 1
-
-
-@pytest.mark.slow
-def test_training_continues_while_the_service_is_down_and_reports_arrive_afterwards(job: Job) -> None:
-    job.service.allocate(1, 1)
-    job.start(0, **LONG)
-    job.wait_for_training(1, steps=3)
-    job.service.stop(signal.SIGKILL)
-    step = job.journal.last_step()
-    wait_until(lambda: job.journal.last_step() > step + 30, "training without the service")
-    job.service.start()
-    reached = job.journal.last_step()
-    wait_until(lambda: job.service.job()["latest"]["step"] >= reached, "reports")
-    history = job.service.call("GET", "/gain/history?points=5000")["points"]
-    assert any(step < point["step"] < reached for point in history), (
-        "reports from the time of the outage are stored"
-    )
-    assert len(job.journal.attempts()) == 1, "the trainer was not restarted"
-
-
 @pytest.mark.parametrize(
     ("command", "environ", "code", "message"),
     [
@@ -317,32 +280,6 @@ def test_a_trainer_that_does_not_leave_in_time_is_killed(job: Job) -> None:
     assert "did not leave generation 1 in time" in agent.log.read_text()
 
 
-@pytest.mark.slow
-def test_edited_bounds_reach_the_trainers_of_the_next_generation(job: Job) -> None:
-    """Changed bounds and removed bounds."""
-    first = {"batch_size": 8, "max_batch_size": 16, "local_bsz_bounds": [4, 8]}
-    job.service.call("PUT", "", {**first, "max_replicas": 4})
-    job.service.allocate(1, 1)
-    environ = {
-        "ADASCALE_BATCH_SIZE": 8,
-        "ADASCALE_MAX_BATCH_SIZE": 16,
-        "ADASCALE_LOCAL_BSZ_BOUNDS": "4,8",
-        "ADASCALE_SCALE_INVARIANT_STEPS": 10**9,
-    }
-    job.start(0, 1, **{**LONG, **environ})
-    job.wait_for_training(1, steps=3)
-    job.service.call("PUT", "", {"batch_size": 8, "local_bsz_bounds": [12, 24], "max_replicas": 4})
-    step = job.journal.last_step()
-    wait_until(lambda: job.journal.last_step() > step + 3, "training")
-    assert job.journal.attempts()[-1].steps[-1].local_bsz <= 8, "a generation keeps its bounds"
-    job.service.allocate(2, 2)
-    job.wait_for_training(2, replicas=2)
-    for rank in (0, 1):
-        assert 12 <= job.journal.attempts(rank)[-1].steps[-1].local_bsz <= 24
-    spec = job.service.job()["active"]["spec"]
-    assert (spec["max_batch_size"], spec["local_bsz_bounds"]) == (None, [12, 24])
-
-
 def run_agent(service: Service, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run an agent until it exits by itself, before its program has a trainer."""
     service.allocate(1, 1)
@@ -414,21 +351,6 @@ def test_an_agent_with_process_id_1_exits_on_sigterm_while_it_imports(tmp_path: 
         os.kill(agent, signal.SIGTERM)
 
 
-@pytest.mark.slow
-def test_agents_continue_with_a_service_that_has_lost_its_data(job: Job) -> None:
-    job.service.allocate(1, 1)
-    job.start(0, **LONG)
-    job.wait_for_training(1, steps=3)
-    job.service.restart_without_data()
-    wait_until(job.service.job_exists, "the agent's registration")
-    job.service.allocate(1, 1)  # the allocation that runs
-    wait_until(lambda: job.generation() == 1, "the active generation")
-    job.service.allocate(2, 2)
-    job.start(1, **LONG)
-    job.wait_for_training(2, replicas=2)
-    assert len(job.journal.attempts()) == 2
-
-
 def test_a_job_that_another_service_has_continued_saves_again(job: Job) -> None:
     """Its checkpoint is of a later generation than those of this service."""
     job.service.allocate(7, 1)
@@ -447,20 +369,6 @@ def test_a_job_that_another_service_has_continued_saves_again(job: Job) -> None:
     agent.process.terminate()
     assert agent.wait() == 75
     assert job.saved_step() == job.journal.last_step() > continued_at
-
-
-@pytest.mark.slow
-def test_a_job_that_finishes_before_a_generation_begins_finishes_on_all_replicas(job: Job) -> None:
-    options = {**FINISHES, "ADASCALE_SCALE_INVARIANT_STEPS": 200, "ADASCALE_CHECKPOINT_INTERVAL": 1000}
-    job.service.allocate(1, 1)
-    first, _ = job.start(0, 1, **options)
-    job.wait_for_training(1)
-    # A trainer can finish while its peers wait for it in the next generation.
-    wait_until(lambda: job.journal.last_step() >= 190, "the last steps")
-    job.service.allocate(2, 2)
-    assert [agent.wait() for agent in job.agents] == [0, 0]
-    assert job.service.job()["complete"]
-    assert first.process.returncode == 0
 
 
 @pytest.mark.slow

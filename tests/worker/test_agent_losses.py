@@ -3,34 +3,28 @@
 import json
 import os
 import signal
-from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from adascale_core.names import SNAPSHOT_FILE
 from adascale_worker.state.snapshot_memory import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo
-from support.launch import AgentProcess, Journal, Replicas, has_exited, wait_until
+from support.launch import PROGRAM, AgentProcess, Journal, has_exited, run_python, wait_until
 from support.service import LONG, Job
 
 COPIED = {"BOUNDS": json.dumps({"batch_size": 12}), "ADASCALE_CHECKPOINT_INTERVAL": 1000, "SNAPSHOT_SHARE": 1}
 """A trainer whose state is copied after each step, and saved after the first only."""
 
 
-@pytest.mark.slow
-def test_a_killed_trainer_costs_no_step(job: Job) -> None:
-    job.service.allocate(1, 2)
-    job.start(0, 1, **LONG)
-    job.wait_for_training(1, replicas=2, steps=5)
-    os.kill(job.trainer_pid(1), signal.SIGKILL)
-    job.wait_for_training(2, replicas=2)
-    before, after = job.journal.attempts(0)
-    assert before.steps[-1].step == after.header["step"]
-    assert before.header["pid"] == after.header["pid"], "the other trainer stays"
-    view = job.service.job()
-    assert (view["failures"], view["disruptions"]) == (0, 1)
-    assert all(agent.process.poll() is None for agent in job.agents)
+def undisturbed_weights(job: Job, options: dict[str, object], replicas: int = 0) -> str:
+    """Return the digest of the weights after a run of the program without agents and losses."""
+    journal = Journal(job.folder / "undisturbed")
+    saves = {"ADASCALE_CHECKPOINT_DIR": job.folder / "undisturbed-checkpoints"}
+    arguments: dict[str, Any] = {**options, **saves, "JOURNAL": journal.folder}
+    run_python(PROGRAM, replicas=replicas, **arguments)
+    return journal.weights()
 
 
 @pytest.mark.slow
@@ -44,7 +38,6 @@ def test_the_loss_of_the_only_trainer_costs_a_step_at_most(job: Job) -> None:
         EPOCHS=10**6,
         FINISH_FILE=finish,
         STEP_SECONDS=0.1,
-        ADASCALE_CHECKPOINT_DIR=job.folder / "other-checkpoints",
     )
     for generation in (1, 2):
         job.wait_for_training(generation, steps=5)
@@ -61,9 +54,7 @@ def test_the_loss_of_the_only_trainer_costs_a_step_at_most(job: Job) -> None:
     epochs, rest = divmod(len(steps), 4)
     assert rest == 0
     assert sorted(steps) == list(range(1, len(steps) + 1)), "every step exactly once"
-    undisturbed = Replicas(1, job.folder, **COPIED, EPOCHS=epochs, JOURNAL=job.folder / "undisturbed")
-    assert undisturbed.wait()[0] == [0]
-    assert job.journal.weights() == Journal(job.folder / "undisturbed").weights()
+    assert job.journal.weights() == undisturbed_weights(job, {**COPIED, "EPOCHS": epochs})
     view = job.service.job()
     assert (view["failures"], view["disruptions"]) == (0, 2)
 
@@ -112,16 +103,7 @@ def test_a_spare_continues_from_the_copy_of_the_only_trainer(job: Job) -> None:
     for epoch in range(epochs):
         taken = [index for number in range(1, 5) for index in steps[4 * epoch + number][0].indices]
         assert sorted(taken) == list(range(48)), "every sample exactly once"
-    undisturbed = Replicas(
-        1,
-        job.folder,
-        **COPIED,
-        EPOCHS=epochs,
-        JOURNAL=job.folder / "undisturbed",
-        ADASCALE_CHECKPOINT_DIR=job.folder / "other-checkpoints",
-    )
-    assert undisturbed.wait()[0] == [0]
-    assert job.journal.weights() == Journal(job.folder / "undisturbed").weights()
+    assert job.journal.weights() == undisturbed_weights(job, {**COPIED, "EPOCHS": epochs})
 
 
 def newest_copy(agent: AgentProcess) -> CheckpointInfo | None:
@@ -138,37 +120,6 @@ def is_snapshot_file(path: Path) -> bool:
         return SNAPSHOT_FILE in str(path.readlink())
     except FileNotFoundError:
         return False
-
-
-@pytest.mark.slow
-def test_a_spare_takes_the_place_of_a_killed_trainer_whose_replacement_is_the_next_spare(job: Job) -> None:
-    job.service.allocate(1, 2, spares=1)
-    job.start(0, 1, 2, **{**LONG, "BOUNDS": json.dumps({"batch_size": 12})})
-    killed = []
-    for generation in (1, 2):
-        job.wait_for_training(generation, replicas=2, steps=5)
-        members = [member["replica"] for member in job.service.job()["active"]["members"]]
-        (spare,) = {0, 1, 2} - set(members)
-        wait_until(lambda spare=spare: job.state_of(spare) == "waiting", "a spare waits")  # type: ignore[misc]
-        rank = generation % 2
-        killed.append(job.trainer_pid(rank))
-        os.kill(killed[-1], signal.SIGKILL)
-        wait_until(lambda number=generation + 1: job.generation() == number, "the next generation")  # type: ignore[misc]
-        view = job.service.job()
-        assert [member["replica"] for member in view["active"]["members"]] == [members[1 - rank], spare]
-        assert view["desired"] == {"generation": generation + 1, "replicas": 2, "spares": 1, "failed": False}
-    job.wait_for_training(3, replicas=2, steps=8)
-    view = job.service.job()
-    assert (view["failures"], view["disruptions"], view["active"]["generation"]) == (0, 2, 3)
-    # What a process was killed before it could record is the end of its share of one step.
-    counted = range(1, min(job.journal.last_step(rank) for rank in (0, 1)) + 1)
-    # Training goes on, so this has all steps that are counted.
-    steps, lost = job.journal.effective(), job.journal.last_steps_of(killed)
-    for first in counted[: len(counted) - 3 : 4]:
-        numbers = range(first, first + 4)
-        taken = Counter(index for number in numbers for record in steps[number] for index in record.indices)
-        assert max(taken.values()) == 1, "no sample is repeated"
-        assert len(taken) == 48 or lost & {number - 1 for number in numbers}, "no sample is lost"
 
 
 @pytest.mark.slow
@@ -194,9 +145,7 @@ def test_a_spare_takes_the_place_of_a_slow_replica_at_the_cost_of_no_step(job: J
     for first in range(1, 1001, 4):
         taken = [index for step in range(first, first + 4) for each in steps[step] for index in each.indices]
         assert sorted(taken) == list(range(48)), "each sample exactly once"
-    undisturbed = Replicas(2, job.folder, **{**options, "JOURNAL": job.folder / "alone", "STEP_SECONDS": 0})
-    assert undisturbed.wait()[0] == [0, 0]
-    assert job.journal.weights() == Journal(job.folder / "alone").weights()
+    assert job.journal.weights() == undisturbed_weights(job, {**options, "STEP_SECONDS": 0}, replicas=2)
 
 
 @pytest.mark.slow
@@ -231,29 +180,3 @@ def test_after_sigterm_the_others_keep_the_state_and_the_last_replica_saves_it(j
     first.process.terminate()
     assert first.wait() == 75
     assert job.saved_step() == job.journal.last_step()
-
-
-@pytest.mark.slow
-def test_losses_that_are_more_frequent_than_checkpoints_do_not_stop_progress(job: Job) -> None:
-    """The time of a checkpoint counts over the restarts of all trainers, so the next one is saved in time."""
-    job.service.allocate(1, 2)
-    # The ten steps of each life take a fraction of the interval.
-    job.start(0, 1, **{**LONG, "STEP_SECONDS": 0.1, "ADASCALE_CHECKPOINT_INTERVAL": 8})
-    killed: set[int] = set()
-    restored: list[int] = []
-
-    def train() -> bool:
-        latest = [attempts[-1] for attempts in map(job.journal.attempts, (0, 1)) if attempts]
-        alive = [attempt for attempt in latest if attempt.header["pid"] not in killed]
-        return len(alive) == 2 and all(len(attempt.steps) >= 10 for attempt in alive)
-
-    # From the start, from the first checkpoint, and from a later one.
-    while len(set(restored)) < 3:
-        assert len(restored) < 10, f"training continues from the same checkpoints: {restored}"
-        wait_until(lambda: train() or job.has_failed_agent(), f"ten steps after {restored}")
-        assert not job.has_failed_agent(), job.logs()
-        restored.append(job.journal.attempts()[-1].header["step"])
-        for pid in (job.trainer_pid(0), job.trainer_pid(1)):
-            killed.add(pid)
-            os.kill(pid, signal.SIGKILL)
-    assert restored == sorted(restored)

@@ -47,8 +47,7 @@ def train(
     return batches
 
 
-@pytest.mark.parametrize("adam", [True, False], ids=["Adam", "SGD"])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("loop", "adam"), [*((loop, True) for loop in LOOPS), ("alternating", False)])
 def test_at_the_fixed_size_the_weights_are_those_of_a_plain_loop_bit_for_bit(
     make_trainer: MakeTrainer, loop: str, adam: bool
 ) -> None:
@@ -263,22 +262,6 @@ def test_a_batch_that_does_not_fit_after_the_first_step_is_repeated_in_smaller_b
     assert all(map(torch.equal, gan.generator.buffers(), expected.generator.buffers())), "BatchNorm's too"
 
 
-def test_a_loop_with_a_gradient_penalty_continues_after_a_batch_that_does_not_fit(
-    make_trainer: MakeTrainer,
-) -> None:
-    gan, memory = Gan(), Memory(is_short=True)
-    memory.is_second = True
-    gan.discriminator.layers.insert(0, memory)
-    trainer = make_trainer(batch_size=12)
-    gan.enter(trainer)
-    sizes = []
-    for index, x, _ in trainer.dataloader(samples()):
-        gan.learn(x, noise_of(index), loop="gradient penalty")
-        sizes.append(len(index))
-    assert sizes == [12, 6, *[3] * 16]
-    assert trainer.steps == 4
-
-
 # -- the gain -------------------------------------------------------------------------------------------
 
 
@@ -478,33 +461,6 @@ def test_a_checkpoint_of_other_optimizers_is_refused(make_trainer: MakeTrainer, 
         UnusableCheckpointError, match=r"saved with no scheduler, .* a set of schedulers \(disc"
     ):
         Gan().enter(make_trainer(**saves))
-
-
-@pytest.mark.parametrize("bounds", [FIXED, ACCUMULATING], ids=["fixed", "accumulating"])
-@pytest.mark.parametrize("use", ["left by break", "enumerated", "not used"])
-def test_an_evaluation_in_the_data_loop_that_is_not_complete_does_not_change_training(
-    make_trainer: MakeTrainer, use: str, bounds: dict[str, Any]
-) -> None:
-    def run(use: str) -> list[torch.Tensor]:
-        gan = Gan(adam=False)
-        trainer = make_trainer(**bounds)
-        gan.enter(trainer)
-        for batch, (index, x, _) in enumerate(trainer.dataloader(samples())):
-            if batch == 1 and use:
-                gan.discriminator.eval()
-                evaluation = trainer.evaluation(samples(), batch_size=4, model=gan.discriminator)
-                if use == "left by break":
-                    for _ in evaluation:
-                        break
-                elif use == "enumerated":
-                    for _ in enumerate(evaluation):
-                        break
-                gan.discriminator.train()
-            gan.learn(x, noise_of(index))
-        trainer.close()
-        return gan.parameters()
-
-    assert equal(run(use), run(""))
 
 
 # -- the end of a loop ----------------------------------------------------------------------------------

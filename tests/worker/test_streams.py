@@ -244,22 +244,6 @@ def test_a_stream_is_trained_once_over_changes_of_size_and_a_loss(
     assert len({record["file"] for record in job.records() if record["rank"] == 0}) == 1
 
 
-@pytest.mark.slow
-def test_a_killed_member_costs_no_bit_of_a_stream(make_members: Callable[..., Members]) -> None:
-    loader = json.dumps({"num_workers": 1, "multiprocessing_context": "fork", "shuffle_buffer": 10})
-    options = {"EPOCHS": 6, "STEP_SECONDS": 0.01, "STREAM": "states", "LOADER": loader}
-    calm = make_members("calm", **options)
-    expected = calm.complete(2)
-    job = make_members("killed", **options)
-    first, lost, spare = job.start(3)
-    job.train([first, lost], 3)
-    lost.kill()
-    job.wait_holding([first])
-    job.activate([first, spare])
-    assert job.finish() == expected
-    assert job.require_complete_stream() == calm.require_complete_stream()
-
-
 def test_replicas_that_read_different_records_are_an_error(make_members: Callable[..., Members]) -> None:
     job = make_members(EPOCHS=3, STREAM="unequal")
     trainers = job.start(2)

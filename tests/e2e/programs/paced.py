@@ -5,7 +5,6 @@ SLOW: the index of a replica on which it takes 3 times as long.
 NOISE: noise of the targets; with more noise the gain of a larger batch is higher.
 FAIL: files, separated by colons; while one of them exists, the program fails with the exit code in it.
 OUTSIDE: if set, the optimizer has a parameter that the model has not, so that it fails on several replicas.
-JOIN_AFTER: a file; replicas other than the first wait for it before they join.
 HUNGRY: a file; if it exists, the program deletes it and allocates the number of MiB in it.
 """
 
@@ -27,7 +26,6 @@ pace = float(os.environ["PACE"]) * (3.0 if replica == os.environ.get("SLOW") els
 noise = float(os.environ.get("NOISE", "1"))
 fails = [Path(file) for file in os.environ.get("FAIL", "/nonexistent").split(":")]
 hungry = Path(os.environ.get("HUNGRY", "/nonexistent"))
-join_after = Path(os.environ.get("JOIN_AFTER", "/"))
 
 torch.manual_seed(0)
 inputs = torch.randn(512, 8)
@@ -38,8 +36,6 @@ if os.environ.get("OUTSIDE"):
     parameters.append(nn.Parameter(torch.zeros(3)))
 optimizer = torch.optim.SGD(parameters, lr=0.01)
 
-while replica != "0" and not join_after.exists():
-    time.sleep(0.05)
 state = trainer.program_reentry(model, optimizer)
 generation = trainer.generation
 print(f"enters generation {generation} at step {state.step}", flush=True)

@@ -21,15 +21,11 @@ def train() -> None:
             optimizer.zero_grad()
             learn(model, x, y)
             optimizer.step()
-            if epoch == AT and END == "break the data loop":
-                break
         if epoch == AT:
             if END == "finish":
                 trainer.finish("no longer improves")
             if END in ("break", "finish"):
                 break
-            if END == "return":
-                return
 
 
 train()

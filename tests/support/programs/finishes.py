@@ -1,8 +1,7 @@
 """A training program that ends as END says, in step AT.
 
-END: `exit` (sys.exit(0)), `os._exit`, `exit 3`, `raise 3` (raise SystemExit(3)),
-`raise main` (as raise SystemExit(main()), with 0), `quit`, `quit 3`, `break` (leaves its loops), `next epoch`
-(leaves its data loop, in each epoch), `error`, `finish` (and continues its loop), `finish and exit`,
+END: `exit` (sys.exit(0)), `exit 3`, `raise main` (as raise SystemExit(main()), with 0), `break` (leaves its
+loops), `next epoch` (leaves its data loop, in each epoch), `error`, `finish` (and continues its loop),
 `finish and break`, `freeze` (a parameter, and continues), or `` (does all epochs). ON_RANK: the rank that
 ends so; without it, all ranks. EPOCHS: epochs of its loop; if REQUIRED is set, it requires as many. STEPS:
 `scale_invariant_steps`. The model is sharded over the processes of a replica, if it has several.
@@ -49,17 +48,11 @@ def ends() -> bool:
         model.bias.requires_grad_(False)
     if end == "error":
         raise ArithmeticError("raised by the program")
-    if end in ("exit", "finish and exit"):
+    if end == "exit":
         sys.exit(0)
-    if end == "os._exit":
-        os._exit(0)
     if end == "exit 3":
         sys.exit(3)
-    if end.startswith("quit"):
-        quit(3 if end == "quit 3" else None)
-    if end == "raise 3":
-        raise SystemExit(3)
-    return end in ("break", "finish and break") or end.startswith("raise")
+    return end in ("break", "finish and break", "raise main")
 
 
 def train() -> None:

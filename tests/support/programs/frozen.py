@@ -4,7 +4,7 @@ Environment: JOURNAL, the folder of the records; REPLICA, a name for its files; 
 trainer as JSON; EPOCHS; STEP_SECONDS, the minimum duration of a step; FROZEN, the names that are frozen at
 the beginning; CHANGES, the names that are frozen from a place on, each only if the program is there, as JSON:
 {"step 3": [...], "micro 3": in its second micro-batch, "begin 1": before the loop of epoch 1, "end 1": after
-it}; INSIDE, what it freezes and unfreezes inside each step, see `learn`.
+it}; INSIDE, if set, each step has a second loss, for which a part is frozen.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from adascale import ElasticTrainer
-from support.training import adversarial, network, samples, sgd
+from support.training import network, samples, sgd
 
 folder, replica = Path(os.environ["JOURNAL"]), os.environ["REPLICA"]
 folder.mkdir(parents=True, exist_ok=True)
@@ -37,28 +37,10 @@ def change(place: str) -> None:
 
 
 def learn(x: torch.Tensor, y: torch.Tensor) -> None:
-    inside = os.environ.get("INSIDE", "")
-    if inside == "examples":  # adversarial examples, for which nothing is trained
-        freeze([name for name, _ in model.named_parameters()])
-        x = adversarial(model, x)
-        freeze([])
-    if inside == "part":  # a second loss, for which a part is frozen
-        nn.functional.cross_entropy(model(x), y).backward()
+    nn.functional.cross_entropy(model(x), y).backward()
+    if os.environ.get("INSIDE"):
         freeze(["3.weight", "3.bias"])
         model(x).square().mean().backward()
-        freeze([])
-        return
-    if inside == "between":  # two forward passes before one backward pass
-        first = model(x)
-        freeze(["3.weight", "3.bias"])
-        second = model(x)
-        freeze([])
-        (nn.functional.cross_entropy(first, y) + second.square().mean()).backward()
-        return
-    if inside == "last" and micro == 1:  # its gradients are those of the first micro-batch
-        freeze(["3.weight", "3.bias"])
-    nn.functional.cross_entropy(model(x), y).backward()
-    if inside == "last":
         freeze([])
 
 

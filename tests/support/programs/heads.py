@@ -8,7 +8,6 @@ import torch
 
 from adascale import ElasticTrainer
 from support.heads import CASES, Heads
-from support.training import samples
 
 OUT = Path(os.environ["OUT"])
 results: dict[str, Any] = {}
@@ -19,19 +18,4 @@ for name, (arguments, heads_of) in CASES.items():
     heads.enter(trainer)
     done = heads.train(trainer, heads_of, pause=0.05 if trainer.rank == 0 else 0.0)
     results[name] = {"done": done, "parameters": heads.parameters(), "progress": trainer.progress}
-
-# All replicas finish between two optimizer steps, and leave the loop after the last of them.
-trainer = ElasticTrainer(batch_size=8, checkpoint_dir=OUT / "end")
-heads = Heads()
-heads.enter(trainer)
-for _, x, y in trainer.dataloader(samples()):
-    heads.zero_grad()
-    heads.loss(x, y, "ab").backward()
-    for name, optimizer in heads.optimizers.items():
-        optimizer.step()
-        if trainer.steps == 2 and name == "encoder":
-            trainer.finish("no longer improves")
-    if trainer.steps == 2:
-        break
-results["finish"] = {"parameters": heads.parameters()}
 torch.save(results, OUT / f"rank{trainer.rank}.pt")

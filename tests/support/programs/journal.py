@@ -1,18 +1,15 @@
 """A training program that records the samples of each step, and a digest of its final weights.
 
 Environment: JOURNAL, the folder of the records; EPOCHS; BOUNDS, the trainer's arguments as JSON;
-STEP_SECONDS, the minimum duration of a step; FAIL_AT, a step at which rank FAIL_RANK raises an error (once,
-unless FAIL_ALWAYS is set), or exits with FAIL_CODE; EXIT_SECONDS, the time that it takes to exit then;
+STEP_SECONDS, the minimum duration of a step; FAIL_AT, a step at which rank FAIL_RANK raises an error, once;
 COMPARISON_INTERVAL, seconds between comparisons of the weights; FINISH_FILE, a file whose existence ends
 training after the current epoch, for a job on a single replica; SNAPSHOT_SHARE, the share of the time that
 copies in the memory of the agent may take, of which 1 is one after each step, from the first one on.
 """
 
-import atexit
 import hashlib
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -69,7 +66,6 @@ class Records:
                 "restored": restored,
                 "replicas": trainer.replicas,
                 "generation": trainer.generation,
-                "round": int(os.environ.get("ROUND", trainer.generation)),
                 "pid": os.getpid(),
                 "replica": int(os.environ.get("ADASCALE_REPLICA", trainer.rank)),
             }
@@ -116,11 +112,8 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", "2"))):
             due = step == int(os.environ.get("FAIL_AT", "-1")) and trainer.rank == int(
                 os.environ.get("FAIL_RANK", "0")
             )
-            if due and (os.environ.get("FAIL_ALWAYS") or not once.exists()):
+            if due and not once.exists():
                 once.touch()
-                atexit.register(time.sleep, float(os.environ.get("EXIT_SECONDS", "0")))
-                if "FAIL_CODE" in os.environ:
-                    sys.exit(int(os.environ["FAIL_CODE"]))
                 raise ArithmeticError(f"made to fail at step {step}")
             time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
     trainer.step(epoch)

@@ -5,7 +5,6 @@ the epochs of a program that requires no steps.
 """
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,12 +61,9 @@ model: Any = Net()
 if loop == "unused parameters":
     model.parts["unused"] = nn.Linear(6, 2)
 optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-earlier_forward = model.forward
 outside = nn.Parameter(torch.zeros(2))
 if loop == "parameter outside the model":
     optimizer.add_param_group({"params": [outside]})
-if loop == "the optimizer has another model":
-    model = Net()
 if loop == "a part is not optimized":
     model.parts["other"] = nn.Linear(6, 2)
 if loop == "begins with other parameters on one rank" and trainer.rank == 1:
@@ -77,40 +73,11 @@ if loop.startswith("unfreezes"):
 if loop == "SyncBatchNorm":
     model.parts["norm"] = nn.SyncBatchNorm(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
-if loop == "unknown scheduler":
-    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 10)]
-if loop == "two schedulers":
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
-    schedulers = [warmup, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)]
-if loop == "data-parallel already":
-    model = nn.DataParallel(model)
-wrapped: Any = None
-if loop == "calls a wrapper from before":
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    model = wrapped.module
-if loop == "swapped arguments":
-    trainer.program_reentry(optimizer, model)  # type: ignore[arg-type]
-if loop == "registers a list":
-    trainer.program_reentry(model, optimizer, register=[model])  # type: ignore[arg-type]
-if loop == "scheduler of another optimizer":
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer.program_reentry(model, optimizer, torch.optim.lr_scheduler.StepLR(other, 1))
-state = trainer.program_reentry(model, optimizer, schedulers[0] if len(schedulers) > 1 else None)
-if loop == "Accelerate":
-    model = Accelerator(cpu=True).prepare(model)
+state = trainer.program_reentry(model, optimizer)
 if loop == "Accelerate without a wrapper":
     model = Accelerator(cpu=True).prepare_model(model, evaluation_mode=True)
 critic = Net()
 second = torch.optim.Adam(critic.parameters(), lr=0.01)
-if loop == "another optimizer":
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-batches = iter(trainer.dataloader(samples()))
-if loop == "adds a parameter group":
-    optimizer.add_param_group({"params": [outside]})
-if loop == "two models":
-    trainer.program_reentry(Net(), optimizer)
-logits: Callable[..., Any] = earlier_forward if loop == "earlier forward" else wrapped or model
 if loop in ("changes weights on one rank", "changes lr on one rank"):
     weight_checks.COMPARISON_INTERVAL = 0.0
 if loop == "evaluation mode":
@@ -119,33 +86,18 @@ count = 0
 for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
     if trainer.finished:
         break
-    if loop != "one iterator for all epochs":
-        batches = trainer.dataloader(samples())
-    for _, x, y in batches:
+    for _, x, y in trainer.dataloader(samples()):
         count += 1
-        if loop.startswith("unfreezes") and count == 5 and (trainer.rank == 0 or "one rank" not in loop):
+        if loop.startswith("unfreezes") and count == 5 and trainer.rank == 0:
             model.parts["head"].bias.requires_grad_(True)
         if loop == "unfreezes others on one rank" and count == 5 and trainer.rank == 1:
             model.parts["head"].weight.requires_grad_(False)
             model.parts["head"].bias.requires_grad_(True)
-        if loop == "accumulates":
-            (nn.functional.cross_entropy(logits(x), y) / 4).backward()
-            if count % 4 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-            continue
-        if loop == "method":
-            loss = model.loss(x, y)
-        elif loop == "submodule":
-            loss = nn.functional.cross_entropy(model.parts["head"](x), y)
-        else:
-            loss = nn.functional.cross_entropy(logits(x), y)
-        if loop.startswith("backward twice"):
+        loss = model.loss(x, y) if loop == "method" else nn.functional.cross_entropy(model(x), y)
+        if loop == "backward twice, forward twice":
             optimizer.zero_grad()
-            loss.backward(retain_graph=loop == "backward twice")
-            if loop != "backward twice":
-                loss = nn.functional.cross_entropy(logits(x), y)
-            (0.1 * loss).backward()
+            loss.backward()
+            (0.1 * nn.functional.cross_entropy(model(x), y)).backward()
             optimizer.step()
             continue
         if loop == "steps on rank 0":
@@ -158,14 +110,11 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
             if loop.startswith("steps"):  # as Lightning does after a training_step that returns None
                 optimizer.step()
             continue
-        if loop.startswith("skips") and count % 3 == 0:
+        if loop == "skips and sets gradients to None" and count % 3 == 0:
             # As a GradScaler does after gradients that are not finite.
             loss.backward()
-            if loop == "skips and sets gradients to None":
-                for parameter in model.parameters():
-                    parameter.grad = None
-            else:
-                optimizer.zero_grad(set_to_none=False)
+            for parameter in model.parameters():
+                parameter.grad = None
             continue
         if "micro-batch" in loop:
             # The first micro-batch of a step on rank 1, or its last, such as one without valid tokens.
@@ -180,23 +129,17 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
             second.zero_grad()
             nn.functional.cross_entropy(critic(x), y).backward()
             second.step()
-        if loop != "without zero_grad":
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         if loop == "NaN" and count >= 20:
             loss = loss * float("nan")
         if loop == "NaN gradients are replaced" and count % 5 == 0:
             loss = loss * float("nan")
-        if loop != "without backward":
-            loss.backward()
+        loss.backward()
         if loop == "NaN gradients are replaced":
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.nan_to_num_(0.0)
         optimizer.step()
-        for scheduler in schedulers:
-            scheduler.step()
-        if loop == "trainer.step for each batch":
-            trainer.step(epoch)
         if loop == "steps twice":
             optimizer.step()
         if loop.startswith("changes weights") and count == 5 and trainer.rank == 1:
@@ -204,6 +147,5 @@ for epoch in range(state.epoch, int(os.environ.get("EPOCHS", steps))):
                 model.parts["head"].bias.add_(1.0)
         if loop == "changes lr on one rank" and count == 5 and trainer.rank == 1:
             optimizer.param_groups[0]["lr"] *= 0.5
-    if loop != "without trainer.step":
-        trainer.step(epoch)
+    trainer.step(epoch)
 print(f"trained {count} batches")
