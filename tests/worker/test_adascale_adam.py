@@ -17,7 +17,7 @@ from adascale.errors import UnsupportedOptimizerError
 from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.scaling.rules import AdamRule, SecondMoment, adam_hyperparameters
 from adascale_worker.scaling.statistics import metric, norms
-from adascale_worker.torch_private.tensors import weighted_sqr_norms
+from adascale_worker.torch_private.autograd import weighted_sqr_norms
 from worker.adascale_problem import Net, backward, batches, network, one_group, squared_error, two_groups
 from worker.reference import Batch, Reference
 

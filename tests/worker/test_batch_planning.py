@@ -50,7 +50,7 @@ def test_all_ranks_use_the_plan_of_rank_0_in_a_generation(monkeypatch: pytest.Mo
             shared.append(numbers)
         return shared[-1]
 
-    monkeypatch.setattr(ReplicaGroup, "broadcast_integers", broadcast)
+    monkeypatch.setattr(ReplicaGroup, "broadcast", broadcast)
     planners = []
     for rank, local_bsz in enumerate((16, 4)):
         planner = BatchPlanner(bounds, group(2, rank, is_elastic=True), DEFAULT_EFFICIENCY)
@@ -73,7 +73,7 @@ def test_all_ranks_use_the_plan_of_rank_0_in_a_generation(monkeypatch: pytest.Mo
 def test_a_larger_batch_that_is_faster_is_used_within_the_efficiency_of_a_length_in_samples(
     monkeypatch: pytest.MonkeyPatch, efficiency: EfficiencyBound, local_bsz: int
 ) -> None:
-    monkeypatch.setattr(ReplicaGroup, "broadcast_integers", lambda _, numbers: numbers)
+    monkeypatch.setattr(ReplicaGroup, "broadcast", lambda _, numbers: numbers)
     monkeypatch.setattr(ElasticAdaScale, "estimate", GradientEstimate(1.0, 3.0))
     optimizer = ElasticAdaScale(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1))
     step_timer = StepTimer()

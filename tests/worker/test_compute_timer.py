@@ -9,7 +9,7 @@ from adascale_core.batch.plans import BatchPlan
 from adascale_core.performance.slow_replica import WINDOW
 from adascale_worker.gradients.step_times import ComputeTimer, StepTimes
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.device_clock import HostClock
+from adascale_worker.process.device import HostClock
 from adascale_worker.process.environment import RankAssignment
 
 PLACE = (1, BatchPlan(2, 8, 1))

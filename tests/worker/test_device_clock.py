@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.process.device_clock import CudaClock, HostClock, PendingTimes, clock_of
+from adascale_worker.process.device import CudaClock, HostClock, PendingTimes, clock_of
 from adascale_worker.reporting.progress import StepTimer
 from support.training import WAITS
 

@@ -18,9 +18,8 @@ from torch.utils.data import TensorDataset
 
 from adascale import ElasticTrainer
 from adascale_worker.errors import DatasetError, WorkerError
-from adascale_worker.loop import exchange as exchanges
-from adascale_worker.loop.evaluation import Evaluation, ExactSum
-from adascale_worker.loop.exchange import Exchange
+from adascale_worker.loop import evaluation as exchanges
+from adascale_worker.loop.evaluation import Evaluation, ExactSum, Exchange
 from support.examples import examples
 from support.training import ACCUMULATING, FIXED, MakeTrainer, learn, network, samples, sgd
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adascale_worker.process.gpu_monitor import GpuMonitor, GpuUse, monitor_of
+from adascale_worker.process.device import GpuMonitor, GpuUse, monitor_of
 
 LIBRARY = r"""
 #include <string.h>

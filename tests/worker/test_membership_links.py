@@ -20,9 +20,8 @@ from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.membership.generations import AgentConnection, Membership
 from adascale_worker.membership.links import Formation, MembershipLinks, OtherVersionError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.environment import RankAssignment, package_version
+from adascale_worker.process.environment import RankAssignment, listen, package_version
 from adascale_worker.process.shutdown_request import ShutdownRequest
-from adascale_worker.process.sockets import listen
 from support.launch import wait_until
 
 ADDRESS = "127.0.0.1"

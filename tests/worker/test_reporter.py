@@ -18,12 +18,11 @@ from adascale_core.messages.reports import GainReport
 from adascale_core.views.gain import StoredReports
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.device_clock import HostClock
+from adascale_worker.process.device import HostClock
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.reporting import reports as reporter_module
-from adascale_worker.reporting.logged_metrics import require_metrics
 from adascale_worker.reporting.progress import TrainingProgress
-from adascale_worker.reporting.reports import Reporter, Telemetry
+from adascale_worker.reporting.reports import Reporter, Telemetry, require_metrics
 from adascale_worker.reporting.trackers import RunIdentity
 from api.client import TOKEN
 from support.launch import wait_until

@@ -8,8 +8,7 @@ import pytest
 from adascale import ElasticTrainer
 from adascale_core.batch.plans import BatchBounds, EfficiencyBound, InvalidBoundsError
 from adascale_core.errors import InvalidJobError
-from adascale_worker.process.environment import JobSettings
-from adascale_worker.process.settings import describe_differences, resolve_settings
+from adascale_worker.process.environment import JobSettings, describe_differences, resolve_settings
 from support.training import MakeTrainer, network, sgd
 
 

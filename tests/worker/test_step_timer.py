@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.process.device_clock import MAX_PENDING
+from adascale_worker.process.device import MAX_PENDING
 from adascale_worker.reporting.progress import StepTimer
 
 PLAN = BatchPlan(1, 4)

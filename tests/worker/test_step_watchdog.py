@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.loop.step_watchdog import Stall, StepWatchdog
+from adascale_worker.loop.failures import Stall, StepWatchdog
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.program.program_loop import ProgramLoop

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from adascale.errors import UnsupportedTorchError
 from adascale_worker.torch_private import autograd, distributed, modules
-from adascale_worker.torch_private.tensors import divide_in_place, flatten_together, l2_norms
+from adascale_worker.torch_private.autograd import divide_in_place, flatten_together, l2_norms
 from worker.adascale_problem import backward, network
 
 ROOT = Path(__file__).parents[2]

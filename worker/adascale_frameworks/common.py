@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from adascale_core.names import LAUNCHER_VARIABLES, MAX_METRICS
 from adascale_worker.errors import DatasetError
-from adascale_worker.reporting.logged_metrics import as_number
+from adascale_worker.reporting.reports import as_number
 from adascale_worker.trainer import ElasticTrainer
 
 

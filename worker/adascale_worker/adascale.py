@@ -32,8 +32,8 @@ from adascale_worker.scaling.supported_optimizers import (
     require_whole_parameters,
     scaling_rule_of,
 )
-from adascale_worker.torch_private.optim import is_optimizer_hook_table
-from adascale_worker.torch_private.tensors import divide_in_place
+from adascale_worker.torch_private.autograd import divide_in_place
+from adascale_worker.torch_private.modules import is_optimizer_hook_table
 
 STATE_KEY = "adascale"
 """Key of AdaScale's own state in its state_dict, beside that of the inner optimizer."""

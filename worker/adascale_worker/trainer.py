@@ -34,22 +34,21 @@ from adascale_worker.batches.order import Lengths, OrderFunction
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.gradients.loss_scaling import scaler_of
 from adascale_worker.loop.checks import check_optimizer_parameters, check_synchronized_norms
-from adascale_worker.loop.evaluation import Evaluation
-from adascale_worker.loop.exchange import average
-from adascale_worker.loop.replica import make_replica
+from adascale_worker.loop.context import make_replica
+from adascale_worker.loop.evaluation import Evaluation, average
 from adascale_worker.loop.training import ProgramOptions, Training
 from adascale_worker.loop.training_loop import DataLoop
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.process import environment
 from adascale_worker.process.download_lock import download_lock
+from adascale_worker.process.environment import check_arguments, describe_differences
 from adascale_worker.process.exit import ProcessExit
-from adascale_worker.process.settings import check_arguments, describe_differences
 from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.hyperparameters import Choice, describe
 from adascale_worker.program.optimizers import OptimizerSet
 from adascale_worker.program.parts import Models, OptimizersByName, SchedulersByName, program_parts
 from adascale_worker.program.patching import Scheduler
-from adascale_worker.reporting.logged_metrics import plain_result, require_metrics
+from adascale_worker.reporting.reports import plain_result, require_metrics
 from adascale_worker.reporting.trackers import Tracker, make_tracker
 from adascale_worker.state.program import Stateful, require_choice, require_stateful
 from adascale_worker.state.weights import BestWeights

@@ -14,7 +14,7 @@ import time
 from adascale_core.messages.channel import Assignment, Finished, Holding, Ready, Release, Running
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.process import environment
-from adascale_worker.process.sockets import listen
+from adascale_worker.process.environment import listen
 
 descriptor = environment.take_agent_channel(os.environ)
 assert descriptor is not None

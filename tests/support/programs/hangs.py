@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from adascale import ElasticTrainer
-from adascale_worker.loop import step_watchdog
+from adascale_worker.loop import failures
 
-step_watchdog.WARN_AFTER = 1.0
-step_watchdog.POLL_INTERVAL = 0.1
+failures.WARN_AFTER = 1.0
+failures.POLL_INTERVAL = 0.1
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):

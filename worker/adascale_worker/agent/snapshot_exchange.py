@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from adascale_core.messages.allocation import Member
-from adascale_worker.process.environment import package_version
+from adascale_worker.process.environment import listen, package_version
 from adascale_worker.process.resource_limits import unused_memory
 from adascale_worker.process.snapshot_place import (
     Condition,
@@ -29,7 +29,6 @@ from adascale_worker.process.snapshot_place import (
     parse_document,
     state_number,
 )
-from adascale_worker.process.sockets import listen
 
 CHUNK_BYTES: Final = 1 << 20
 """Length of the parts in which a copy is read, sent and received."""

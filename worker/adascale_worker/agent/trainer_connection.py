@@ -32,8 +32,7 @@ from adascale_core.messages.channel import (
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.names import MAX_ACCELERATOR_LENGTH, MAX_STALL_LENGTH
 from adascale_worker.errors import WorkerError
-from adascale_worker.process.environment import ONE_PROCESS
-from adascale_worker.process.sockets import require_same_user
+from adascale_worker.process.environment import ONE_PROCESS, require_same_user
 
 
 @dataclass(frozen=True)

@@ -425,7 +425,7 @@ class DataFeed:
         length = self._stream.length_at(consumed)
         if self._stream_is_exact:
             self._length = length
-        elif ends_by_epochs and any(self._group.gather_integers([length is not None])[0]):
+        elif ends_by_epochs and any(self._group.gather([length is not None])[0]):
             # Each replica reads a pass of its own. That of rank 0 counts.
             self._length = consumed - self._origin.consumed
 
@@ -434,7 +434,7 @@ class DataFeed:
         if not isinstance(self._stream, StreamFeed) or not self._stream_is_exact or self._group.replicas == 1:
             return
         place = self._stream.place_at(self._progress.consumed)
-        rows = self._group.gather_integers([place.number, place.begin, place.fingerprint or 0])
+        rows = self._group.gather([place.number, place.begin, place.fingerprint or 0])
         other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
         if other is not None:
             raise DatasetError(

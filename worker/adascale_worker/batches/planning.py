@@ -119,7 +119,7 @@ class BatchPlanner:
 
     def _share(self, plan: BatchPlan) -> None:
         """Use the plan of rank 0 on all ranks."""
-        local_bsz, accumulation = self._group.broadcast_integers([plan.local_bsz, plan.accumulation])
+        local_bsz, accumulation = self._group.broadcast([plan.local_bsz, plan.accumulation])
         self._use(BatchPlan(self._group.replicas, local_bsz, accumulation))
 
     def _use(self, plan: BatchPlan) -> None:

@@ -24,7 +24,7 @@ from adascale_worker.batches.shards import (
 )
 from adascale_worker.errors import DatasetError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.torch_private.workers import hidden_worker_info
+from adascale_worker.torch_private.modules import hidden_worker_info
 
 STEPS_AHEAD = 4
 """Steps whose records each replica reads ahead, after which the replicas exchange what they have found."""

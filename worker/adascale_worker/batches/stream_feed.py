@@ -25,7 +25,7 @@ from adascale_worker.batches.fingerprint import fingerprint
 from adascale_worker.batches.records import RecordFeed, RecordReader, StreamOptions
 from adascale_worker.batches.seeding import mix, pass_seed
 from adascale_worker.errors import DatasetError
-from adascale_worker.torch_private.workers import hidden_worker_info
+from adascale_worker.torch_private.modules import hidden_worker_info
 
 SAVE_INTERVAL = 1024
 """Records after which the state of a data set is saved. A reader that begins later reads them again."""

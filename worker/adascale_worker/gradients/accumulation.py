@@ -27,7 +27,7 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.patching import MethodOverride
 from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.program.trained_parameters import TrainedParameters
-from adascale_worker.torch_private.optim import let_clipping_find_no_gradients
+from adascale_worker.torch_private.modules import let_clipping_find_no_gradients
 
 
 class Accumulation:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.trained_parameters import Flags
-from adascale_worker.torch_private.tensors import flatten_together
+from adascale_worker.torch_private.autograd import flatten_together
 
 BUCKET_BYTES = 25 << 20
 """Bytes of gradients that are exchanged together."""

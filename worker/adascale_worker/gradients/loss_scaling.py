@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.program.patching import ReplacedMethod
-from adascale_worker.torch_private.optim import skipping_outside_kernel
+from adascale_worker.torch_private.modules import skipping_outside_kernel
 
 CHECKED_CALLS = 100
 """Calls of `optimizer.step()` for which a GradScaler is searched that was not registered."""

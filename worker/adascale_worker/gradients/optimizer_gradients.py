@@ -24,7 +24,7 @@ from adascale_worker.program.optimizers import ElasticAdaScale
 from adascale_worker.program.trained_parameters import Flags
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.scaling.statistics.steps import StepWeights
-from adascale_worker.torch_private.tensors import add_in_place
+from adascale_worker.torch_private.autograd import add_in_place
 
 MAX_STEPS_WITHOUT_GRADIENTS = 3
 """Steps after which a program without gradients is refused."""

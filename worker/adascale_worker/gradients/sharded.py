@@ -21,7 +21,7 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.micro_batch_weights import MicroBatchWeights
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.scaling.statistics.steps import StepWeights
-from adascale_worker.torch_private.fsdp import is_fully_sharded, sharded_parameter_groups
+from adascale_worker.torch_private.distributed import is_fully_sharded, sharded_parameter_groups
 
 
 def require_sharded(model: torch.nn.Module, group: ReplicaGroup) -> None:

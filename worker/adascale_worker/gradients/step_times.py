@@ -9,7 +9,7 @@ from typing import Any
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.performance.slow_replica import RecentTimes, TypicalTime
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.device_clock import DeviceClock, PendingTimes
+from adascale_worker.process.device import DeviceClock, PendingTimes
 
 Place = tuple[int, BatchPlan]
 """The generation and the batch plan of a step: times are compared within these."""

@@ -18,8 +18,8 @@ from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.parts import OtherParallelism
 from adascale_worker.program.patching import MethodOverride, is_traced
+from adascale_worker.torch_private.autograd import version_of
 from adascale_worker.torch_private.modules import call_of, override_call
-from adascale_worker.torch_private.tensors import version_of
 
 
 class ModelBuffers:

@@ -1,19 +1,23 @@
-"""The agreement of the replicas on what to do between two steps.
+"""What the replicas agree on between two steps, and how they learn that one has left its loop.
 
-Each replica requests, the requests of all replicas are summed in AdaScale's all-reduce, and all replicas
-read the same sums after the same step. So they save, exit or replan at the same step, without a collective
-call for it.
+Each replica requests, the requests of all are summed in AdaScale's all-reduce, and all read the same sums
+after the same step. So they save, exit or replan at the same step, without a collective call for it.
+
+A loop that `break`, `return` or an exit ends on some replicas only would let the others wait in their next
+step without end. So each replica announces that it has left a loop, or left out a batch. One that has left
+early waits for the others before it does what needs all; one whose step does not end reads who has left.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Final
 
 from adascale_core.performance.slow_replica import SlowReplica, slow_replica
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.context import Context
-from adascale_worker.membership.board import Board
+from adascale_worker.membership.board import FAILED, Board, Values, raise_failure
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_code import calling_line
 from adascale_worker.reporting.progress import TrainingProgress
@@ -197,3 +201,113 @@ class StepAgreement(Context):
             compare_weights=self.comparison.is_due,
             is_unsaved=self.checkpointing.last_is_unsaved,
         )
+
+
+_LEFT = "left"
+
+_LEFT_LOOP = (
+    "left its loop over trainer.dataloader()",
+    "Leave the loop on all replicas after the same step: send the decision of one to the others with "
+    "torch.distributed.broadcast. To end training early, call trainer.finish(reason) on any of them and "
+    "continue the loop, which then ends on all",
+)
+_LEFT_BATCH = (
+    "made no backward pass for a batch",
+    "Leave out a batch on all replicas or on none, by the sum of their decisions: "
+    'trainer.sum_over_replicas(bad=float(is_bad))["bad"] > 0. Or call backward(), and leave out '
+    "optimizer.step() if the gradients are not finite, which is the same on all replicas",
+)
+"""What a replica has done, and what to do."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The place of a replica among the data loops of the program."""
+
+    epoch: int = 0
+    loops: int = 0  # loops of this epoch that it has left
+    batches: int = 0  # batches that it has left out since then
+    step: int = 0  # the number of its last step when it left
+    line: str = ""  # the line of the program that has left the loop or batch; empty if unknown
+    # The others need not be warned: this replica has called `finish`, so they end too, or an error ends its
+    # program, so they lose it.
+    expected: bool = False
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Which loops and batches it has left, for comparisons."""
+        return self.epoch, self.loops, self.batches
+
+
+class LoopDepartures:
+    """Announces when this replica leaves a data loop, and knows when the others have."""
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self._group = group
+        self._board = Board(group)
+        self._own = Departure()
+        self._left_early = self._fails = False
+
+    def begin_generation(self, epoch: int, *, inside: bool) -> None:
+        """Announce to the new members whether this replica is inside a loop of `epoch`, or before it."""
+        self._announce(Departure(epoch, 0 if inside else 1, step=self._own.step, line=self._own.line))
+
+    def leave(self, epoch: int, step: int, line: str, *, early: bool, expected: bool) -> None:
+        """Announce that this replica has left a loop."""
+        loops = self._own.loops + 1 if epoch == self._own.epoch else 1
+        self._left_early = early and self._group.replicas > 1
+        self._announce(Departure(epoch, loops, step=step, line=line, expected=expected or self._fails))
+
+    def leave_out(self, step: int, line: str) -> None:
+        """Announce that this replica has left out a batch, and wait until the others have left it out too."""
+        if self._group.replicas > 1:
+            self._left_early = True
+            self._announce(replace(self._own, batches=self._own.batches + 1, step=step, line=line))
+            self.wait()
+
+    def fail(self) -> None:
+        """Announce that an error or an exit code ends the program of this replica, which may take it long."""
+        self._left_early, self._fails = False, True
+        self._announce(replace(self._own, expected=True))
+
+    def wait(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
+        """If this replica has left its last loop or batch early, wait until the others have left it too."""
+        if not self._left_early:
+            return
+        group = self._group
+        for left, failed in self._board.poll(
+            _LEFT, FAILED, is_over=lambda: group.has_failed or is_interrupted()
+        ):
+            if all(other.place >= self._own.place for other in self._others(left).values()):
+                self._left_early = False
+                return
+            self._left_early = not failed
+            raise_failure(failed)
+
+    def find_failure(self, step: int) -> str | None:
+        """Return an error message if others have left the loop that this replica is in, else None.
+
+        Call it in a step that does not end. The others raise the same error.
+        """
+        for rank, other in self._others(self._board.read(_LEFT)).items():
+            if other.place > self._own.place and other.step <= step and not other.expected:
+                line = f" ({other.line})" if other.line else ""
+                left, remedy = _LEFT_LOOP if other.place[:2] > self._own.place[:2] else _LEFT_BATCH
+                failure = (
+                    f"rank {rank} {left}{line} after step {other.step}, but rank {self._group.rank} is in "
+                    f"step {step + 1}, which needs all {self._group.replicas} replicas. {remedy}"
+                )
+                self._board.fail(failure)
+                return failure
+        return None
+
+    def _announce(self, own: Departure) -> None:
+        self._own = own
+        self._board.announce(_LEFT, astuple(own))
+
+    def _others(self, left: Values | None) -> dict[int, Departure]:
+        """Return the places of the other replicas; of none if the store is gone."""
+        if left is None:
+            return {}
+        others = (rank for rank in range(self._group.replicas) if rank != self._group.rank)
+        return {rank: Departure(*left.get(rank, ())) for rank in others}

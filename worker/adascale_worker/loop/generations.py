@@ -214,7 +214,7 @@ class Generations(Context):
         assert membership is not None
         assert assignment is not None
         is_terminated = self.shutdown_request.is_made
-        rows = group.gather_integers([is_terminated, membership.newest_generation])
+        rows = group.gather([is_terminated, membership.newest_generation])
         leaving = {rank for rank, row in enumerate(rows) if row[0]}
         if leaving:
             self.report()
@@ -226,7 +226,7 @@ class Generations(Context):
             membership.leave_without({assignment.members[rank].replica for rank in leaving})
         else:
             membership.wait_for_generation(max(row[1] for row in rows))
-            released = [row[0] for row in group.gather_integers([membership.is_released])]
+            released = [row[0] for row in group.gather([membership.is_released])]
             if all(released):
                 self.state.save_if_possible()
             if released[group.rank]:

@@ -12,7 +12,7 @@ from adascale_worker.batches.feed import DataFeed
 from adascale_worker.errors import WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
-from adascale_worker.process.settings import TrainerSettings, resolve_settings
+from adascale_worker.process.environment import TrainerSettings, resolve_settings
 from adascale_worker.reporting.progress import TrainingProgress
 from adascale_worker.state.store import CheckpointInfo
 

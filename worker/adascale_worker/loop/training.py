@@ -26,25 +26,20 @@ from adascale_worker.gradients.step_division import StepDivision
 from adascale_worker.gradients.step_failure import StepFailure
 from adascale_worker.gradients.step_times import StepTimes
 from adascale_worker.gradients.trained_models import ModelBuffers, TrainedForward
-from adascale_worker.loop.agreement import FinishRequest, StepAgreement
-from adascale_worker.loop.context import Context, TrainedReplica
-from adascale_worker.loop.departures import LoopDepartures
+from adascale_worker.loop.agreement import FinishRequest, LoopDepartures, StepAgreement
+from adascale_worker.loop.context import Context, Replica, TrainedReplica, make_reporter
 from adascale_worker.loop.ending import Ending
-from adascale_worker.loop.exchange import EvaluationSequence
-from adascale_worker.loop.failures import Failures, MemoryShortage
+from adascale_worker.loop.evaluation import EvaluationSequence
+from adascale_worker.loop.failures import Failures, MemoryShortage, StepWatchdog
 from adascale_worker.loop.generations import Generations
 from adascale_worker.loop.one_optimizer import OneOptimizer
-from adascale_worker.loop.replica import Replica, make_reporter
 from adascale_worker.loop.several_optimizers import SeveralOptimizers, StepUndo
-from adascale_worker.loop.step_watchdog import StepWatchdog
 from adascale_worker.loop.steps import StepCounter, StepStrategy
 from adascale_worker.loop.training_loop import EpochLoops, TrainingLoop
-from adascale_worker.membership.generations import FollowingMembership, Membership
+from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
-from adascale_worker.process.device import find_fault
-from adascale_worker.process.device_clock import clock_of
-from adascale_worker.process.gpu_monitor import monitor_of
+from adascale_worker.process.device import clock_of, find_fault, monitor_of
 from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
 from adascale_worker.program.learning_rates import LearningRates
@@ -93,7 +88,9 @@ class Training(Context):
             weights=weights,
             comparison=WeightComparison(program.model, optimizer, group, trained.other_optimizers.parameters),
             state=state,
-            membership=_membership(trained, state),
+            membership=None
+            if trained.agent is None
+            else Membership(trained.agent, group, trained.shutdown_request, state),
             departures=LoopDepartures(group),
             evaluations=EvaluationSequence(group, progress, telemetry.step_timer, loop),
             finish_request=FinishRequest(progress, group, state),
@@ -272,13 +269,6 @@ def _contents(trained: TrainedReplica, feed: DataFeed, telemetry: Telemetry) -> 
     if trained.group.has_mesh:
         return ShardedTrainingState(trained.group, trained.program, saved, trained.job.checkpoint_info)
     return TrainingState(trained.program, saved, trained.job.checkpoint_info)
-
-
-def _membership(trained: TrainedReplica, state: State) -> Membership | None:
-    if trained.agent is None:
-        return None
-    kind = Membership if trained.group.own.is_leader else FollowingMembership
-    return kind(trained.agent, trained.group, trained.shutdown_request, state)
 
 
 def _require_sharded(group: ReplicaGroup, parts: ProgramParts, scaler: torch.amp.GradScaler | None) -> None:

@@ -47,9 +47,12 @@ class AgentChannel:
         self._socket = channel
         self._changed = threading.Condition()
         self._changes = self._known_changes = 0
-        self._newest: Assignment | Release | None = None
-        self._refusal: str | None = None
-        self._is_closed = False
+        self.newest: Assignment | Release | None = None
+        """The message for the newest generation; None before the first."""
+        self.refusal: str | None = None
+        """Why the agent refuses this trainer; None if it does not."""
+        self.is_closed = False
+        """Whether the agent has closed the connection."""
         self._sending = threading.Lock()
 
     def start(self, receiver: MessageReceiver) -> None:
@@ -59,25 +62,9 @@ class AgentChannel:
         ).start()
 
     @property
-    def newest(self) -> Assignment | Release | None:
-        """The message for the newest generation. None before the first."""
-        return self._newest
-
-    @property
     def newest_generation(self) -> int:
         """The generation of `newest`; 0 before the first."""
-        newest = self._newest
-        return 0 if newest is None else newest.generation
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the agent refuses this trainer. None if it does not."""
-        return self._refusal
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the agent has closed the connection."""
-        return self._is_closed
+        return 0 if self.newest is None else self.newest.generation
 
     def wait(self, timeout: float) -> None:
         """Wait for a message or a call of `notify` since the last `wait`, at most `timeout` seconds.
@@ -103,21 +90,21 @@ class AgentChannel:
         with contextlib.suppress(OSError), self._socket.makefile("r", encoding="utf-8") as lines:
             for line in lines:
                 self._handle(agent_message(line), receiver)
-        self._is_closed = True
+        self.is_closed = True
         receiver.terminate()
         self.notify()
 
     def _handle(self, message: AgentMessage | None, receiver: MessageReceiver) -> None:
         match message:
             case Refuse(reason):
-                self._refusal = reason
+                self.refusal = reason
             case Terminate():
                 receiver.terminate()
             case Hold(generation):
                 receiver.hold(generation)
             case Assignment() if message.generation > self.newest_generation:
                 receiver.assign(message)
-                self._newest = message
+                self.newest = message
             case Release() if message.generation > self.newest_generation:
-                self._newest = message
+                self.newest = message
         self.notify()

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, NoReturn, Protocol
 
@@ -32,6 +33,7 @@ from adascale_worker.membership.links import (
     OtherVersionError,
     PeersLostError,
     StateNumber,
+    state_number,
 )
 from adascale_worker.membership.process_group import FORM, ReplicaGroup
 from adascale_worker.process.shutdown_request import ShutdownRequest
@@ -40,6 +42,29 @@ POLL: Final = 0.1
 """Seconds after which a wait looks for signals again."""
 SAVE, LEAVE = "save", "leave"
 """Kinds of messages of a leader to the other processes of its replica, which wait to enter a generation."""
+
+
+class FollowerChannel(AgentChannel):
+    """In place of the connection with the agent, in processes that have none."""
+
+    def __init__(self, replica_store: str) -> None:
+        self._limit = Path(f"{replica_store}{LIMIT_FILE_SUFFIX}")
+        self.newest, self.refusal, self.is_closed = None, None, False
+
+    def start(self, receiver: MessageReceiver) -> None:
+        """Receive nothing."""
+
+    def send(self, message: TrainerMessage) -> None:
+        """Leave a limit of the batch size to the agent, which reads it at the end. Ignore all else.
+
+        Does nothing if the file cannot be written: then the lack of memory ends this process as it is.
+        """
+        if isinstance(message, Limited):
+            # Another process may write its own at the same time.
+            draft = self._limit.with_name(f"{self._limit.name}-{os.getpid()}")
+            with contextlib.suppress(OSError):
+                draft.write_bytes(encode(message))
+                draft.replace(self._limit)
 
 
 class LeaveError(Exception):
@@ -70,6 +95,10 @@ class Joining(Protocol):
         """Give all members of a generation whose group is formed the same state."""
 
 
+Formed = Callable[[Joining], tuple[Assignment, Formation]]
+"""Forms the group of a generation, of which the agent or the leader has sent the assignment."""
+
+
 @dataclass(frozen=True)
 class AgentConnection:
     """How a trainer reaches its agent and the other members."""
@@ -82,9 +111,10 @@ class AgentConnection:
 
 
 class Membership:
-    """Forms the groups of generations, as the agent assigns them: in the first process of a replica.
+    """Forms the groups of generations, as the agent assigns them.
 
-    It is the receiver of the agent's messages, and the observer of the group.
+    It receives the messages of the agent, in the first process of a replica, and observes the group. Other
+    processes of a replica enter what the first enters; their `FollowerChannel` receives and reports nothing.
     """
 
     def __init__(
@@ -143,8 +173,12 @@ class Membership:
         return self.change_is_pending and isinstance(self._channel.newest, Release)
 
     def wait_for_generation(self, generation: int) -> None:
-        """Wait until the agent has sent a message for `generation`, or members are lost."""
-        while self._channel.newest_generation < generation and not self._group.has_failed:
+        """Wait until the agent has sent a message for `generation`, or members are lost: in the leader."""
+        while (
+            self._group.own.is_leader
+            and self._channel.newest_generation < generation
+            and not self._group.has_failed
+        ):
             self._require_agent()
             self._channel.wait(POLL)
 
@@ -226,12 +260,11 @@ class Membership:
         While members are lost, waits for another generation, with the state.
         """
         self._is_joining = True
+        wait = self._wait_for_assignment if self._group.own.is_leader else self._wait_for_leader
         while True:
-            if self._channel.newest_generation <= max(self._tried, self._void) > 0:
-                self._report_holding(self._step)
-            assignment = self._wait_for_assignment()
+            form = wait()
             try:
-                formation = self._form(assignment, joining)
+                assignment, formation = form(joining)
                 joining.synchronize(assignment, formation)
                 if self._group.has_failed:
                     raise PeersLostError
@@ -239,15 +272,15 @@ class Membership:
                 if self._links is not None and self._links.refusal is not None:
                     raise OtherVersionError(self._links.refusal) from None
                 self._group.fail()
-                self.peers_lost(assignment.generation)
+                self.peers_lost(self._tried)
                 continue
-            self._is_joining = False
-            self._is_holding = False
-            self._has_stepped = False
+            self._is_joining = self._is_holding = self._has_stepped = False
             self._channel.send(Running(assignment.generation))
             return
 
-    def _wait_for_assignment(self) -> Assignment:
+    def _wait_for_assignment(self) -> Formed:
+        if self._channel.newest_generation <= max(self._tried, self._void) > 0:
+            self._report_holding(self._step)
         while True:
             if self._channel.refusal is not None:
                 raise WorkerError(self._channel.refusal)
@@ -260,7 +293,7 @@ class Membership:
                     if newest.last:
                         self._save_before_leaving()
                     self.leave()
-                return newest
+                return partial(self._form, newest)
             self._require_agent()
             self._channel.wait(POLL)
 
@@ -268,7 +301,7 @@ class Membership:
         self._group.own.share([SAVE])
         self._state.save_before_leaving()
 
-    def _form(self, assignment: Assignment, joining: Joining) -> Formation:
+    def _form(self, assignment: Assignment, joining: Joining) -> tuple[Assignment, Formation]:
         state = self._state.number
         self._is_holding = False
         if self._links is not None:
@@ -292,7 +325,7 @@ class Membership:
             alone = Formation(0, (state,))
             self._group.form(assignment, None, alone, secret)
             self._group.settle(failed=self._void >= assignment.generation)
-            return alone
+            return assignment, alone
         links.arrive(state)
         store, formation = None, None
         while (formation := links.formation) is None:
@@ -307,7 +340,29 @@ class Membership:
         joining.release_group()
         self._group.form(assignment, store, formation, secret)
         self._group.settle(failed=links.broken or self._void >= assignment.generation)
-        return formation
+        return assignment, formation
+
+    def _wait_for_leader(self) -> Formed:
+        """Wait until the leader of this replica, in which this is another process, forms a group."""
+        while True:
+            kind, *arguments = self._group.own.share(None)
+            if kind == FORM:
+                return partial(self._follow, *arguments)
+            if kind == LEAVE:
+                raise LeaveError
+            assert kind == SAVE, kind
+            self._state.save_before_leaving()
+
+    def _follow(
+        self, text: str, store_port: int, states: list[list[int] | None], secret: str, joining: Joining
+    ) -> tuple[Assignment, Formation]:
+        assignment = agent_message(text)
+        assert isinstance(assignment, Assignment)
+        joining.release_group()
+        formation = Formation(store_port, tuple(map(state_number, states)))
+        self._group.form(assignment, None, formation, secret)
+        self._group.settle()
+        return assignment, formation
 
     def _close_earlier_links(self, which: Callable[[MembershipLinks], bool] = lambda _: True) -> None:
         for links in filter(which, self._earlier_links):
@@ -352,94 +407,3 @@ class Membership:
             self._group.own.share([LEAVE])
         self.close()
         raise LeaveError
-
-
-class FollowerChannel(AgentChannel):
-    """In place of the connection with the agent, in processes that have none."""
-
-    def __init__(self, replica_store: str) -> None:
-        self._limit = Path(f"{replica_store}{LIMIT_FILE_SUFFIX}")
-
-    def start(self, receiver: MessageReceiver) -> None:
-        """Receive nothing."""
-
-    def send(self, message: TrainerMessage) -> None:
-        """Leave a limit of the batch size to the agent, which reads it at the end. Ignore all else.
-
-        Does nothing if the file cannot be written: then the lack of memory ends this process as it is.
-        """
-        if isinstance(message, Limited):
-            # Another process may write its own at the same time.
-            draft = self._limit.with_name(f"{self._limit.name}-{os.getpid()}")
-            with contextlib.suppress(OSError):
-                draft.write_bytes(encode(message))
-                draft.replace(self._limit)
-
-
-class FollowingMembership(Membership):
-    """The membership of a replica, in the other processes. See `Membership`."""
-
-    def start(self) -> None:
-        """Watch the other processes. The leader reports."""
-        self._group.watch_processes()
-
-    @property
-    def change_is_pending(self) -> bool:
-        """False: the leader requests changes."""
-        return False
-
-    @property
-    def newest_generation(self) -> int:
-        """0: the leader gets the assignments."""
-        return 0
-
-    @property
-    def is_released(self) -> bool:
-        """False: the leader gets the assignments."""
-        return False
-
-    def wait_for_generation(self, generation: int) -> None:
-        """Do not wait: the leader waits, before it shares its next decision."""
-
-    def join(self, joining: Joining) -> None:
-        """Enter the generation that the leader enters."""
-        while True:
-            kind, *arguments = self._group.own.share(None)
-            if kind == SAVE:
-                self._state.save_before_leaving()
-                continue
-            if kind == LEAVE:
-                raise LeaveError
-            assert kind == FORM, kind
-            try:
-                assignment, formation = self._follow(joining, *arguments)
-                joining.synchronize(assignment, formation)
-                if self._group.has_failed:
-                    raise PeersLostError
-            except PeersLostError:
-                self._group.fail()
-                continue
-            return
-
-    def _follow(
-        self, joining: Joining, text: str, store_port: int, states: list[list[int] | None], secret: str
-    ) -> tuple[Assignment, Formation]:
-        assignment = agent_message(text)
-        assert isinstance(assignment, Assignment)
-        joining.release_group()
-        formation = Formation(
-            store_port,
-            tuple(None if state is None else (state[0], state[1], state[2]) for state in states),
-        )
-        self._group.form(assignment, None, formation, secret)
-        self._group.settle()
-        return assignment, formation
-
-    def report_step(self) -> None:
-        """Report nothing: the leader does."""
-
-    def report_terminated(self) -> None:
-        """Report nothing: the leader does."""
-
-    def close(self) -> None:
-        """Close nothing."""

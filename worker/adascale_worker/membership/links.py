@@ -357,12 +357,10 @@ class MembershipLinks:
             return
         match message["type"]:
             case "arrived":
-                self._arrived[link.rank] = _state(message["state"])
+                self._arrived[link.rank] = state_number(message["state"])
                 self._on_change(self)
             case "form":
-                self.formation = Formation(
-                    int(message["port"]), tuple(_state(state) for state in message["states"])
-                )
+                self.formation = Formation(int(message["port"]), tuple(map(state_number, message["states"])))
                 self._on_change(self)
             case "broken":
                 self._break(frozenset(int(replica) for replica in message["lost"]))
@@ -457,7 +455,8 @@ class MembershipLinks:
         self._on_change(self)
 
 
-def _state(numbers: Sequence[int] | None) -> StateNumber | None:
+def state_number(numbers: Sequence[int] | None) -> StateNumber | None:
+    """Return the number of a state, which was sent as a list."""
     if numbers is None:
         return None
     generation, step, consumed = map(int, numbers)

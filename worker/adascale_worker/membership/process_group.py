@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hmac
 import itertools
-import json
 import secrets
 import sys
 import threading
@@ -30,10 +29,14 @@ from adascale_core.messages.channel import Assignment, encode
 from adascale_worker.errors import GroupFormationError, WorkerError
 from adascale_worker.membership import gloo
 from adascale_worker.membership.links import Formation, PeersLostError
-from adascale_worker.membership.replica_processes import ReplicaProcesses, attempt, shared_error
+from adascale_worker.membership.replica_processes import (
+    ReplicaMessages,
+    ReplicaProcesses,
+    attempt,
+    shared_error,
+)
 from adascale_worker.process.device import describe_shared_gpu, gpu_names
-from adascale_worker.process.environment import RankAssignment
-from adascale_worker.process.sockets import listen
+from adascale_worker.process.environment import RankAssignment, listen
 from adascale_worker.torch_private.distributed import (
     abort_process_group,
     default_store,
@@ -559,22 +562,8 @@ class ReplicaGroup:
         """Return rank 0's `value` on all ranks. It consists of what JSON has, so that it can't run code."""
         if self.replicas == 1:
             return value
-        document = _to_bytes(value) if self.is_main else torch.empty(0, dtype=torch.uint8)
-        (length,) = self.broadcast_integers([len(document)])
-        document = (document if self.is_main else torch.empty(length, dtype=torch.uint8)).to(self.device)
         with self._guarded():
-            self._broadcast(document)
-            return _from_bytes(document)
-
-    @_decided
-    def broadcast_integers(self, numbers: list[int]) -> list[int]:
-        """Return rank 0's `numbers` on all ranks: cheaper than `broadcast`, for equal lengths."""
-        if self.replicas == 1:
-            return numbers
-        tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        with self._guarded():
-            self._broadcast(tensor)
-            return [int(number) for number in tensor.tolist()]
+            return ReplicaMessages(self.process_group, self.device).share(value)
 
     @property
     def transfer_device(self) -> torch.device:
@@ -603,24 +592,8 @@ class ReplicaGroup:
         """Return the values of all ranks, in the order of ranks, on all ranks. They are as in `broadcast`."""
         if self.replicas == 1:
             return [value]
-        document = _to_bytes(value)
-        lengths = [length for (length,) in self.gather_integers([len(document)])]
-        table = torch.zeros(self.replicas, max(lengths), dtype=torch.uint8, device=self.device)
-        table[self.rank, : len(document)] = document
         with self._guarded():
-            self._all_reduce(table)
-            return [_from_bytes(row[:length]) for row, length in zip(table, lengths, strict=True)]
-
-    @_decided
-    def gather_integers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the `numbers` of all ranks, in the order of ranks, on all ranks."""
-        if self.replicas == 1:
-            return [list(numbers)]
-        table = torch.zeros(self.replicas, len(numbers), dtype=torch.int64, device=self.device)
-        table[self.rank] = torch.tensor(list(numbers), dtype=torch.int64)
-        with self._guarded():
-            self._all_reduce(table)
-            return [[int(number) for number in row] for row in table.tolist()]
+            return ReplicaMessages(self.process_group, self.device).gather(value)
 
     def sum(self, numbers: Sequence[float]) -> tuple[float, ...]:
         """Return the elementwise sums of all ranks' `numbers`, on all ranks.
@@ -804,12 +777,3 @@ def _failure_of_leader(message: str) -> RuntimeError:
 
 def _random_numbers() -> list[int]:
     return [secrets.randbits(63) for _ in range(4)]
-
-
-def _to_bytes(value: Any) -> torch.Tensor:
-    """Return a value as a JSON document: shape (bytes,)."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _from_bytes(document: torch.Tensor) -> Any:
-    return json.loads(document.cpu().numpy().tobytes())

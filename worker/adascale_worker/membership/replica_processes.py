@@ -36,45 +36,46 @@ if TYPE_CHECKING:
 SMALL = 1024
 """Bytes of a message that is exchanged in one collective call."""
 _HEADER = 8
+_HOST = torch.device("cpu")
 
 
 class ReplicaMessages:
-    """Exchanges values over a process group of the processes of a replica.
+    """Exchanges values over a process group of processes, such as those of a replica.
 
-    All of them call the methods in the same order. Values consist of what JSON has.
+    All of them call the methods in the same order. Values consist of what JSON has, so they can't run code.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device = _HOST) -> None:
         self._group = group
+        self._device = device
 
     @property
     def process(self) -> int:
-        """Index of this process in its replica, from 0."""
+        """Index of this process in the group, from 0."""
         return self._group.rank()
 
     @property
     def count(self) -> int:
-        """Number of processes of the replica."""
+        """Number of processes of the group."""
         return self._group.size()
 
     def share(self, value: Any) -> Any:
         """Return the `value` of process 0, the leader, on all processes."""
-        message, document = _encoded(value) if self.process == 0 else (_empty(SMALL), _empty(0))
+        message, document = self._encoded(value) if self.process == 0 else (self._empty(SMALL), None)
         self._group.broadcast(message, 0).wait()
-        length = _length(message)
-        if length > SMALL - _HEADER:
-            document = document if self.process == 0 else _empty(length)
+        if (length := _length(message)) > SMALL - _HEADER:
+            document = self._empty(length) if document is None else document
             self._group.broadcast(document, 0).wait()
         return value if self.process == 0 else _decoded(message, document)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, in their order, on all processes."""
-        message, document = _encoded(value)
+        message, document = self._encoded(value)
         messages = self._gather(message)
         longest = max(map(_length, messages))
-        documents = [document] * self.count
+        documents: Sequence[Tensor | None] = [None] * self.count
         if longest > SMALL - _HEADER:
-            padded = _empty(longest)
+            padded = self._empty(longest)
             padded[: len(document)] = document
             documents = self._gather(padded)
         return [_decoded(*each) for each in zip(messages, documents, strict=True)]
@@ -83,6 +84,28 @@ class ReplicaMessages:
         tensors = [torch.empty_like(tensor) for _ in range(self.count)]
         self._group.allgather([tensors], [tensor]).wait()
         return tensors
+
+    def _empty(self, length: int) -> Tensor:
+        return torch.empty(length, dtype=torch.uint8, device=self._device)
+
+    def _encoded(self, value: Any) -> tuple[Tensor, Tensor]:
+        """Return the length of a document and its beginning, and the whole document."""
+        document = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        message = torch.zeros(SMALL, dtype=torch.uint8)
+        message[:_HEADER] = torch.tensor([len(document)]).view(torch.uint8)
+        if len(document) <= SMALL - _HEADER:
+            message[_HEADER : _HEADER + len(document)] = document
+        return message.to(self._device), document.to(self._device)
+
+
+def _decoded(message: Tensor, document: Tensor | None) -> Any:
+    length = _length(message)
+    found = message[_HEADER : _HEADER + length] if document is None else document[:length]
+    return json.loads(found.cpu().numpy().tobytes())
+
+
+def _length(message: Tensor) -> int:
+    return int(message[:_HEADER].clone().view(torch.int64))
 
 
 def attempt(
@@ -105,30 +128,6 @@ def shared_error(
     """Return the error that `attempt` has described; `otherwise` makes one of another kind."""
     name, message = described
     return next((kind for kind in kinds if kind.__name__ == name), otherwise)(message)
-
-
-def _encoded(value: Any) -> tuple[Tensor, Tensor]:
-    """Return the length of a document and its beginning, and the whole document."""
-    document = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    message = torch.zeros(SMALL, dtype=torch.uint8)
-    message[:_HEADER] = torch.tensor([len(document)]).view(torch.uint8)
-    if len(document) <= SMALL - _HEADER:
-        message[_HEADER : _HEADER + len(document)] = document
-    return message, document
-
-
-def _decoded(message: Tensor, document: Tensor) -> Any:
-    length = _length(message)
-    found = message[_HEADER : _HEADER + length] if length <= SMALL - _HEADER else document[:length]
-    return json.loads(found.numpy().tobytes())
-
-
-def _length(message: Tensor) -> int:
-    return int(message[:_HEADER].clone().view(torch.int64))
-
-
-def _empty(length: int) -> Tensor:
-    return torch.empty(length, dtype=torch.uint8)
 
 
 CHECKS: Final = 10
@@ -219,9 +218,8 @@ class ReplicaProcesses:
         init_default_group(backend, self._device, timeout, store=store, rank=self.rank, world_size=self.count)
         self._is_formed = True
         if self.count > 1:
-            host = torch.device("cpu")
             own = dist.PrefixStore("beside", store)  # type: ignore[attr-defined]
-            beside = process_group_beside(own, self.rank, self.count, host, timeout, share_a_gpu=False)
+            beside = process_group_beside(own, self.rank, self.count, _HOST, timeout, share_a_gpu=False)
             set_timeout_of(beside, MESSAGE_TIMEOUT)
             self._messages = ReplicaMessages(beside)
 

@@ -1,4 +1,4 @@
-"""The choice of a replica's device, and the check of its arithmetic and memory.
+"""The device of a replica: its choice, the check of its arithmetic and memory, its clock and its use.
 
 Products of matrices of small integers are exact in each precision, in any order of additions, so every
 correct device computes the same. They are compared with products of integers, which the CPU computes. The
@@ -7,12 +7,16 @@ check changes neither the state of random generators nor the program's settings.
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import sys
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
 
@@ -199,3 +203,167 @@ def describe_shared_gpu(device: str, own: str, used: Sequence[str], visible: Map
         f"the host, but no replica uses {', '.join(free)}: give each replica a GPU of its own, with "
         "CUDA_VISIBLE_DEVICES or ElasticTrainer(device=...)"
     )
+
+
+Label = TypeVar("Label")
+
+MAX_PENDING: Final = 256
+"""Measurements that wait for the device at the same time; more are left out. CUDA lets a program run ahead by
+about a thousand kernels."""
+
+
+class DeviceClock(Protocol):
+    """A clock of a device."""
+
+    def mark(self) -> Any:
+        """Return a mark for the time at which the device has done what was launched so far."""
+
+    def seconds_between(self, start: Any, end: Any) -> float | None:
+        """Return the seconds from one mark to another; None if the device has not passed both."""
+
+
+class HostClock:
+    """The clock of the host, for devices whose work is done when its call returns, such as the CPU."""
+
+    def mark(self) -> float:
+        """Return the present time, in seconds."""
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, end: float) -> float | None:
+        """Return the seconds from one time to another."""
+        return end - start
+
+
+class CudaClock:
+    """Events in the current stream of a GPU.
+
+    `mark` and `seconds_between` launch and query, and never wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event in the current stream of the device."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        """Return the seconds between two events; None if one of them has not happened."""
+        # Both are queried: after a change of the current stream, they are in different ones.
+        if not (start.query() and end.query()):
+            return None
+        return float(start.elapsed_time(end)) / 1000
+
+
+def clock_of(device: torch.device) -> DeviceClock:
+    """Return the clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+class PendingTimes(Generic[Label]):
+    """Measurements whose end the device may not have reached yet, in their order."""
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
+        self._pending: deque[tuple[Label, list[tuple[Any, Any]]]] = deque()
+
+    def add(self, label: Label, *spans: tuple[Any, Any]) -> None:
+        """Add a measurement: the time in all `spans` together, each from one mark to another."""
+        if len(self._pending) < MAX_PENDING:
+            self._pending.append((label, list(spans)))
+
+    def take(self) -> Iterator[tuple[Label, float]]:
+        """Remove and yield the measurements that are complete, with their seconds. Does not wait."""
+        while self._pending:
+            label, spans = self._pending[0]
+            seconds = 0.0
+            for span in spans:
+                found = self._clock.seconds_between(*span)
+                if found is None:
+                    return
+                seconds += found
+            self._pending.popleft()
+            yield label, seconds
+
+    def clear(self) -> None:
+        """Discard all measurements."""
+        self._pending.clear()
+
+
+LIBRARY: Final = "libnvidia-ml.so.1"
+_SUCCESS: Final = 0
+
+
+class _Utilization(ctypes.Structure):
+    """nvmlUtilization_t: percent of the last sample period."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t: bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """The use of a GPU."""
+
+    # the share of the last moments in which it computed, from 0 to 1; None if it is not measured, as for
+    # a MIG instance
+    use: float | None = None
+    # the share of its memory that all its processes use, from 0 to 1; None if unknown
+    memory: float | None = None
+
+
+class GpuMonitor:
+    """Reads the use of a GPU, if it has an NVML."""
+
+    def __init__(self, ids: Sequence[str] = (), library: str = LIBRARY) -> None:
+        self._nvml: Any = None
+        self._device = ctypes.c_void_p()
+        if not ids:
+            return
+        try:
+            nvml = ctypes.CDLL(library)
+            if nvml.nvmlInit_v2() != _SUCCESS:
+                return
+            for each in ids:
+                place = ctypes.byref(self._device)
+                if nvml.nvmlDeviceGetHandleByUUID(each.encode(), place) == _SUCCESS:
+                    self._nvml = nvml
+                    return
+        except (OSError, AttributeError):
+            return  # no NVIDIA driver, or one without these functions
+
+    def read(self) -> GpuUse:
+        """Return the present use. Takes microseconds, and does not wait for the GPU."""
+        if self._nvml is None:
+            return GpuUse()
+        utilization, memory = _Utilization(), _Memory()
+        use: float | None = None
+        used: float | None = None
+        if self._nvml.nvmlDeviceGetUtilizationRates(self._device, ctypes.byref(utilization)) == _SUCCESS:
+            use = min(utilization.gpu / 100, 1.0)
+        if (
+            self._nvml.nvmlDeviceGetMemoryInfo(self._device, ctypes.byref(memory)) == _SUCCESS
+            and memory.total
+        ):
+            used = min(memory.used / memory.total, 1.0)
+        return GpuUse(use, used)
+
+
+NO_GPU: Final = GpuMonitor()
+"""Measures nothing."""
+
+
+def monitor_of(device: torch.device) -> GpuMonitor:
+    """Return what measures a device."""
+    if device.type != "cuda":
+        return NO_GPU
+    properties: Any = torch.cuda.get_device_properties(device)
+    # Torch has the id without the kind of the device in front.
+    return GpuMonitor([f"{kind}-{properties.uuid}" for kind in ("GPU", "MIG")])

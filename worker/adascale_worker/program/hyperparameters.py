@@ -15,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_worker.scaling.rules import UNIT
-from adascale_worker.torch_private.optim import LAST_LR, lr_at_position, set_last_lr
+from adascale_worker.torch_private.modules import LAST_LR, lr_at_position, set_last_lr
 
 Choice = Literal["checkpoint", "program"]
 CHOICES: tuple[Choice, ...] = ("checkpoint", "program")

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.scaling.statistics.parameters import lr_versions
-from adascale_worker.torch_private.optim import has_scheduler
+from adascale_worker.torch_private.modules import has_scheduler
 
 Method = Callable[..., Any]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from adascale_worker.torch_private.autograd import version_of
 from adascale_worker.torch_private.modules import unsaved_buffers
-from adascale_worker.torch_private.tensors import version_of
 
 _OWN = frozenset(vars(nn.Module()))
 """Attributes that torch uses itself. One of them is `training`, which `train()` and `eval()` set."""

@@ -13,7 +13,7 @@ from adascale_worker.adascale import AdaScale
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.scaling.statistics.steps import StepWeights
 from adascale_worker.scaling.supported_optimizers import require_count
-from adascale_worker.torch_private.optim import SCHEDULERS
+from adascale_worker.torch_private.modules import SCHEDULERS
 
 
 class ElasticAdaScale(AdaScale):

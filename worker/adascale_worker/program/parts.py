@@ -24,7 +24,7 @@ from adascale_worker.process.user_code import OneTimeWarnings
 from adascale_worker.program.optimizers import SchedulerSet
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.program.program_loop import ProgramLoop
-from adascale_worker.torch_private.fsdp import is_fully_sharded
+from adascale_worker.torch_private.distributed import is_fully_sharded
 
 CHECKED_CALLS = 3
 """Calls of a model, while it trains, whose callers are searched for wrappers."""

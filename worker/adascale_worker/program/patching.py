@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import (
 from adascale_worker.errors import WorkerError
 from adascale_worker.program.learning_rates import LearningRates
 from adascale_worker.program.program_loop import ProgramLoop
-from adascale_worker.torch_private.optim import last_milestone, schedulers_in
+from adascale_worker.torch_private.modules import last_milestone, schedulers_in
 
 Step = Callable[..., Any]
 

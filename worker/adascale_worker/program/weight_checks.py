@@ -14,7 +14,7 @@ from adascale_worker.process.user_code import OneTimeWarnings
 from adascale_worker.program.hyperparameters import HasGroups
 from adascale_worker.program.parts import ALL_OPTIMIZERS
 from adascale_worker.scaling.statistics.norms import local_shard
-from adascale_worker.torch_private.fsdp import reshard
+from adascale_worker.torch_private.distributed import reshard
 
 COMPARISON_INTERVAL = 10.0
 """Seconds between two comparisons of the replicas' weights."""

@@ -11,7 +11,7 @@ from typing import Any
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.messages.reports import StepTime
 from adascale_worker.errors import UnusableCheckpointError
-from adascale_worker.process.device_clock import DeviceClock, HostClock, PendingTimes
+from adascale_worker.process.device import DeviceClock, HostClock, PendingTimes
 
 
 @dataclass

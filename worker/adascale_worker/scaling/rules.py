@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from adascale_worker.scaling.statistics.norms import accumulation_dtype, are_read_together, local_shard
-from adascale_worker.torch_private.tensors import flatten_together, multiply_in_place
+from adascale_worker.torch_private.autograd import flatten_together, multiply_in_place
 
 Gain = float | Tensor
 

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 
 from adascale_worker.process.user_code import warn_user
 from adascale_worker.scaling.statistics.norms import local_shard
-from adascale_worker.torch_private.tensors import l2_norms
+from adascale_worker.torch_private.autograd import l2_norms
 
 TOLERANCE = 1e-6
 

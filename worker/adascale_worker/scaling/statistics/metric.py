@@ -31,7 +31,7 @@ from adascale_worker.scaling.statistics.norms import (
     norm,
     sqr_norm,
 )
-from adascale_worker.torch_private.tensors import flatten_together, weighted_sqr_norms
+from adascale_worker.torch_private.autograd import flatten_together, weighted_sqr_norms
 
 FLOOR = 1e-3
 """What is added to each second moment, relative to the mean of the group. A coordinate whose gradient was

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from adascale_worker.torch_private.tensors import flatten_together, l2_norms
+from adascale_worker.torch_private.autograd import flatten_together, l2_norms
 
 Gradients = Sequence[Sequence[Tensor]]
 """Gradients by parameter group."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from adascale_worker.errors import SparseGradientError
 from adascale_worker.scaling.statistics.norms import accumulation_dtype, local_shard
-from adascale_worker.torch_private.tensors import version_of
+from adascale_worker.torch_private.autograd import version_of
 
 HOST = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from adascale_worker.scaling.statistics.norms import (
     inner_products,
     local_shard,
 )
-from adascale_worker.torch_private.tensors import flatten_together
+from adascale_worker.torch_private.autograd import flatten_together
 
 Parameters = Sequence[Sequence[Tensor]]
 """Parameters by parameter group."""

@@ -14,7 +14,7 @@ from adascale_worker.scaling.statistics.metric import EuclideanMetric
 from adascale_worker.scaling.statistics.parameters import OptimizerParameters
 from adascale_worker.scaling.statistics.sharded import ShardedGradients
 from adascale_worker.scaling.statistics.steps import StepSettings
-from adascale_worker.torch_private.fsdp import is_fully_sharded
+from adascale_worker.torch_private.distributed import is_fully_sharded
 from adascale_worker.torch_private.modules import communication_hooks
 
 

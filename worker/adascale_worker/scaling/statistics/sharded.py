@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from adascale_worker.scaling.statistics.norms import norm, sum_of_squares
 from adascale_worker.torch_private.autograd import backward_pass_id
-from adascale_worker.torch_private.fsdp import (
+from adascale_worker.torch_private.distributed import (
     ShardedParameterGroup,
     reduce_scatter_predivisor,
     sharded_parameter_groups,
