@@ -198,15 +198,19 @@ class ProgramFailure:
 
     replica: int
     generation: int  # the last generation that the program has run in; 0 if none
-    exit_code: int | None  # of the agent; None if unknown
+    exit_code: int
     log: str  # the last lines of the program's output
+    place: str = ""  # where the replica ran, for people
+    is_reported: bool = (
+        True  # whether its agent reports it; otherwise it does not show whether it will repeat
+    )
 
     def is_like(self, other: ProgramFailure) -> bool:
         """Whether both have the same exit code and the same last lines of output."""
         return self._signature == other._signature
 
     @property
-    def _signature(self) -> tuple[int | None, list[str]]:
+    def _signature(self) -> tuple[int, list[str]]:
         return self.exit_code, self.log.strip().splitlines()[-LAST_LINES:]
 
 

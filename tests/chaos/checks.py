@@ -28,7 +28,7 @@ def problems(
     found = [outcome.problem] if outcome.problem else []
     found += [f"a process was left: {process}" for process in outcome.left]
     found += [
-        line.strip() for line in outcome.output.splitlines() if re.search(r"failure \d+, backoffLimit", line)
+        line.strip() for line in outcome.output.splitlines() if re.search(r"Failure \d+ of the program", line)
     ]
     if "Traceback" in outcome.output:
         found.append("adascale run printed a traceback")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.placement_backoff import FailedPlacement
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import CachedJob
 from adascale_controller.operator.runtime import admission_reader
 from adascale_controller.operator.runtime.admission_reader import AdmissionReader
-from adascale_controller.operator.types.actions import FailedPlacement
 from adascale_controller.operator.types.conditions import (
     ConditionType,
     merged,

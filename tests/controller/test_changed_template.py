@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.runtime import admission_reader
-from adascale_controller.operator.schedule.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.types.actions import StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_controller.operator.types.settings import QUEUE_NAME

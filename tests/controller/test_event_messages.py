@@ -11,6 +11,7 @@ from subprocess import Popen
 
 from rich.console import Console
 
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.control_loop import LOSS_TIMEOUT, STALL_TIMEOUT, EventMessages
 from adascale_controller.local.display import PlainDisplay
 from adascale_controller.local.local_command import LocalCommand
@@ -21,6 +22,7 @@ from adascale_core.messages.allocation import ActiveAllocation, SlowReplacement
 from adascale_core.messages.registration import Registration, ReplicaState
 from adascale_core.messages.reports import GainReport
 from adascale_core.views.jobs import JobView, ReplicaView
+from support.observed_jobs import SPEC
 
 REPORT = GainReport(
     generation=2, step=10, progress=10.0, epoch=0, replicas=2, local_bsz=4, accumulation=3, scale=6.0,
@@ -40,7 +42,9 @@ class Recorded:
     def __post_init__(self) -> None:
         display = PlainDisplay(Console(file=self.output, width=200))
         self.agents = agents = Agents(LocalCommand((), {}, self.folder.path), {}, [], self.folder, lock=-1)
-        self.events = EventMessages(Replicas(agents, 0, 10, display), display, now=0.0)
+        self.events = EventMessages(
+            Replicas(agents, JobDefinition("default.digits", SPEC), display), display, now=0.0
+        )
 
     @property
     def messages(self) -> list[str]:

@@ -11,7 +11,7 @@ from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType
-from adascale_core.failures import EXIT_SINGLE_REPLICA
+from adascale_core.failures import EXIT_SINGLE_REPLICA, ProgramFailure
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import StepTime
 from adascale_core.views.jobs import JobView
@@ -41,27 +41,31 @@ def trains(counts: FailingCounts, generation: int, replicas: int, steps: int, fi
     return last
 
 
+def failed(generation: int, replica: int = 0, exit_code: int = 1) -> ProgramFailure:
+    return ProgramFailure(replica, generation, exit_code, "")
+
+
 def test_a_count_is_given_up_at_its_first_failure_if_the_program_has_trained_on_fewer() -> None:
     counts = FailingCounts()
     trains(counts, 1, 1, MIN_STEPS)
     last = trains(counts, 2, 2, 1, first=200)
     assert counts.limit is None
-    given_up = counts.fail(2, last, "replica 0: exit code 1")
+    given_up = counts.fail(failed(2, 0, 1), last)
     assert given_up is not None
     assert str(given_up) == (
         "the program failed at once on 2 replicas (replica 0: exit code 1), but trained on 1"
     )
     assert counts.limit == 1
-    assert counts.fail(2, last, "replica 1: exit code 1") is None, "once per generation"
+    assert counts.fail(failed(2, 1, 1), last) is None, "once per generation"
 
 
 def test_a_smaller_count_that_fails_too_is_given_up_with_it() -> None:
     counts = FailingCounts()
     trains(counts, 1, 1, MIN_STEPS)
-    counts.fail(2, trains(counts, 2, 4, 0), "exit code 1")
+    counts.fail(failed(2, 0, 1), trains(counts, 2, 4, 0))
     assert counts.limit == 1
     trains(counts, 3, 1, MIN_STEPS, first=50)
-    assert counts.fail(4, trains(counts, 4, 3, 0), "exit code 1") is None, "it is above the limit already"
+    assert counts.fail(failed(4, 0, 1), trains(counts, 4, 3, 0)) is None, "it is above the limit already"
 
 
 def test_a_count_is_given_up_also_if_the_program_fails_before_it_joins() -> None:
@@ -70,8 +74,8 @@ def test_a_count_is_given_up_also_if_the_program_fails_before_it_joins() -> None
     last = trains(counts, 1, 1, MIN_STEPS)
     waits = replace(last, desired=view((2, 2), (1, 1)).desired)
     counts.update(waits)
-    assert counts.fail(0, waits, "replica 1: exit code 1") is None
-    assert counts.fail(0, waits, "replica 1: exit code 77", at_once=True) is not None
+    assert counts.fail(failed(0, 1, 1), waits) is None
+    assert counts.fail(failed(0, 1, 77), waits) is not None
     assert counts.limit == 1
 
 
@@ -80,31 +84,31 @@ def test_only_the_latest_generations_are_kept() -> None:
     for generation in range(1, MAX_GENERATIONS + 10):
         trains(counts, generation, 1, MIN_STEPS, first=MIN_STEPS * generation)
     newest = MAX_GENERATIONS + 10
-    assert counts.fail(1, trains(counts, newest, 2, 0), "exit code 1") is None, "it is not kept"
-    assert counts.fail(newest, view(), "exit code 1") is not None
+    assert counts.fail(failed(1, 0, 1), trains(counts, newest, 2, 0)) is None, "it is not kept"
+    assert counts.fail(failed(newest, 0, 1), view()) is not None
     assert counts.limit == 1
 
 
 def test_a_count_is_kept_if_the_program_has_trained_on_it_in_this_generation() -> None:
     counts = FailingCounts()
     trains(counts, 1, 1, MIN_STEPS)
-    assert counts.fail(2, trains(counts, 2, 2, MIN_STEPS, first=11), "exit code 1") is None
+    assert counts.fail(failed(2, 0, 1), trains(counts, 2, 2, MIN_STEPS, first=11)) is None
     assert counts.limit is None
 
 
 def test_a_count_is_kept_if_the_program_has_not_trained_on_fewer() -> None:
     counts = FailingCounts()
-    assert counts.fail(1, trains(counts, 1, 2, 1), "exit code 1") is None
+    assert counts.fail(failed(1, 0, 1), trains(counts, 1, 2, 1)) is None
     trains(counts, 2, 4, MIN_STEPS)
-    assert counts.fail(3, trains(counts, 3, 2, 1, first=50), "exit code 1") is None
-    assert counts.fail(9, view(), "exit code 1") is None, "of an unknown generation"
+    assert counts.fail(failed(3, 0, 1), trains(counts, 3, 2, 1, first=50)) is None
+    assert counts.fail(failed(9, 0, 1), view()) is None, "of an unknown generation"
 
 
 def test_a_program_that_cannot_have_several_replicas_needs_no_failure_at_once() -> None:
     counts = FailingCounts()
     trains(counts, 1, 1, MIN_STEPS)
     last = trains(counts, 2, 2, MIN_STEPS, first=11)
-    assert counts.fail(2, last, "exit code 77", at_once=True) is not None
+    assert counts.fail(failed(2, 0, 77), last) is not None
     assert counts.limit == 1
 
 
@@ -112,7 +116,7 @@ def test_step_times_show_on_which_counts_the_program_has_trained_before_the_oper
     counts = FailingCounts()
     last = replace(view((5, 2), (5, 2)), step_times=(StepTime(1, 4, 1, 0.1),))
     counts.update(last)
-    assert counts.fail(5, last, "exit code 1") is not None
+    assert counts.fail(failed(5, 0, 1), last) is not None
     assert counts.limit == 1
 
 

@@ -80,7 +80,7 @@ def control_loop(
         job,
         cast(Any, None),  # It supervises the service later.
         client,
-        Replicas(agents, 0, 0, display),
+        Replicas(agents, job, display),
         ReplicaLimit(2, job.spare_replicas),
         None,
         display,

@@ -13,25 +13,26 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import PlainDisplay
-from adascale_controller.local.failed_checks import FIRST_PAUSE, MAX_PAUSE
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.replicas import AgentExit, Agents, Replicas, RunResult, backoff
 from adascale_controller.local.state_dir import StateDir, StateLock
 from adascale_core import names
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED
-from adascale_core.messages.allocation import ActiveAllocation, Allocation, Member
-from adascale_core.messages.registration import Registration, ReplicaState
-from adascale_core.views.jobs import JobView, ReplicaView
+from adascale_core.messages.allocation import Allocation
+from adascale_core.views.jobs import JobView
+from support.observed_jobs import SPEC
 
 VIEW = replace(JobView.empty("default.digits"), desired=Allocation(1, 1))
 MAX_RESTARTS = 2
+JOB = JobDefinition("default.digits", SPEC, backoff_limit=0, max_restarts_without_progress=MAX_RESTARTS)
 
 
 class Run:
-    """The replicas of a run with backoffLimit 0 and MAX_RESTARTS, whose metrics service does not answer."""
+    """The replicas of a run whose metrics service does not answer."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, job: JobDefinition = JOB) -> None:
         self._folder = folder = StateDir(path)
         folder.create()
         environ = {
@@ -46,7 +47,7 @@ class Run:
         )
         self._output = io.StringIO()
         display = PlainDisplay(Console(file=self._output, width=200))
-        self._replicas = Replicas(self._agents, 0, MAX_RESTARTS, display)
+        self._replicas = Replicas(self._agents, job, display)
 
     def handle_exit(
         self, agent_exit: AgentExit, view: JobView = VIEW, now: float | None = None
@@ -119,97 +120,6 @@ def test_a_replica_that_fails_its_check_is_tried_again_after_longer_and_longer_p
     assert "failure" not in run.output
 
 
-def growing(count: int, trains: int = 1, spares: int = 0, *, without: int | None = None) -> JobView:
-    """A job that trains on the first replicas except one, and of which more are desired."""
-    ranks = [rank for rank in range(count) if rank != without][:trains]
-    members = tuple(Member(rank, f"agent.{rank}", "127.0.0.1", 1) for rank in ranks)
-    replicas = tuple(
-        ReplicaView.of(Registration(rank, f"agent.{rank}", ReplicaState.RUNNING, 1, "127.0.0.1", 1), 0.0)
-        for rank in ranks
-    )
-    return replace(
-        VIEW,
-        desired=Allocation(2, count, spares=spares),
-        active=ActiveAllocation(1, trains, members),
-        replicas=replicas,
-    )
-
-
-def fails_check(run: Run, rank: int, view: JobView, *times: float) -> None:
-    for now in times:
-        assert run.handle_exit(AgentExit(rank, EXIT_CHECK_FAILED, requested=False), view, now) is None
-
-
-def test_a_count_is_given_up_for_longer_and_longer_pauses_if_a_replica_fails_its_check_twice(
-    run: Run,
-) -> None:
-    view = growing(2)
-    fails_check(run, 1, view, 0.0)
-    assert run.limit(0.0) == (None, "")
-    fails_check(run, 1, view, 5.0)
-    reason = "replica 1 has failed its check 2 times in a row; it is tried again in 60 s at the earliest"
-    assert run.limit(5.0) == run.limit(5.0 + FIRST_PAUSE - 1) == (1, reason)
-    now = 5.0 + FIRST_PAUSE
-    assert run.limit(now) == (None, "")
-    for pause in (120, 240, 480, MAX_PAUSE, MAX_PAUSE):
-        fails_check(run, 1, view, now)
-        assert run.limit(now + pause - 1)[0] == 1
-        now += pause
-        assert run.limit(now) == (None, "")
-
-
-def test_the_failed_checks_of_a_replica_that_has_joined_are_forgotten(run: Run) -> None:
-    fails_check(run, 1, growing(2), 0.0, 1.0)
-    run.handle_exits(growing(2, trains=2), 2.0)
-    assert run.limit(2.0) == (None, "")
-    fails_check(run, 1, growing(2), 3.0)
-    assert run.limit(3.0) == (None, "")
-    assert run.output.count("restarting it in 1 s") == 2
-    fails_check(run, 1, growing(2), 4.0)
-    assert run.limit(4.0 + FIRST_PAUSE - 1)[0] == 1
-    assert run.limit(4.0 + FIRST_PAUSE) == (None, "")
-
-
-@pytest.mark.parametrize(
-    ("failing", "view", "limit"),
-    [
-        ([1], growing(4), 1),
-        ([3], growing(4), 3),
-        ([2, 3], growing(4), 2),
-        ([3, 2], growing(4), 2),
-        # The others train on more replicas than there are below the faulty one.
-        ([1], growing(4, trains=2, without=1), 2),
-        # A member was lost, and the others wait for it.
-        ([1], replace(growing(3, trains=3), broken=True, replicas=()), 1),
-        # No count can do without the first replica, and none needs a spare.
-        ([0], replace(growing(2), active=None, replicas=()), None),
-        ([2], growing(2, trains=2, spares=1), None),
-    ],
-)
-def test_the_count_that_is_given_up_is_the_smallest_that_needs_the_faulty_replica(
-    failing: list[int], view: JobView, limit: int | None, run: Run
-) -> None:
-    for now in (0.0, 1.0):
-        for rank in failing:
-            fails_check(run, rank, view, now)
-    assert run.limit(1.0)[0] == limit
-
-
-def test_the_run_fails_after_too_many_restarts_without_a_step(run: Run) -> None:
-    run.log(0, "Loading the data set\n")
-    lost = Registration(0, "agent.4", ReplicaState.LOST, 4, "127.0.0.1", 1, exit_code=-9)
-    view = replace(VIEW, replicas=(ReplicaView.of(lost, 0.0),), restarts_without_progress=MAX_RESTARTS)
-    assert run.handle_exits(view) is None
-    view = replace(view, restarts_without_progress=MAX_RESTARTS + 1)
-    assert run.handle_exits(replace(view, complete=True)) is None
-    assert run.handle_exits(view) == RunResult(
-        "The trainers were lost 3 times without a step in between (killed by SIGKILL): "
-        "maxRestartsWithoutProgress (2) exceeded",
-        1,
-        log="Loading the data set",
-    )
-
-
 def test_restarts_without_a_step_in_an_earlier_run_do_not_count(run: Run) -> None:
     def fails(restarts: int) -> bool:
         return run.handle_exits(replace(VIEW, restarts_without_progress=restarts)) is not None
@@ -219,26 +129,6 @@ def test_restarts_without_a_step_in_an_earlier_run_do_not_count(run: Run) -> Non
     assert [fails(before + more) for more in range(MAX_RESTARTS + 2)] == [False] * (MAX_RESTARTS + 1) + [True]
     # After a step the service counts from 0 again.
     assert [fails(restarts) for restarts in range(MAX_RESTARTS + 2)] == [False] * (MAX_RESTARTS + 1) + [True]
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_a_failure_counts_if_the_replica_trained_though_a_spare_has_its_place(
-    run: Run, *, trained: bool
-) -> None:
-    registrations = [
-        Registration(rank, f"agent{rank}.1", ReplicaState.RUNNING, 2, "127.0.0.1", 1) for rank in (0, 2)
-    ]
-    members = tuple(Member(each.replica, each.instance, each.address, each.port) for each in registrations)
-    failed = Registration(1, "agent1.1", ReplicaState.FAILED, int(trained), "127.0.0.1", 1, exit_code=3)
-    view = replace(
-        VIEW,
-        desired=Allocation(1, 2, spares=1),
-        active=ActiveAllocation(2, 2, members),
-        replicas=tuple(ReplicaView.of(each, 0.0) for each in (*registrations, failed)),
-    )
-    failure = run.handle_exit(AgentExit(1, 3, requested=False), view)
-    assert (failure is not None) == trained
-    assert ("failed on the spare replica 1" in run.output) != trained
 
 
 def test_the_delay_before_a_restart_doubles_with_each_failure_up_to_30_seconds() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.placement_backoff import FailedPlacement
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import (
     REGISTRATION_TIMEOUT,
@@ -19,7 +20,12 @@ from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import next_deadline
 from adascale_controller.operator.reconcile.status import is_urgent
 from adascale_controller.operator.runtime.control_loop import is_waited_for
-from adascale_controller.operator.types.actions import Actions, FailedPlacement, NewPod, Stop, StoppedPod
+from adascale_controller.operator.types.actions import (
+    Actions,
+    NewPod,
+    Stop,
+    StoppedPod,
+)
 from adascale_controller.operator.types.conditions import ConditionType
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from adascale_controller.job.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.runtime import error_isolation
-from adascale_controller.operator.schedule.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_core import names
 from adascale_core.decision.decide import Decision, DecisionProblem

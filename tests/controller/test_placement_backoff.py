@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from adascale_controller.job.reasons import Reason
-from adascale_controller.operator.observe.pods import PodExit, PodProblem
-from adascale_controller.operator.schedule.placement_backoff import (
+from adascale_controller.job.placement_backoff import (
     FIRST_PAUSE,
     MAX_PAUSE,
     TIMEOUT_TRAINING,
     TIMEOUT_WAITING,
     PlacementBackoff,
 )
+from adascale_controller.job.reasons import Reason
+from adascale_controller.operator.observe.pods import PodExit, PodProblem
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_core.failures import EXIT_CHECK_FAILED, EXIT_REFUSED
 from support.decisions import decided

@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 
+from adascale_controller.job.placement_backoff import TIMEOUT_TRAINING
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.reconcile.failures import (
-    count_failures,
-    has_permanent_failure,
-    has_repeated_failure,
-)
+from adascale_controller.operator.reconcile.failures import failures_of
 from adascale_controller.operator.reconcile.job_phase import JobPhase, assess
 from adascale_controller.operator.schedule.nodes import free_nodes
-from adascale_controller.operator.schedule.placement_backoff import TIMEOUT_TRAINING
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType
 from adascale_controller.operator.types.kubernetes import ApiObject
@@ -183,16 +179,16 @@ def test_failures_of_a_spare_before_it_trained_never_end_the_job(
     changed: Callable[[ObservedJob], ObservedJob],
 ) -> None:
     training = changed(with_spares(pods=SPARE_FAILED))
-    assert count_failures(training).count == 0
+    assert failures_of(training).count.count == 0
     assert assess(training).phase is not JobPhase.FAILED
 
 
 def test_with_spares_a_failure_counts_if_the_replica_trained_or_too_few_can_start() -> None:
-    assert count_failures(with_spares(pods=[pod(0), pod(1), failed_pod(2, 1)])).count == 1
+    assert failures_of(with_spares(pods=[pod(0), pod(1), failed_pod(2, 1)])).count.count == 1
     all_fail = [failed_pod(rank, created_at=NOW - each) for rank in range(3) for each in (1, 2)]
     starting = replace(with_spares(pods=all_fail), service=view((1, 2)))
-    assert count_failures(starting).count == 2
-    assert has_repeated_failure(starting)
+    assert failures_of(starting).count.count == 2
+    assert failures_of(starting).is_repeated
 
 
 def test_the_failed_starts_of_spares_that_came_before_a_step_of_all_do_not_count_later() -> None:
@@ -201,17 +197,17 @@ def test_the_failed_starts_of_spares_that_came_before_a_step_of_all_do_not_count
     training = with_spares(pods=pods)
     assert training.service is not None
     stepped = replace(training, service=replace(training.service, latest=report(1)))
-    counted = count_failures(stepped)
+    counted = failures_of(stepped).count
     assert counted == FailureCount(0, 0, 8)
     recorded = {**training.resource.status, "attempts": {"falseStarts": 8}}
     for later in (None, replace(training.service, broken=True)):
         lost = replace(stepped, resource=replace(training.resource, status=recorded), service=later)
-        assert count_failures(lost) == counted
-        assert not has_repeated_failure(lost)
+        assert failures_of(lost).count == counted
+        assert not failures_of(lost).is_repeated
     edited = replace(job((1, 2)), status={**job((1, 2)).status, "attempts": {"falseStarts": 8}})
     no_spares = replace(stepped, resource=edited, service=view((1, 2), (1, 2)))
-    assert count_failures(no_spares) == counted
-    assert not has_repeated_failure(no_spares)
+    assert failures_of(no_spares).count == counted
+    assert not failures_of(no_spares).is_repeated
 
 
 def test_an_invalid_program_ends_the_job_only_if_more_than_the_spares_fail() -> None:
@@ -221,8 +217,8 @@ def test_an_invalid_program_ends_the_job_only_if_more_than_the_spares_fail() -> 
         return replace(failed, exit=replace(failed.exit, exit_code=EXIT_INVALID_PROGRAM))
 
     one = with_spares(pods=[pod(0), pod(1), fails(2)])
-    assert not has_permanent_failure(replace(one, service=None))
-    assert has_permanent_failure(with_spares(pods=[fails(0), pod(1), fails(2)]))
+    assert not failures_of(replace(one, service=None)).is_permanent
+    assert failures_of(with_spares(pods=[fails(0), pod(1), fails(2)])).is_permanent
 
 
 # -- the decision -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from adascale_controller.job.failing_counts import FailingCount
+from adascale_controller.job.placement_backoff import FailedPlacement
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import CheckpointSettings, JobDefinition
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
@@ -14,7 +15,11 @@ from adascale_controller.operator.observe.observed_job import CheckpointClaim, O
 from adascale_controller.operator.observe.pods import Pod, PodExit, PodProblem
 from adascale_controller.operator.reconcile.job_phase import assess
 from adascale_controller.operator.reconcile.reconciler import reconcile
-from adascale_controller.operator.types.actions import Actions, FailedPlacement, Schedule, Stop
+from adascale_controller.operator.types.actions import (
+    Actions,
+    Schedule,
+    Stop,
+)
 from adascale_controller.operator.types.conditions import (
     ConditionType,
     JobCondition,

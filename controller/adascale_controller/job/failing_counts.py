@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from adascale_controller.formatting import plural
+from adascale_core.failures import ExitClass, ProgramFailure, classify_exit, describe_exit
 from adascale_core.views.jobs import JobView
 
 MIN_STEPS = 10
@@ -64,13 +65,11 @@ class FailingCounts:
             self._first_steps.pop(old, None)
             self._steps.pop(old, None)
 
-    def fail(
-        self, generation: int, view: JobView, failure: str, *, at_once: bool = False
-    ) -> FailingCount | None:
-        """Record that the program has failed in a generation, and return the count that is given up for it.
-
-        `at_once`: it would fail again, regardless of how many steps it has made.
-        """
+    def fail(self, failure: ProgramFailure, view: JobView) -> FailingCount | None:
+        """Record that the program has failed, and return the count that is given up for it."""
+        generation = failure.generation
+        # It would fail again, however many steps it has made.
+        at_once = classify_exit(failure.exit_code) is ExitClass.SINGLE_REPLICA_PROGRAM
         if at_once and not generation and view.desired is not None:
             generation = view.desired.generation  # it has failed before it joined this one
         count = self._counts.get(generation)
@@ -86,5 +85,6 @@ class FailingCounts:
         works = max((each for each in measured | trained if each < count), default=None)
         if works is None:
             return None
-        self.given_up = FailingCount(count, works, failure)
+        how = f"replica {failure.replica}: {describe_exit(failure.exit_code)}"
+        self.given_up = FailingCount(count, works, how)
         return self.given_up

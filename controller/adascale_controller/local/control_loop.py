@@ -388,9 +388,6 @@ class LocalControlLoop:
             return RunResult(
                 f"Progress {count(progress)} has reached --until {count(self._until)}: saving", 0
             )
-        deadline = self._job.active_deadline_seconds
-        if deadline is not None and now - self._started_at > deadline:
-            return RunResult(f"activeDeadlineSeconds ({deadline}) exceeded: saving", 1)
         return None
 
     def _total(self, view: JobView) -> float | None:

@@ -12,28 +12,22 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from adascale_controller.formatting import plural
 from adascale_controller.job.failing_counts import FailingCounts
+from adascale_controller.job.failures import End, Failures, find_end
+from adascale_controller.job.placement_backoff import PlacementBackoff, startable
+from adascale_controller.job.reasons import Reason
+from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.display import Display
-from adascale_controller.local.failed_checks import IN_GENERATION, FailedChecks
 from adascale_controller.local.local_command import LocalCommand
 from adascale_controller.local.machine import ADDRESS, gpu_environment
 from adascale_controller.local.processes import ChildProcess, TrainerMessages, tail
 from adascale_controller.local.state_dir import StateDir
 from adascale_core import names
-from adascale_core.failures import (
-    ExitClass,
-    FailureCount,
-    ProgramFailure,
-    classify_exit,
-    describe_exit,
-    failure_cause,
-    is_permanent,
-    repeats_early_failure,
-)
+from adascale_core.failures import ExitClass, FailureCount, ProgramFailure, classify_exit, describe_exit
 from adascale_core.messages.registration import ReplicaState
 from adascale_core.messages.reports import GainReport
-from adascale_core.views.jobs import JobView, ReplicaView
+from adascale_core.performance.goodput_table import candidate_counts
+from adascale_core.views.jobs import JobView
 
 STOP_TIMEOUT = 20.0
 """Seconds that agents have to save and exit before they are killed."""
@@ -43,6 +37,8 @@ RESTART_DELAY = 0.5
 """Seconds before an agent that was lost is restarted."""
 MAX_BACKOFF = 30.0
 """Seconds before the program is restarted after a failure, at most."""
+IN_GENERATION = frozenset({ReplicaState.RUNNING, ReplicaState.HOLDING})
+"""The states of replicas that have joined a generation."""
 
 
 @dataclass(frozen=True)
@@ -149,37 +145,37 @@ class RunResult:
     message: str  # for the user; empty if the program has finished
     exit_code: int
     finished: bool = False
+    end: End | None = None  # why the job has failed for good; None if it has not
     log: str = ""  # the last lines of the program's output, if it failed
-    permanent: bool = False  # whether it would fail again, so that the program or the job must be changed
     latest: GainReport | None = None  # the last report; None if there is none
     stopped_at: float = 0.0  # when the replicas were requested to save and to stop, in seconds since 1970
 
     @property
     def reason(self) -> str:
         """Why the run has failed; empty if it has not. An exit code above 128 is that of a signal."""
-        return (failure_cause(self.log) or self.message) if 0 < self.exit_code <= 128 else ""
+        if self.end is not None:
+            return f"{self.end.reason}: {self.message}"
+        return self.message if 0 < self.exit_code <= 128 else ""
 
 
 class Replicas:
     """The replicas of a run."""
 
-    def __init__(
-        self, agents: Agents, backoff_limit: int, max_restarts_without_progress: int, display: Display
-    ) -> None:
+    def __init__(self, agents: Agents, job: JobDefinition, display: Display) -> None:
         self.agents = agents
         self.failing_counts = FailingCounts()
         """The replica counts on which the program fails at once."""
-        self._backoff_limit = backoff_limit
-        self._max_restarts_without_progress = max_restarts_without_progress
-        self._failures = FailureCount()
-        self._false_starts: dict[int, int] = {}
-        self._false_starts_of_spares: dict[int, int] = {}
-        self._program_failures: list[ProgramFailure] = []
+        self._job = job
         self._display = display
+        self._started_at = time.monotonic()
+        self._counted = FailureCount()
+        self._seen: list[ProgramFailure] = []
+        self._placement = PlacementBackoff()
         self._exits: list[AgentExit] = []
         self._finished = False
         self._restart_at: dict[int, float] = {}
-        self._failed_checks = FailedChecks()
+        self._failed_checks: dict[int, tuple[int, str]] = {}
+        """Replica -> how often it has failed its check in a row, and how."""
         self._restarts_before = 0
 
     @property
@@ -194,10 +190,8 @@ class Replicas:
 
     def limit(self, now: float) -> tuple[int | None, str]:
         """Return the largest count that may be used, and why; None and an empty text if any may be."""
-        given_up = [
-            each for each in (self.failing_counts.given_up, self._failed_checks.given_up(now)) if each
-        ]
-        lowest = min(given_up, key=lambda each: each.limit, default=None)
+        given_up = [self.failing_counts.given_up, self._placement.failed_placement(now)]
+        lowest = min((each for each in given_up if each), key=lambda each: each.limit, default=None)
         return (None, "") if lowest is None else (lowest.limit, str(lowest))
 
     def begin(self, view: JobView) -> None:
@@ -213,9 +207,10 @@ class Replicas:
         self._exits += self.agents.collect_exits()
 
     def handle_exits(self, view: JobView, now: float) -> RunResult | None:
-        """Record finished replicas, schedule restarts, count failures. Returns the job's failure, if any."""
+        """Record finished replicas, schedule restarts, count failures. Returns the job's end, if any."""
         self.failing_counts.update(view)
-        self._failed_checks.update(view)
+        for joined in (each.replica for each in view.replicas if each.state in IN_GENERATION):
+            self._failed_checks.pop(joined, None)
         exits, self._exits = self._exits, []
         for agent_exit in exits:
             exit_class = classify_exit(agent_exit.code)
@@ -229,15 +224,14 @@ class Replicas:
                     f"({describe_exit(agent_exit.code)})",
                     "yellow",
                 )
-            elif exit_class.is_failure and _is_untrained_spare(view, agent_exit.rank):
-                self._restart_spare(agent_exit, now)
             elif exit_class.is_failure:
-                failure = self._count_failure(agent_exit, view, now)
-                if failure is not None:
-                    return failure
+                self._record_failure(agent_exit, view, now)
             else:
-                self._schedule_restart(agent_exit, exit_class, view, now)
-        return self._lack_of_progress(view)
+                self._schedule_restart(agent_exit, exit_class, now)
+        if view.complete or self.finished:
+            return None
+        self._observe_placement(view, now)
+        return self._count_failures(view, now)
 
     def start_and_stop(self, view: JobView, now: float) -> None:
         """Start missing agents, and stop agents that the allocation does not need."""
@@ -260,27 +254,7 @@ class Replicas:
             if rank >= from_rank and not in_generation:
                 self.agents.request_stop(rank)
 
-    def _lack_of_progress(self, view: JobView) -> RunResult | None:
-        """Return the failure of a job whose trainers are lost again and again before any step."""
-        # The service's count begins again at 0 after a step.
-        self._restarts_before = min(self._restarts_before, view.restarts_without_progress)
-        restarts = view.restarts_without_progress - self._restarts_before
-        limit = self._max_restarts_without_progress
-        if restarts <= limit or view.complete or self._finished:
-            return None
-        lost = [replica for replica in view.replicas if replica.exit_code is not None]
-        ends = sorted({describe_exit(replica.exit_code) for replica in lost if replica.exit_code is not None})
-        how = f" ({', '.join(ends)})" if ends else ""
-        return RunResult(
-            f"The trainers were lost {plural(restarts, 'time')} without a step in between{how}: "
-            f"maxRestartsWithoutProgress ({limit}) exceeded",
-            1,
-            log=self.agents.log_tail(lost[0].replica if lost else 0),
-        )
-
-    def _schedule_restart(
-        self, agent_exit: AgentExit, exit_class: ExitClass, view: JobView, now: float
-    ) -> None:
+    def _schedule_restart(self, agent_exit: AgentExit, exit_class: ExitClass, now: float) -> None:
         rank, delay = agent_exit.rank, RESTART_DELAY
         match exit_class:
             case ExitClass.REENTRY:
@@ -290,89 +264,68 @@ class Replicas:
             case ExitClass.REFUSED:
                 reason = f"was refused ({self.agents.log_tail(rank, 1)})"
             case ExitClass.CHECK_FAILED:
-                reason = f"has failed its check ({self.agents.log_tail(rank, 1)})"
-                delay = backoff(self._failed_checks.fail(rank, view, now))
+                said = self.agents.log_tail(rank, 1)
+                reason = f"has failed its check ({said})"
+                failures = self._failed_checks.get(rank, (0, ""))[0] + 1
+                self._failed_checks[rank] = failures, said
+                delay = backoff(failures)
             case _:
                 reason = f"was lost ({describe_exit(agent_exit.code)})"
         when = f" in {delay:.0f} s" if delay >= 1 else ""
         self._display.message(f"The agent of replica {rank} {reason}; restarting it{when}", "yellow")
         self._restart_at[rank] = now + delay
 
-    def _restart_spare(self, agent_exit: AgentExit, now: float) -> None:
-        """Restart a spare whose program has failed. The others train without it, so that is no failure."""
-        rank = agent_exit.rank
-        self._false_starts_of_spares[rank] = self._false_starts_of_spares.get(rank, 0) + 1
-        delay = backoff(self._false_starts_of_spares[rank])
-        self._restart_at[rank] = now + delay
-        self._display.message(
-            f"The program failed on the spare replica {rank} ({describe_exit(agent_exit.code)}); the others "
-            f"train; restarting it in {delay:.0f} s",
-            "yellow",
+    def _observe_placement(self, view: JobView, now: float) -> None:
+        """Give a count up for a pause if a replica that it needs fails its check for long."""
+        current, spec = view.desired, self._job.spec
+        if current is None or not current.replicas:
+            return
+        failing = [rank for rank in current.indices if rank in self._failed_checks]
+        problem = None
+        if len(failing) > current.spares:
+            problem = Reason.REPLICA_CHECK_FAILED, self._failed_checks[failing[-1]][1]
+        self._placement.update(
+            generation=current.generation,
+            count=current.replicas,
+            training=view.active.replicas if view.active is not None and not view.broken else 0,
+            problem=problem,
+            placed=startable(set(current.indices).difference(failing), current.spares),
+            valid=lambda: candidate_counts(
+                spec.bounds.with_limit(view.local_bsz_limit), spec.min_replicas, spec.max_replicas
+            ),
+            capacity=lambda: 0,
+            now=now,
         )
 
-    def _count_failure(self, agent_exit: AgentExit, view: JobView, now: float) -> RunResult | None:
-        """Count a failure of the program, once per generation, however many of its replicas fail."""
-        rank = agent_exit.rank
-        failed = _failed_registration(view, rank)
-        before = self._failures
-        if failed is not None and failed.generation > 0:
-            self._failures = before.with_generations([failed.generation])
-        else:
-            self._false_starts[rank] = self._false_starts.get(rank, 0) + 1
-            self._failures = before.with_false_starts(self._false_starts.values())
+    def _record_failure(self, agent_exit: AgentExit, view: JobView, now: float) -> None:
+        """Record that the program has failed on a replica, and when to restart it."""
+        rank, replica = agent_exit.rank, view.replica(agent_exit.rank)
+        failed = replica if replica is not None and replica.state is ReplicaState.FAILED else None
         log = (failed and failed.log) or self.agents.log_tail(rank)
-        generation = failed.generation if failed is not None else 0
-        self._program_failures.append(ProgramFailure(rank, generation, agent_exit.code, log))
-        count, limit, delay = self._failures.count, self._backoff_limit, backoff(self._failures.count)
-        self._restart_at[rank] = now + delay
-        if count == before.count:
+        failure = ProgramFailure(rank, failed.generation if failed else 0, agent_exit.code, log)
+        self._seen.append(failure)
+        if failed is not None and classify_exit(failure.exit_code) is not ExitClass.INVALID_PROGRAM:
+            self.failing_counts.fail(failure, view)
+        self._restart_at[rank] = now + backoff(sum(each.replica == rank for each in self._seen))
+
+    def _count_failures(self, view: JobView, now: float) -> RunResult | None:
+        """Count the failures, show a new one, and return the end of the job, if any."""
+        desired, before = view.desired, self._counted
+        spares = max(desired.spares if desired is not None else 0, self._job.spare_replicas)
+        failures = Failures(before, self._seen, view, desired, spares)
+        self._counted = failures.count
+        # The service's count begins again at 0 after a step.
+        self._restarts_before = min(self._restarts_before, view.restarts_without_progress)
+        end = find_end(self._job, failures, self._started_at, now, restarts_before=self._restarts_before)
+        if end is None:
+            if self._counted.count > before.count:
+                self._display.message(failures.describe(self._job.backoff_limit), "yellow")
             return None
-        message = f"The program failed on replica {rank} ({describe_exit(agent_exit.code)})"
-        exit_class = classify_exit(agent_exit.code)
-        measured = {step_time.replicas for step_time in view.step_times}
-        given_up = None
-        if failed is not None and exit_class is not ExitClass.INVALID_PROGRAM:
-            failure = f"replica {rank}: {describe_exit(agent_exit.code)}"
-            single = exit_class is ExitClass.SINGLE_REPLICA_PROGRAM
-            given_up = self.failing_counts.fail(failed.generation, view, failure, at_once=single)
-        if is_permanent(exit_class, measured):
-            return RunResult(
-                f"{message}; it is not restarted, because it would fail again", 1, log=log, permanent=True
-            )
-        if self._failures.exceeds(limit):
-            failures = f"{plural(count, 'failure')} exceed{'s' if count == 1 else ''}"
-            return RunResult(f"{message}: {failures} backoffLimit ({limit})", 1, log=log)
-        if given_up is not None:
-            fewer = plural(given_up.limit, "replica")
-            self._display.message(f"{message}. T{str(given_up)[1:]}; continuing on {fewer} at most", "yellow")
-            if log:
-                self._display.print(output_text(log))
-            return None
-        latest = view.latest.generation if view.latest is not None else 0
-        replicas = view.desired.replicas if view.desired is not None else None
-        if repeats_early_failure(self._program_failures, latest, replicas, measured):
-            return RunResult(f"{message}, twice in the same way before its first step", 1, log=log)
-        self._display.message(
-            f"{message}: failure {count}, backoffLimit is {limit}; restarting in {delay:.0f} s", "yellow"
-        )
-        if count == 1 and log:
-            self._display.print(output_text(log))
-        return None
-
-
-def _failed_registration(view: JobView, rank: int) -> ReplicaView | None:
-    """Return the registration of a replica whose program has failed; None if none has arrived."""
-    replica = view.replica(rank)
-    return replica if replica is not None and replica.state is ReplicaState.FAILED else None
-
-
-def _is_untrained_spare(view: JobView, rank: int) -> bool:
-    """Whether a replica has failed as a spare, before it trained.
-
-    A replica that trained also looks like a spare as soon as a spare has taken its place.
-    """
-    failed = _failed_registration(view, rank)
-    return view.is_spare(rank) and (failed is None or failed.generation == 0)
+        log = "\n".join(end.failure.splitlines()[1:])
+        if end.reason is Reason.NO_PROGRESS:
+            lost = (each.replica for each in view.replicas if each.exit_code is not None)
+            log = self.agents.log_tail(next(lost, 0))
+        return RunResult(end.summary, 1, end=end, log=log)
 
 
 def output_text(log: str) -> Text:

@@ -19,6 +19,7 @@ from adascale_controller.formatting import (
     significant,
     trimmed,
 )
+from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.job_overview import describe_size, format_result
 from adascale_controller.local.display import Display
@@ -216,7 +217,7 @@ def print_summary(
         values = f": {format_result(checkpoint.result)}" if checkpoint and checkpoint.result else ""
         display.message(f"Finished{at} in {duration(seconds)}{values}", "bold green")
         display.message("`adascale ui` shows it from now on")
-    elif result.permanent:
+    elif result.end is not None and result.end.reason is Reason.PROGRAM_FAILED:
         display.message("Correct the cause, and run the command again", "bold")
     elif checkpoint is None:
         display.message("No checkpoint was saved; run the same command to start over")

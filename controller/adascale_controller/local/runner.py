@@ -224,7 +224,7 @@ class _Run:
             job,
             ServiceSupervisor(service, client, job.id, display, signals),
             client,
-            Replicas(agents, job.backoff_limit, job.max_restarts_without_progress, display),
+            Replicas(agents, job, display),
             limit,
             self._options.until,
             display,
@@ -247,7 +247,7 @@ class _Run:
     def _stop(self, result: RunResult, loop: LocalControlLoop, agents: Agents) -> None:
         """Stop the agents that still run, after they have saved."""
         if result.message:
-            self._display.message(result.message, "red" if result.log else "")
+            self._display.message(result.message, "red" if result.end else "")
         mark_stopping(self._folder)
         if not agents.ranks:
             return

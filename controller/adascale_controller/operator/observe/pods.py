@@ -27,7 +27,7 @@ from adascale_controller.operator.types.settings import (
     QUEUE_NAME,
 )
 from adascale_core import names
-from adascale_core.failures import ExitClass, TerminationMessage, classify_exit
+from adascale_core.failures import ExitClass, ProgramFailure, TerminationMessage, classify_exit
 
 _IMAGE_PULL_FAILURES: Final = frozenset(
     {
@@ -383,6 +383,27 @@ def failed_pods(pods: Iterable[Pod]) -> list[Pod]:
     """Return the pods that the program has failed in, by creation time."""
     failed = [pod for pod in pods if pod.exit is not None and is_program_failure(pod.exit)]
     return sorted(failed, key=lambda pod: (pod.created_at, pod.rank))
+
+
+def program_failures(pods: Iterable[Pod]) -> list[ProgramFailure]:
+    """Return the failures of the program in pods, by creation time."""
+    failures = []
+    for pod in failed_pods(pods):
+        end = pod.exit
+        assert end is not None
+        assert end.exit_code is not None
+        agent = end.termination
+        failures.append(
+            ProgramFailure(
+                pod.rank,
+                agent.generation if agent is not None else 0,
+                end.exit_code,
+                agent.log if agent is not None else end.message,
+                f"pod {pod.name}",
+                is_reported=agent is not None and end.of_worker,
+            )
+        )
+    return failures
 
 
 def is_program_failure(end: PodExit) -> bool:

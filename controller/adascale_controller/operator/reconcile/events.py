@@ -9,7 +9,7 @@ from adascale_controller.formatting import describe_limit, plural, progress_text
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.reconcile.job_phase import JobPhase, last_failure
+from adascale_controller.operator.reconcile.job_phase import JobPhase
 from adascale_controller.operator.reconcile.status import ScheduledJob, replica_limit_problem
 from adascale_controller.operator.types.actions import Event, Status
 from adascale_controller.operator.types.conditions import (
@@ -56,11 +56,10 @@ def events_of(observed: ObservedJob, scheduled: ScheduledJob, status: Status) ->
     limit = status.get("localBatchLimit")
     if limit is not None and limit < current.get("localBatchLimit", limit + 1):
         yield Event("LocalBatchLimited", describe_limit(limit), warning=True)
-    failures = scheduled.assessment.failures.count
-    if failures > current.get("failures", 0) and not scheduled.assessment.ended:
+    failures = scheduled.assessment.failures
+    if failures.count.count > current.get("failures", 0) and not scheduled.assessment.ended:
         limit = observed.resource.valid_job.backoff_limit if observed.resource.job is not None else 0
-        message = f"Failure {failures} of the program (backoffLimit {limit}). {last_failure(observed)}"
-        yield Event("ProgramFailed", message[:MAX_MESSAGE], warning=True)
+        yield Event("ProgramFailed", failures.describe(limit)[:MAX_MESSAGE], warning=True)
     if status["observedGeneration"] != current.get("observedGeneration"):
         yield from _without_effect(observed, scheduled)
     yield from _changed_conditions(current, status)

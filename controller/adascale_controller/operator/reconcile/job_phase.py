@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from adascale_controller.formatting import plural
+from adascale_controller.job.failures import Failures, find_end
+from adascale_controller.job.placement_backoff import FailedPlacement
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
-from adascale_controller.operator.observe.pods import Pod, failed_pods, is_program_failure
-from adascale_controller.operator.reconcile.failures import (
-    count_failures,
-    has_permanent_failure,
-    has_repeated_failure,
-)
-from adascale_controller.operator.types.actions import FailedPlacement
+from adascale_controller.operator.observe.pods import Pod, is_program_failure
+from adascale_controller.operator.reconcile.failures import failures_of
 from adascale_controller.operator.types.conditions import (
     ConditionType,
     condition_of,
@@ -29,11 +26,8 @@ from adascale_controller.operator.types.kubernetes import seconds
 from adascale_controller.operator.types.settings import QUEUE_NAME
 from adascale_core import names
 from adascale_core.batch.plans import is_valid_replicas
-from adascale_core.failures import EXIT_REFUSED, FailureCount, describe_exit, failure_cause
+from adascale_core.failures import EXIT_REFUSED
 from adascale_core.messages.registration import ReplicaState
-
-LOG_LINES = 20
-"""How many lines of the program's output the condition of a failed job holds."""
 
 
 class JobPhase(Enum):
@@ -56,7 +50,7 @@ class Assessment:
     """The phase of a job, and why."""
 
     phase: JobPhase
-    failures: FailureCount
+    failures: Failures
     # of the condition that shows the phase
     reason: Reason = Reason.TRAINING
     message: str = ""
@@ -72,7 +66,7 @@ _Finding = tuple[JobPhase, Reason, str]
 
 def assess(observed: ObservedJob) -> Assessment:
     """Return the phase of a job."""
-    failures = count_failures(observed)
+    failures = failures_of(observed)
     finding = _ended(observed, failures) or _blocked(observed) or _stopped(observed)
     if finding is None:
         return Assessment(JobPhase.RUNNABLE, failures)
@@ -80,7 +74,7 @@ def assess(observed: ObservedJob) -> Assessment:
     return Assessment(phase, failures, reason, message)
 
 
-def _ended(observed: ObservedJob, failures: FailureCount) -> _Finding | None:
+def _ended(observed: ObservedJob, failures: Failures) -> _Finding | None:
     job = observed.resource
     for condition_type, phase, default in _END_CONDITIONS:
         condition = condition_of(job.status, condition_type)
@@ -90,30 +84,14 @@ def _ended(observed: ObservedJob, failures: FailureCount) -> _Finding | None:
     are_gone = observed.view.complete and all(pod.exit is not None for pod in observed.pods)
     if job.recorded_allocation is not None and (observed.finished_pod is not None or are_gone):
         return JobPhase.COMPLETE, Reason.FINISHED, "The program has finished"
-    due = deadline(observed)
-    if due is not None and observed.now >= due and job.job is not None:
-        message = f"activeDeadlineSeconds ({job.job.active_deadline_seconds}) exceeded"
-        return JobPhase.FAILED, Reason.DEADLINE_EXCEEDED, message
-    if job.job is None and (observed.current_allocation is None or not observed.live_pods):
+    if job.job is None:
+        if observed.current_allocation is not None and observed.live_pods:
+            return None
         return JobPhase.FAILED, Reason.INVALID_SPEC, job.invalid or ""
-    limit = job.job.backoff_limit if job.job is not None else None
-    if limit is not None and failures.exceeds(limit):
-        message = f"The program has failed {plural(failures.count, 'time')}, backoffLimit ({limit}) exceeded"
-        return JobPhase.FAILED, Reason.BACKOFF_LIMIT_EXCEEDED, _with_cause(message, observed)
-    restarts = observed.view.restarts_without_progress
-    if job.job is not None and restarts > job.job.max_restarts_without_progress:
-        message = (
-            f"The trainers were lost {plural(restarts, 'time')} without a step in between, "
-            f"maxRestartsWithoutProgress ({job.job.max_restarts_without_progress}) exceeded"
-        )
-        return JobPhase.FAILED, Reason.NO_PROGRESS, f"{message}{_last_losses(observed)}"
-    if has_permanent_failure(observed):
-        message = "The program is not restarted, because it would fail again"
-        return JobPhase.FAILED, Reason.PROGRAM_FAILED, _with_cause(message, observed)
-    if has_repeated_failure(observed):
-        message = "The program has failed twice in the same way before its first step"
-        return JobPhase.FAILED, Reason.PROGRAM_FAILED, _with_cause(message, observed)
-    return None
+    memory = any(pod.exit is not None and pod.exit.reason == "OOMKilled" for pod in observed.pods)
+    started_at = seconds(job.status.get("startTime"))
+    end = find_end(job.job, failures, started_at, observed.now, out_of_memory=memory)
+    return None if end is None else (JobPhase.FAILED, end.reason, str(end))
 
 
 _END_CONDITIONS = (
@@ -125,34 +103,6 @@ _END_CONDITIONS = (
 def _reason(name: str, default: Reason) -> Reason:
     """Return the reason of a name, which another version may have chosen."""
     return Reason(name) if name in set(Reason) else default
-
-
-def _with_cause(message: str, observed: ObservedJob) -> str:
-    """Return the error of the program, what follows from it, and the program's last output."""
-    failure = last_failure(observed)
-    return ". ".join(filter(None, (failure_cause(failure), message, failure)))
-
-
-def last_failure(observed: ObservedJob) -> str:
-    """Return a description of the program's latest failure with the last lines of its output.
-
-    Empty if no pod holds a claim.
-    """
-    pod = next(reversed(failed_pods(observed.pods)), None)
-    if pod is None or pod.exit is None or pod.exit.exit_code is None:
-        return ""
-    text = f"Replica {pod.rank} (pod {pod.name}) failed: {describe_exit(pod.exit.exit_code)}"
-    log = pod.exit.termination.log if pod.exit.termination is not None else pod.exit.message
-    lines = log.rstrip().splitlines()[-LOG_LINES:]
-    return f"{text}:\n" + "\n".join(lines) if lines else text
-
-
-def _last_losses(observed: ObservedJob) -> str:
-    """Return how trainers have ended, in brackets; empty if no replica has registered it."""
-    codes = {replica.exit_code for replica in observed.view.replicas if replica.exit_code is not None}
-    memory = any(pod.exit is not None and pod.exit.reason == "OOMKilled" for pod in observed.pods)
-    ends = [*(["OOMKilled"] if memory else []), *map(describe_exit, sorted(codes))]
-    return f" ({', '.join(ends)})" if ends else ""
 
 
 def deadline(observed: ObservedJob) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from adascale_controller.formatting import capitalized, duration, percent, plural, progress_text
+from adascale_controller.formatting import capitalized, percent, plural, progress_text
 from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.observe.observed_job import ObservedJob
@@ -204,7 +204,7 @@ def _counts(observed: ObservedJob, scheduled: ScheduledJob) -> Status:
         if observed.training_replicas and observed.training_replicas != trained:
             rescales += trained > 0
             trained = observed.training_replicas
-    failures, failing = scheduled.assessment.failures, scheduled.schedule.failing_count
+    failures, failing = scheduled.assessment.failures.count, scheduled.schedule.failing_count
     recorded_failing = {}
     if failing is not None:
         recorded_failing = {
@@ -306,7 +306,7 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
     problem = scheduled.start_problem(observed, allocation.indices, allocation.spares)
     if problem is not None:
         return condition(False, problem.reason, problem.message)
-    failures = assessment.failures.count
+    failures = assessment.failures.count.count
     if failures:
         limit = observed.resource.valid_job.backoff_limit
         message = f"Restarting after failure {failures} of the program (backoffLimit {limit})"
@@ -350,11 +350,7 @@ def _rescaling(observed: ObservedJob, scheduled: ScheduledJob, training: int) ->
         message = f"T{str(failing)[1:]}; it gets {plural(failing.limit, 'replica')} at most"
         return JobCondition(kind, False, Reason.PROGRAM_FAILED, message)
     if failed is not None and not scheduled.assessment.ended:
-        message = (
-            f"{plural(failed.count, 'replica')} could not be scheduled: {failed.message}; next attempt after "
-            f"{duration(failed.pause)} or when more capacity is available"
-        )
-        return JobCondition(kind, False, failed.reason, message)
+        return JobCondition(kind, False, failed.reason, str(failed))
     message = (replica_limit_problem(observed.resource.valid_job) or "") if runnable else ""
     return JobCondition(kind, False, Reason.STABLE, message)
 

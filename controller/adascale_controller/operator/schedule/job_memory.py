@@ -9,17 +9,19 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from adascale_controller.job.failing_counts import FailingCounts
+from adascale_controller.job.placement_backoff import PlacementBackoff, startable
 from adascale_controller.job.reasons import Reason
 from adascale_controller.measurements import JobMeasurements, TemplateMeasurements
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.observed_job import ObservedJob
-from adascale_controller.operator.observe.pods import failed_pods
+from adascale_controller.operator.observe.pods import failed_pods, program_failures
 from adascale_controller.operator.schedule.accelerator_types import TypedDemands
+from adascale_controller.operator.schedule.capacity_requests import (
+    CapacityRequests,
+)
 from adascale_controller.operator.schedule.nodes import pod_request
-from adascale_controller.operator.schedule.placement_backoff import CapacityRequests, PlacementBackoff
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.batch.plans import valid_replicas
-from adascale_core.failures import ExitClass, classify_exit, describe_exit
 from adascale_core.views.jobs import JobView
 
 
@@ -82,18 +84,17 @@ class JobMemory:
     def _observe_failures(self, observed: ObservedJob, view: JobView) -> None:
         self.failing_counts.update(view)
         self._early_failures &= {pod.uid for pod in observed.pods}
-        for pod in failed_pods(observed.pods):
-            end = pod.exit
-            if end is not None and end.exit_code is not None and end.termination is not None:
-                failure = f"replica {pod.rank}: {describe_exit(end.exit_code)}"
-                single = classify_exit(end.exit_code) is ExitClass.SINGLE_REPLICA_PROGRAM
-                if not end.termination.generation:
-                    # It names no count itself, so only news of the present program count.
-                    is_old = pod.uid in self._early_failures or pod.rank in observed.live_pods
-                    self._early_failures.add(pod.uid)
-                    if is_old or pod.template not in (None, observed.digest):
-                        continue
-                self.failing_counts.fail(end.termination.generation, view, failure, at_once=single)
+        ended = zip(failed_pods(observed.pods), program_failures(observed.pods), strict=True)
+        for pod, failure in ended:
+            if not failure.is_reported:
+                continue
+            if not failure.generation:
+                # It names no count itself, so only news of the present program count.
+                is_old = pod.uid in self._early_failures or pod.rank in observed.live_pods
+                self._early_failures.add(pod.uid)
+                if is_old or pod.template not in (None, observed.digest):
+                    continue
+            self.failing_counts.fail(failure, view)
 
     def _observe_placement(
         self, observed: ObservedJob, view: JobView, types: TypedDemands, fitting: Callable[[], int]
@@ -102,9 +103,7 @@ class JobMemory:
         live, errors = observed.live_pods, observed.agent_errors
         spares = observed.spares
         ready = {rank for rank, pod in live.items() if pod.is_placed and rank not in errors}
-        placed = 0
-        while len(ready.intersection(range(placed + 1 + spares))) > placed:
-            placed += 1
+        placed = startable(ready, spares)
         self.requests.update(placed, observed.now)
         if observed.admission.has_quota:
             self.backoff.allow(Reason.QUOTA_EXCEEDED, observed.admission.asked_at)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from adascale_controller.explanations import ExplanationSchedule
 from adascale_controller.formatting import plural
 from adascale_controller.job.failing_counts import FailingCount
+from adascale_controller.job.placement_backoff import FailedPlacement
 from adascale_controller.measurements import TemplateMeasurements
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
@@ -27,16 +28,19 @@ from adascale_controller.operator.schedule.candidate import (
     requested,
     still_applies,
 )
-from adascale_controller.operator.schedule.job_memory import JobMemory
-from adascale_controller.operator.schedule.nodes import NodeSelection
-from adascale_controller.operator.schedule.placement_backoff import (
+from adascale_controller.operator.schedule.capacity_requests import (
     MAX_REQUESTING_JOBS,
     NODES,
     PREEMPTION,
     TRIAL,
     RequestKind,
 )
-from adascale_controller.operator.types.actions import CapacityRequest, FailedPlacement, Schedule
+from adascale_controller.operator.schedule.job_memory import JobMemory
+from adascale_controller.operator.schedule.nodes import NodeSelection
+from adascale_controller.operator.types.actions import (
+    CapacityRequest,
+    Schedule,
+)
 from adascale_controller.operator.types.kubernetes import ApiObject
 from adascale_core.decision.decide import Decision, DecisionProblem
 from adascale_core.decision.explanation import explain

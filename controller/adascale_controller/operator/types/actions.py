@@ -1,4 +1,4 @@
-"""What the phases pass on: a failed placement from `schedule`, the actions from `reconcile` to `apply`."""
+"""What the phases pass on: the count from `schedule`, the actions from `reconcile` to `apply`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from adascale_controller.job.failing_counts import FailingCount
+from adascale_controller.job.placement_backoff import FailedPlacement
 from adascale_controller.job.reasons import Reason
 from adascale_core.decision.decide import Decision
 from adascale_core.messages.allocation import Allocation
@@ -16,19 +17,6 @@ from adascale_core.messages.job_spec import JobSpec
 
 Status = dict[str, Any]
 """`status` of an AdaScaleJob, as JSON."""
-
-
-@dataclass(frozen=True)
-class FailedPlacement:
-    """A replica count that could not be placed."""
-
-    count: int
-    limit: int  # the largest count that may be scheduled until `until`
-    reason: str
-    message: str
-    until: float  # when the count may be scheduled again, in seconds since 1970
-    capacity: int  # how many replicas seemed to fit when the placement failed
-    pause: float  # seconds from the failure to `until`
 
 
 @dataclass(frozen=True)
