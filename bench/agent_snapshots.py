@@ -15,6 +15,7 @@ agent, over the loopback interface. Printed are the times, medians of three.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
@@ -32,8 +33,9 @@ from adascale import ElasticTrainer
 from adascale_core.messages.allocation import Member
 from adascale_storage.folder import Folder
 from adascale_worker.agent import snapshot_exchange
-from adascale_worker.agent.snapshot_exchange import SnapshotReceiver, SnapshotServer
+from adascale_worker.agent.snapshot_exchange import SnapshotServer, SnapshotTransfers
 from adascale_worker.agent.snapshots import make_snapshot_files
+from adascale_worker.process.snapshot_place import SnapshotPlace
 from adascale_worker.state import state as state_module
 from adascale_worker.state.file import Snapshot
 from adascale_worker.state.snapshot_memory import SnapshotMemory
@@ -124,8 +126,9 @@ def measure_transfers(memory: SnapshotMemory, paths: list[str], state: dict[str,
     server = SnapshotServer(paths, "127.0.0.1", lambda: "secret")
     others = make_snapshot_files().split(":")
     received = SnapshotMemory(others)
-    receiver = SnapshotReceiver(others, lambda: "secret", lambda: None)
-    receiver.follow(Member(0, "0.1", "127.0.0.1", 1, snapshot_port=server.port))
+    source = Member(0, "0.1", "127.0.0.1", 1, snapshot_port=server.port)
+    places = [SnapshotPlace(path) for path in others]
+    transfers = SnapshotTransfers(source, places, lambda: "secret", lambda: None, lambda: math.inf)
 
     def wait_for(step: int) -> None:
         while (kept := received.newest()) is None or kept.info.step < step:
@@ -135,8 +138,7 @@ def measure_transfers(memory: SnapshotMemory, paths: list[str], state: dict[str,
     for step in range(2, 7):
         memory.save(state, replace(INFO, step=step), {})
         times.append(timed(lambda step=step: wait_for(step)))  # type: ignore[misc]
-    receiver.release()
-    server.close()
+    transfers.stop()
     return times
 
 

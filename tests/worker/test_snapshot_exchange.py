@@ -16,13 +16,8 @@ import torch
 
 from adascale_core.messages.allocation import ActiveAllocation, Allocation, AllocationView, Member
 from adascale_worker.agent import snapshot_exchange
-from adascale_worker.agent.snapshot_exchange import (
-    SnapshotChannel,
-    SnapshotChannelError,
-    SnapshotReceiver,
-    SnapshotServer,
-)
-from adascale_worker.agent.snapshots import Snapshots, make_snapshot_files
+from adascale_worker.agent.snapshot_exchange import SnapshotChannel, SnapshotChannelError
+from adascale_worker.agent.snapshots import Snapshots
 from adascale_worker.process.snapshot_place import SnapshotPlace
 from adascale_worker.state.snapshot_memory import SnapshotMemory
 from adascale_worker.state.store import CheckpointInfo
@@ -33,15 +28,14 @@ Number = tuple[int, int, int]
 
 
 class Agent:
-    """The memory of an agent, what it sends and what it receives."""
+    """The agent of replica 2: its memory, what it sends and what it receives."""
 
     def __init__(self) -> None:
-        self.paths = make_snapshot_files().split(":")
-        self.memory = SnapshotMemory(self.paths, lambda: inf)
-        self.server = SnapshotServer(self.paths, "127.0.0.1", lambda: KEY)
         self.key = KEY
         self.available = inf
-        self.receiver = SnapshotReceiver(self.paths, lambda: self.key, lambda: None, lambda: self.available)
+        self.snapshots = Snapshots(2, "127.0.0.1", lambda: self.key, lambda: None, lambda: self.available)
+        self.paths = self.snapshots.files.split(":")
+        self.memory = SnapshotMemory(self.paths, lambda: inf)
 
     def save(self, number: Number, value: float = 0.0, rows: int = 1000) -> None:
         incarnation, generation, step = number
@@ -57,16 +51,31 @@ class Agent:
         return None if kept is None else kept.number
 
     def follow(self, port: int) -> None:
-        self.receiver.follow(Member(0, "0.1", "127.0.0.1", 1, snapshot_port=port))
+        self.snapshots.follow(generation(3, port))
+
+    def stop(self) -> None:
+        """Be assigned to a generation in which another member has the state."""
+        members = tuple(Member(replica, f"{replica}.1", "127.0.0.1", 1) for replica in (0, 2))
+        assert self.snapshots.is_ready(ActiveAllocation(4, 2, members))
 
     def finish(self) -> None:
-        wait_until(self.receiver.finish, "the end of the transfers")
+        """Be assigned to a generation alone."""
+        alone = ActiveAllocation(4, 1, (Member(2, "2.1", "127.0.0.1", 1),))
+        wait_until(lambda: self.snapshots.is_ready(alone), "the end of the transfers")
 
     def end(self) -> None:
-        self.receiver.stop()
-        self.server.close()
+        self.stop()
         for path in self.paths:
             os.close(int(Path(path).name))
+
+
+def generation(number: int, *ports: int) -> AllocationView:
+    members = tuple(
+        Member(replica, f"{replica}.1", "127.0.0.1", 1, snapshot_port=port)
+        for replica, port in enumerate(ports)
+    )
+    active = ActiveAllocation(number, len(members), members)
+    return AllocationView(number, Allocation(number, 1, spares=1), active, broken=False, complete=False)
 
 
 @pytest.fixture
@@ -80,7 +89,7 @@ def agents() -> Iterator[tuple[Agent, Agent]]:
 
 def test_a_copy_is_received_as_it_was_written_again_and_again(agents: tuple[Agent, Agent]) -> None:
     source, spare = agents
-    spare.follow(source.server.port)
+    spare.follow(source.snapshots.port)
     for step in (1, 2, 3, 4):
         source.save((100, 3, step), value=float(step))
         wait_until(lambda step=step: spare.number == (100, 3, step), "the copy")  # type: ignore[misc]
@@ -114,7 +123,7 @@ def test_only_a_copy_of_a_later_state_is_received(
     if own is not None:
         spare.save(own)
     source.save(offered)
-    spare.follow(source.server.port)
+    spare.follow(source.snapshots.port)
     spare.finish()
     assert spare.number == (offered if is_received else own)
 
@@ -125,7 +134,7 @@ def in_a_pause(agents: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(snapshot_exchange, "POLL", 1000.0)
     source, spare = agents
     source.save((100, 3, 1))
-    spare.follow(source.server.port)
+    spare.follow(source.snapshots.port)
     wait_until(lambda: spare.number == (100, 3, 1), "the first copy")
     source.save((100, 3, 2))
     return agents
@@ -151,7 +160,7 @@ def test_a_copy_whose_restoring_process_has_ended_is_not_sent(agents: tuple[Agen
     kept = source.memory.newest()
     assert kept is not None
     source.memory.begin_restoring(kept)
-    spare.follow(source.server.port)
+    spare.follow(source.snapshots.port)
     spare.finish()
     assert spare.number is None
 
@@ -165,7 +174,7 @@ def test_a_copy_is_not_received_again_after_the_process_that_restored_it_has_end
     kept = spare.memory.newest()
     assert kept is not None
     spare.memory.begin_restoring(kept)
-    spare.follow(source.server.port)
+    spare.follow(source.snapshots.port)
     spare.finish()
     assert spare.number is None
 
@@ -182,7 +191,7 @@ def test_an_agent_of_another_job_or_version_gets_nothing(
         # Each end has another one, each time.
         versions = map(str, count())
         monkeypatch.setattr(snapshot_exchange, "package_version", lambda: next(versions))
-    spare.follow(source.server.port)
+    spare.follow(source.snapshots.port)
     spare.finish()
     assert spare.number is None
 
@@ -195,12 +204,12 @@ def test_who_does_not_know_the_secret_gets_nothing_and_disturbs_nobody(
 ) -> None:
     source, spare = agents
     source.save((100, 3, 9))
-    with socket.create_connection(("127.0.0.1", source.server.port)) as connection:
+    with socket.create_connection(("127.0.0.1", source.snapshots.port)) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         received = b"".join(iter(lambda: connection.recv(4096), b""))
     assert [*json.loads(received)] == ["challenge"]
-    spare.follow(source.server.port)
+    spare.follow(source.snapshots.port)
     spare.finish()
     assert spare.number == (100, 3, 9)
 
@@ -221,8 +230,7 @@ class Interrupting:
         with closing(self._listener), connection:
             channel = SnapshotChannel(connection, KEY)
             channel.accept()
-            channel.receive_request()
-            channel.announce(1 << 20, 100)
+            channel.answer((1 << 20, 100, (100, 3, 10)))
             channel.send_content(memoryview(bytes(1 << 19)))
             self.has_sent.set()
             if not self._closes:
@@ -246,7 +254,7 @@ def test_nothing_is_written_after_the_transfers_are_stopped(agents: tuple[Agent,
     source = Interrupting(closes=False)
     spare.follow(source.port)
     source.has_sent.wait()
-    spare.receiver.stop()
+    spare.stop()
     for path in spare.paths:
         with SnapshotPlace(path).locked(exclusively=True) as is_free:
             assert is_free
@@ -260,7 +268,7 @@ def test_without_enough_memory_no_copy_is_kept(
     source, spare = agents
     spare.available = 1000.0
     source.save((100, 3, 9))
-    spare.follow(source.server.port)
+    spare.follow(source.snapshots.port)
     spare.finish()
     assert spare.number is None
     assert not spare.memory.is_taken
@@ -274,11 +282,12 @@ def test_a_copy_that_is_deleted_while_it_is_sent_does_not_arrive(agents: tuple[A
     """The trainer deletes it when others have the state. It has 64 MB, more than a connection buffers."""
     source, _ = agents
     source.save((100, 3, 9), rows=16_000)
-    with socket.create_connection(("127.0.0.1", source.server.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", source.snapshots.port), timeout=30) as connection:
         channel = SnapshotChannel(connection, KEY)
-        channel.connect()
-        length, _ = channel.request(None)
-        assert length > 64_000_000
+        copy = channel.request(None)
+        assert copy is not None
+        length, _, number = copy
+        assert (length >= 64_000_000, number) == (True, (100, 3, 9))
         source.memory.release()
         with pytest.raises(SnapshotChannelError, match="closed"):
             deque(channel.receive_content(length), maxlen=0)
@@ -292,49 +301,14 @@ def test_without_memory_for_the_last_copy_the_one_before_is_kept(in_a_pause: tup
     assert spare.number == (100, 3, 1)
 
 
-@pytest.fixture
-def snapshots() -> Iterator[Snapshots]:
-    """The copies of the agent of replica 2, which waits."""
-    made = Snapshots(2, "127.0.0.1", lambda: KEY, lambda: None)
-    yield made
-    made.follow(generation(1))
-    for path in made.files.split(":"):
-        os.close(int(Path(path).name))
-
-
-def generation(number: int, *ports: int) -> AllocationView:
-    members = tuple(
-        Member(replica, f"{replica}.1", "127.0.0.1", 1, snapshot_port=port)
-        for replica, port in enumerate(ports)
-    )
-    active = ActiveAllocation(number, len(members), members)
-    return AllocationView(number, Allocation(number, 1, spares=1), active, broken=False, complete=False)
-
-
-def test_an_agent_copies_the_state_until_several_others_keep_it(
-    agents: tuple[Agent, Agent], snapshots: Snapshots
-) -> None:
-    source, _ = agents
-    memory = SnapshotMemory(snapshots.files.split(":"))
-    snapshots.follow(generation(3, source.server.port))
+def test_an_agent_copies_the_state_until_several_others_keep_it(agents: tuple[Agent, Agent]) -> None:
+    source, spare = agents
+    spare.follow(source.snapshots.port)
     for step in (1, 2):
         source.save((100, 3, step))
-        wait_until(lambda step=step: (kept := memory.newest()) and kept.info.step == step, "the copy")  # type: ignore[misc]
-    snapshots.follow(generation(4, source.server.port, source.server.port))
-    assert not memory.is_taken
-
-
-def test_a_trainer_is_assigned_alone_only_after_the_last_copy(
-    agents: tuple[Agent, Agent], snapshots: Snapshots
-) -> None:
-    source, _ = agents
-    source.save((100, 3, 1))
-    snapshots.follow(generation(3, source.server.port))
-    alone = ActiveAllocation(4, 1, (Member(2, "2.1", "127.0.0.1", 1),))
-    wait_until(lambda: snapshots.is_ready(alone), "the last copy")
-    kept = SnapshotMemory(snapshots.files.split(":")).newest()
-    assert kept is not None
-    assert kept.number == (100, 3, 1)
+        wait_until(lambda step=step: spare.number == (100, 3, step), "the copy")  # type: ignore[misc]
+    spare.snapshots.follow(generation(4, source.snapshots.port, source.snapshots.port))
+    assert not spare.memory.is_taken
 
 
 def test_the_trainer_replaces_the_copy_that_is_not_being_sent(agents: tuple[Agent, Agent]) -> None:

@@ -15,7 +15,6 @@ from adascale_core.failures import EXIT_OUT_OF_MEMORY, EXIT_PEER_LOST, EXIT_REEN
 from adascale_core.messages.allocation import Member
 from adascale_core.messages.channel import Assignment, Hold, Terminate
 from adascale_core.messages.registration import ReplicaState
-from adascale_worker.agent import trainer_process
 from adascale_worker.agent.trainer_connection import TrainerStatus
 from adascale_worker.agent.trainer_process import OUTPUT_TIMEOUT, TrainerProcess
 from support.fast_python import PYTHON
@@ -65,37 +64,6 @@ def test_a_trainer_has_settings_of_torch_unless_the_user_has_others(
         trainer, exit_code = shell(f"echo ${name}")
         assert exit_code() == 0
         assert trainer.log == expected
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-def test_a_trainer_in_the_background_has_a_higher_nice_value_until_it_leaves_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, allowed: bool
-) -> None:
-    """Unless the agent could not lower the value again."""
-    if not allowed:
-        monkeypatch.setattr(trainer_process, "can_leave_background", lambda: False)
-    elif not trainer_process.can_leave_background():
-        pytest.skip("this process may not lower a nice value")
-    script = f"sleep 1000 & echo $!; nice; while [ ! -e {tmp_path}/left ]; do sleep 0.02; done; nice; exit 3"
-    trainer = TrainerProcess(["sh", "-c", script], os.environ, on_change=lambda: None, in_background=True)
-    wait_until(lambda: len(trainer.log.splitlines()) == 2, "its start")
-    child, before = map(int, trainer.log.splitlines())
-    trainer.leave_background()
-    (tmp_path / "left").touch()
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert os.getpriority(os.PRIO_PROCESS, child) == own
-    wait_until(lambda: trainer.exit_code == 3, "its end")
-    assert [before, int(trainer.log.splitlines()[2])] == [19 if allowed else own, own]
-
-
-def test_a_trainer_leaves_the_background_where_no_processor_is_ever_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(trainer_process, "BACKGROUND_TIME", 0.1)
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    script = f"while [ $(nice) != {own} ]; do sleep 0.02; done"
-    trainer = TrainerProcess(["sh", "-c", script], os.environ, on_change=lambda: None, in_background=True)
-    wait_until(lambda: trainer.exit_code == 0, "its nice value")
 
 
 def test_processes_that_a_trainer_leaves_running_are_killed() -> None:

@@ -301,8 +301,6 @@ class Agent:
                 environ,
                 on_change=self._events.notify,
                 processes=read_processes(environ) or 1,
-                # The import of torch must not slow down those that train on the same machine.
-                in_background=others_train,
             )
         except OSError as error:
             reason = f"{self._command[0]!r} cannot be started: {error.strerror}"
@@ -406,7 +404,6 @@ class Agent:
         rank = allocation.rank_of(self._replica, self._instance)
         assert rank is not None, "a trainer that takes part is assigned"
         self._assignment = allocation
-        trainer.leave_background()
         environ = {
             ENV_RANK: str(rank),
             ENV_REPLICAS: str(allocation.replicas),

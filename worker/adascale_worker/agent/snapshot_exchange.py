@@ -19,19 +19,18 @@ from typing import Any, Final
 
 from adascale_core.messages.allocation import Member
 from adascale_worker.process.environment import listen, package_version
-from adascale_worker.process.resource_limits import unused_memory
 from adascale_worker.process.snapshot_place import (
     Condition,
     SnapshotPlace,
     StateNumber,
     lack_of_memory,
     newest,
-    parse_document,
-    state_number,
 )
 
 CHUNK_BYTES: Final = 1 << 20
 """Length of the parts in which a copy is read, sent and received."""
+TIMEOUT: Final = 5.0
+"""Seconds without a byte after which a connection is given up."""
 _MAX_LINE: Final = 4096
 
 
@@ -40,73 +39,65 @@ class SnapshotChannelError(OSError):
 
 
 class SnapshotChannel:
-    """One end of a connection over which one agent sends copies to another. It is not encrypted."""
+    """One end of a connection over which one agent sends a copy to another. It is not encrypted."""
 
     # Both ends authenticate each other by the secret of the job's members, and need the same version of this
-    # package. Then the receiver requests a copy of a later state than it has, again and again:
+    # package:
     #
     #   server     {"challenge": ...}
-    #   receiver   {"challenge": ..., "mac": ...}
-    #   server     {"mac": ...}
-    #   receiver   {"after": the number of its latest state, or null}
-    #   server     {"bytes": ..., "document": ...}, and so many bytes: the tensors, then the document. 0 if
-    #              the receiver has the latest state already
+    #   receiver   {"challenge": ..., "mac": ..., "after": the number of its latest state, or null}
+    #   server     {"mac": ..., "copy": [bytes of the tensors, bytes of the document, number of the state]}
+    #              and so many bytes; null if the receiver has the latest state already
     #
     # A receiver that does not get all bytes has no copy.
 
     def __init__(self, connection: socket.socket, key: str) -> None:
         if not key:
             raise SnapshotChannelError("the secret of the job is not known yet")
+        connection.settimeout(TIMEOUT)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
+        self._reader = connection.makefile("rb")
         self._key = key.encode()
-        self._received = b""
+        self._question = ""
 
-    def accept(self) -> None:
-        """Authenticate both ends, as the server."""
+    def close(self) -> None:
+        """Read nothing more."""
+        self._reader.close()
+
+    def accept(self) -> StateNumber | None:
+        """Authenticate the receiver, and return the number of its latest state; None if it has none."""
         challenge = secrets.token_hex(16)
         self._send(challenge=challenge)
-        answer = self._receive()
-        self._require(answer, "receiver", challenge)
-        self._send(mac=self._mac("server", str(answer.get("challenge"))))
+        request = self._receive()
+        self._require(request, "receiver", challenge)
+        self._question = str(request.get("challenge"))
+        return None if request["after"] is None else _number(request["after"])
 
-    def connect(self) -> None:
-        """Authenticate both ends, as the receiver."""
-        challenge, question = secrets.token_hex(16), self._receive()
-        self._send(challenge=challenge, mac=self._mac("receiver", str(question.get("challenge"))))
-        self._require(self._receive(), "server", challenge)
-
-    def request(self, after: StateNumber | None) -> tuple[int, int]:
-        """Request the copy of a later state, and return its bytes and those of its document; 0 if none."""
-        self._send(after=after)
-        answer = self._receive()
-        length, document_bytes = _count(answer.get("bytes")), _count(answer.get("document", 0))
-        if document_bytes > length:
-            raise SnapshotChannelError("the answer to a request is invalid")
-        return length, document_bytes
-
-    def receive_request(self) -> StateNumber | None:
-        """Wait for a request, and return the number of the latest state of the receiver; None if none."""
-        after = self._receive().get("after")
-        if after is None:
-            return None
-        if not isinstance(after, list) or len(after) != 3:
-            raise SnapshotChannelError("a request is invalid")
-        incarnation, generation, step = map(_count, after)
-        return incarnation, generation, step
-
-    def announce(self, length: int, document_bytes: int) -> None:
-        """Answer a request."""
-        self._send(bytes=length, document=document_bytes)
+    def answer(self, copy: tuple[int, int, StateNumber] | None) -> None:
+        """Announce a copy, whose bytes follow; None if there is no later one."""
+        self._send(mac=self._mac("server", self._question), copy=copy)
 
     def send_content(self, content: memoryview) -> None:
         """Send a part of a copy."""
         self._connection.sendall(content)
 
+    def request(self, after: StateNumber | None) -> tuple[int, int, StateNumber] | None:
+        """Return the bytes of the tensors and the document of a later copy, and its number; None if none."""
+        challenge, question = secrets.token_hex(16), self._receive()
+        mac = self._mac("receiver", str(question.get("challenge")))
+        self._send(challenge=challenge, mac=mac, after=after)
+        answer = self._receive()
+        self._require(answer, "server", challenge)
+        if answer["copy"] is None:
+            return None
+        data_bytes, document_bytes, number = answer["copy"]
+        return data_bytes, document_bytes, _number(number)
+
     def receive_content(self, length: int) -> Iterator[memoryview]:
         """Return so many bytes of a copy, in parts."""
         while length:
-            part = self._received[:length] or self._connection.recv(min(length, CHUNK_BYTES))
-            self._received = self._received[len(part) :]
+            part = self._reader.read1(min(length, CHUNK_BYTES))
             if not part:
                 raise SnapshotChannelError("the connection was closed")
             length -= len(part)
@@ -116,18 +107,13 @@ class SnapshotChannel:
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def _receive(self) -> dict[str, Any]:
-        while b"\n" not in self._received:
-            part = self._connection.recv(_MAX_LINE)
-            if not part or len(self._received) > _MAX_LINE:
-                raise SnapshotChannelError("the connection was closed" if not part else "a line is too long")
-            self._received += part
-        line, self._received = self._received.split(b"\n", 1)
+        line = self._reader.readline(_MAX_LINE)
         try:
-            message = json.loads(line)
+            message = json.loads(line) if line.endswith(b"\n") else None
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise SnapshotChannelError("a line is not a JSON object")
+            raise SnapshotChannelError("the connection was closed" if not line else "a line is invalid")
         return message
 
     def _require(self, message: dict[str, Any], role: str, challenge: str) -> None:
@@ -142,109 +128,58 @@ class SnapshotChannel:
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
 
 
-def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise SnapshotChannelError(f"a message has {value!r} where a count is required")
-    return value
-
-
-IDLE_TIMEOUT: Final = 900.0
-"""Seconds without a request after which a connection is closed."""
-MAX_CONNECTIONS: Final = 32
+def _number(value: Sequence[int]) -> StateNumber:
+    incarnation, generation, step = value
+    return incarnation, generation, step
 
 
 class SnapshotServer:
-    """Answers requests for copies, in threads of its own. The trainer does not notice it."""
+    """Answers requests for copies, one after the other, in a thread. The trainer does not notice it.
+
+    One copy is sent at a time, because the trainer needs the other place.
+    """
 
     def __init__(self, paths: Sequence[str], address: str, key: Callable[[], str]) -> None:
         self._places = [SnapshotPlace(path) for path in paths]
         self._key = key
-        self._sending = threading.Lock()
-        """Held while a copy is sent: the trainer needs the other place."""
-        self._known: tuple[SnapshotPlace, int, StateNumber] | None = None
-        """A place, the number of its copy, and the number of the state in that copy."""
-        self._connections = threading.Semaphore(MAX_CONNECTIONS)
         self._listener = listen(address)
         self._listener.setblocking(True)
         self.port: int = self._listener.getsockname()[1]
         """Where it listens."""
-        threading.Thread(target=self._accept, name="adascale-snapshots", daemon=True).start()
+        threading.Thread(target=self._serve, name="adascale-snapshots", daemon=True).start()
 
-    def close(self) -> None:
-        """Accept no more connections."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                if not self._connections.acquire(blocking=False):
-                    connection.close()
-                    continue
-                threading.Thread(
-                    target=self._serve, args=[connection], name="adascale-snapshot", daemon=True
-                ).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection, contextlib.suppress(OSError):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(TIMEOUT)
-                channel = SnapshotChannel(connection, self._key())
-                channel.accept()
-                while True:
-                    connection.settimeout(IDLE_TIMEOUT)
-                    after = channel.receive_request()
-                    connection.settimeout(TIMEOUT)
-                    self._answer(channel, after)
-        finally:
-            self._connections.release()
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            with (
+                contextlib.suppress(OSError),
+                connection,
+                contextlib.closing(SnapshotChannel(connection, self._key())) as channel,
+            ):
+                self._answer(channel, channel.accept())
 
     def _answer(self, channel: SnapshotChannel, after: StateNumber | None) -> None:
-        """Send the newest copy if its state is later than `after` and no other connection gets a copy now."""
-        if not self._sending.acquire(blocking=False):
-            channel.announce(0, 0)
-            return
-        try:
-            place = newest(self._places)
-            number = place.number
-            with place.locked(exclusively=False) as is_complete:
-                found = self._state_number(place, number) if is_complete else None
-                if found is None or (after is not None and found <= after):
-                    channel.announce(0, 0)
-                else:
-                    _send(channel, place)
-        finally:
-            self._sending.release()
+        """Send the newest copy if its state is later than `after`.
 
-    def _state_number(self, place: SnapshotPlace, number: int) -> StateNumber | None:
-        """Return the number of the state in a locked place; None if it is not usable, or was replaced."""
-        if place.condition is not Condition.VALID or place.number != number:
-            return None
-        if self._known is None or self._known[:2] != (place, number):
-            described, _ = parse_document(place.read_document())
-            if described["version"] != package_version():
-                return None
-            self._known = place, number, state_number(described["info"])
-        return self._known[2]
-
-
-def _send(channel: SnapshotChannel, place: SnapshotPlace) -> None:
-    """Send the copy in a locked place.
-
-    Each part is copied first, because the place may be written again before the other end has received it.
-    """
-    length, document_bytes = sum(place.lengths), place.lengths[1]
-    channel.announce(length, document_bytes)
-    memory, position = memoryview(bytearray(min(length, CHUNK_BYTES))), 0
-    while position < length:
-        count = place.read_into(memory[: length - position], position)
-        if not count:
-            raise SnapshotChannelError("the copy was deleted")
-        channel.send_content(memory[:count])
-        position += count
+        Each part is copied first, because the place may be written again before the other end has received
+        it.
+        """
+        place = newest(self._places)
+        number = place.number
+        with place.locked(exclusively=False) as is_complete:
+            state, is_valid = place.state, place.condition is Condition.VALID and place.number == number
+            if not (is_complete and is_valid and state is not None) or (after is not None and state <= after):
+                channel.answer(None)
+                return
+            length = sum(place.lengths)
+            channel.answer((*place.lengths, state))
+            memory, position = memoryview(bytearray(min(length, CHUNK_BYTES))), 0
+            while position < length:
+                count = place.read_into(memory[: length - position], position)
+                if not count:
+                    raise SnapshotChannelError("the copy was deleted")
+                channel.send_content(memory[:count])
+                position += count
 
 
 SHARE: Final = 0.1
@@ -253,12 +188,10 @@ POLL: Final = 0.1
 """Minimum seconds between two requests."""
 CONNECT_TIMEOUT: Final = 1.0
 """Seconds for one connection."""
-TIMEOUT: Final = 5.0
-"""Seconds without a byte after which a connection is given up."""
 RECONNECT: Final = 1.0
-"""Seconds between two connections."""
+"""Seconds until the next connection after one that has failed."""
 FAILURES: Final = 10
-"""Connections that fail before this is reported."""
+"""Connections that fail one after the other before this is reported."""
 MEMORY_PAUSE: Final = 60.0
 """Seconds until memory is looked for again after a lack of it."""
 
@@ -267,92 +200,42 @@ class _MemoryLackError(Exception):
     """There is not enough memory for copies."""
 
 
-class SnapshotReceiver:
-    """Copies the state of one member after another into the memory of this agent.
+class SnapshotTransfers:
+    """Copies the state of one member into the memory of this agent, again and again, in a thread.
 
     Nothing is written after `stop`, or after `finish` has returned True, so the trainer can use the copy.
     """
 
     def __init__(
         self,
-        paths: Sequence[str],
-        key: Callable[[], str],
-        on_change: Callable[[], None],
-        available: Callable[[], float] = unused_memory,
-    ) -> None:
-        self._places = [SnapshotPlace(path) for path in paths]
-        self._key = key
-        self._on_change = on_change
-        self._available = available
-        self._transfers: _Transfers | None = None
-
-    def follow(self, source: Member | None) -> None:
-        """Copy the state of this member from now on; None to stop."""
-        if self._transfers is not None and self._transfers.source == source:
-            return
-        self.stop()
-        if source is not None:
-            self._transfers = _Transfers(source, self._places, self._key, self._on_change, self._available)
-
-    def finish(self) -> bool:
-        """Copy the latest state of the last member if its agent remains, and return whether that has ended.
-
-        Does not wait. An agent that is gone is given up after `TIMEOUT` seconds without a byte.
-        """
-        if self._transfers is None:
-            return True
-        self._transfers.finish()
-        return self._transfers.has_ended
-
-    def stop(self) -> None:
-        """Stop at once. A copy that is not complete is given up."""
-        if self._transfers is not None:
-            self._transfers.stop()
-            self._transfers = None
-
-    def release(self) -> None:
-        """Stop, and return the memory to the system."""
-        self.stop()
-        for place in self._places:
-            with place.locked(exclusively=True) as is_free:
-                if is_free and place.used:
-                    place.release()
-
-
-class _Transfers:
-    """The transfers from one member, in a thread."""
-
-    def __init__(
-        self,
         source: Member,
         places: Sequence[SnapshotPlace],
         key: Callable[[], str],
-        on_change: Callable[[], None],
+        on_change: Callable[[], None],  # called in the thread when nothing is copied any more
         available: Callable[[], float],
     ) -> None:
         self.source = source
-        self.has_ended = False
-        """Whether nothing is copied any more."""
         self._places = places
         self._key = key
         self._on_change = on_change
         self._available = available
+        self._has_ended = False
         self._last = threading.Event()
         """Set when the next transfer is the last one."""
         self._stopped = False
         self._writing = threading.Lock()
         """Held while a copy is received."""
         self._connection: socket.socket | None = None
-        self._failures = 0
-        """Number of connections that have failed before one succeeded."""
-        self._is_known = False
-        """Whether a connection has succeeded."""
         self._has_reported = False
         threading.Thread(target=self._run, name="adascale-snapshots", daemon=True).start()
 
-    def finish(self) -> None:
-        """Make one more transfer without a pause, which is the last one."""
+    def finish(self) -> bool:
+        """Copy the latest state if its agent remains, and return whether that has ended.
+
+        Does not wait. An agent that is gone is given up after `TIMEOUT` seconds without a byte.
+        """
         self._last.set()
+        return self._has_ended
 
     def stop(self) -> None:
         """Give up the present transfer, if any. Nothing is written afterwards."""
@@ -366,16 +249,18 @@ class _Transfers:
             pass
 
     def _run(self) -> None:
+        failures = 0
         try:
             while not self._stopped:
-                is_last, has_timed_out, pause = self._last.is_set(), False, RECONNECT
+                is_last, begun, has_timed_out = self._last.is_set(), time.monotonic(), False
                 try:
-                    self._transfer_until_last()
-                    break
+                    self._transfer()
+                    failures, seconds = 0, time.monotonic() - begun
+                    pause = max(POLL, seconds / SHARE - seconds)
                 except OSError as error:
+                    failures, pause = failures + 1, RECONNECT
                     has_timed_out = isinstance(error, TimeoutError)
-                    self._failures += 1
-                    if self._failures == FAILURES and not self._is_known:
+                    if failures == FAILURES:
                         self._report(error.strerror or str(error))
                 except _MemoryLackError as lack:
                     pause = MEMORY_PAUSE
@@ -384,58 +269,38 @@ class _Transfers:
                     break
                 self._last.wait(pause)
         finally:
-            self.has_ended = True
+            self._has_ended = True
             self._on_change()
 
-    def _transfer_until_last(self) -> None:
-        """Connect, and copy the state again and again, until the last time."""
-        address = self.source.address, self.source.snapshot_port
-        with socket.create_connection(address, CONNECT_TIMEOUT) as connection:
-            connection.settimeout(TIMEOUT)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._connection = connection
-            channel = SnapshotChannel(connection, self._key())
-            channel.connect()
-            while not self._stopped:
-                is_last, begun = self._last.is_set(), time.monotonic()
-                self._transfer(channel)
-                self._is_known = True
-                if is_last:
-                    return
-                seconds = time.monotonic() - begun
-                self._last.wait(max(POLL, seconds / SHARE - seconds))
-
-    def _transfer(self, channel: SnapshotChannel) -> None:
+    def _transfer(self) -> None:
         """Copy the state once, in place of the older copy, if there is a later one.
 
         Without enough memory, the earlier copies are deleted, unless the trainer needs them now.
         """
-        length, document_bytes = channel.request(self._latest())
-        if not length:
-            return
-        with self._writing:
-            if self._stopped:
-                return
-            if lack := lack_of_memory(self._places, length, self._available()):
-                if not self._last.is_set():
-                    for place in self._places:
-                        place.release()
-                # What was announced is on the connection, which ends with this.
-                raise _MemoryLackError(lack)
-            place = min(self._places, key=lambda place: place.number)
-            with place.locked(exclusively=True) as is_free:
-                if not is_free:
-                    raise SnapshotChannelError("the memory of this agent is in use")
-                number = newest(self._places).number + 1
-                place.write(number, channel.receive_content(length), document_bytes)
+        address = self.source.address, self.source.snapshot_port
+        with socket.create_connection(address, CONNECT_TIMEOUT) as connection:
+            self._connection = connection
+            with contextlib.closing(SnapshotChannel(connection, self._key())) as channel:
+                copy = channel.request(newest(self._places).state)
+                with self._writing:
+                    if copy is not None and not self._stopped:
+                        self._receive(channel, *copy)
 
-    def _latest(self) -> StateNumber | None:
-        """Return the number of the latest state in the memory of this agent; None if there is none."""
-        place = newest(self._places)
-        if place.condition is Condition.INVALID:
-            return None
-        described, _ = parse_document(place.read_document())
-        return state_number(described["info"])
+    def _receive(
+        self, channel: SnapshotChannel, data_bytes: int, document_bytes: int, state: StateNumber
+    ) -> None:
+        length = data_bytes + document_bytes
+        if lack := lack_of_memory(self._places, length, self._available()):
+            if not self._last.is_set():
+                for place in self._places:
+                    place.release()
+            raise _MemoryLackError(lack)
+        place = min(self._places, key=lambda place: place.number)
+        with place.locked(exclusively=True) as is_free:
+            if not is_free:
+                raise SnapshotChannelError("the memory of this agent is in use")
+            number = newest(self._places).number + 1
+            place.write(number, state, channel.receive_content(length), document_bytes)
 
     def _report(self, reason: str) -> None:
         """Report why no copies are kept, once."""

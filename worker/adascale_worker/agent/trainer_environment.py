@@ -1,14 +1,13 @@
-"""Variables by which trainers use the processors and the network interface of their agent.
-
-The interface that has an address is found in the kernel's list (rtnetlink(7)).
-"""
+"""Variables by which trainers use the processors and the network interface of their agent."""
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
 import socket
 import struct
+from array import array
 from collections.abc import Iterator, Mapping
 from math import inf
 from pathlib import Path
@@ -61,19 +60,12 @@ def _ratio(quota: str, period: str) -> float:
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-_NETLINK_ROUTE: Final = 0
-_GET_ADDRESSES: Final = 22
-_NEW_ADDRESS: Final = 20
-_DONE: Final = 3
-_ERROR: Final = 2
-_REQUEST_DUMP: Final = 0x301
-_HEADER: Final = struct.Struct("=IHHII")
-_MESSAGE: Final = struct.Struct("=BBBBI")
-_ATTRIBUTE: Final = struct.Struct("=HH")
-_IFA_ADDRESS: Final = 1
-_IFA_LOCAL: Final = 2
-_TIMEOUT: Final = 5.0
-"""Seconds within which the kernel answers."""
+_SIOCGIFCONF: Final = 0x8912
+"""The ioctl that lists the IPv4 addresses of all interfaces, see netdevice(7)."""
+_REQUEST: Final = struct.Struct("iP")
+_ENTRY: Final = struct.Struct("16s 4x 4s 16x")
+"""The name of an interface, and an address in a `sockaddr_in`."""
+_MOST_ADDRESSES: Final = 1024
 
 
 def interface_variables(address: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -94,12 +86,12 @@ def interface_of(address: str) -> str | None:
     """Return the name of the interface that has an address. None if none has, or if that is unknown."""
     try:
         wanted = {_parse(each[4][0]) for each in socket.getaddrinfo(address, None)}
-        for index, found in _addresses():
+        for name, found in _addresses():
             # The loopback interface has all of 127.0.0.0/8, and lists one address of it.
             if found in wanted or (found.is_loopback and any(each.is_loopback for each in wanted)):
-                return socket.if_indextoname(index)
+                return name
     except (OSError, ValueError):
-        # No such host, or a sandbox without netlink: gloo and NCCL choose by themselves.
+        # No such host, or a system without the list: gloo and NCCL choose by themselves.
         return None
     return None
 
@@ -108,38 +100,15 @@ def _parse(text: object) -> _Address:
     return ipaddress.ip_address(str(text).partition("%")[0])
 
 
-def _addresses() -> Iterator[tuple[int, _Address]]:
-    """Yield each address of this machine with the index of its interface."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_ROUTE) as netlink:
-        netlink.settimeout(_TIMEOUT)
-        length = _HEADER.size + _MESSAGE.size
-        netlink.send(_HEADER.pack(length, _GET_ADDRESSES, _REQUEST_DUMP, 1, 0) + _MESSAGE.pack(0, 0, 0, 0, 0))
-        while True:
-            data = netlink.recv(1 << 16)
-            while len(data) >= _HEADER.size:
-                length, kind, *_ = _HEADER.unpack_from(data)
-                if kind in (_DONE, _ERROR) or length < _HEADER.size:
-                    return
-                if kind == _NEW_ADDRESS:
-                    yield from _read_address(data[_HEADER.size : length])
-                data = data[_aligned(length) :]
-
-
-def _read_address(message: bytes) -> Iterator[tuple[int, _Address]]:
-    index = _MESSAGE.unpack_from(message)[4]
-    offset = _MESSAGE.size
-    found: dict[int, bytes] = {}
-    while offset + _ATTRIBUTE.size <= len(message):
-        length, kind = _ATTRIBUTE.unpack_from(message, offset)
-        if length < _ATTRIBUTE.size:
-            break
-        found[kind] = message[offset + _ATTRIBUTE.size : offset + length]
-        offset += _aligned(length)
-    # Of a point-to-point link, IFA_ADDRESS is that of the peer.
-    packed = found.get(_IFA_LOCAL) or found.get(_IFA_ADDRESS)
-    if packed is not None and len(packed) in (4, 16):
-        yield index, ipaddress.ip_address(packed)
-
-
-def _aligned(length: int) -> int:
-    return (length + 3) & ~3
+def _addresses() -> Iterator[tuple[str, _Address]]:
+    """Yield each address of this machine with the name of its interface."""
+    memory = array("B", bytes(_MOST_ADDRESSES * _ENTRY.size))
+    address, length = memory.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, _SIOCGIFCONF, _REQUEST.pack(length, address))
+    used, _ = _REQUEST.unpack(answer)
+    for name, packed in _ENTRY.iter_unpack(memory[:used]):
+        yield name.rstrip(b"\0").decode(), ipaddress.ip_address(packed)
+    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        digits, *_, of_interface = line.split()
+        yield of_interface, ipaddress.ip_address(bytes.fromhex(digits))

@@ -23,7 +23,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -57,47 +56,81 @@ INTENDED = (EXIT_FINISHED, EXIT_REENTRY)
 """Exit codes with which all processes of a replica end by themselves, each after its own exit functions."""
 _CONSEQUENCES = (0, EXIT_PEER_LOST, -signal.SIGKILL)
 """Exit codes of processes that end because another one has ended."""
-BACKGROUND_NICE = 19
-BACKGROUND_TIME = 10.0
-"""Seconds after which a trainer leaves the background, since it would not start on busy processors."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 _unreaped: set[int] = set()
 """Process ids of trainers that are not reaped yet. Only their own thread may reap them."""
 
 
-def start_process(
-    command: Sequence[str], environ: Mapping[str, str], *, in_background: bool = False
-) -> subprocess.Popen[str]:
-    """Start a process that leads a process group, and dies with this process.
+class ChildProcess:
+    """A process that leads a process group, and dies with this process.
 
-    Only the thread that waits for events may call this, see `reap_orphans`.
+    Only the thread that waits for events may make one, see `reap_orphans`.
     """
-    process = subprocess.Popen(
-        command,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        # Ctrl-C in a terminal must only reach the agent, which lets the trainer save its state.
-        process_group=0,
-        preexec_fn=_prepare(os.getpid(), in_background=in_background),
-        text=True,
-        errors="replace",
-    )
-    _unreaped.add(process.pid)
-    return process
+
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], forward: Callable[[IO[str]], None]
+    ) -> None:
+        self._process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C in a terminal must only reach the agent, which lets the trainer save its state.
+            process_group=0,
+            preexec_fn=_die_with_parent(os.getpid()),
+            text=True,
+            errors="replace",
+        )
+        _unreaped.add(self._process.pid)
+        self.pid = self._process.pid
+        self._killing = threading.Lock()
+        """Held while it is killed or reaped: until it is reaped, its process id cannot be reused."""
+        self._output = threading.Thread(
+            target=forward, args=[self._process.stdout], name="adascale-output", daemon=True
+        )
+        self._output.start()
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code; None until `reap` has returned."""
+        return self._process.returncode
+
+    def kill(self) -> None:
+        """Kill it and what else is in its process group, unless it is reaped."""
+        with self._killing:
+            if self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    def reap(self) -> None:
+        """Kill what it has left in its process group, and wait for it.
+
+        Processes of data loaders would keep its connections and its output open.
+        """
+        self.kill()
+        with self._killing:
+            self._process.wait()
+
+    def finish(self) -> None:
+        """Wait for the rest of its output. A process that has moved to another group may keep it open."""
+        _unreaped.discard(self.pid)
+        self._output.join(OUTPUT_TIMEOUT)
 
 
-def _prepare(parent: int, *, in_background: bool) -> Callable[[], None] | None:
+def _die_with_parent(parent: int) -> Callable[[], None] | None:
     """Return the function that a child runs before the program, so that it dies with its agent."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
-        if in_background:
-            os.setpriority(os.PRIO_PROCESS, 0, BACKGROUND_NICE)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             raise ProcessLookupError("the agent has ended before the call of prctl")
@@ -121,106 +154,8 @@ def reap_orphans() -> None:
             os.waitpid(exited.si_pid, os.WNOHANG)
 
 
-def can_leave_background() -> bool:
-    """Whether this process may lower a nice value that it has raised.
-
-    That takes the capability CAP_SYS_NICE or a resource limit RLIMIT_NICE, which most users and containers
-    do not have.
-    """
-    if sys.platform != "linux":
-        return False
-    allowed = False
-
-    def try_it() -> None:
-        nonlocal allowed
-        nice = os.getpriority(os.PRIO_PROCESS, 0)
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, BACKGROUND_NICE)
-            os.setpriority(os.PRIO_PROCESS, 0, nice)
-            allowed = True
-
-    # Each thread of Linux has a nice value of its own.
-    thread = threading.Thread(target=try_it, name="adascale-nice")
-    thread.start()
-    thread.join()
-    return allowed
-
-
-class FollowerProcesses:
-    """The processes of a replica but the first."""
-
-    def __init__(
-        self,
-        start: Callable[[Mapping[str, str]], subprocess.Popen[str]],
-        environ: Mapping[str, str],
-        count: int,
-        forward: Callable[[IO[str]], None],
-        on_failure: Callable[[], None],
-    ) -> None:
-        self._on_failure = on_failure
-        self._killing = threading.Lock()
-        """Held while a process is killed or reaped."""
-        self._processes: list[subprocess.Popen[str]] = []
-        self._threads: list[threading.Thread] = []
-        own = {name: value for name, value in environ.items() if name != ENV_AGENT_SOCKET}
-        self._processes += [start({**own, ENV_LOCAL_RANK: str(process)}) for process in range(1, count)]
-        for each in self._processes:
-            assert each.stdout is not None
-            for target, argument in ((forward, each.stdout), (self._wait, each)):
-                thread = threading.Thread(
-                    target=target, args=[argument], name="adascale-follower", daemon=True
-                )
-                thread.start()
-                self._threads.append(thread)
-
-    @property
-    def process_ids(self) -> list[int]:
-        """Their process ids, in order."""
-        return [each.pid for each in self._processes]
-
-    def exit_code(self, first: int) -> int:
-        """Return the exit code of the replica, after all processes have ended."""
-        if first not in _CONSEQUENCES:
-            return first
-        codes = [each.returncode for each in self._processes]
-        return next(
-            (code for code in codes if code not in _CONSEQUENCES), first or next(filter(None, codes), 0)
-        )
-
-    def kill(self) -> None:
-        """Kill those that run, and what else is in their process groups."""
-        with self._killing:
-            for each in self._processes:
-                if each.returncode is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(each.pid, signal.SIGKILL)
-
-    def end(self, grace: float, output_timeout: float) -> None:
-        """Wait until they have ended, and kill them after `grace` seconds."""
-        deadline = time.monotonic() + grace
-        while time.monotonic() < deadline and any(each.returncode is None for each in self._processes):
-            time.sleep(0.01)
-        self.kill()
-        for thread in self._threads:
-            thread.join(output_timeout)
-
-    def _wait(self, process: subprocess.Popen[str]) -> None:
-        with contextlib.suppress(ChildProcessError):
-            # Until it is reaped, its process id cannot be reused.
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        with self._killing:
-            process.wait()
-        if process.returncode not in INTENDED:
-            self._on_failure()
-
-
 class TrainerProcess:
-    """A trainer process. In the background, it gets only the processor time that no other process uses.
-
-    It leaves the background after `BACKGROUND_TIME` at the latest.
-    """
+    """A trainer process, and the other processes of its replica."""
 
     def __init__(
         self,
@@ -229,10 +164,7 @@ class TrainerProcess:
         on_change: Callable[[], None],
         *,
         processes: int = 1,
-        in_background: bool = False,
     ) -> None:
-        self._in_background = in_background and can_leave_background()
-        start = partial(start_process, command, in_background=self._in_background)
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._on_change = on_change
         self._socket = TrainerSocket()
@@ -243,51 +175,50 @@ class TrainerProcess:
         """The process that has connected; None if there is none, or if it is unknown."""
         self._descriptor: int | None = None
         """Of that process: its process id can be reused."""
-        self._killing = threading.Lock()
-        """Held while the child process is killed or reaped."""
-        self._followers: FollowerProcesses | None = None
-        """The other processes of the replica; None if it has one."""
-        environ = {**DEFAULTS, **environ, "PYTHONUNBUFFERED": "1", ENV_AGENT_SOCKET: self._socket.path}
+        self._closing = threading.Lock()
+        """Held while this descriptor is used or closed."""
+        environ = {**DEFAULTS, **environ, "PYTHONUNBUFFERED": "1"}
         if ENV_PROCESSES_PER_REPLICA in environ:
-            environ |= {ENV_LOCAL_RANK: "0", ENV_REPLICA_STORE: self._socket.path_beside(REPLICA_STORE)}
+            environ[ENV_REPLICA_STORE] = self._socket.path_beside(REPLICA_STORE)
+        of_first = {ENV_AGENT_SOCKET: self._socket.path}
+        if ENV_PROCESSES_PER_REPLICA in environ:
+            of_first[ENV_LOCAL_RANK] = "0"
         try:
-            self._process = start(environ)
+            self._first = ChildProcess(command, {**environ, **of_first}, self._forward)
         except OSError:
             self._socket.close()
             raise
-        if processes > 1:
-            self._followers = FollowerProcesses(start, environ, processes, self._forward, self.kill)
+        self._others = [
+            ChildProcess(command, {**environ, ENV_LOCAL_RANK: str(process)}, self._forward)
+            for process in range(1, processes)
+        ]
         self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._exited = False
-        self._background = threading.Timer(BACKGROUND_TIME, self._leave_background)
-        self._background.daemon = True
-        if self._in_background:
-            self._background.start()
-        output = threading.Thread(target=self._forward_output, name="adascale-output", daemon=True)
-        output.start()
-        reports = threading.Thread(target=self._connect, name="adascale-reports", daemon=True)
-        reports.start()
-        threading.Thread(
-            target=self._wait_for_exit, args=[output, reports], name="adascale-exit", daemon=True
-        ).start()
+        others = [_thread(self._wait_for_other, each) for each in self._others]
+        reports = _thread(self._connect)
+        _thread(self._wait_for_exit, others, reports)
 
     @property
     def process_ids(self) -> list[int]:
         """The process ids of all processes of the replica."""
-        return [self.pid, *(self._followers.process_ids if self._followers is not None else [])]
+        return [self.pid, *(each.pid for each in self._others)]
 
     @property
     def pid(self) -> int:
         """The process id of the child process."""
-        return self._process.pid
+        return self._first.pid
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, -n for signal n; None until it has exited and its output is read."""
+        """Its exit code, -n for signal n; None until it has exited and its output is read.
+
+        That of a replica is the first code which is no consequence of the end of another process.
+        """
         if not self._exited:
             return None
-        code = self._first_exit_code()
-        return code if self._followers is None else self._followers.exit_code(code)
+        codes = [self._first_exit_code(), *(each.exit_code or 0 for each in self._others)]
+        first = next(filter(None, codes), 0)
+        return next((code for code in codes if code not in _CONSEQUENCES), first)
 
     def _first_exit_code(self) -> int:
         """Return the code that the trainer has reported if another process has started it, else its own.
@@ -295,7 +226,7 @@ class TrainerProcess:
         A shell may exit with the code of another command, as in `python train.py | tee log`, and launchers
         such as torchrun exit with 1 if the trainer is killed. A trainer without a report was killed.
         """
-        code, status = self._process.returncode, self.status
+        code, status = self._first.exit_code or 0, self.status
         trainer = status.pid if self._connected is None else self._connected
         if trainer in (None, self.pid):
             return code
@@ -313,57 +244,40 @@ class TrainerProcess:
         """Send it a message. Does not wait until it is received."""
         self._outgoing.put(encode(message))
 
-    def leave_background(self) -> None:
-        """Give all processes of the replica the nice value of the agent."""
-        if self._in_background:
-            self._in_background = False
-            self._background.cancel()
-            self._leave_background()
-
-    def _leave_background(self) -> None:
-        # Until the child is reaped, its process id cannot be reused.
-        with self._killing:
-            if self._process.returncode is not None:
-                return
-            groups = {*self.process_ids}
-            with contextlib.suppress(OSError):
-                # A launcher may have started the trainer in another process group.
-                groups.add(os.getpgid(self._connected or self.pid))
-            for group in groups:
-                with contextlib.suppress(OSError):  # it has exited
-                    os.setpriority(os.PRIO_PGRP, group, os.getpriority(os.PRIO_PROCESS, 0))
-
     def kill(self) -> None:
-        """Kill it and what else is in the process group of the child process, unless that has exited."""
-        # Until the child is reaped, its process id cannot be reused.
-        with self._killing:
-            if self._process.returncode is None:
-                self._kill_group()
-                self._kill_trainer()
-        if self._followers is not None:
-            self._followers.kill()
-
-    def _wait_for_exit(self, output: threading.Thread, reports: threading.Thread) -> None:
-        """Wait for its exit, and kill the processes that are left in the child's process group.
-
-        Processes of data loaders would keep its connections and its output open.
-        """
-        with contextlib.suppress(ChildProcessError):
-            # Until it is reaped, its process id cannot be reused.
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        """Kill all processes of the replica, and what else is in their process groups."""
+        for each in (self._first, *self._others):
+            each.kill()
+        # A launcher may have started the trainer in another process group.
+        with self._closing, contextlib.suppress(ProcessLookupError):
             if self._descriptor is not None:
-                # The child process may have exited before the trainer that it has started.
-                select.select([self._descriptor], [], [])
-            self._kill_group()
-        with self._killing:
-            self._process.wait()
-        if self._followers is not None:
-            grace = FINISH_GRACE if self._process.returncode in INTENDED else 0.0
-            self._followers.end(grace, OUTPUT_TIMEOUT)
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def _wait_for_other(self, process: ChildProcess) -> None:
+        """Wait for the exit of another process than the first, and kill all of them after a failure."""
+        process.wait()
+        process.reap()
+        if process.exit_code not in INTENDED:
+            self.kill()
+
+    def _wait_for_exit(self, others: Sequence[threading.Thread], reports: threading.Thread) -> None:
+        """Wait for the exit of all processes, and close what belongs to them."""
+        self._first.wait()
+        if self._descriptor is not None:
+            # The child process may have exited before the trainer that it has started.
+            select.select([self._descriptor], [], [])
+        self._first.reap()
+        deadline = time.monotonic() + (FINISH_GRACE if self._first.exit_code in INTENDED else 0.0)
+        for thread in others:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        for each in self._others:
+            each.kill()
+        for thread in others:
+            thread.join(OUTPUT_TIMEOUT)
+        if self._others:
             self._read_limit()
-        _unreaped.difference_update(self.process_ids)
-        # A process that has moved to another group is not killed, and may keep the output open.
-        output.join(OUTPUT_TIMEOUT)
+        for each in (self._first, *self._others):
+            each.finish()
         self._socket.stop()
         reports.join(OUTPUT_TIMEOUT)
         self._socket.close()
@@ -372,8 +286,10 @@ class TrainerProcess:
                 self._channel.shutdown(socket.SHUT_RDWR)
             self._outgoing.put(b"")
             self._channel.close()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        with self._closing:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
         self._exited = True
         self._on_change()
 
@@ -385,16 +301,6 @@ class TrainerProcess:
             if isinstance(message, Limited):
                 self.status = self.status.after(message)
 
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _kill_trainer(self) -> None:
-        """Kill the trainer, which a launcher may have started in another process group."""
-        if self._descriptor is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-
     def _connect(self) -> None:
         """Wait for the connection of the trainer, and receive its messages until it is closed."""
         with contextlib.suppress(OSError):
@@ -402,12 +308,8 @@ class TrainerProcess:
             with contextlib.suppress(OSError):  # it has exited already
                 if self._connected is not None and hasattr(os, "pidfd_open"):
                     self._descriptor = os.pidfd_open(self._connected)
-            threading.Thread(
-                target=self._socket.refuse_others, args=[self._connected], name="adascale-others", daemon=True
-            ).start()
-            threading.Thread(
-                target=self._send, args=[self._channel], name="adascale-assignments", daemon=True
-            ).start()
+            _thread(self._socket.refuse_others, self._connected)
+            _thread(self._send, self._channel)
             self._receive(self._channel)
 
     def _receive(self, channel: socket.socket) -> None:
@@ -427,10 +329,6 @@ class TrainerProcess:
             while line := self._outgoing.get():
                 channel.sendall(line)
 
-    def _forward_output(self) -> None:
-        assert self._process.stdout is not None
-        self._forward(self._process.stdout)
-
     def _forward(self, output: IO[str]) -> None:
         with output as lines:
             for line in lines:
@@ -441,3 +339,10 @@ class TrainerProcess:
                 except OSError:
                     # The reader of the agent's output has closed it. Training continues.
                     continue
+
+
+def _thread(target: Callable[..., None], *args: object) -> threading.Thread:
+    """Start a thread that does not keep the agent from ending."""
+    thread = threading.Thread(target=target, args=args, name=f"adascale{target.__name__}", daemon=True)
+    thread.start()
+    return thread

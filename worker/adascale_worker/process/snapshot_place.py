@@ -4,7 +4,8 @@ A place is valid only from the last byte that is written: the kernel keeps the m
 process has left it, so no checksum is needed. A place that is read while another process may write is locked.
 
     byte 0          a `Condition`
-    from byte 8     the number of the copy, the bytes of its tensors and of its document
+    from byte 8     the number of the copy, the bytes of its tensors and of its document, and the number of
+                    the state
     from byte 4096  the tensors one after another, and the document: a line of JSON that
                     describes the copy, and the structure of the state
 """
@@ -12,15 +13,14 @@ process has left it, so no checksum is needed. A place that is read while anothe
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any, Final
+from typing import Final
 
-_HEADER: Final = struct.Struct("<QQQ")
+_HEADER: Final = struct.Struct("<6Q")
 _HEADER_START: Final = 8
 _CONTENT_START: Final = 4096
 _BUFFERS: Final = 512
@@ -71,18 +71,23 @@ class SnapshotPlace:
     @property
     def lengths(self) -> tuple[int, int]:
         """The bytes of the tensors and of the document, which follow each other."""
-        return self._header()[1:]
+        return self._header()[1:3]
+
+    @property
+    def state(self) -> StateNumber | None:
+        """The number of the state that was copied; None if there is no copy."""
+        return None if self.condition is Condition.INVALID else self._header()[3:]
 
     @property
     def used(self) -> int:
         """The bytes of memory that the file has."""
         return os.fstat(self._descriptor).st_blocks * 512
 
-    def _header(self) -> tuple[int, int, int]:
-        number, data_bytes, document_bytes = _HEADER.unpack(
+    def _header(self) -> tuple[int, int, int, int, int, int]:
+        header: tuple[int, int, int, int, int, int] = _HEADER.unpack(
             os.pread(self._descriptor, _HEADER.size, _HEADER_START)
         )
-        return number, data_bytes, document_bytes
+        return header
 
     @contextmanager
     def locked(self, *, exclusively: bool) -> Iterator[bool]:
@@ -101,11 +106,13 @@ class SnapshotPlace:
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def write(self, number: int, content: Iterable[memoryview], document_bytes: int) -> None:
+    def write(
+        self, number: int, state: StateNumber, content: Iterable[memoryview], document_bytes: int
+    ) -> None:
         """Replace the copy. If `content` raises an error, there is none."""
         self.condition = Condition.INVALID
         length = self._write(content)
-        header = _HEADER.pack(number, length - document_bytes, document_bytes)
+        header = _HEADER.pack(number, length - document_bytes, document_bytes, *state)
         os.pwrite(self._descriptor, header, _HEADER_START)
         self.condition = Condition.VALID
 
@@ -146,18 +153,6 @@ class SnapshotPlace:
 def newest(places: Sequence[SnapshotPlace]) -> SnapshotPlace:
     """Return the place that was written last."""
     return max(places, key=lambda place: place.number)
-
-
-def parse_document(document: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the description of a copy, and the structure of its state."""
-    text, spec = document.split(b"\n", 1)
-    described: dict[str, Any] = json.loads(text)
-    return described, spec
-
-
-def state_number(info: Mapping[str, Any]) -> StateNumber:
-    """Return the number of a state, from the members of its description."""
-    return int(info["incarnation"]), int(info["generation"]), int(info["step"])
 
 
 def lack_of_memory(places: Sequence[SnapshotPlace], content_bytes: int, available: float) -> str:

@@ -27,7 +27,6 @@ from adascale_worker.process.snapshot_place import (
     StateNumber,
     lack_of_memory,
     newest,
-    parse_document,
 )
 from adascale_worker.state import tree
 from adascale_worker.state.store import CheckpointInfo
@@ -102,7 +101,7 @@ class SnapshotMemory:
             with place.locked(exclusively=True) as is_free:
                 if is_free:
                     content = chain(map(tree.memory_of, tensors), [memoryview(document)])
-                    place.write(number, content, len(document))
+                    place.write(number, number_of(info), content, len(document))
                     return
 
     def newest(self) -> KeptSnapshot | None:
@@ -110,7 +109,8 @@ class SnapshotMemory:
         place = newest(self._places)
         if place.condition is not Condition.VALID:
             return None
-        described, spec = parse_document(place.read_document())
+        text, spec = place.read_document().split(b"\n", 1)
+        described = json.loads(text)
         if described["version"] != package_version():
             return None
         return KeptSnapshot(CheckpointInfo(**described["info"]), described["result"], spec, place)
