@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from adascale_worker.state.exchange import SMALL, InitialWeights, ReceiveMemory, expected_sizes
-from adascale_worker.state.tree import TensorLayout, flatten, layouts, tensor_numbers
+from adascale_worker.state.tree import TensorIndex, TensorLayout, flatten
 from support.memory import release_free_memory
 
 LARGE = TensorLayout(torch.float32, (1024, 9001))
@@ -124,8 +124,8 @@ IN_PLACE = {"linear.weight", "mean", "normed.parametrizations.weight.original1"}
 
 
 def numbers_of(state: object) -> tuple[dict[str, int], list[TensorLayout]]:
-    spec, _ = flatten({"model": state})
-    return tensor_numbers(spec, ["model"]), layouts(spec)
+    index = TensorIndex(flatten({"model": state})[0])
+    return index.numbers_in(("model",)), index.layouts
 
 
 def test_large_tensors_of_the_model_are_received_in_place() -> None:

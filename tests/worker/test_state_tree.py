@@ -17,9 +17,9 @@ from adascale.errors import UnsupportedStateError
 from adascale_worker.state.tree import (
     MAX_DEPTH,
     InvalidSpecError,
+    TensorIndex,
     flatten,
     layouts,
-    tensor_numbers,
     unflatten,
 )
 
@@ -237,7 +237,7 @@ def test_the_numbers_of_the_tensors_of_a_mapping() -> None:
         },
     }
     spec, tensors = flatten(tree)
-    numbers = tensor_numbers(spec, ["program", "model"])
+    numbers = TensorIndex(spec).numbers_in(("program", "model"))
     assert set(numbers) == {"weight", "same", "last"}
     assert numbers["weight"] == numbers["same"]
     assert tensors[numbers["weight"]] is not tensors[numbers["last"]]
@@ -247,12 +247,4 @@ def test_the_numbers_of_the_tensors_of_a_mapping() -> None:
 def test_tensors_that_are_at_other_places_too_are_left_out_of_the_numbers() -> None:
     shared, other, own = torch.ones(3), torch.ones(2), torch.ones(1)
     tree = {"program": {"model": {"a": shared, "b": own, "c": other}}, "kept": [shared, {"x": other}]}
-    assert set(tensor_numbers(flatten(tree)[0], ["program", "model"])) == {"b"}
-
-
-@pytest.mark.parametrize(
-    "tree", [{}, {"program": {}}, {"program": {"model": [1]}}, {"program": 3}, [1], None], ids=repr
-)
-def test_a_spec_without_the_mapping_is_an_error(tree: object) -> None:
-    with pytest.raises(InvalidSpecError, match=r"has no program\.model"):
-        tensor_numbers(flatten(tree)[0], ["program", "model"])
+    assert set(TensorIndex(flatten(tree)[0]).numbers_in(("program", "model"))) == {"b"}

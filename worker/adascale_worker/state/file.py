@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adascale_storage import Part
 from adascale_worker.state import tree
-from adascale_worker.state.tree import InvalidSpecError, TensorLayout, layout_of
+from adascale_worker.state.tree import InvalidSpecError, TensorIndex, TensorLayout, layout_of
 
 METADATA_KEY: Final = "adascale"
 _ALIGNMENT: Final = 8
@@ -58,52 +58,48 @@ class StateFileLayout:
 
     def names_between(self, start: int, end: int) -> list[str]:
         """Return the names of the tensors that have bytes from `start` to `end` behind the header."""
-        names = _names(self.spec, len(self.layouts))
-        return [
-            name
-            for name, layout, offset in zip(names, self.layouts, self.offsets, strict=True)
-            if offset < end and offset + layout.bytes > start
-        ]
+        entries = json.loads(self.header[8:])
+        del entries["__metadata__"]
+        places = {name: entry["data_offsets"] for name, entry in entries.items()}
+        return [name for name, (first, last) in places.items() if first < end and last > start]
 
 
 def offsets_of(layouts: Sequence[TensorLayout]) -> list[int]:
     """Return the position of each tensor behind the header, in bytes."""
     offsets, position = [0] * len(layouts), 0
-    for index in _order(layouts):
+    # Largest elements first: then each tensor is aligned without gaps, which the format does not allow.
+    for index in sorted(range(len(layouts)), key=lambda index: -layouts[index].dtype.itemsize):
         offsets[index] = position
         position += layouts[index].bytes
     return offsets
 
 
-def data_bytes(layouts: Sequence[TensorLayout]) -> int:
+def data_bytes(layouts: Iterable[TensorLayout]) -> int:
     """Return the length of all tensors together."""
     return sum(layout.bytes for layout in layouts)
 
 
-def _order(layouts: Sequence[TensorLayout]) -> list[int]:
-    # Largest elements first: then each tensor is aligned without gaps, which the format does not allow.
-    return sorted(range(len(layouts)), key=lambda index: -layouts[index].dtype.itemsize)
-
-
 def lay_out(spec: bytes) -> StateFileLayout:
     """Return the layout of the file for a state."""
-    layouts = tree.layouts(spec)
-    order, offsets = _order(layouts), offsets_of(layouts)
-    names = _names(spec, len(layouts))
-    entries: dict[str, Any] = {"__metadata__": {METADATA_KEY: spec.decode("ascii")}}
-    for index in order:
-        layout, offset = layouts[index], offsets[index]
+    index = TensorIndex(spec)
+    named = dict(zip(index.names(), index.layouts, strict=True))
+    header = encode_header(named, {METADATA_KEY: spec.decode("ascii")})
+    return StateFileLayout(header, spec, index.layouts, offsets_of(index.layouts), data_bytes(index.layouts))
+
+
+def encode_header(layouts: Mapping[str, TensorLayout], metadata: Mapping[str, str]) -> bytes:
+    """Return the first bytes of a file, up to the tensors."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    offsets = offsets_of([*layouts.values()])
+    for (name, layout), offset in sorted(
+        zip(layouts.items(), offsets, strict=True), key=lambda each: each[1]
+    ):
         is_known = layout.dtype in TYPE_NAMES
-        entries[names[index]] = {
+        entries[name] = {
             "dtype": TYPE_NAMES[layout.dtype] if is_known else "U8",
             "shape": list(layout.shape) if is_known else [layout.bytes],
             "data_offsets": [offset, offset + layout.bytes],
         }
-    return StateFileLayout(encode_header(entries), spec, layouts, offsets, data_bytes(layouts))
-
-
-def encode_header(entries: Mapping[str, Any]) -> bytes:
-    """Return the first bytes of a file, up to the tensors."""
     text = json.dumps(entries, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
@@ -119,35 +115,6 @@ def read_layout(header: bytes) -> StateFileLayout:
     if layout.header != header:
         raise InvalidSpecError("its header does not describe its tensors as this version does")
     return layout
-
-
-def _names(spec: bytes, count: int) -> list[str]:
-    """Return the name of each tensor: its path in the state, the parts separated by dots."""
-    names = [f"tensor {index}" for index in range(count)]
-    used: set[str] = set()
-
-    def visit(encoded: Any, path: str) -> None:
-        if isinstance(encoded, list):
-            for index, value in enumerate(encoded):
-                visit(value, f"{path}.{index}")
-            return
-        if not isinstance(encoded, dict):
-            return
-        for kind, content in encoded.items():
-            if kind in ("dict", "ordered_dict"):
-                for key, value in content:
-                    visit(value, f"{path}.{key}" if isinstance(key, (str, int)) else f"{path}.key")
-            elif isinstance(content, list):
-                visit(content, path)
-            elif kind in ("tensor", "parameter", "array", "scalar", "bytes", "bytearray"):
-                name = path.removeprefix(".") or "state"
-                name = name if name not in used else f"{name} {content}"
-                used.add(name)
-                if names[content].startswith("tensor "):
-                    names[content] = name
-
-    visit(json.loads(spec)["tree"], "")
-    return names
 
 
 class Snapshot:

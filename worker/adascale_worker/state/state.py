@@ -26,8 +26,8 @@ from adascale_worker.state.exchange import (
 )
 from adascale_worker.state.schedule import Checkpointing
 from adascale_worker.state.snapshot_memory import KeptSnapshot, NoSnapshotMemoryError, SnapshotMemory
-from adascale_worker.state.training import TrainingState, model_tensor_numbers
-from adascale_worker.state.tree import Tree, layouts, on_host
+from adascale_worker.state.training import TrainingState
+from adascale_worker.state.tree import TensorIndex, Tree, on_host
 
 SNAPSHOT_SHARE = 0.02
 """The largest share of the time that copies for the agent may take."""
@@ -303,7 +303,8 @@ class State:
         """Return the tensors that a state is received into, by their numbers in its structure."""
         if self._initial_weights is None:
             return {}
-        return self._initial_weights.places(model_tensor_numbers(spec), layouts(spec))
+        index = TensorIndex(spec)
+        return self._initial_weights.places(index.numbers_in(("program", "model")), index.layouts)
 
 
 def _tensors_of(state: Mapping[Any, Any]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.state.program import ProgramState, load_model
 from adascale_worker.state.shards import KEY, Division, Shards
 from adascale_worker.state.store import CheckpointInfo
-from adascale_worker.state.tree import Tree, tensor_numbers
+from adascale_worker.state.tree import Tree
 
 
 class TrainerPart(Protocol):
@@ -78,11 +78,6 @@ class TrainingState:
         self.program.load_state_dict(state["program"])
         self.program.require_parameters(state["parameters"])
         self.program.load_trained(state["trained"])
-
-
-def model_tensor_numbers(spec: bytes) -> dict[str, int]:
-    """Return the numbers of the tensors of the model in a flattened state, by their names."""
-    return tensor_numbers(spec, ["program", "model"])
 
 
 Convert = Callable[[Tensor, object], Tensor]

@@ -83,23 +83,14 @@ def layouts(spec: bytes) -> list[TensorLayout]:
     return _layouts(_parse(spec))
 
 
-def tensor_numbers(spec: bytes, path: Sequence[str]) -> dict[str, int]:
-    """Return the numbers of the tensors that are values of one mapping of a tree, by their keys.
+@dataclass(frozen=True)
+class _Place:
+    """A place of a tree that has a tensor."""
 
-    Left out are tensors whose dimensions are in another order in memory, those that require gradients, and
-    those that are at other places of the tree, too.
-    """
-    try:
-        tree = _parse(spec)["tree"]
-        items = _items_of(tree)
-        for key in path:
-            items = _items_of(items[key])
-        elsewhere = Counter(_numbers_in(tree))
-        elsewhere.subtract(_numbers_in(list(items.values())))
-        numbers = {key: value["tensor"] for key, value in items.items() if _is_plain_tensor(value)}
-        return {key: number for key, number in numbers.items() if not elsewhere[number]}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidSpecError(f"the description of the state has no {'.'.join(path)}: {error!r}") from error
+    path: tuple[str | int, ...]  # keys of mappings and positions in lists
+    number: int
+    # inside mappings only, in the order of its dimensions in memory, without gradients
+    is_plain: bool
 
 
 class TensorIndex:
@@ -108,47 +99,74 @@ class TensorIndex:
     def __init__(self, spec: bytes) -> None:
         self._document = _parse(spec)
         self.layouts = _layouts(self._document)
-        self.numbers: dict[tuple[str | int, ...], int] = {}
+        try:
+            self._places = list(_places(self._document["tree"], (), is_plain=True))
+        except (TypeError, ValueError, KeyError) as error:
+            raise InvalidSpecError(f"the description of the state is invalid: {error!r}") from error
+        self.numbers = {place.path: place.number for place in self._places if place.is_plain}
         """The number of each tensor by its path, the keys of the mappings that lead to it.
 
         Without those inside other objects, in another order of dimensions, or that require gradients.
         """
-        try:
-            self._visit(self._document["tree"], ())
-            self.uses = Counter(_numbers_in(self._document["tree"]))
-            """At how many places each tensor is, by its number."""
-        except (TypeError, ValueError, KeyError) as error:
-            raise InvalidSpecError(f"the description of the state is invalid: {error!r}") from error
+        self.uses = Counter(place.number for place in self._places)
+        """At how many places each tensor is, by its number."""
         if not all(type(each) is int and 0 <= each < len(self.layouts) for each in self.uses):
             raise InvalidSpecError("the description of the state has a tensor without a type")
-
-    def _visit(self, encoded: Any, path: tuple[str | int, ...]) -> None:
-        if _is_plain_tensor(encoded):
-            self.numbers[path] = encoded["tensor"]
-        elif isinstance(encoded, dict) and next(iter(encoded), None) in _MAPPING_TYPES:
-            for key, value in _items_of(encoded).items():
-                self._visit(value, (*path, key))
 
     def value(self, key: str) -> Any:
         """Return the value of a key of the tree, which has no tensors; None if there is no such key."""
         try:
-            return _Decoder(()).decode(_items_of(self._document["tree"]).get(key))
+            ((_, items), *_) = self._document["tree"].items()
+            return next((_Decoder(()).decode(value) for name, value in items if name == key), None)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise InvalidSpecError(f"the description of the state is invalid: {error!r}") from error
 
-    def numbers_below(self, path: Sequence[str]) -> set[int]:
+    def numbers_below(self, path: tuple[str, ...]) -> set[int]:
         """Return the numbers of all tensors at and below a path of keys."""
-        encoded = self._document["tree"]
-        for key in path:
-            if not isinstance(encoded, dict) or next(iter(encoded), None) not in _MAPPING_TYPES:
-                return set()
-            encoded = _items_of(encoded).get(key)
-        return set(_numbers_in(encoded))
+        return {place.number for place in self._places if place.path[: len(path)] == path}
+
+    def numbers_in(self, path: tuple[str, ...]) -> dict[str, int]:
+        """Return the numbers of the tensors in a mapping by their keys, without those at other places too."""
+        found = {
+            str(place[-1]): number
+            for place, number in self.numbers.items()
+            if place[:-1] == path and isinstance(place[-1], str)
+        }
+        inside = Counter(found.values())
+        return {key: number for key, number in found.items() if inside[number] == self.uses[number]}
+
+    def names(self) -> list[str]:
+        """Return a name for each tensor: its path in the state, the parts separated by dots."""
+        names: dict[int, str] = {}
+        used: set[str] = set()
+        for place in self._places:
+            if place.number not in names:
+                name = ".".join(map(str, place.path)) or "state"
+                names[place.number] = name = f"{name} {place.number}" if name in used else name
+                used.add(name)
+        return [names.get(number, f"tensor {number}") for number in range(len(self.layouts))]
 
     def with_layouts(self, layouts: Sequence[TensorLayout]) -> bytes:
         """Return the structure of an equal tree, whose tensors have other types and shapes."""
         tensors = [[_name(layout.dtype), list(layout.shape)] for layout in layouts]
         return json.dumps({**self._document, "tensors": tensors}, separators=(",", ":")).encode("ascii")
+
+
+def _places(encoded: Any, path: tuple[str | int, ...], *, is_plain: bool) -> Iterator[_Place]:
+    """Yield the places of an encoded value that have tensors."""
+    if isinstance(encoded, list):
+        for position, value in enumerate(encoded):
+            yield from _places(value, (*path, position), is_plain=False)
+    elif isinstance(encoded, dict):
+        for kind, content in encoded.items():
+            if kind in _TENSOR_TYPES:
+                yield _Place(path, content, is_plain and encoded.keys() == {"tensor"})
+            elif kind in _MAPPING_TYPES:
+                for key, value in content:
+                    part = key if isinstance(key, str | int) else "key"
+                    yield from _places(value, (*path, part), is_plain=is_plain and part == key)
+            else:
+                yield from _places(content, path, is_plain=False)
 
 
 def unflatten(spec: bytes, tensors: Sequence[Tensor]) -> Any:
@@ -366,7 +384,7 @@ class _Decoder:
         return mapping
 
 
-_TENSOR_TYPES: Final = {"tensor", "parameter", "array", "scalar"}
+_TENSOR_TYPES: Final = {"tensor", "parameter", "array", "scalar", "bytes", "bytearray"}
 _SEQUENCE_TYPES: Final[dict[str, type]] = {name: kind for kind, name in _SEQUENCES.items()}
 _MAPPING_TYPES: Final[dict[str, type]] = {name: kind for kind, name in _MAPPINGS.items()}
 _ATOM_DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
@@ -376,31 +394,6 @@ _ATOM_DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "dtype": lambda name: _dtype(name),
     "device": torch.device,
 }
-
-
-def _items_of(encoded: dict[str, Any]) -> dict[Any, Any]:
-    """Return the encoded values of an encoded mapping by those keys that are strings or integers."""
-    ((name, items), *_) = encoded.items()
-    if name not in _MAPPING_TYPES:
-        raise TypeError(f"{name} is no mapping")
-    return {key: value for key, value in items if isinstance(key, str | int)}
-
-
-def _numbers_in(encoded: Any) -> Iterator[int]:
-    """Yield the number of each tensor in an encoded value, as often as it occurs."""
-    if isinstance(encoded, list):
-        for value in encoded:
-            yield from _numbers_in(value)
-    elif isinstance(encoded, dict):
-        for name, value in encoded.items():
-            if name in _TENSOR_TYPES:
-                yield value
-            else:
-                yield from _numbers_in(value)
-
-
-def _is_plain_tensor(encoded: Any) -> bool:
-    return isinstance(encoded, dict) and encoded.keys() == {"tensor"}
 
 
 def _dtype(name: str) -> torch.dtype:

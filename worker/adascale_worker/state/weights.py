@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +27,9 @@ from adascale_core.checkpoint_manifest import best_weights_file_name, is_best_we
 from adascale_core.errors import AdaScaleError
 from adascale_storage import Storage, StorageError, open_storage
 from adascale_worker.errors import CheckpointError
-from adascale_worker.state.file import TYPE_NAMES, encode_header
+from adascale_worker.state.file import TYPE_NAMES, data_bytes, encode_header, offsets_of
 from adascale_worker.state.store import CheckpointStore
-from adascale_worker.state.tree import memory_of
+from adascale_worker.state.tree import layout_of, memory_of
 from adascale_worker.torch_private.modules import COMPILED
 
 
@@ -50,30 +51,18 @@ def encode(
     weights: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> tuple[int, Iterable[bytes | memoryview]]:
     """Return the length of the file, and its parts."""
-    # Largest elements first: then each tensor is aligned without gaps, which the format does not allow.
-    names = sorted(weights, key=lambda name: -weights[name].dtype.itemsize)
-    # Programs expect the framework under this name.
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    position = 0
-    for name in names:
-        tensor = weights[name]
+    for name, tensor in weights.items():
         if tensor.dtype not in TYPE_NAMES:
             raise CheckpointError(
                 f"{name} has type {tensor.dtype}, for which the format safetensors has no name: convert it, "
                 "or leave it out of the model's state, by persistent=False for a buffer"
             )
-        end = position + tensor.numel() * tensor.dtype.itemsize
-        entries[name] = {
-            "dtype": TYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    header = encode_header(entries)
-    return len(header) + position, [
-        header,
-        *(memory_of(weights[name]) for name in names if weights[name].numel()),
-    ]
+    layouts = {name: layout_of(tensor) for name, tensor in weights.items()}
+    # Programs expect the framework under this name.
+    header = encode_header(layouts, {"format": "pt", **metadata})
+    places = sorted(zip(offsets_of([*layouts.values()]), weights.values(), strict=True), key=itemgetter(0))
+    parts = [memory_of(tensor) for _, tensor in places if tensor.numel()]
+    return len(header) + data_bytes(layouts.values()), [header, *parts]
 
 
 def read_metadata(read: Callable[[int, int], bytes]) -> dict[str, str]:
