@@ -15,25 +15,32 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from adascale.errors import UnsupportedOptimizerError
 from adascale_worker.adascale import AdaScale
 from adascale_worker.program.optimizers import ElasticAdaScale
-from worker.adascale_comparison import Wrapped, assert_equal, assert_matches_reference, plain
+from worker import adascale_problem
 from worker.adascale_problem import (
     PUBLIC_VALUES,
     Net,
+    assert_equal,
     backward,
     batches,
     network,
     squared_error,
+    train_step,
     two_groups,
     with_empty_groups,
 )
 from worker.reference import Batch, Reference
 
 CASES: dict[str, Callable[[], None]] = {}
+Wrapped = DistributedDataParallel
+assert_matches_reference = functools.partial(
+    adascale_problem.assert_matches_reference, wrap=Wrapped, model_given=True, steps=5
+)
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
@@ -250,7 +257,7 @@ def power_sgd() -> None:
     stream = iter(batches(16))
     for _ in range(8):
         step = [next(stream), next(stream)]
-        plain(optimizer, wrapped, [(step[dist.get_rank()][0].float(), step[dist.get_rank()][1].float())])
+        train_step(optimizer, wrapped, [(step[dist.get_rank()][0].float(), step[dist.get_rank()][1].float())])
         reference.step([(x.float(), y.float()) for x, y in step])
         assert_equal(optimizer, model, reference, 1e-4)
     assert state.total_numel_after_compression > 0
@@ -273,7 +280,7 @@ def power_sgd_with_adam() -> None:
     stream = iter(batches(12))
     for _ in range(6):
         step = [next(stream), next(stream)]
-        plain(optimizer, wrapped, [step[dist.get_rank()]])
+        train_step(optimizer, wrapped, [step[dist.get_rank()]])
         reference.step(step)
         assert_equal(optimizer, model, reference, 1e-6)
 
@@ -285,13 +292,13 @@ def adam() -> None:
             is_fused = model_given == (kind is torch.optim.Adam)
             options = {"weight_decay": 0.1, "fused": True} if is_fused else {}
             assert_matches_reference(
-                adam=kind, options=options, model_given=model_given, groups=two_groups, tolerance=1e-6
+                kind=kind, options=options, model_given=model_given, groups=two_groups, tolerance=1e-6
             )
-    assert_matches_reference(adam=torch.optim.AdamW, micro=3, tolerance=1e-6)
+    assert_matches_reference(kind=torch.optim.AdamW, micro=3, tolerance=1e-6)
     views: list[dict[str, Any]] = [{"gradient_as_bucket_view": True}, {"static_graph": True}]
     for view in views:
         wrap = functools.partial(Wrapped, **view)
-        assert_matches_reference(adam=torch.optim.AdamW, wrap=wrap, tolerance=1e-6)
+        assert_matches_reference(kind=torch.optim.AdamW, wrap=wrap, tolerance=1e-6)
 
 
 @case
@@ -314,8 +321,8 @@ def zero_redundancy_optimizer() -> None:
             optimizer.add_param_group(group)
         return optimizer
 
-    assert_matches_reference(sgd=sharded)
-    optimizer = assert_matches_reference(sgd=sharded, groups=two_groups)
+    assert_matches_reference(kind=sharded)
+    optimizer = assert_matches_reference(kind=sharded, groups=two_groups)
     inner = optimizer.optimizer
     assert isinstance(inner, ZeroRedundancyOptimizer)
     inner.consolidate_state_dict(0)
@@ -352,7 +359,7 @@ def a_grad_scaler_with_adam() -> None:
         model.zero_grad()
 
     for options in ({}, {"fused": True}):
-        assert_matches_reference(loop, adam=torch.optim.AdamW, options=options, tolerance=1e-6)
+        assert_matches_reference(loop, kind=torch.optim.AdamW, options=options, tolerance=1e-6)
 
 
 @case
@@ -412,7 +419,7 @@ def flags_are_summed_on_the_same_steps() -> None:
     sums = []
     for number in range(8):
         optimizer.flags = (float(number), float(dist.get_rank()))
-        plain(optimizer, wrapped, [batches(2, seed=number)[dist.get_rank()]])
+        train_step(optimizer, wrapped, [batches(2, seed=number)[dist.get_rank()]])
         sums.append(optimizer.flags_sum)
     assert sums == [(0.0, 1.0), None, None, (6.0, 1.0), None, None, (12.0, 1.0), None]
 
@@ -426,7 +433,7 @@ def ranks_stay_equal_when_fewer_steps_are_measured() -> None:
     optimizer.flags = (1.0,)
     measured_steps = []
     for number in range(150):
-        plain(optimizer, wrapped, [batches(2, seed=number)[dist.get_rank()]])
+        train_step(optimizer, wrapped, [batches(2, seed=number)[dist.get_rank()]])
         if optimizer.flags_sum is not None:
             assert optimizer.flags_sum == (2.0,)
             measured_steps.append(number)
@@ -497,7 +504,7 @@ def uneven_inputs() -> None:
     estimates = []
     with Join([wrapped, optimizer]):
         for batch in stream[dist.get_rank() :: 2][: 6 - 2 * dist.get_rank()]:
-            plain(optimizer, wrapped, [batch])
+            train_step(optimizer, wrapped, [batch])
             estimates.append(optimizer.estimate)
     for number in range(4):
         reference.step(stream[2 * number : 2 * number + 2])
@@ -505,7 +512,7 @@ def uneven_inputs() -> None:
     assert optimizer.estimate == estimates[3]
     assert (estimates[3].grad_sqr, estimates[3].grad_var) == pytest.approx(reference.estimate(), rel=1e-9)
     # After that, all ranks measure the same steps again.
-    plain(optimizer, wrapped, [batches(2)[dist.get_rank()]])
+    train_step(optimizer, wrapped, [batches(2)[dist.get_rank()]])
     assert optimizer.estimate != estimates[3]
 
 
@@ -517,7 +524,7 @@ def uneven_inputs_without_adascale_measure_nothing() -> None:
     with warnings.catch_warnings(record=True) as caught, wrapped.join():
         warnings.simplefilter("always")
         for batch in batches(6 - 2 * dist.get_rank()):
-            plain(optimizer, wrapped, [batch])
+            train_step(optimizer, wrapped, [batch])
     assert any("Join([model, optimizer])" in str(warning.message) for warning in caught)
     assert optimizer.estimate is None
 
@@ -541,7 +548,7 @@ def state_saved_by_two_ranks_loads_on_one() -> None:
     again.load_state_dict(single.state_dict())
     assert again.scale == 2.0
     wrapped = Wrapped(model)
-    plain(again, wrapped, [batches(2)[dist.get_rank()]])
+    train_step(again, wrapped, [batches(2)[dist.get_rank()]])
     assert again.estimate is not None
     assert not again.estimate.biased
 
@@ -556,7 +563,7 @@ def a_change_of_replicas_keeps_the_estimate() -> None:
     )
     optimizer.update_scale(4.0, 2)
     optimizer.set_num_gradients_to_accumulate(2)
-    plain(optimizer, wrapped, batches(4)[2 * dist.get_rank() :][:2])
+    train_step(optimizer, wrapped, batches(4)[2 * dist.get_rank() :][:2])
     estimate = optimizer.estimate
     assert estimate is not None
     assert not estimate.biased

@@ -2,11 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from adascale_worker.adascale import AdaScale
 from worker.reference import Batch, Reference
@@ -77,53 +80,89 @@ def with_empty_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": []}, *one_group(model), {"params": []}]
 
 
+Groups = Callable[[nn.Module], list[dict[str, Any]]]
 Loop = Callable[[AdaScale, nn.Module, list[Batch]], None]
 
 
-def scaled_loss(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
-    for batch in step:
-        backward(squared_error(model, batch) / len(step))
+def train_step(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+    """Make a step of some micro-batches; DDP averages their gradients in the last one."""
+    for number, batch in enumerate(step):
+        is_last = number == len(step) - 1
+        with nullcontext() if is_last or not isinstance(model, DistributedDataParallel) else model.no_sync():
+            backward(squared_error(model, batch) / len(step))
     optimizer.step()
     optimizer.zero_grad()
 
 
 def assert_matches_reference(
-    loop: Loop,
+    loop: Loop = train_step,
     *,
-    micro: int,
+    micro: int = 1,
     steps: int = 12,
-    groups: Callable[[nn.Module], list[dict[str, Any]]] = one_group,
-    scale: float | None = None,
-    clip: float | None = None,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    groups: Groups = one_group,
     options: dict[str, Any] | None = None,
+    scale: float | None = None,
+    rescale: float | None = None,
+    clip: float | None = None,
     model: nn.Module | None = None,
+    reference_model: nn.Module | None = None,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    model_given: bool = False,
+    data: Callable[[int], list[Batch]] = batches,
+    tolerance: float = 1e-9,
     **arguments: Any,
 ) -> AdaScale:
-    """Train with `loop` and with the reference; assert equal weights and gains after every step."""
-    sgd = {"lr": 0.05, **(options or {})}
+    """Train with `loop`, on all ranks if there are several, and with the reference; compare each step.
+
+    Args:
+        loop: makes a step of the micro-batches of this rank.
+        micro: micro-batches of a rank in a step.
+        kind: makes the inner optimizer; the reference has SGD, unless this is Adam or AdamW.
+        rescale: the scale in the second half of the steps.
+        model_given: whether AdaScale gets the wrapped model.
+        arguments: of AdaScale.
+    """
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    is_adam = kind in (torch.optim.Adam, torch.optim.AdamW)
+    settings = {"lr": 0.05, **({} if is_adam else {"momentum": 0.9}), **(options or {})}
     model = network() if model is None else model
-    reference_model = copy.deepcopy(model)
+    reference_model = copy.deepcopy(model) if reference_model is None else reference_model
+    wrapped = wrap(model)
     optimizer = AdaScale(
-        torch.optim.SGD(groups(model), **sgd), num_gradients_to_accumulate=micro, scale=scale, **arguments
+        kind(groups(model), **settings),
+        num_gradients_to_accumulate=micro,
+        scale=scale,
+        model=wrapped if model_given else None,
+        **arguments,
     )
-    reference = Reference(
-        reference_model,
-        torch.optim.SGD(groups(reference_model), **copy.deepcopy(sgd)),
-        squared_error,
-        optimizer.scale,
-        clip=clip,
-    )
-    data = iter(batches(micro * steps))
-    for _ in range(steps):
-        step = [next(data) for _ in range(micro)]
-        loop(optimizer, model, step)
+    plain = (kind if is_adam else torch.optim.SGD)(groups(reference_model), **copy.deepcopy(settings))
+    reference = Reference(reference_model, plain, squared_error, optimizer.scale, clip=clip)
+    stream = iter(data(micro * ranks * steps))
+    for number in range(steps):
+        if rescale is not None and number == steps // 2:
+            optimizer.set_scale(rescale)
+            reference.scale = rescale
+        step = [next(stream) for _ in range(micro * ranks)]
+        loop(optimizer, wrapped, step[rank * micro :][:micro])
         reference.step(step)
-        assert optimizer.gain() == pytest.approx(reference.gain(), rel=1e-9)
-        for number in range(len(optimizer.param_groups)):
-            assert optimizer.gain(number) == pytest.approx(reference.gain(number), rel=1e-9)
-        for ours, theirs in zip(model.parameters(), reference_model.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-    assert optimizer.grad_sqr == pytest.approx(reference.estimate()[0], rel=1e-9)
-    assert optimizer.grad_var == pytest.approx(reference.estimate()[1], rel=1e-9)
+        assert_equal(optimizer, model, reference, tolerance)
+    if ranks == 1:
+        assert optimizer.grad_sqr == pytest.approx(reference.estimate()[0], rel=tolerance)
+        assert optimizer.grad_var == pytest.approx(reference.estimate()[1], rel=tolerance)
     assert optimizer.gain() != 1.0 or optimizer.scale == 1.0
     return optimizer
+
+
+def assert_equal(
+    optimizer: AdaScale, model: nn.Module, reference: Reference, tolerance: float = 1e-9
+) -> None:
+    """Assert the gains and weights of the reference, and that the gains of all ranks are equal to the bit."""
+    for number in (None, *range(len(optimizer.param_groups))):
+        assert optimizer.gain(number) == pytest.approx(reference.gain(number), rel=tolerance)
+    for ours, theirs in zip(model.parameters(), reference.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    if dist.is_initialized():
+        gains: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gains, optimizer.gain())
+        assert len(set(gains)) == 1

@@ -18,13 +18,15 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from adascale.errors import UnsupportedOptimizerError
 from adascale_worker.adascale import AdaScale
-from worker.adascale_comparison import Groups, Loop, plain
 from worker.adascale_problem import (
+    Groups,
+    Loop,
     backward,
     batches,
     network,
     one_group,
     squared_error,
+    train_step,
     two_groups,
 )
 from worker.reference import Batch, Reference
@@ -38,7 +40,7 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def assert_sharded_matches_reference(
-    loop: Loop = plain,
+    loop: Loop = train_step,
     *,
     micro: int = 1,
     reductions: int | None = None,

@@ -21,8 +21,8 @@ from worker.adascale_problem import (
     batches,
     network,
     one_group,
-    scaled_loss,
     squared_error,
+    train_step,
     two_groups,
     with_empty_groups,
 )
@@ -52,7 +52,7 @@ def test_the_gain_is_one_without_an_estimate() -> None:
 
 
 def test_predict_gain_uses_the_estimate_of_all_groups() -> None:
-    optimizer = assert_matches_reference(scaled_loss, micro=2, groups=two_groups)
+    optimizer = assert_matches_reference(micro=2, groups=two_groups)
     estimate = optimizer.estimate
     assert estimate is not None
     assert not estimate.biased
@@ -80,7 +80,7 @@ def test_a_limit_holds_for_steps_groups_predictions_and_estimates() -> None:
         lambda sgd, *_: rates.extend(group["lr"] for group in sgd.param_groups)
     )
     for each, model in zip((free, optimizer), models, strict=True):
-        scaled_loss(each, model, batches(2))
+        train_step(each, model, batches(2))
     for number in (0, 1, None):
         assert optimizer.gain(number) == pytest.approx(limited(free.gain(number), max_gain), rel=1e-9)
     for number, group in enumerate(optimizer.param_groups):
@@ -98,7 +98,7 @@ def test_a_checkpoint_has_estimates_without_a_limit() -> None:
     saved = AdaScale(
         torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, scale=16.0, max_gain=4.0
     )
-    scaled_loss(saved, model, batches(2))
+    train_step(saved, model, batches(2))
     resumed = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=16.0, max_gain=4.0)
     resumed.load_state_dict(saved.state_dict())
     assert resumed.gain() == saved.gain()
@@ -117,12 +117,11 @@ def test_a_limit_out_of_range_is_rejected(max_gain: float) -> None:
 # -- loops -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro", [2, 5])
-@pytest.mark.parametrize("groups", [one_group, two_groups, with_empty_groups])
+@pytest.mark.parametrize(("micro", "groups"), [(5, one_group), (2, two_groups), (2, with_empty_groups)])
 def test_accumulation_with_a_scaled_loss(
     micro: int, groups: Callable[[nn.Module], list[dict[str, Any]]]
 ) -> None:
-    assert_matches_reference(scaled_loss, micro=micro, groups=groups)
+    assert_matches_reference(micro=micro, groups=groups)
 
 
 def test_accumulation_with_a_summed_loss_divides_the_gradients() -> None:
@@ -152,8 +151,7 @@ def test_dividing_the_gradients_of_a_scaled_loss_raises() -> None:
         optimizer.scale_grad_by_num_grads_to_accum()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize(("set_to_none", "micro"), [(True, 1), (False, 2)])
 def test_zero_grad_with_both_values_of_set_to_none(*, set_to_none: bool, micro: int) -> None:
     def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -213,17 +211,17 @@ def test_a_closure_is_called_once_and_its_loss_returned(micro: int) -> None:
     ids=str,
 )
 def test_options_of_sgd(options: dict[str, Any]) -> None:
-    assert_matches_reference(scaled_loss, micro=2, options=options)
+    assert_matches_reference(micro=2, options=options)
 
 
 def test_one_replica_measures_the_difference_of_consecutive_gradients() -> None:
-    optimizer = assert_matches_reference(scaled_loss, micro=1, scale=8.0, groups=two_groups)
+    optimizer = assert_matches_reference(micro=1, scale=8.0, groups=two_groups)
     assert optimizer.estimate is not None
     assert optimizer.estimate.biased
 
 
 def test_one_replica_measures_a_group_beside_groups_without_parameters() -> None:
-    assert_matches_reference(scaled_loss, micro=1, scale=8.0, groups=with_empty_groups)
+    assert_matches_reference(micro=1, scale=8.0, groups=with_empty_groups)
 
 
 def test_unbiased_estimates_replace_biased_estimates() -> None:
@@ -231,7 +229,7 @@ def test_unbiased_estimates_replace_biased_estimates() -> None:
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.01), scale=2.0)
     data = batches(8)
     for batch in data[:6]:
-        scaled_loss(optimizer, model, [batch])
+        train_step(optimizer, model, [batch])
     assert optimizer.estimate is not None
     assert optimizer.estimate.biased
 
@@ -241,7 +239,7 @@ def test_unbiased_estimates_replace_biased_estimates() -> None:
     reference = Reference(
         reference_model, torch.optim.SGD(reference_model.parameters(), lr=0.01), squared_error, 4.0
     )
-    scaled_loss(optimizer, model, data[6:])
+    train_step(optimizer, model, data[6:])
     reference.step(data[6:])
 
     assert not optimizer.estimate.biased
@@ -258,7 +256,7 @@ def test_frozen_parameters_are_measured_after_they_are_unfrozen(micro: int) -> N
     steps = iter(range(100))
 
     def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
-        scaled_loss(optimizer, model, step)
+        train_step(optimizer, model, step)
         assert model.first.weight.grad is None  # type: ignore[union-attr]
         next(steps)
 
@@ -266,12 +264,12 @@ def test_frozen_parameters_are_measured_after_they_are_unfrozen(micro: int) -> N
     estimate_before = optimizer.estimate
 
     model.first.weight.requires_grad_(True)
-    scaled_loss(optimizer, model, batches(micro, seed=5))
+    train_step(optimizer, model, batches(micro, seed=5))
     if micro > 1:
         assert optimizer.estimate == estimate_before, (
             "the step in which the parameter was unfrozen is left out"
         )
-    scaled_loss(optimizer, model, batches(micro, seed=6))
+    train_step(optimizer, model, batches(micro, seed=6))
     assert optimizer.estimate != estimate_before
 
 
@@ -309,7 +307,7 @@ def test_groups_with_lr_0_do_not_count_unless_all_have_it(
             group["lr"] = torch.tensor(rate, dtype=torch.float64) if tensor else rate
             twin["lr"] = rate
         step = [next(data) for _ in range(micro)]
-        scaled_loss(adascale, model, step)
+        train_step(adascale, model, step)
         reference.step(step)
         for number in (None, 0, 1):
             assert adascale.gain(number) == pytest.approx(reference.gain(number), rel=1e-6)
@@ -325,10 +323,10 @@ def test_groups_with_lr_0_do_not_count_unless_all_have_it(
 def test_a_frozen_group_does_not_count() -> None:
     model = network()
     adascale = AdaScale(torch.optim.SGD(two_groups(model), lr=0.05), num_gradients_to_accumulate=2)
-    scaled_loss(adascale, model, batches(2))
+    train_step(adascale, model, batches(2))
     assert adascale.gain() not in (adascale.gain(0), adascale.gain(1))
     model.first.requires_grad_(False)
-    scaled_loss(adascale, model, batches(2, seed=2))
+    train_step(adascale, model, batches(2, seed=2))
     assert adascale.gain() == adascale.gain_tensor() == adascale.gain(1)
     model.second.requires_grad_(False)
     assert adascale.gain() == adascale.gain(1), (
@@ -345,7 +343,7 @@ def test_parameters_used_by_some_batches_only(micro: int) -> None:
             return out
 
     torch.manual_seed(0)
-    assert_matches_reference(scaled_loss, micro=micro, model=Sometimes().double(), scale=4.0)
+    assert_matches_reference(micro=micro, model=Sometimes().double(), scale=4.0)
 
 
 def test_a_shared_parameter_counts_once() -> None:
@@ -360,7 +358,7 @@ def test_a_shared_parameter_counts_once() -> None:
             return out
 
     torch.manual_seed(0)
-    assert_matches_reference(scaled_loss, micro=2, model=Tied().double())
+    assert_matches_reference(micro=2, model=Tied().double())
 
 
 def test_a_group_added_later_is_measured_from_then_on() -> None:
@@ -369,14 +367,14 @@ def test_a_group_added_later_is_measured_from_then_on() -> None:
         torch.optim.SGD(model.first.parameters(), lr=0.05, momentum=0.9), num_gradients_to_accumulate=2
     )
     data = batches(8)
-    scaled_loss(optimizer, model, data[:2])
+    train_step(optimizer, model, data[:2])
     optimizer.add_param_group({"params": list(model.second.parameters()), "lr": 0.01})
     assert optimizer.gain(1) == 1.0
     assert optimizer.param_groups is optimizer.optimizer.param_groups
     assert optimizer.param_groups[1]["momentum"] == 0.9
     before = optimizer.gain(0)
     model.zero_grad()
-    scaled_loss(optimizer, model, data[2:4])
+    train_step(optimizer, model, data[2:4])
     assert optimizer.gain(1) > 1.0
     assert optimizer.gain(0) != before
     with pytest.raises(IndexError, match="pg_idx=2; there are 2"):
@@ -393,9 +391,9 @@ def test_sparse_gradients_raise(micro: int) -> None:
     optimizer.unhook()
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("micro", "reentrant", "whole"), [(1, True, True), (2, True, False), (2, False, True), (1, False, False)]
+)
 def test_activation_checkpointing_counts_each_backward_pass_once(
     *, reentrant: bool, micro: int, whole: bool
 ) -> None:
@@ -419,13 +417,12 @@ def test_activation_checkpointing_counts_each_backward_pass_once(
     data = iter(batches(6 * micro))
     for _ in range(6):
         step = [next(data) for _ in range(micro)]
-        scaled_loss(optimizer, model, [(x.clone(), y) for x, y in step])
+        train_step(optimizer, model, [(x.clone(), y) for x, y in step])
         reference.step(step)
         assert optimizer.gain() == pytest.approx(reference.gain(), rel=1e-9)
 
 
-@pytest.mark.parametrize("micro", [2, 3])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("micro", "whole"), [(2, True), (3, False)])
 def test_a_parameter_shared_between_reentrant_checkpoints_counts_once(*, micro: int, whole: bool) -> None:
     """Its gradient comes in two parts, from two inner passes. The first such step is left out."""
 
@@ -458,7 +455,7 @@ def test_a_parameter_shared_between_reentrant_checkpoints_counts_once(*, micro: 
     data = iter(batches(6 * micro))
     for number in range(6):
         step = [next(data) for _ in range(micro)]
-        scaled_loss(optimizer, model, [(x.clone(), y) for x, y in step])
+        train_step(optimizer, model, [(x.clone(), y) for x, y in step])
         if number == 0:
             assert optimizer.estimate is None
             reference.model.load_state_dict(model.state_dict())

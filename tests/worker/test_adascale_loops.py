@@ -1,6 +1,5 @@
 """AdaScale with schedulers and torch.compile, which replace methods of the optimizer."""
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
 from adascale_worker.adascale import AdaScale
-from worker.adascale_problem import backward, batches, network, squared_error
+from worker.adascale_problem import assert_matches_reference, backward, batches, network, squared_error
 from worker.reference import Batch, Reference
 
 Optimizer = torch.optim.Optimizer
@@ -87,31 +86,6 @@ def test_a_scheduler_reads_the_unscaled_lr(*, name: str, of_inner: bool) -> None
         assert scheduler.get_last_lr() == plain_scheduler.get_last_lr()
 
 
-def assert_matches_reference(
-    loop: Callable[[AdaScale, nn.Module, list[Batch]], None], *, micro: int = 2, **sgd: Any
-) -> None:
-    model = network()
-    reference_model = copy.deepcopy(model)
-    settings = {"lr": 0.05, "momentum": 0.9, **sgd}
-    optimizer = AdaScale(
-        torch.optim.SGD(model.parameters(), **settings), num_gradients_to_accumulate=micro, scale=4.0
-    )
-    reference = Reference(
-        reference_model,
-        torch.optim.SGD(reference_model.parameters(), **copy.deepcopy(settings)),
-        squared_error,
-        optimizer.scale,
-    )
-    data = iter(batches(12 * micro))
-    for _ in range(12):
-        step = [next(data) for _ in range(micro)]
-        loop(optimizer, model, step)
-        reference.step(step)
-        assert optimizer.gain() == pytest.approx(reference.gain(), rel=1e-9)
-        for ours, theirs in zip(model.parameters(), reference_model.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-
-
 # -- torch.compile -----------------------------------------------------------------------------------------
 
 
@@ -140,7 +114,7 @@ def test_a_compiled_model(micro: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        assert_matches_reference(loop, micro=micro)
+        assert_matches_reference(loop, micro=micro, scale=4.0)
         assert compiled
 
 
@@ -213,4 +187,4 @@ def test_our_own_step_compiled() -> None:
             fast()
             optimizer.zero_grad()
 
-        assert_matches_reference(loop)
+        assert_matches_reference(loop, micro=2, scale=4.0)

@@ -49,9 +49,9 @@ def train(optimizer: AdaScale, model: torch.nn.Module, *, micro: int, steps: int
     return progress
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("max_gain", [None, 3.0])
+@pytest.mark.parametrize(
+    ("micro", "groups", "max_gain"), [(1, 1, None), (2, 1, 3.0), (1, 2, 3.0), (2, 2, None)]
+)
 def test_a_step_reads_no_number(*, micro: int, groups: int, max_gain: float | None) -> None:
     with FakeTensorMode():
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -88,9 +88,9 @@ def set_tensors(optimizer: AdaScale) -> None:
         group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("change", [set_numbers, set_tensors])
-@pytest.mark.parametrize("max_gain", [None, 3.0])
+@pytest.mark.parametrize(
+    ("micro", "change", "max_gain"), [(1, set_numbers, None), (2, set_numbers, 3.0), (2, set_tensors, None)]
+)
 def test_tensors_and_numbers_for_lr_give_the_same_steps(
     *, micro: int, change: Callable[[AdaScale], None], max_gain: float | None
 ) -> None:
