@@ -478,16 +478,6 @@ def test_workers_create_a_bounded_number_of_jobs_in_their_namespace(tmp_path: Pa
         client.post_gain("crowd.again", a_report())
 
 
-def test_jobs_with_large_logs_take_bounded_memory(attacked: ServiceProcess) -> None:
-    with Client(attacked.port) as client:
-        client.put("/jobs/logs/allocation", {"generation": 1, "replicas": 100})
-        for rank in range(100):
-            failed = a_registration(rank, ReplicaState.FAILED, exit_code=1, log="\u20ac" * 65_536)
-            client.register("logs", failed)
-        shown = [replica["log"] for replica in client.get("/jobs/logs")["replicas"]]
-        assert 0 < sum(log is not None for log in shown) <= 16
-
-
 @pytest.mark.slow
 def test_a_job_of_the_maximum_size_takes_bounded_memory(attacked: ServiceProcess) -> None:
     with Client(attacked.port) as client:

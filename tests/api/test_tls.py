@@ -345,7 +345,7 @@ def test_a_client_cannot_choose_a_costly_group(service: ServiceProcess, groups: 
     assert ("BEGIN CERTIFICATE" in connecting.stdout) == connects, connecting.stderr
 
 
-@pytest.mark.parametrize("first", [b"", b"\x16", b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n"])
+@pytest.mark.parametrize("first", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n"])
 def test_a_connection_without_a_handshake_is_closed_after_the_time_of_a_request(
     tmp_path: Path, files: TlsFiles, first: bytes
 ) -> None:

@@ -20,9 +20,9 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import compare_policies
 from compare_policies import POLICIES, isolated_fairness
-from elasticflow import ElasticFlow, remaining_steps, satisfactory_plan
+from elasticflow import ElasticFlow, satisfactory_plan
 from isolated_cluster import IsolatedCluster, limited_to
-from policies import EarliestDeadlineFirst, EqualShares, FirstComeFirstServed, Tiresias
+from policies import EarliestDeadlineFirst, FirstComeFirstServed, Tiresias
 
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy
 from adascale_controller.simulation.application import ProfiledApplication
@@ -75,25 +75,6 @@ def test_every_policy_completes_every_job(
         assert f"| {policy}: deadlines met | {results['deadlines_met_share']:.1%} |" in table
         if policy == "fcfs":
             assert results["restarts_per_job"] == 0
-
-
-def test_sia_completes_every_job_on_several_types(files: Path, tmp_path: Path) -> None:
-    compare(files, "--policies", "sia", "--cluster", "fast=1x4,slow=2x4", "--json", str(tmp_path))
-    results = json.loads((tmp_path / "sia-workload-0.json").read_text())
-    assert len(results["jobs"]) == 8
-    assert results["types"]["fast"]["use"] > results["types"]["slow"]["use"]
-
-
-def test_a_job_that_is_alone_is_treated_exactly_fairly_by_every_policy(files: Path, tmp_path: Path) -> None:
-    header, *_ = (files / "workload.csv").read_text().splitlines()
-    (tmp_path / "workload.csv").write_text(f"{header}\njob,60,small,2,64\n")
-    (tmp_path / "profiles").symlink_to(files / "profiles")
-    arguments = ["--noise", "0", "--deadlines", "0.5-1.5", "--isolated", "--json", str(tmp_path)]
-    compare(tmp_path, "--policies", *POLICIES, *arguments)
-    for policy in POLICIES:
-        results = json.loads((tmp_path / f"{policy}-workload-0.json").read_text())
-        assert results["worst_isolated_finish_time_fairness"] == pytest.approx(1.0)
-        assert results["isolated_unfairly_treated_share"] in (0.0, 1.0)
 
 
 @pytest.mark.slow
@@ -163,30 +144,6 @@ class _Known:
 LINEAR = {1: 1.0, 2: 2.0, 4: 4.0}
 
 
-@pytest.mark.parametrize(
-    ("deadline", "remaining", "free", "expected"),
-    [
-        # the smallest share that suffices, until the end
-        (40.0, 40.0, [4] * 4, [1, 1, 1, 1]),
-        (40.0, 41.0, [4] * 4, [2, 2, 2, 0]),
-        (40.0, 160.0, [4] * 4, [4, 4, 4, 4]),
-        (40.0, 161.0, [4] * 4, None),
-        # jobs of earlier deadlines leave fewer, and a power of two is used of them
-        (40.0, 60.0, [0, 0, 4, 4], [0, 0, 4, 4]),
-        (40.0, 60.0, [3, 3, 3, 3], [2, 2, 2, 0]),
-        # only the part of a slot before the deadline counts
-        (35.0, 36.0, [4] * 4, [2, 2, 0, 0]),
-        (35.0, 70.0, [4] * 4, [2, 2, 2, 2]),
-    ],
-)
-def test_the_minimum_satisfactory_share(
-    deadline: float, remaining: float, free: Sequence[int], expected: list[int] | None
-) -> None:
-    job: Any = _Known(deadline, remaining, LINEAR)
-    plan = satisfactory_plan(job, np.array(free), 10.0, 0.0)
-    assert (None if plan is None else plan.tolist()) == expected
-
-
 @given(
     st.floats(1, 100),
     st.floats(1, 300),
@@ -219,68 +176,12 @@ def test_an_admitted_job_keeps_its_share_when_others_come(application: ProfiledA
     assert [job.completed <= (job.deadline or 0.0) for job in result.jobs] == [True, False]
 
 
-def test_the_remaining_steps_fall_from_all_to_none(application: ProfiledApplication) -> None:
-    job = SimulatedJob(Submission("a", 0.0, application, 1, 64))
-    ends = application.epoch_ends
-    found = [remaining_steps(job)]
-    for epoch, end in enumerate(ends):
-        job.epoch, job.progress = epoch, end - 1.0
-        found.append(remaining_steps(job))
-    assert found[0] == pytest.approx(application.iterations(64, len(ends) - 1))
-    assert found == sorted(found, reverse=True)
-    assert 0 < found[-1] < 2
-
-
 @pytest.fixture(scope="module")
 def small(files: Path) -> Submission:
     """Return a job of 1,200 steps at 0.1 s on one replica, and 0.07 s on two, submitted at a decision."""
     job = read_workload(files / "workload.csv", files / "profiles", list(TYPES))[1]
     untyped = read_workload(files / "workload.csv", files / "profiles")[1]
     return replace(job, time=0.0, replicas=1, batch_size=16, application=untyped.application)
-
-
-def test_jobs_that_share_a_gpu_one_after_the_other(small: Submission) -> None:
-    """Alone a job takes 30 + 120 s. One runs until 150 s, the other from 180 s to 330 s.
-
-    The first has a contention of 2, so its share is half a GPU, on which it takes 300 s. The contention of
-    the other is (150 + 330) / 330, so it takes 150 * 480 / 330 s.
-    """
-    settings = SimulationSettings([1])
-    jobs = simulate(
-        [replace(small, name=name, by_type={}) for name in "ab"], FirstComeFirstServed(), settings
-    )
-    found = isolated_fairness(jobs, IsolatedCluster(settings, FirstComeFirstServed, fixed_size=True))
-    assert found == [pytest.approx(150 / 300), pytest.approx(330 / (150 * 480 / 330))]
-
-
-@pytest.mark.parametrize(
-    ("submitted", "contention", "seconds"),
-    [
-        # One GPU is fast: 30 + 60 s. Two are slow: 30 + 240 s on one, 30 + 168 s on both.
-        (0.0, 1.0, (90 + 2 * 198) / 3),
-        (0.0, 2.0, (90 + 2 * (270 + 198) / 2) / 3),
-        (0.0, 3.0, (90 + 2 * 270) / 3),
-        (0.0, 6.0, 2 * (90 + 2 * 270) / 3),
-        (10.0, 3.0, 50 + (90 + 2 * 270) / 3),
-        (10.0, 6.0, 2 * (50 + (90 + 2 * 270) / 3)),
-    ],
-    ids=["alone", "one and a half", "one", "half", "waits for a decision", "half, waits"],
-)
-def test_the_time_on_a_share_of_two_types(
-    small: Submission, submitted: float, contention: float, seconds: float
-) -> None:
-    settings = SimulationSettings([1, 2], types=["fast", "slow"])
-    isolated = IsolatedCluster(settings, EqualShares, fixed_size=False)
-    found = isolated.completion_time(replace(small, time=submitted), contention)
-    assert found == pytest.approx(seconds)
-
-
-def test_a_policy_of_fixed_size_takes_its_replicas_for_longer_than_its_share(small: Submission) -> None:
-    """On 2 of 4 GPUs it takes 30 + 84 s, and with a share of one GPU twice as long."""
-    isolated = IsolatedCluster(SimulationSettings([4]), FirstComeFirstServed, fixed_size=True)
-    pair = replace(small, replicas=2, by_type={})
-    assert isolated.completion_time(pair, 1.0) == pytest.approx(114.0)
-    assert isolated.completion_time(pair, 4.0) == pytest.approx(2 * 114.0)
 
 
 def twin(

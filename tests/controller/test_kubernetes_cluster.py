@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
-from adascale_controller.operator.apply import kubernetes_cluster
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.apply.kubernetes_cluster import MAX_TRIES, KubernetesCluster
 
@@ -26,6 +26,7 @@ async def served(
     calls: list[float],
     statuses: list[int | None],
     queries: list[dict[str, str]] | None = None,
+    **options: Any,
 ) -> AsyncIterator[KubernetesCluster]:
     """An API server, which adds the time of each call to `calls`, and the client the status to `statuses`."""
 
@@ -44,7 +45,7 @@ async def served(
         await site.start()
         port = runner.addresses[0][1]
         async with ApiClient(Configuration(host=f"http://127.0.0.1:{port}")) as api:
-            yield KubernetesCluster(api, "team", lambda _method, status: statuses.append(status))
+            yield KubernetesCluster(api, "team", lambda _method, status: statuses.append(status), **options)
     finally:
         await runner.cleanup()
 
@@ -74,12 +75,14 @@ def test_a_call_waits_as_long_as_the_api_server_requests_and_all_others_with_it(
     assert min(calls[1:]) - calls[0] >= 1
 
 
-def test_an_api_server_that_stays_busy_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubernetes_cluster, "MAX_RETRY_AFTER", 0.01)
+def test_an_api_server_that_stays_busy_is_an_error() -> None:
     statuses: list[int | None] = []
 
     async def main() -> None:
-        async with served(lambda number: busy([None, 3600, 1][number]), [], statuses) as cluster:
+        answers = [None, 3600, 1]
+        async with served(
+            lambda number: busy(answers[number]), [], statuses, max_retry_after=0.01
+        ) as cluster:
             with pytest.raises(ApiServerError, match=r"GET .*first: too many requests") as rejected:
                 await cluster.get("persistentvolumeclaims", "team", "first")
             assert rejected.value.status == 429

@@ -185,24 +185,6 @@ def test_no_more_calls_run_at_once_than_the_bound(monkeypatch: pytest.MonkeyPatc
     asyncio.run(main())
 
 
-def test_a_hanging_claim_of_one_job_does_not_keep_another_job_from_training(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(lookup_fetcher, "CYCLE_WAIT", 0.01)
-
-    async def get_claim(self: FakeCluster, namespace: str, name: str) -> ApiObject:
-        if name == "hanging":
-            await asyncio.Event().wait()
-        return SHARED_CLAIM
-
-    monkeypatch.setattr(FakeCluster, "get_claim", get_claim)
-    world = World()
-    world.submit()
-    world.submit("other", checkpoint={"claimName": "hanging"})
-    world.run_cycles(20)
-    assert world.status["state"] == "Running"
-
-
 def test_a_refusal_is_kept_until_pods_are_created_and_its_text_only_changes_with_its_reason() -> None:
     invalid = replace(job(), job=None)
     fetcher, seen, shown = LookupFetcher(FakeCluster(World()), lambda _: None), observed(invalid), []

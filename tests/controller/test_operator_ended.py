@@ -12,7 +12,6 @@ from adascale_controller.operator.observe.observed_job import CheckpointClaim
 from adascale_controller.operator.reconcile.status import REPORTED_FIELDS
 from adascale_controller.operator.types.actions import StatusChange, Stop
 from adascale_core.messages.allocation import Allocation
-from adascale_core.views.job_summary import JobStateName, summarize
 from support.observed_jobs import (
     SPEC,
     actions_for,
@@ -166,11 +165,6 @@ def _look(world: World) -> None:
     world.cycle()
 
 
-def state_of(world: World) -> JobStateName:
-    """Return the state that the page shows."""
-    return summarize("team.digits", world.service.spec, world.service.state, None, 0.0).state
-
-
 @pytest.mark.parametrize("end", [complete, exceed_deadline])
 def test_an_ended_job_is_not_created_again_in_a_metrics_service_that_has_dropped_it(
     end: Callable[[World], None],
@@ -186,14 +180,3 @@ def test_an_ended_job_is_not_created_again_in_a_metrics_service_that_has_dropped
         world.cycle()
         assert set(world.writes) <= {"status"}
     assert world.service.list_jobs() == []
-
-
-def test_the_page_shows_that_a_job_has_failed() -> None:
-    world = World()
-    world.submit(maxReplicas=1, activeDeadlineSeconds=3600)
-    world.run_cycles(10)
-    assert state_of(world) is JobStateName.RUNNING
-    exceed_deadline(world)
-    assert (world.status["state"], state_of(world)) == ("Failed", JobStateName.FAILED)
-    assert world.service.state.desired is not None
-    assert world.service.state.desired.replicas == world.status["desiredReplicas"] == 0

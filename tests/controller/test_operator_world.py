@@ -344,46 +344,6 @@ def test_an_operator_that_is_killed_before_any_write_makes_no_second_replica_and
         assert (world.status["replicas"], len(world.live_pods)) == (replicas, replicas)
 
 
-@pytest.mark.usefixtures("decided")
-def test_a_job_falls_back_to_the_count_that_fits_on_a_full_node() -> None:
-    world = World(node_slots=2)
-    world.submit()
-    world.run_cycles(5)
-    running = world.condition("Running")
-    assert (running["status"], running["reason"]) == ("False", "Unschedulable")
-    world.run_cycles()
-    assert world.status["replicas"] == 2
-    rescaling = world.condition("Rescaling")
-    assert rescaling["message"].startswith("4 replicas could not be scheduled: 0/1 nodes are available")
-    world.node_slots = 4
-    world.run_cycles(90)
-    assert world.status["replicas"] == 4
-
-
-def test_a_program_that_fails_in_each_generation_fails_the_job_after_backoff_limit() -> None:
-    world = World()
-    world.submit(backoffLimit=1)
-    for _ in range(2):
-        world.run_cycles(10)
-        world.fail_program(next(iter(world.agents)))
-    world.run_cycles(10)
-    assert (world.status["state"], world.status["failures"]) == ("Failed", 2)
-    assert world.live_pods == []
-    assert "BackoffLimitExceeded" in [event.reason for event in world.events]
-
-
-@pytest.mark.parametrize("lose", [World.evict_pod, World.exceed_memory, World.delete_pod])
-def test_a_lost_pod_is_a_disruption_and_is_replaced(lose: Callable[[World, str], None]) -> None:
-    world = World()
-    world.submit(backoffLimit=0)
-    world.run_cycles(10)
-    lose(world, next(iter(world.agents)))
-    world.run_cycles(20)
-    status = world.status
-    assert (status["state"], status["failures"], status["disruptions"]) == ("Running", 0, 1)
-    assert [agent.state for agent in world.agents.values()] == [ReplicaState.RUNNING]
-
-
 @pytest.mark.parametrize(
     ("edit", "count"), [({"minReplicas": 1, "maxReplicas": 1}, 1), ({"suspend": True}, 0)]
 )

@@ -14,6 +14,7 @@ from support.snippets import DOCUMENTS, FRAMEWORK_PROGRAMS, PROGRAMS, Snippet, c
 SNIPPETS = [snippet for document in DOCUMENTS for snippet in snippets(document)]
 PROGRAM_SNIPPETS = [snippet for snippet in SNIPPETS if snippet.name in PROGRAMS]
 FRAMEWORK_SNIPPETS = [snippet for snippet in SNIPPETS if snippet.name in FRAMEWORK_PROGRAMS]
+SLOW = {*FRAMEWORK_PROGRAMS, "compile"}
 JOB: dict[str, Any] = {
     names.ENV_BATCH_SIZE: "32",
     names.ENV_MAX_BATCH_SIZE: "512",
@@ -40,8 +41,10 @@ def test_each_program_is_that_of_a_code_block() -> None:
 
 @pytest.mark.parametrize(
     "snippet",
-    [*PROGRAM_SNIPPETS, *(pytest.param(each, marks=pytest.mark.slow) for each in FRAMEWORK_SNIPPETS)],
-    ids=str,
+    [
+        pytest.param(each, id=str(each), marks=pytest.mark.slow if each.name in SLOW else ())
+        for each in (*PROGRAM_SNIPPETS, *FRAMEWORK_SNIPPETS)
+    ],
 )
 def test_the_code_block_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -227,7 +227,7 @@ def test_an_evaluation_of_a_stream_is_an_error(make_trainer: MakeTrainer) -> Non
 # -- several replicas -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["plain", "shards", pytest.param("states", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("shards", marks=pytest.mark.slow)])
 def test_a_stream_is_trained_once_over_changes_of_size_and_a_loss(
     make_members: Callable[..., Members], kind: str
 ) -> None:
