@@ -131,7 +131,7 @@ def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, w
     entered = job.entered()
     assert entered >= step > 0
 
-    # A changed template replaces the pods, which continue from the last checkpoint.
+    # A changed template replaces the pods: a further one joins first, and the old one is lost to it.
     step, before = step_of(job), job.uids()[0]
     template = manifest["spec"]["template"]
     template["spec"]["containers"][0]["env"].append({"name": "ANOTHER", "value": "template"})
@@ -147,7 +147,7 @@ def test_a_job_is_edited_suspended_gets_new_pods_and_completes(system: System, w
     job.kubectl("wait", "--for=condition=Complete", "asj/paced", "--timeout=120s", timeout=140)
     status = job.status()
     assert (status["state"], status["progressText"]) == ("Complete", "100%")
-    assert (status["disruptions"], status["failures"], status["restarts"]) == (0, 0, 0)
+    assert (status["disruptions"], status["failures"], status["restarts"]) == (1, 0, 1)
     assert "enters generation" in job.logs()
     job.edit(ttlSecondsAfterFinished=1)
     wait_until(lambda: not exists(job.raw), "the job's end")

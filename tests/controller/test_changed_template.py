@@ -1,4 +1,4 @@
-"""A changed template: a pod of it has to start before the old pods are stopped."""
+"""A changed template: its pods join before those of the template before leave, one after the other."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ import pytest
 
 from adascale_controller.job.placement_backoff import MAX_PAUSE
 from adascale_controller.operator.apply.cluster import ApiServerError
-from adascale_controller.operator.runtime import admission_reader
-from adascale_controller.operator.types.actions import StoppedPod
-from adascale_controller.operator.types.kubernetes import ApiObject
+from adascale_controller.operator.reconcile.job_phase import ROOM_TIMEOUT
 from adascale_controller.operator.types.settings import QUEUE_NAME
 from adascale_core.messages.allocation import ActiveAllocation
 from controller.conftest import DecidedCount
-from support.fake_cluster import FakeCluster
 from support.world import World
 
 Object = dict[str, Any]
-WAITING: Object = {"reason": "ErrImagePull", "message": 'failed to pull "trainer:typo": not found'}
 
 
 def trained() -> World:
     world = World()
     world.submit()
     world.run_cycles(20)
+    return world
+
+
+@pytest.fixture
+def several(decided: DecidedCount) -> World:
+    """A world whose job trains on three replicas."""
+    decided.count = 3
+    world = trained()
+    assert len(world.agents) == 3
     return world
 
 
@@ -42,76 +47,137 @@ def images(world: World) -> set[str]:
     return {raw["spec"]["containers"][0]["image"] for raw in world.live_pods}
 
 
-def pending(waiting: Object) -> Object:
-    return {
-        "phase": "Pending",
-        "conditions": [{"type": "PodScheduled", "status": "True"}],
-        "containerStatuses": [{"name": "worker", "image": "trainer:2", "state": {"waiting": waiting}}],
-    }
+def active(world: World) -> ActiveAllocation:
+    """Return the active generation."""
+    found = world.service.state.active
+    assert found is not None
+    return found
 
 
-def test_pods_are_replaced_once_a_pod_of_the_new_template_has_started() -> None:
-    world = trained()
-    edit(world, 2)
+def replicas_while_replacing(world: World) -> tuple[list[int], set[str]]:
+    """Return the replicas of each generation, and the messages of the condition Running."""
+    generations, messages = set(), set()
+    for _ in range(60):
+        world.run_cycles(1)
+        generations.add(active(world))
+        messages.add(running(world)[2])
+    ordered = sorted(generations, key=lambda each: each.generation)
+    return [each.replicas for each in ordered], messages
+
+
+@pytest.mark.parametrize("spec", [{}, {"minReplicas": 3}, {"spareReplicas": 1}])
+def test_each_new_pod_joins_before_an_old_one_leaves(several: World, spec: Object) -> None:
+    world = several
+    world.edit(**spec)
     world.run_cycles()
+    before, count = set(world.uids), len(world.live_pods)
+    edit(world, 2)
+    counts, messages = replicas_while_replacing(world)
     assert images(world) == {"trainer:2"}
+    assert len(world.live_pods) == count
+    assert not before & set(world.uids)
+    # Each pod that leaves is a loss, and the spare takes its place at once.
+    assert set(counts) == {3}
+    left = "Training on 3 replicas; 1 pod of the template before is left, replaced one by one"
+    assert left in messages
+    assert world.status["failures"] == 0
     assert running(world)[:2] == ("True", "Training")
-    assert world.checks == {}
+    edit(world, 3)
+    assert set(replicas_while_replacing(world)[0]) == {3}
+    assert images(world) == {"trainer:3"}
+
+
+def test_without_room_for_one_more_pod_an_old_one_leaves_first(several: World) -> None:
+    world = several
+    world.node_slots = 3
+    before = set(world.uids)
+    edit(world, 2)
+    world.run_cycles(20)
+    assert before < set(world.uids)
+    world.now += ROOM_TIMEOUT
+    counts, _ = replicas_while_replacing(world)
+    assert images(world) == {"trainer:2"}
+    assert set(counts) == {2, 3}
+    assert active(world).indices == {0, 1, 2}
+    assert len(world.live_pods) == 3
+
+
+@pytest.mark.parametrize("reason", ["exceeded quota: gpus", "violates PodSecurity"])
+def test_a_pod_that_is_not_created_leaves_the_others_unless_a_quota_is_used_up(
+    several: World, reason: str
+) -> None:
+    world = several
+    before = set(world.uids)
+
+    def admit(pod: Object) -> Object:
+        if len(world.live_pods) >= 3 and "generateName" not in pod["metadata"]:
+            raise ApiServerError(f"pods is forbidden: {reason}", 403, reason)
+        return pod
+
+    world.admit = admit
+    edit(world, 2)
+    world.run_cycles(90)
+    replaced = "quota" in reason
+    assert images(world) == {"trainer:2" if replaced else "trainer:1"}
+    assert (set(world.uids) == before) is not replaced
+    assert active(world).replicas == 3
+    if not replaced:
+        assert running(world)[:2] == ("True", "PodCreationFailed")
+
+
+def test_replicas_of_several_processes_are_replaced_one_by_one_without_a_spare(several: World) -> None:
+    world = several
+    world.edit(processesPerReplica=2)
+    world.run_cycles()
+    edit(world, 2)
+    counts, _ = replicas_while_replacing(world)
+    assert images(world) == {"trainer:2"}
+    assert set(counts) == {2, 3}
 
 
 def test_training_continues_while_the_new_image_can_not_be_pulled() -> None:
     world = trained()
-    world.check_status = pending(WAITING)
+    world.missing_image = "trainer:2"
     pods = set(world.agents)
     edit(world, 2)
+    world.now += ROOM_TIMEOUT
     world.run_cycles(30)
     assert set(world.agents) == pods
     status, reason, message = running(world)
     assert (status, reason) == ("True", "ImagePullFailed")
     assert message == (
-        "spec.template or spec.stepTimeoutSeconds has changed. The present pods continue to train until "
-        "a pod of the new template has started: container worker, image trainer:2: ErrImagePull: "
-        'failed to pull "trainer:typo": not found'
+        "Training on 1 replica; 1 pod of the template before is left, replaced one by one: container worker, "
+        "image trainer:2: ErrImagePull: not found"
     )
-    (check,) = world.checks.values()
     # The typo is corrected.
-    world.check_status = {"phase": "Succeeded"}
     edit(world, 3)
     world.run_cycles()
     assert images(world) == {"trainer:3"}
-    assert check["metadata"]["name"] not in world.checks
 
 
 def test_an_edit_that_is_undone_replaces_nothing() -> None:
     world = trained()
-    world.check_status = pending(WAITING)
+    world.missing_image = "trainer:2"
     pods = set(world.agents)
     edit(world, 2)
     world.run_cycles(5)
-    assert len(world.checks) == 1
+    assert len(world.live_pods) == 2
     edit(world, 1)
     world.run_cycles()
     assert set(world.agents) == pods
+    assert len(world.live_pods) == 1
     assert running(world)[:2] == ("True", "Training")
-    assert world.checks == {}, "the pod that could not start"
 
 
-def test_a_check_ends_with_the_job_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_does_not_train_gets_its_new_template_at_once() -> None:
     world = trained()
-    world.check_status = pending(WAITING)
+    (name,) = world.agents
+    world.fail_program(name)
     edit(world, 2)
-    world.run_cycles(5)
-    stop, refusals = FakeCluster.stop_pod, [500]
-
-    async def refuse_once(fake: FakeCluster, namespace: str, pod: StoppedPod) -> bool:
-        if refusals and "check" in pod.name:
-            raise ApiServerError("internal error", refusals.pop())
-        return await stop(fake, namespace, pod)
-
-    monkeypatch.setattr(FakeCluster, "stop_pod", refuse_once)
-    world.edit(suspend=True)
+    world.deliver()
+    world.cycle()
     world.run_cycles()
-    assert (world.checks, refusals) == ({}, [])
+    assert images(world) == {"trainer:2"}
 
 
 def test_a_queue_name_that_is_set_while_pods_are_replaced_replaces_all_pods(several: World) -> None:
@@ -124,120 +190,6 @@ def test_a_queue_name_that_is_set_while_pods_are_replaced_replaces_all_pods(seve
     world.run_cycles()
     assert not before & set(world.uids)
     assert {raw["metadata"]["labels"][QUEUE_NAME] for raw in world.live_pods} == {"team"}
-
-
-def test_an_image_without_the_agent_stops_nothing() -> None:
-    world = trained()
-    ended = {"exitCode": 128, "reason": "StartError", "message": 'exec: "adascale-agent": not found'}
-    world.check_status = {
-        "phase": "Failed",
-        "containerStatuses": [{"name": "worker", "state": {"terminated": ended}}],
-    }
-    pods = set(world.agents)
-    edit(world, 2)
-    world.run_cycles(30)
-    assert set(world.agents) == pods
-    assert running(world)[1] == "ContainerStartFailed"
-    assert running(world)[2].endswith('its agent does not start: exec: "adascale-agent": not found')
-
-
-@pytest.mark.parametrize("seconds", [0, admission_reader.UNSCHEDULABLE_TIMEOUT])
-def test_a_check_that_finds_no_node_does_not_last(seconds: float) -> None:
-    world = trained()
-    full = {"type": "PodScheduled", "status": "False", "message": "0/1 nodes are available"}
-    world.check_status = {"phase": "Pending", "conditions": [full]}
-    edit(world, 2)
-    world.run_cycles(10)
-    assert images(world) == {"trainer:1"}
-    world.now += seconds
-    world.run_cycles(30)
-    assert images(world) == {"trainer:2" if seconds else "trainer:1"}
-
-
-def test_where_a_policy_rejects_the_check_the_pods_are_replaced_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    create = FakeCluster.create_pod
-
-    async def refuse(fake: FakeCluster, manifest: ApiObject) -> ApiObject | None:
-        if "check" in manifest["metadata"]["name"]:
-            raise ApiServerError("forbidden", 403)
-        return await create(fake, manifest)
-
-    monkeypatch.setattr(FakeCluster, "create_pod", refuse)
-    world = trained()
-    edit(world, 2)
-    world.run_cycles()
-    assert images(world) == {"trainer:2"}
-
-
-def test_a_job_that_does_not_train_gets_its_new_template_at_once() -> None:
-    world = trained()
-    (name,) = world.agents
-    world.fail_program(name)
-    world.check_status = pending(WAITING)
-    edit(world, 2)
-    world.deliver()
-    world.cycle()
-    world.run_cycles()
-    assert images(world) == {"trainer:2"}
-
-
-def test_the_pod_requests_nothing_and_is_no_replica() -> None:
-    world = World(types=["a100"])
-    world.submit()
-    world.run_cycles()
-    world.check_status = pending(WAITING)
-    edit(world, 2)
-    world.run_cycles(5)
-    (check,) = world.checks.values()
-    (container,) = check["spec"]["containers"]
-    assert container["command"] == ["adascale-agent", "--help"]
-    assert "resources" not in container
-    assert "adascale.dev/job" not in check["metadata"]["labels"]
-    assert check["metadata"]["ownerReferences"][0]["kind"] == "AdaScaleJob"
-
-
-# -- pod by pod --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def several(decided: DecidedCount) -> World:
-    """A world whose job trains on three replicas."""
-    decided.count = 3
-    world = trained()
-    assert len(world.agents) == 3
-    return world
-
-
-def active(world: World) -> ActiveAllocation:
-    """Return the active generation."""
-    found = world.service.state.active
-    assert found is not None
-    return found
-
-
-def test_pods_are_replaced_one_by_one_while_the_others_train(several: World) -> None:
-    world = several
-    before, generations, messages = set(world.uids), set(), set()
-    edit(world, 2)
-    for _ in range(60):
-        world.run_cycles(1)
-        generations.add(active(world))
-        messages.add(running(world)[2])
-    assert images(world) == {"trainer:2"}
-    assert len(world.live_pods) == 3
-    assert not before & set(world.uids)
-    # Each pod is a loss, and then a planned change. A generation of all three is active before the next.
-    counts = [each.replicas for each in sorted(generations, key=lambda each: each.generation)]
-    assert counts == [3, 2, 3, 2, 3, 2, 3]
-    assert "Training on 3 replicas; 1 pod of the template before is left, replaced one by one" in messages
-    assert world.status["failures"] == 0
-    assert running(world)[:2] == ("True", "Training")
-    edit(world, 3)
-    world.run_cycles()
-    assert images(world) == {"trainer:3"}
-    assert active(world).replicas == 3
 
 
 @pytest.mark.parametrize("fail", [World.fail_program, World.refuse_replica])
@@ -259,11 +211,15 @@ def test_all_pods_are_replaced_if_those_of_the_new_template_can_not_join(
     assert f"{changed}: saving state, then replacing all pods" in messages
 
 
-def test_all_pods_are_replaced_at_once_where_no_smaller_count_is_valid(several: World) -> None:
+def test_all_pods_are_replaced_at_once_without_room_where_no_smaller_count_is_valid(several: World) -> None:
     world = several
     world.edit(minReplicas=3)
+    world.node_slots = 3
     world.run_cycles()
     edit(world, 2)
+    world.run_cycles(5)
+    assert "trainer:1" in images(world)
+    world.now += ROOM_TIMEOUT
     world.run_cycles()
     assert images(world) == {"trainer:2"}
 
@@ -293,6 +249,9 @@ def test_no_second_pod_is_replaced_while_the_first_finds_no_place(several: World
     world = several
     before = set(world.uids)
     edit(world, 2)
+    world.node_slots = 3
+    world.run_cycles(1)
+    world.now += ROOM_TIMEOUT
     while len(before & set(world.uids)) == 3:
         world.run_cycles(1)
     world.node_slots = 2

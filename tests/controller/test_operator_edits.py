@@ -68,7 +68,7 @@ def test_an_edited_step_timeout_reaches_the_replicas_in_new_pods(
     world.run_cycles(20)
     assert _step_timeout(world) == after
     changed = next(event for event in world.events if event.reason == "TemplateChanged")
-    assert changed.message.startswith("spec.template or spec.stepTimeoutSeconds has changed")
+    assert changed.message.endswith("1 pod of the template before is left, replaced one by one")
     world.run_cycles(5)
     assert world.writes == []
 

@@ -313,7 +313,8 @@ def test_a_job_is_suspended_once_its_state_is_saved(spec: dict[str, object], rea
 
 
 def test_a_changed_template_of_a_job_that_can_not_spare_a_pod_replaces_all_after_the_state_is_saved() -> None:
-    observed_job = replace(training_job((3, 2), spec=replace(SPEC, min_replicas=2)), digest="changed")
+    spec = replace(SPEC, min_replicas=2, processes_per_replica=2)
+    observed_job = replace(training_job((3, 2), spec=spec), digest="changed")
     actions = actions_for(observed_job)
     assert writes(actions) == {"allocate": Allocation(4, 0)}
     saved = replace(with_status(observed_job, actions), service=view((4, 0), (4, 0)))

@@ -340,7 +340,7 @@ def test_an_operator_that_is_killed_before_any_write_makes_no_second_replica_and
             world.kill_before = before
             world.run_cycles(1)
         world.kill_before = None
-        world.run_cycles(10)
+        world.run_cycles(20)
         assert (world.status["replicas"], len(world.live_pods)) == (replicas, replicas)
 
 

@@ -11,7 +11,6 @@ from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import END_DEADLINE
 from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
-from adascale_core import names
 
 if TYPE_CHECKING:
     from support.world import World
@@ -63,10 +62,8 @@ class FakeCluster:
         return self._put_secret(manifest) if manifest["metadata"]["resourceVersion"] == known else None
 
     async def create_pod(self, manifest: ApiObject) -> ApiObject | None:
-        """Create a pod: those that check a template are not replicas, and are not watched."""
+        """Create a pod."""
         name = manifest["metadata"]["name"]
-        if names.LABEL_REPLICA not in manifest["metadata"]["labels"]:
-            return self._world.checks.setdefault(name, deepcopy(dict(manifest)))
         self._world.before_write(f"create pod {name}")
         if name in self._world.objects[Resource.PODS]:
             return None
@@ -74,12 +71,7 @@ class FakeCluster:
 
     async def get_pod(self, namespace: str, name: str) -> ApiObject | None:
         """Return a pod."""
-        if name not in self._world.checks:
-            return self._world.objects[Resource.PODS].get(name)
-        check, status = self._world.checks[name], self._world.check_status
-        is_scheduled = all(each["status"] == "True" for each in status.get("conditions", ()))
-        spec = {**check["spec"], **({"nodeName": "node1"} if is_scheduled else {})}
-        return {**check, "metadata": {"uid": "check", **check["metadata"]}, "spec": spec, "status": status}
+        return self._world.objects[Resource.PODS].get(name)
 
     async def get_claim(self, namespace: str, name: str) -> ApiObject | None:
         """Return a claim: every claim exists."""
@@ -121,8 +113,6 @@ class FakeCluster:
 
     async def stop_pod(self, namespace: str, pod: StoppedPod) -> bool:
         """As `Cluster.stop_pod`."""
-        if self._world.checks.pop(pod.name, None) is not None:
-            return True
         self._world.before_write(f"{pod.how.name.lower()} pod {pod.name}")
         raw = self._world.objects[Resource.PODS].get(pod.name)
         if raw is None or raw["metadata"]["uid"] != pod.uid:

@@ -34,6 +34,7 @@ from support.fake_service import FakeAgent, FakeService
 RESOURCES = (Resource.ADASCALEJOBS, Resource.PODS)
 GRACE_PERIOD = 30
 GPU = "nvidia.com/gpu"
+RUNNING: Object = {"running": {}}
 UNSCHEDULABLE = {
     "type": "PodScheduled",
     "status": "False",
@@ -84,10 +85,8 @@ class World:
     """What admission makes of a pod; it may raise an `ApiServerError`."""
     spec: Object = field(default_factory=dict)
     """Fields of the spec of each AdaScaleJob that is submitted."""
-    checks: dict[str, Object] = field(default_factory=dict)
-    """The pods that check changed templates, by name."""
-    check_status: Object = field(default_factory=lambda: {"phase": "Succeeded"})
-    """The status of these pods."""
+    missing_image: str = ""
+    """An image that can't be pulled."""
     meanwhile: Callable[[], None] = lambda: None
     """Is called before each write of the operator."""
 
@@ -374,10 +373,14 @@ class World:
         return sum(raw["spec"].get("nodeName") == node for raw in pods if not _has_ended(raw))
 
     def _start_pod(self, raw: Object, node: str) -> None:
-        running = {"name": "worker", "state": {"running": {}}}
-        status = {"phase": "Running", "containerStatuses": [running]}
+        image, name = raw["spec"]["containers"][0]["image"], raw["metadata"]["name"]
+        waiting = {"reason": "ErrImagePull", "message": "not found"}
+        is_missing = image == self.missing_image
+        worker = {"name": "worker", "image": image, "state": {"waiting": waiting} if is_missing else RUNNING}
+        status = {"phase": "Pending" if is_missing else "Running", "containerStatuses": [worker]}
         self.write(Resource.PODS, {**raw, "spec": {**raw["spec"], "nodeName": node}, "status": status})
-        name = raw["metadata"]["name"]
+        if is_missing:
+            return
         # Another pod may have the same name later.
         self.agents[name] = FakeAgent(_rank(raw), raw["metadata"]["uid"])
 
@@ -456,6 +459,11 @@ class World:
         core = spec.get("minReplicas", 1) if "opportunistic" in spec else 100
         is_extra = names.LABEL_EXTRA in raw["metadata"]["labels"]
         outdated = raw["spec"]["containers"][0]["image"] != image or is_extra is not (agent.rank >= core)
+        digests = [each["metadata"]["annotations"][names.ANNOTATION_TEMPLATE] for each in self.live_pods]
+        outdated |= raw["metadata"]["annotations"][names.ANNOTATION_TEMPLATE] != digests[-1]
+        desired = state.desired
+        # The further pod that was created to replace others.
+        outdated |= desired is not None and desired.spares > 0 and agent.rank >= desired.replicas
         assert not (running and active) or outdated, f"rank {agent.rank} has not saved its state"
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from adascale_controller.operator.apply.pod_template import AGENT, build_pod_template
+from adascale_controller.operator.apply.pod_template import build_pod_template
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob, template_digest
 from adascale_controller.operator.types.actions import NewPod
 from adascale_controller.operator.types.kubernetes import Manifest
@@ -52,37 +52,6 @@ def pod_manifest(
     for field in ("name", "namespace", "ownerReferences"):
         metadata[field] = added[field]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
-
-
-def check_pod_manifest(job: AdaScaleJob, name: str) -> Manifest:
-    """Return a pod of the template that shows whether its image and its volumes are there.
-
-    It runs the agent's help, where the job's replicas are, and requests nothing.
-    """
-    built = build_pod_template(job, NewPod(0, 0), single_node=True)
-    spec = built.manifest["spec"]
-    (worker,) = (container for container in spec["containers"] if container["name"] == built.worker)
-    # Sidecars, probes and hooks are of no use without the program.
-    for field in (
-        "resources",
-        "args",
-        "lifecycle",
-        "livenessProbe",
-        "readinessProbe",
-        "startupProbe",
-        "ports",
-    ):
-        worker.pop(field, None)
-    worker["command"] = [AGENT, "--help"]
-    spec["containers"] = [worker]
-    for field in ("initContainers", "topologySpreadConstraints", "resourceClaims", "priorityClassName"):
-        spec.pop(field, None)
-    metadata = _metadata(job, name)
-    # Not a replica, so without the label of replicas.
-    del metadata["labels"][names.LABEL_JOB]
-    metadata["labels"][names.LABEL_CHECK] = job.name
-    metadata["annotations"] = built.manifest["metadata"]["annotations"]
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def template_warnings(job: AdaScaleJob) -> tuple[str, ...]:

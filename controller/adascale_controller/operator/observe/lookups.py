@@ -17,7 +17,6 @@ from adascale_controller.operator.observe.observed_job import (
     Admission,
     CachedJob,
     CheckpointClaim,
-    TemplateCheck,
 )
 from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.types.kubernetes import ApiObject, seconds
@@ -47,7 +46,6 @@ class LookupResults:
     slow_pod: str | None = None  # uid of the pod whose Events `slow_pod_events` holds
     slow_pod_events: Sequence[ApiObject] = ()  # the Events of that pod, of `START_EVENTS`
     admission: Admission | None = None  # what admission makes of its pods
-    template_check: TemplateCheck | None = None  # of a changed template. None if it is not checked.
     refusal: PodProblem | None = None  # why the API server creates no pod that is missing
 
 

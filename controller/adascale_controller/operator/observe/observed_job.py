@@ -68,17 +68,6 @@ class Admission:
 
 
 @dataclass(frozen=True)
-class TemplateCheck:
-    """What is known of a changed template, of which a pod is started before the old ones are stopped."""
-
-    digest: str
-    done: bool = False  # whether the pod has started, or can't be tried
-    # why it does not start; None if no reason is known
-    reason: Reason | None = None
-    message: str = ""
-
-
-@dataclass(frozen=True)
 class CachedJob:
     """An AdaScaleJob with its pods, as the caches hold them."""
 
@@ -125,7 +114,6 @@ class ObservedJob(CachedJob):
     refusal: PodProblem | None  # why the API server creates no pod that is missing
     now: float  # seconds since 1970
     admission: Admission = Admission()  # what admission makes of its pods
-    template_check: TemplateCheck | None = None  # of a changed template. None if it is not checked.
     queue: QueueView | None = None  # what Kueue says about its pods. None if that is not known.
 
     @property

@@ -97,7 +97,6 @@ def observe(
         now=now,
         others=cached.others,
         admission=lookups.admission or Admission(),
-        template_check=lookups.template_check,
         queue=queue,
     )
 

@@ -1,8 +1,9 @@
 """The phase of a job: whether it may run, has to stop, is blocked, or has ended.
 
-The pods of a changed template replace the others one by one, where the job can train on fewer. Each is
-deleted and leaves as any replica that is lost: the others keep the state of training, and the next pod of its
-rank, of the new template, gets the state from them.
+The pods of a changed template replace the others one by one. A further pod, of the new template, joins as a
+spare and gets the state of training. Then the last pod of the old template is deleted, and leaves as any
+replica that is lost: the spare takes its place, and the next pod of its rank is the next spare. Where there
+is no room for a further pod, a pod leaves before the next one joins, if the job can train on fewer replicas.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import inf
 
 from adascale_controller.formatting import plural
 from adascale_controller.job.failures import Failures, find_end
@@ -28,6 +30,10 @@ from adascale_core import names
 from adascale_core.batch.plans import is_valid_replicas
 from adascale_core.failures import EXIT_REFUSED
 from adascale_core.messages.registration import ReplicaState
+
+ROOM_TIMEOUT = 60.0
+"""Seconds for which a pod of a changed template waits for room beside the others."""
+_WITHOUT_ROOM = frozenset({Reason.UNSCHEDULABLE, Reason.QUEUED})
 
 
 class JobPhase(Enum):
@@ -159,16 +165,7 @@ def _changed(observed: ObservedJob) -> _Finding | None:
     if observed.core is not None or any(pod.is_extra for pod in observed.pods):
         what = "spec.template, spec.stepTimeoutSeconds, spec.opportunistic or the smallest count"
     if observed.outdated_pods:
-        check = observed.template_check
-        if check is not None and not check.done and observed.training_replicas:
-            detail = f": {check.message}" if check.message else ""
-            return (
-                JobPhase.BLOCKED,
-                check.reason or Reason.TEMPLATE_CHANGED,
-                f"{what} has changed. The present pods continue to train until a pod of the new template has "
-                f"started{detail}",
-            )
-        if not is_one_by_one(observed):
+        if not _is_one_by_one(observed):
             return (
                 JobPhase.STOPPING,
                 Reason.TEMPLATE_CHANGED,
@@ -211,45 +208,106 @@ def _held(observed: ObservedJob) -> _Finding | None:
 # -- the pods of a changed template ------------------------------------------------------------------------
 
 
-def is_one_by_one(observed: ObservedJob) -> bool:
+def replacement_spares(observed: ObservedJob, ranks: range) -> int:
+    """Return the number of spares beyond those of the spec while pods of these ranks are replaced."""
+    if not _may_have_spares(observed):
+        return 0
+    active = observed.view.active
+    members = active.indices if active is not None else frozenset()
+    # Without room, the further pod trains until the others have joined.
+    is_left = _has_further_pod(observed) and max(members, default=0) >= ranks.stop
+    is_left = is_left and not (members | _ready(observed)).issuperset(ranks)
+    return int(is_left or any(pod.rank in ranks for pod in observed.outdated_pods))
+
+
+def _has_further_pod(observed: ObservedJob) -> bool:
+    job, allocation = observed.resource.job, observed.current_allocation
+    return job is not None and allocation is not None and allocation.spares > job.spare_replicas
+
+
+def _is_one_by_one(observed: ObservedJob) -> bool:
     """Whether the job trains on while its pods are replaced one by one."""
     holds = any(replica.holds for replica in observed.view.replicas)
     fails = any(pod.template == observed.digest and _has_failed(pod) for pod in observed.pods)
-    return holds and not fails and _can_spare_one(observed)
+    may_join_before = _may_have_spares(observed) and not _lacks_room(observed)
+    return holds and not fails and (may_join_before or _can_spare_one(observed))
 
 
 def next_pods(observed: ObservedJob, failed_placement: FailedPlacement | None) -> Iterator[Pod]:
     """Yield the pods of another template that are to be replaced now: those that do not run, and one more."""
-    outdated, live = observed.outdated_pods, observed.live_pods
+    outdated = observed.outdated_pods
     waiting = [pod for pod in outdated if not pod.has_started]
+    if not outdated and _has_further_pod(observed):
+        outdated = [pod for _, pod in sorted(observed.live_pods.items())]
     if waiting or not outdated:
         yield from waiting
-    elif _is_settled(observed) and _can_spare_one(observed):
-        began = min(pod.created_at for pod in outdated)
-        if len(outdated) == len(live) and _has_failed_since(failed_placement, began):
-            # The first pod of the new template may be what could not be placed.
-            return
+        return
+    failed_at = failed_placement.until - failed_placement.pause if failed_placement is not None else -inf
+    # What could not be placed may be the first pod of the new template in the place of an old one.
+    without_spare = _lacks_room(observed) and _can_spare_one(observed) and failed_at < _began_at(observed)
+    if _is_settled(observed) and (_has_spares(observed) or without_spare):
         yield outdated[-1]
 
 
+def room_due(observed: ObservedJob) -> float:
+    """Return until when pods of a changed template wait for room, in seconds since 1970."""
+    return _began_at(observed) + ROOM_TIMEOUT if observed.outdated_pods else inf
+
+
+def _began_at(observed: ObservedJob) -> float:
+    """Return when the first pod of a changed template was created, in seconds since 1970."""
+    return min((pod.created_at for pod in _new_pods(observed)), default=observed.now)
+
+
+def _new_pods(observed: ObservedJob) -> list[Pod]:
+    outdated = observed.outdated_pods
+    return [pod for pod in observed.live_pods.values() if pod not in outdated]
+
+
+def _may_have_spares(observed: ObservedJob) -> bool:
+    job = observed.resource.job
+    if job is None or job.spec.processes_per_replica is not None:
+        # Spares of replicas of several processes were not tried.
+        return False
+    return job.spec.max_replicas + job.spare_replicas < names.MAX_REPLICAS
+
+
+def _lacks_room(observed: ObservedJob) -> bool:
+    """Whether there is no room for another pod of the new template beside the others."""
+    if not _may_have_spares(observed):
+        return True
+    if observed.refusal is not None and observed.refusal.reason is Reason.QUOTA_EXCEEDED:
+        return True
+    problems = [pod.problem for pod in _new_pods(observed) if pod.problem is not None]
+    has_waited = observed.now >= _began_at(observed) + ROOM_TIMEOUT
+    return has_waited and any(problem.reason in _WITHOUT_ROOM for problem in problems)
+
+
 def _is_settled(observed: ObservedJob) -> bool:
-    """Whether all replicas that the job is to have train together, each in the pod of its index."""
+    """Whether all replicas that the job is to have train together, and all other pods on nodes are ready."""
     view, training, allocation = observed.view, observed.training, observed.current_allocation
-    if training is None or allocation is None:
+    if training is None or allocation is None or view.desired != allocation:
         return False
-    if view.desired != allocation or training.generation != allocation.generation:
-        return False
-    members, live = training.indices, observed.live_pods
     running = {
         replica.replica
         for replica in view.replicas
         if replica.state is ReplicaState.RUNNING and replica.generation == allocation.generation
     }
-    ready = {replica.replica for replica in view.replicas if replica.state is ReplicaState.WAITING}
-    is_whole = len(members) == allocation.replicas and set(allocation.indices) == live.keys()
-    # A spare that is placed must have started: otherwise those that train would be replaced by such pods.
-    starting = {rank for rank, pod in live.items() if pod.is_placed} - members - ready
-    return is_whole and running == members and not starting
+    placed = {rank for rank, pod in observed.live_pods.items() if pod.node is not None}
+    are_ready = placed <= training.indices | _ready(observed)
+    return len(running) == allocation.replicas and running == training.indices and are_ready
+
+
+def _has_spares(observed: ObservedJob) -> bool:
+    """Whether all spares of the allocation wait, if it has any."""
+    allocation = observed.current_allocation
+    ready = _ready(observed) & observed.live_pods.keys()
+    return allocation is not None and 0 < allocation.spares <= len(ready)
+
+
+def _ready(observed: ObservedJob) -> set[int]:
+    replicas = observed.view.replicas
+    return {replica.replica for replica in replicas if replica.state is ReplicaState.WAITING}
 
 
 def _can_spare_one(observed: ObservedJob) -> bool:
@@ -259,10 +317,6 @@ def _can_spare_one(observed: ObservedJob) -> bool:
         return False
     fewer = range(job.spec.min_replicas, allocation.replicas)
     return any(is_valid_replicas(job.spec.bounds, count) for count in fewer)
-
-
-def _has_failed_since(placement: FailedPlacement | None, moment: float) -> bool:
-    return placement is not None and placement.until - placement.pause >= moment
 
 
 def _has_failed(pod: Pod) -> bool:

@@ -12,7 +12,14 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.events import container_runs_on, events_of, has_new_bounds
 from adascale_controller.operator.reconcile.failures import is_lost, replaced_at
-from adascale_controller.operator.reconcile.job_phase import Assessment, JobPhase, deadline, next_pods
+from adascale_controller.operator.reconcile.job_phase import (
+    Assessment,
+    JobPhase,
+    deadline,
+    next_pods,
+    replacement_spares,
+    room_due,
+)
 from adascale_controller.operator.reconcile.status import ScheduledJob, is_urgent, own_fields, status_of
 from adascale_controller.operator.types.actions import (
     Actions,
@@ -146,6 +153,7 @@ def _allocation(
         count = decision.replicas or (observed.group_size if observed.is_queued else 0)
     job = observed.resource.job
     spares = job.spare_replicas if job is not None and count else 0
+    spares += replacement_spares(observed, range(count + spares))
     if current is None:
         return Allocation(observed.view.last_generation + 1, count, spares=spares) if count else None
     if decision is not None and observed.view.complete:
@@ -345,6 +353,6 @@ def _times(observed: ObservedJob, assessment: Assessment) -> Iterator[float]:
         return
     missing = _missing(observed, _pod_count(observed, assessment, observed.current_allocation))
     yield from (due for _, _, due in missing if due > observed.now)
-    for due in (deadline(observed), observed.resource.deadline):
+    for due in (deadline(observed), observed.resource.deadline, room_due(observed)):
         if due is not None and due > observed.now:
             yield due

@@ -294,10 +294,14 @@ def _running(observed: ObservedJob, scheduled: ScheduledJob, training: int, coun
         stall = observed.view.stall
         if stall is not None:
             return condition(True, Reason.STALLED, f"{message}, but no step ends: {stall}")
-        outdated = len(observed.outdated_pods)
+        outdated = observed.outdated_pods
         if outdated:
-            left = f"{plural(outdated, 'pod')} of the template before {'is' if outdated == 1 else 'are'} left"
-            return condition(True, Reason.TEMPLATE_CHANGED, f"{message}; {left}, replaced one by one")
+            left, is_ = plural(len(outdated), "pod"), "is" if len(outdated) == 1 else "are"
+            message = f"{message}; {left} of the template before {is_} left, replaced one by one"
+            ranks = allocation.indices if allocation is not None else range(0)
+            problem = scheduled.start_problem(observed, ranks)
+            reason, detail = (problem.reason, f": {problem.message}") if problem else (None, "")
+            return condition(True, reason or Reason.TEMPLATE_CHANGED, f"{message}{detail}")
         return condition(True, Reason.TRAINING, f"{message}{_describe_spares(observed, allocation)}")
     if assessment.phase is not JobPhase.RUNNABLE:
         return condition(False, assessment.reason, assessment.message)

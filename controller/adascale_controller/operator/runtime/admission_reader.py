@@ -1,4 +1,4 @@
-"""Asks the API server what becomes of the pods of a template: by dry runs, and with a pod of a changed one.
+"""Asks the API server what admission makes of the pods of a template, by dry runs.
 
 Admission may add tolerations, requests, a priority or a node selector. Without them the capacity for a job is
 estimated too low or too high. Jobs of a namespace with equal templates share an answer. Where dry runs are
@@ -18,15 +18,11 @@ from typing import Any, Final
 
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
-from adascale_controller.operator.apply.manifests import check_pod_manifest, pod_manifest
+from adascale_controller.operator.apply.manifests import pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.observed_job import Admission, CachedJob, TemplateCheck
-from adascale_controller.operator.observe.pods import read_pod
-from adascale_controller.operator.types.actions import NewPod, Stop, StoppedPod
-from adascale_controller.operator.types.conditions import (
-    ConditionType,
-    condition_of,
-)
+from adascale_controller.operator.observe.observed_job import Admission, CachedJob
+from adascale_controller.operator.types.actions import NewPod
+from adascale_controller.operator.types.conditions import ConditionType, condition_of
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, Manifest
 
 Calls = Coroutine[Any, Any, None]
@@ -212,130 +208,3 @@ def _kept(spec: ApiObject) -> Manifest:
     if node_affinity:
         kept["affinity"] = {"nodeAffinity": node_affinity}
     return kept
-
-
-CHECK_INTERVAL: Final = 2.0
-"""Seconds between two looks at the pod."""
-UNSCHEDULABLE_TIMEOUT: Final = 60.0
-"""Seconds after which a check ends whose pod finds no node: that says nothing about the template."""
-
-
-@dataclass
-class _Check:
-    """A check that is in progress, or has ended."""
-
-    name: str
-    # in seconds since 1970
-    began_at: float
-    looked_at: float
-    result: TemplateCheck
-
-
-class TemplateChecker:
-    """Starts a pod of a changed template before the pods of the old one are stopped; one for each job.
-
-    It runs only the agent's help, without devices, beside the replicas. So an image that does not exist or
-    takes minutes to pull, a missing ConfigMap or an invalid security context stops no training.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._checks: dict[str, _Check] = {}
-
-    def retain(self, uids: Collection[str]) -> None:
-        """Drop the checks of all AdaScaleJobs with other uids; their pods are deleted with them."""
-        self._checks = {uid: check for uid, check in self._checks.items() if uid in uids}
-
-    def result(self, uid: str, digest: str) -> TemplateCheck | None:
-        """Return what is known of a template of a job. None if it is not being checked."""
-        check = self._checks.get(uid)
-        return check.result if check is not None and check.result.digest == digest else None
-
-    def due_at(self, uid: str, digest: str | None) -> float:
-        """Return when to call `look` for a job, in seconds since 1970; infinite if its check is over.
-
-        None for a template that need not be checked: a check in progress ends.
-        """
-        check = self._checks.get(uid)
-        if check is None or (check.result.digest != digest and digest is not None):
-            return float("inf") if digest is None else float("-inf")
-        return float("inf") if check.result.done else check.looked_at + CHECK_INTERVAL
-
-    def look(self, job: CachedJob, digest: str | None, now: float) -> Calls:
-        """Create the pod if it does not exist, and record how far it is."""
-        check = self._checks.get(job.resource.uid)
-        if check is not None and digest in (None, check.result.digest):
-            check.looked_at = now
-            return self._drop(job, check) if digest is None else self._look(job, check, None)
-        assert digest is not None
-        name, earlier = f"{job.resource.name}-check-{digest[:8]}", check
-        check = self._checks[job.resource.uid] = _Check(name, now, now, TemplateCheck(digest))
-        return self._look(job, check, earlier)
-
-    async def _drop(self, job: CachedJob, check: _Check) -> None:
-        """Delete the pod of a check: the edit was undone, or the job is stopped."""
-        try:
-            await self._delete(job.resource.namespace, check.name)
-        except ApiServerError as error:
-            logger.info("%s: pod %s stays: %s", job.resource.id, check.name, error)
-            return
-        self._checks.pop(job.resource.uid, None)
-
-    async def _look(self, job: CachedJob, check: _Check, earlier: _Check | None) -> None:
-        namespace = job.resource.namespace
-        try:
-            if earlier is not None and not earlier.result.done:
-                await self._delete(namespace, earlier.name)
-            if await self._is_rejected(check, job.resource):
-                return
-            if check.began_at == check.looked_at:
-                await self._cluster.create("pods", check_pod_manifest(job.resource, check.name))
-            raw = await self._cluster.get("pods", namespace, check.name)
-        except ApiServerError as error:
-            if 400 <= error.status < 500:
-                # Not allowed to, or a policy rejects it: the pods of the job show what is wrong.
-                logger.info("%s: the changed template is not checked: %s", job.resource.id, error)
-                check.result = replace(check.result, done=True)
-            return
-        self._record(check, raw)
-        if check.result.done and raw is not None:
-            await self._delete(namespace, check.name)
-
-    async def _is_rejected(self, check: _Check, job: AdaScaleJob) -> bool:
-        """Whether the API server finds a pod of the template invalid."""
-        if check.began_at == check.looked_at:
-            try:
-                await self._cluster.admit_pod(_tried(job))
-            except ApiServerError as error:
-                # A webhook may not support dry runs.
-                if error.status in {400, 422} and "dry run" not in error.reply:
-                    check.result = replace(check.result, reason=Reason.INVALID_SPEC, message=error.reply)
-        return check.result.reason is Reason.INVALID_SPEC
-
-    async def _delete(self, namespace: str, name: str) -> None:
-        raw = await self._cluster.get("pods", namespace, name)
-        if raw is not None:
-            await self._cluster.stop_pod(namespace, StoppedPod(name, raw["metadata"]["uid"], Stop.FORCE))
-
-    @staticmethod
-    def _record(check: _Check, raw: ApiObject | None) -> None:
-        if raw is None:
-            # Somebody has deleted it.
-            check.result = replace(check.result, done=True)
-            return
-        pod = read_pod(raw)
-        problem = pod.problem
-        is_homeless = problem is not None and problem.reason is Reason.UNSCHEDULABLE
-        has_waited = check.looked_at - check.began_at > UNSCHEDULABLE_TIMEOUT
-        if (pod.exit is not None and pod.phase == "Succeeded") or (is_homeless and has_waited):
-            check.result = replace(check.result, done=True)
-        elif pod.exit is not None:
-            detail = pod.exit.message or pod.exit.reason or f"exit code {pod.exit.exit_code}"
-            message = (
-                f"its agent does not start: {detail.strip().splitlines()[-1] if detail.strip() else detail}"
-            )
-            check.result = replace(check.result, reason=Reason.CONTAINER_START_FAILED, message=message)
-        elif problem is not None and not is_homeless:
-            check.result = replace(check.result, reason=problem.reason, message=problem.message)
-        else:
-            check.result = replace(check.result, reason=None, message="")

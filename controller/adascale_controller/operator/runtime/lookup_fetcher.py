@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from adascale_controller.operator.apply.cluster import ApiServerError, Cluster
-from adascale_controller.operator.observe.adascalejob import AdaScaleJob, template_digest
+from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.lookups import (
     START_EVENTS,
     LookupResults,
@@ -35,7 +35,6 @@ from adascale_controller.operator.observe.observed_job import (
 from adascale_controller.operator.runtime.admission_reader import (
     AdmissionReader,
     Calls,
-    TemplateChecker,
     deadline,
 )
 from adascale_controller.operator.schedule.quota import of_job, read_queues
@@ -137,7 +136,6 @@ class LookupFetcher:
         self._cluster = cluster
         self._admissions = AdmissionReader(cluster, on_result)
         self._on_result = on_result
-        self._checker = TemplateChecker(cluster)
         self._events = EventReader(cluster, DEADLINE)
         self._jobs: dict[str, _JobLookups] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -148,7 +146,6 @@ class LookupFetcher:
         """Drop the results of all AdaScaleJobs with other uids."""
         self._jobs = {uid: lookups for uid, lookups in self._jobs.items() if uid in uids}
         self._admissions.retain(uids)
-        self._checker.retain(uids)
 
     def expire_claim(self, uid: str) -> None:
         """Drop the claim of a job, so that the next cycle reads it."""
@@ -207,8 +204,6 @@ class LookupFetcher:
             lookups.admission = self._admissions.admission(job.resource)
             if lookups.admission is None:
                 return None
-        digest = self._changed_digest(job, lookups)
-        lookups.template_check = self._checker.result(job.resource.uid, digest) if digest else None
         claim = job.resource.claim_name if job.resource.job is not None else None
         if claim is None:
             lookups.claim = None
@@ -227,13 +222,10 @@ class LookupFetcher:
 
     def _calls(self, job: CachedJob, lookups: _JobLookups, now: float) -> Iterator[_Call]:
         """Yield the calls that a job may need, without those that have not returned."""
-        resource, digest = job.resource, self._changed_digest(job, lookups)
+        resource = job.resource
         if _asks_admission(job):
             due = self._admissions.due_at(resource)
             yield _Call("admission", due, lambda: self._admissions.ask(job, now, self._ask_limit))
-        if "check" not in lookups.running:
-            due = self._checker.due_at(resource.uid, digest)
-            yield _Call("check", due, lambda: self._checker.look(job, digest, now))
         name = resource.claim_name if resource.job is not None else None
         if name is not None and "claim" not in lookups.running:
             due = _claim_due(resource, name, lookups)
@@ -242,17 +234,6 @@ class LookupFetcher:
         if slow is not None and "pod" not in lookups.running:
             due = lookups.pod_events_read_at + EVENTS_INTERVAL
             yield _Call("pod", due, lambda: self._read_pod_events(job, slow.uid, lookups, now))
-
-    def _changed_digest(self, job: CachedJob, lookups: _JobLookups) -> str | None:
-        """Return the digest of a template that the present pods do not have. None if they have it."""
-        resource, claim = job.resource, lookups.claim
-        if resource.job is None or resource.job.suspend or resource.job.replica_limit == 0:
-            return None
-        if resource.claim_name is not None and claim is None:
-            return None
-        digest = template_digest(resource, single_node=claim is not None and claim.single_node)
-        is_changed = any(pod.template not in (None, digest) for pod in job.live_pods.values())
-        return digest if is_changed and not has_ended(resource.status) else None
 
     def _read_claim(self, job: AdaScaleJob, name: str, lookups: _JobLookups, now: float) -> Calls:
         lookups.claim_read_at = now
