@@ -49,6 +49,8 @@ def assert_sharded_matches_reference(
     dtype: torch.dtype = torch.float64,
     shape: tuple[int, ...] = (2,),
     frozen: bool = False,
+    adam: bool = False,
+    divides_loss: bool = False,
     **arguments: Any,
 ) -> AdaScale:
     """As `assert_matches_reference`, for `fully_shard`.
@@ -56,6 +58,7 @@ def assert_sharded_matches_reference(
     Args:
         micro: passes of a rank in a step.
         reductions: reduce-scatters of a rank in a step, each of one micro-gradient; `micro` if None.
+        divides_loss: whether the loop divides the loss by the number of ranks, and FSDP2 takes the sum.
     """
     names = ("replicas", "shards")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -66,15 +69,20 @@ def assert_sharded_matches_reference(
     if groups is not by_kind:
         fully_shard(model.first, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    settings: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+    kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
+    settings: dict[str, Any] = {"lr": 0.05, **({} if adam else {"momentum": 0.9})}
+    if divides_loss:
+        for module in (model, model.first):
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
     optimizer = AdaScale(
-        torch.optim.SGD(groups(model), **settings),
+        kind(groups(model), **settings),
         num_gradients_to_accumulate=micro,
         model=model,
         **arguments,
     )
-    sgd = torch.optim.SGD(groups(reference_model), **settings)
-    reference = Reference(reference_model, sgd, squared_error, optimizer.scale)
+    plain_optimizer = kind(groups(reference_model), **settings)
+    reference = Reference(reference_model, plain_optimizer, squared_error, optimizer.scale)
     stream = iter([(x.to(dtype), y.to(dtype)) for x, y in batches(2 * micro * steps)])
     batches_per_reduction = micro // (reductions or micro)
     for _ in range(steps):
@@ -240,8 +248,24 @@ def by_kind(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @case
-def adam_with_fully_shard_is_refused() -> None:
-    model = network()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(UnsupportedOptimizerError, match="got AdamW with a model that fully_shard"):
-        AdaScale(torch.optim.AdamW(model.parameters(), lr=0.1), model=model)
+def fully_sharded_parameters_of_adam() -> None:
+    """The squares of the local gradients are reduce-scattered, because a rank has its second moments only."""
+    for groups in (one_group, two_groups):
+        for micro in (1, 2):
+            assert_sharded_matches_reference(micro=micro, groups=groups, adam=True)
+    assert_sharded_matches_reference(adam=True, dtype=torch.float32)
+    assert_sharded_matches_reference(adam=True, frozen=True)
+
+
+@case
+def fully_sharded_gradients_that_are_summed() -> None:
+    """As torchtitan does, whose loss is the sum over tokens divided by the tokens of all ranks."""
+
+    def loop(optimizer: AdaScale, model: nn.Module, step: list[Batch]) -> None:
+        for batch in step:
+            backward(squared_error(model, batch) / (2 * len(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for adam in (False, True):
+        assert_sharded_matches_reference(loop, divides_loss=True, adam=adam, micro=2, dtype=torch.float32)

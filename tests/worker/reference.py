@@ -167,9 +167,10 @@ class Adam:
             return None
         whole: list[list[float]] = []
         for number, group in enumerate(self.groups):
-            moments = [self.second_moment(group, p).double().flatten() for p in group["params"]]
-            v = torch.cat(moments)
-            whole.append((v + 1e-3 * v.mean() + self.eps[number] ** 2).sqrt().tolist())
+            moments = {p: self.second_moment(group, p).double().flatten() for p in group["params"]}
+            mean = torch.cat([moments[p] for p in moments if self.progress[p]]).mean()
+            v = torch.cat([moments[p] if self.progress[p] else mean.expand(p.numel()) for p in moments])
+            whole.append((v + 1e-3 * mean + self.eps[number] ** 2).sqrt().tolist())
         return whole
 
 

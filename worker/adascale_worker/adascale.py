@@ -29,7 +29,6 @@ from adascale_worker.scaling.statistics.steps import Sampling, StepSettings
 from adascale_worker.scaling.supported_optimizers import (
     require_count,
     require_readable,
-    require_whole_parameters,
     scaling_rule_of,
 )
 from adascale_worker.torch_private.autograd import divide_in_place
@@ -84,9 +83,8 @@ class AdaScale(torch.optim.Optimizer, Joinable):
             (docs/adascale.md, "A limit of the gain").
 
     Raises:
-        UnsupportedOptimizerError: (a TypeError) `optimizer` is not one of these; it is an Adam and
-            `fully_shard` was applied to `model`; some of its parameters are DTensors that `fully_shard` on
-            `model` did not make, or only some parameters are sharded.
+        UnsupportedOptimizerError: (a TypeError) `optimizer` is not one of these; some of its parameters are
+            DTensors that `fully_shard` on `model` did not make, or only some parameters are sharded.
         UnsupportedTorchError: the installed torch does not have what this needs.
         ValueError: a number is out of range.
     """
@@ -133,7 +131,6 @@ class AdaScale(torch.optim.Optimizer, Joinable):
         sampling = Sampling(sample_every, disjoint_pairs)
         options = GainOptions(settings, smoothing, sampling, debias_ewma, observes_backward, shards, max_gain)
         estimator = GainEstimator(optimizer, self._rule, options, model, grad_scaler)
-        require_whole_parameters(optimizer, self._rule, is_sharded=estimator.statistics.reader.is_sharded)
         if shards is None:
             require_readable(estimator.statistics.reader.unreadable_parameters())
         self._attach(estimator)

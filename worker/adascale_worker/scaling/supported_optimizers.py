@@ -58,16 +58,6 @@ def _require_not_refused(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def require_whole_parameters(optimizer: object, rule: ScalingRule, *, is_sharded: bool) -> None:
-    """Raise UnsupportedOptimizerError if the second moments that the metric needs are sharded."""
-    if rule.has_second_moments and is_sharded:
-        raise UnsupportedOptimizerError(
-            f"got {type(optimizer).__name__} with a model that fully_shard has sharded: a rank has the "
-            "second moments of its shards only, and AdaScale measures whole gradients with them. Use "
-            "DistributedDataParallel, or SGD with fully_shard"
-        )
-
-
 def require_readable(unreadable: Sequence[Tensor]) -> None:
     """Raise UnsupportedOptimizerError if there are parameters whose gradients AdaScale cannot read."""
     if not unreadable:

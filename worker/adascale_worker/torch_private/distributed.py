@@ -298,8 +298,8 @@ class ShardedParameterGroup:
 
         group.post_backward = observed_post_backward
 
-    def on_reduce_scatter(self, observe: Callable[[Tensor], None]) -> None:
-        """Call `observe` with the input of each reduce-scatter of the group, before it starts.
+    def on_reduce_scatter(self, observe: Callable[[Tensor, dist.ProcessGroup], None]) -> None:
+        """Call `observe` with the input of each reduce-scatter, before it starts, and with its ranks.
 
         The input has the gradients of this rank: for each rank in turn, its piece of each parameter with a
         gradient, padded to `shard_sizes`.
@@ -323,7 +323,7 @@ class ShardedParameterGroup:
                 op: Any,
                 async_op: bool = False,
             ) -> dist.Work | None:
-                observe(input_tensor)
+                observe(input_tensor, group)
                 return self._inner(output_tensor, input_tensor, group, op, async_op)
 
         inner = private_part(self._group, "_reduce_scatter_comm", "to read gradients of fully_shard")
@@ -352,13 +352,15 @@ def _parameter_groups_of(module: FSDPModule) -> Sequence[Any]:
     return [] if group is None else [group]
 
 
-def reduce_scatter_predivisor(ranks: int, dtype: torch.dtype) -> int:
-    """Return the number by which FSDP2 divides gradients before the reduce-scatter.
+def micro_gradient_factor(ranks: int, dtype: torch.dtype, divisor: float | None) -> float:
+    """Return the gradient of a rank over what FSDP2 reduce-scatters, where `.grad` is the mean over `ranks`.
 
-    About the square root of `ranks` for float16, to avoid an overflow; 1 for types with a wide range.
+    It sums and divides by `divisor` (`set_gradient_divide_factor`; None for `ranks`), in types other than
+    float32 and bfloat16 by about the root of it before the reduce-scatter, to avoid an overflow.
     """
-    divisor = 1
+    factor = ranks if divisor is None else divisor
+    divided_before = 1
     if dtype not in (torch.float32, torch.bfloat16):
-        while ranks % divisor == 0 and ranks / divisor > divisor:
-            divisor *= 2
-    return divisor
+        while factor % divided_before == 0 and factor / divided_before > divided_before:
+            divided_before *= 2
+    return divided_before * ranks / factor

@@ -29,6 +29,7 @@ from adascale_worker.scaling.statistics.metric import EuclideanMetric, SecondMom
 from adascale_worker.scaling.statistics.parameters import HOST, OptimizerParameters
 from adascale_worker.scaling.statistics.previous_gradient import PreviousGradient, PreviousStep
 from adascale_worker.scaling.statistics.reader import GradientReader
+from adascale_worker.scaling.statistics.sharded import sum_over_shards_of
 from adascale_worker.scaling.statistics.steps import StepSettings, StepWeights
 
 
@@ -63,7 +64,8 @@ class GradientStatistics:
         self._shards = shards
         adapts = rule.has_second_moments
         self.parameters = OptimizerParameters(optimizer, scales_lr_alone=not adapts)
-        self._metric = SecondMomentMetric(rule, optimizer, shards) if adapts else EuclideanMetric()
+        add_shards = sum_over_shards_of(model) if shards is None else shards.add_shards
+        self._metric = SecondMomentMetric(rule, optimizer, add_shards) if adapts else EuclideanMetric()
         self.reader = GradientReader(
             self.parameters,
             settings,

@@ -12,14 +12,13 @@ v is from the steps before, so it does not depend on the gradients that are meas
 unbiased. All norms of a step use the same v.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from adascale_worker.scaling.rules import ScalingRule, SecondMoment
-from adascale_worker.scaling.statistics.all_reduce import Shards
 from adascale_worker.scaling.statistics.norms import (
     HALF_PRECISION,
     MAX_ELEMENTS_TOGETHER,
@@ -81,10 +80,13 @@ class SecondMomentMetric(EuclideanMetric):
     """
 
     def __init__(
-        self, rule: ScalingRule, optimizer: torch.optim.Optimizer, shards: Shards | None = None
+        self,
+        rule: ScalingRule,
+        optimizer: torch.optim.Optimizer,
+        add_shards: Callable[[Tensor], None] | None = None,  # a collective call
     ) -> None:
         self._rule = rule
-        self._shards = shards
+        self._add_shards = add_shards
         self._optimizer = optimizer
         self._divisors: dict[int, _GroupDivisor | _DivisorOnGpu] | None = None
         self._sizes_on_gpu: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
@@ -135,9 +137,9 @@ class SecondMomentMetric(EuclideanMetric):
             if moments:
                 eps = max(self._rule.eps(number), MIN_EPS)
                 if are_read_together([value for value, *_ in moments.values()]):
-                    self._divisors[number] = _DivisorOnGpu(moments, eps, self._sizes_on_gpu, self._shards)
+                    self._divisors[number] = _DivisorOnGpu(moments, eps, self._sizes_on_gpu, self._add_shards)
                 else:
-                    self._divisors[number] = _GroupDivisor(moments, eps, self._shards)
+                    self._divisors[number] = _GroupDivisor(moments, eps, self._add_shards)
         return self._divisors
 
 
@@ -147,7 +149,9 @@ class _GroupDivisor:
     v is `value * factor`: they are divided by `value + c / factor` and their sum by `factor`, one pass less.
     """
 
-    def __init__(self, moments: dict[int, SecondMoment], eps: float, shards: Shards | None) -> None:
+    def __init__(
+        self, moments: dict[int, SecondMoment], eps: float, add_shards: Callable[[Tensor], None] | None
+    ) -> None:
         self._moments = moments  # by the id of the parameter; one without it gets the mean of the group
         self._memory: Tensor | None = None
         factors = {_number(moment) for moment in moments.values()}
@@ -161,7 +165,7 @@ class _GroupDivisor:
         if small:
             whole = flatten_together(list(small.values()))
             sums.append(whole.sum() * self._small_factor)
-        self._mean = _mean(sums, [value for value, *_ in moments.values()], shards).item()
+        self._mean = _mean(sums, [value for value, *_ in moments.values()], add_shards).item()
         self._added = self._mean * FLOOR + eps**2
         self._small_sizes = {number: value.numel() for number, value in small.items()}
         # What the squares of the gradients of small parameters are multiplied by, by their numbers.
@@ -275,7 +279,7 @@ class _DivisorOnGpu:
         moments: dict[int, SecondMoment],
         eps: float,
         sizes: dict[tuple[torch.device, tuple[int, ...]], Tensor],
-        shards: Shards | None,
+        add_shards: Callable[[Tensor], None] | None,
     ) -> None:
         self._moments = moments
         self._sizes = sizes  # numbers of elements on the GPU, kept because copying them there takes time
@@ -291,7 +295,7 @@ class _DivisorOnGpu:
             sums.append(whole.sum())
             if keeps:
                 kept.append(whole)
-        mean = _mean(sums, values, shards)
+        mean = _mean(sums, values, add_shards)
         self._added = mean * FLOOR + eps**2
         self._weight_of_others = 1.0 / (mean + self._added)
         if len(kept) == 1:  # All have the same kind.
@@ -385,13 +389,15 @@ def _total(terms: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([term.to(device, dtype) for term in terms]).sum()
 
 
-def _mean(sums: Sequence[Tensor], values: Sequence[Tensor], shards: Shards | None) -> Tensor:
+def _mean(
+    sums: Sequence[Tensor], values: Sequence[Tensor], add_shards: Callable[[Tensor], None] | None
+) -> Tensor:
     """Return the mean of second moments: shape (). A collective call with shards."""
     total, count = _total(sums, sums[0].device), sum(_real(value).numel() for value in values)
-    if shards is None:
+    if add_shards is None:
         return total / count
     both = torch.stack([total, total.new_tensor(float(count))])
-    shards.add_shards(both)
+    add_shards(both)
     return both[0] / both[1]
 
 

@@ -96,7 +96,7 @@ class GradientReader:
         self._settings = settings
         self.ddp = model if isinstance(model, DistributedDataParallel) else None
         self.is_compressed = False  # whether averaged gradients are not the mean of the local ones
-        self._sharded = _sharded_gradients(model, parameters, settings.world_size)
+        self._sharded = _sharded_gradients(model, parameters, settings.world_size, metric)
         self._is_measuring = False
         self._on_pass_start = on_pass_start
         self._observer = BackwardObserver(self._start_pass, on_pass_end, metric)
@@ -257,8 +257,8 @@ class GradientReader:
 
 
 def _sharded_gradients(
-    model: torch.nn.Module | None, parameters: OptimizerParameters, ranks: int
+    model: torch.nn.Module | None, parameters: OptimizerParameters, ranks: int, metric: EuclideanMetric
 ) -> ShardedGradients | None:
     if model is None or not is_fully_sharded(model):
         return None
-    return ShardedGradients(model, parameters.groups(), ranks)
+    return ShardedGradients(model, parameters.groups(), ranks, metric)

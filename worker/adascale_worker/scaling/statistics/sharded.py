@@ -1,35 +1,56 @@
 """Reads the local gradients of a model whose parameters `fully_shard` has sharded (FSDP2).
 
 With FSDP2 a rank never has its own gradient in `.grad`: the gradient goes into a reduce-scatter, and `.grad`
-is the shard of the mean that the rank owns. So the norm of the input of the reduce-scatter is read. That is
-exact, as it is under DistributedDataParallel.
+is the shard of the mean that the rank owns. So the norm of the input of the reduce-scatter is read, exactly.
 
 Gradients of a pass without synchronisation stay on the rank, and the next reduce-scatter takes their sum. Its
 input is a micro-gradient too, of the batches of all these passes together: such a step has fewer
 micro-gradients, of larger batches. The passes that went into each reduce-scatter are recorded for each FSDP2
 parameter group, the parameters that are reduced together.
+
+A rank has the second moments of its shards only. So for Adam the squares of the local gradients are
+reduce-scattered too, and each rank divides their sums by the second moments of its shards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from adascale_worker.scaling.statistics.norms import norm, sum_of_squares
+from adascale_worker.scaling.statistics.metric import EuclideanMetric
+from adascale_worker.scaling.statistics.norms import local_shard, norm, sum_of_squares
 from adascale_worker.torch_private.autograd import backward_pass_id
 from adascale_worker.torch_private.distributed import (
     ShardedParameterGroup,
-    reduce_scatter_predivisor,
+    is_fully_sharded,
+    micro_gradient_factor,
     sharded_parameter_groups,
 )
+
+
+def sum_over_shards_of(model: nn.Module | None) -> Callable[[Tensor], None] | None:
+    """Return a function that adds a tensor up over the ranks that `fully_shard` uses; None without it."""
+    if model is None or not is_fully_sharded(model):
+        return None
+    meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
+    ranks = meshes[0].get_group(meshes[0].ndim - 1)
+
+    def add(tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=ranks)
+
+    return add
 
 
 class ShardedGradients:
     """Norms of the inputs of the reduce-scatters in the backward passes of a step."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[Sequence[Tensor]], ranks: int) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Sequence[Sequence[Tensor]], ranks: int, metric: EuclideanMetric
+    ) -> None:
         self._ranks = ranks
+        self._metric = metric
         self._norms: list[list[Tensor]] = [[] for _ in groups]
         self._histories: list[_ReductionHistory] = []
         self._is_incomplete = False
@@ -41,8 +62,7 @@ class ShardedGradients:
         for fsdp_group in sharded_parameter_groups(model):
             history = _ReductionHistory(fsdp_group)
             optimizer_groups = [group_of.get(id(parameter)) for parameter in fsdp_group.parameters]
-            read = partial(self._on_reduce_scatter, history, optimizer_groups, fsdp_group.shard_sizes)
-            fsdp_group.on_reduce_scatter(read)
+            fsdp_group.on_reduce_scatter(partial(self._on_reduce_scatter, history, optimizer_groups))
             self._histories.append(history)
             self.parameter_ids |= set(map(id, fsdp_group.sharded_by_fsdp_alone))
             self.shards = fsdp_group.shard_count
@@ -113,27 +133,41 @@ class ShardedGradients:
         self,
         history: "_ReductionHistory",
         optimizer_groups: Sequence[int | None],
-        shard_sizes: Sequence[int],
         gradients: Tensor,
+        ranks: dist.ProcessGroup,
     ) -> None:
-        """Read the gradients of an FSDP2 group: for each rank, a piece of each of its parameters."""
+        """Read the gradients of an FSDP2 group: for each rank, a piece of each parameter with a gradient."""
         history.record_reduction()
         if not self._measuring:
             return
-        divisor = reduce_scatter_predivisor(self._ranks, gradients.dtype)
-        if len(set(optimizer_groups)) == 1:
+        fsdp_group = history.fsdp_group
+        factor = micro_gradient_factor(self._ranks, gradients.dtype, fsdp_group.gradient_divisor)
+        defined = self._metric.defined_groups()
+        if defined is None and len(set(optimizer_groups)) == 1:
             if optimizer_groups[0] is not None:
-                self._norms[optimizer_groups[0]].append(norm(gradients) * divisor)
+                self._norms[optimizer_groups[0]].append(norm(gradients) * factor)
             return
-        width = sum(shard_sizes)
-        if gradients.numel() % width != 0:
+        parameters = zip(fsdp_group.parameters, optimizer_groups, fsdp_group.shard_sizes, strict=True)
+        trained = [each for each in parameters if each[0].requires_grad]
+        sizes = [size for *_, size in trained]
+        if gradients.numel() != sum(sizes) * fsdp_group.shard_count:
             # A parameter was not used, so the pieces of the others cannot be located.
             self._is_incomplete = True
             return
-        pieces = torch.split(gradients.view(-1, width), list(shard_sizes), dim=1)
-        for piece, group in zip(pieces, optimizer_groups, strict=True):
-            if group is not None:
-                self._norms[group].append(norm(piece) * divisor)
+        whole = gradients.view(-1, sum(sizes))
+        if defined is not None:
+            squares = whole.to(torch.promote_types(whole.dtype, torch.float32)).square()
+            own = squares.new_empty(sum(sizes))
+            dist.reduce_scatter_tensor(own, squares.view(-1), group=ranks)
+            whole = own.sqrt_().view(1, -1)
+        for (parameter, group, _), piece in zip(trained, whole.split(sizes, dim=1), strict=True):
+            if group is None:
+                continue
+            if defined is None:
+                self._norms[group].append(norm(piece) * factor)
+            elif group in defined:
+                shard = piece[0, : local_shard(parameter).numel()]
+                self._norms[group].append(self._metric.norm(parameter, shard) * factor)
 
 
 class _ReductionHistory:
