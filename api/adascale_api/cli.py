@@ -15,7 +15,7 @@ from adascale_api.bodies import MAX_INTEGER
 from adascale_api.data.store.reports import Retention
 from adascale_api.http.connection_limits import MAX_CONNECTIONS, REQUEST_TIMEOUT
 from adascale_api.http.tls import MAX_CONNECTIONS as MAX_TLS_CONNECTIONS
-from adascale_api.http.tls import ServerCertificate
+from adascale_api.http.tls import server_certificate
 from adascale_api.server import UsageError, is_loopback, serve, serve_jobs, serve_runs
 from adascale_api.service.service import DAY, DEFAULT_JOBS, DEFAULT_REPORTS, JobRetention, Settings
 from adascale_core.errors import AdaScaleError, requires_extra
@@ -57,8 +57,6 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     if authorizer is not None and readers is not None:
         authorizer = ReadTokenAuthorizer(readers, authorizer)
     if options.runs is not None:
-        if options.database is not None:
-            raise UsageError("--runs and --database contradict each other: remove one of them")
         app = serve_runs(options.runs, authorizer)
     else:
         settings = Settings(
@@ -76,7 +74,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         raise UsageError(f"{given} is given but {missing} is not: give both, or neither")
     certificate = None
     if options.tls_cert is not None:
-        certificate = ServerCertificate(options.tls_cert, options.tls_key)
+        certificate = server_certificate(options.tls_cert, options.tls_key)
     serve(
         host=options.host,
         port=options.port,
@@ -113,7 +111,8 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="listen on the socket of this inherited file descriptor, instead of --host and --port",
     )
-    parser.add_argument(
+    data = parser.add_mutually_exclusive_group()
+    data.add_argument(
         "--database",
         metavar="URL",
         help="URL of the database, sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME "
@@ -129,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the folder with the output of replicas on this machine, `replica-N.log`, which readers with a "
         "token may read; set by `adascale run`",
     )
-    parser.add_argument(
+    data.add_argument(
         "--runs",
         metavar="FILE",
         type=Path,
@@ -146,7 +145,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tls-key", metavar="FILE", type=Path, help="the key of that certificate, in PEM")
     parser.add_argument("--require-tls", action="store_true", help="refuse requests without TLS")
     parser.add_argument("--protect-reads", action="store_true", help="require a token for reading too")
-    parser.add_argument(
+    tokens = parser.add_mutually_exclusive_group()
+    tokens.add_argument(
         "--token-review",
         action="store_true",
         help="accept the tokens of service accounts, verified by the Kubernetes API of this cluster, or of "
@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
             default=default,
             help=f"{what} (default: %(default)s)",
         )
-    parser.add_argument(
+    tokens.add_argument(
         "--no-auth",
         action="store_true",
         help="allow every request without a token; only with a loopback address",
@@ -243,8 +243,6 @@ def _authorizer(options: argparse.Namespace, environment: Mapping[str, str]) -> 
 def _service_account_authorizer(
     options: argparse.Namespace, environment: Mapping[str, str]
 ) -> ServiceAccountAuthorizer:
-    if options.no_auth:
-        raise UsageError("--token-review and --no-auth contradict each other: remove one of them")
     for name in (ENV_TOKEN_FILE, ENV_TOKEN):
         if environment.get(name):
             raise UsageError(

@@ -5,6 +5,7 @@ import ipaddress
 import os
 import resource
 import socket
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from adascale_api.data.database import Database, without_password
 from adascale_api.errors import TlsRequiredError
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.connections import Server, limited_protocol
-from adascale_api.http.tls import RequireTls, ServerCertificate
+from adascale_api.http.tls import RequireTls
+from adascale_api.renewed import Renewed
 from adascale_api.routes.common import response_to
 from adascale_api.routes.worker_endpoints import MetricsService
 from adascale_api.service.run_services import RunServices
@@ -82,7 +84,7 @@ def serve(
     serve_app: AppFactory,
     max_connections: int,
     request_timeout: float,
-    certificate: ServerCertificate | None = None,
+    certificate: Renewed[ssl.SSLContext] | None = None,
     require_tls: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT. A listening socket `descriptor` replaces `host` and `port`."""
@@ -122,8 +124,6 @@ def serve(
         )
         server = Server(config, on_listening=announce, on_stopping=stop)
         server.run([listener])
-        if server.start_error is not None:
-            raise server.start_error
 
 
 def is_loopback(host: str) -> bool:

@@ -18,12 +18,11 @@ import pytest
 
 from adascale_api.cli import INTERVAL, MAX_RECORDS, LogLimit
 from adascale_api.data.job import StoredJob
-from adascale_api.data.store.jobs import MAX_UNDECLARED
+from adascale_api.data.store.jobs import EPOCH, MAX_UNDECLARED, require_reachable
 from adascale_api.errors import InvalidInputError
 from adascale_api.http.connection_limits import MAX_DATA
 from adascale_api.http.connections import HEADER_OVERHEAD, MAX_HEAD
 from adascale_api.service.changes import MAX_ANONYMOUS_FOLLOWERS, MAX_ANONYMOUS_WAITS
-from adascale_api.service.service import EPOCH, require_reachable
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.registration import ReplicaState

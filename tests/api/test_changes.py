@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_api.data.database import Committed, Database
+from adascale_api.data.database import Database
 from adascale_api.data.job import StoredJob
 from adascale_api.service.changes import ChangeLog, CursorExpiredError
 from adascale_core.messages.job_spec import JobSpec
@@ -159,15 +159,7 @@ def test_a_change_elsewhere_is_not_hidden_by_a_read_that_was_faster(
         monkeypatch.setattr(database.connector, "listen", lambda on_change, _: notices.append(on_change))
         changed: list[str] = []
 
-        class Listener:
-            def committed(self, committed: Committed) -> None: ...
-
-            def changed(self, job_id: str) -> None:
-                changed.append(job_id)
-
-            def missed_changes(self) -> None: ...
-
-        database.listen(Listener())
+        database.listen(lambda job_id, _: changed.append(job_id), lambda: None)
         database.cache.put(StoredJob(1, "a.b", 0.0, 5, None, Rendezvous()))
         notices[0]("a.b", 5)
         await asyncio.sleep(0)

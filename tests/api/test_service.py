@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from adascale_api.data.database import Committed, Database, DatabaseError
+from adascale_api.data.database import Database, DatabaseError
 from adascale_api.data.job import JobCache, StoredJob, UnreadableJobError
 from adascale_api.data.sql import Sql, Transaction
 from adascale_api.data.store import jobs, reports
@@ -113,24 +113,15 @@ def test_a_full_disk_is_noticed_until_something_can_be_written(url: str) -> None
     with_database(url, use)
 
 
-class FailingListener:
-    """Fails at each change."""
-
-    def committed(self, committed: Committed) -> None:
-        raise ZeroDivisionError
-
-    def changed(self, job_id: str) -> None:
-        pass
-
-    def missed_changes(self) -> None:
-        pass
+def fail(*_of: object) -> None:
+    raise ZeroDivisionError
 
 
 def test_writes_are_answered_and_all_is_closed_when_a_listener_fails(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def write(database: Database) -> None:
-        database.listen(FailingListener())
+        database.listen(fail, fail)
         for generation in (1, 2):
             allocation = Allocation(generation, 1)
             await database.write(partial(jobs.allocate, job_id="a.b", allocation=allocation, now=0.0))
@@ -291,7 +282,7 @@ def with_monitor(url: str, scenario: Callable[[Service, Clock], Coroutine[Any, A
     async def use(database: Database) -> None:
         clock = Clock()
         service = Service(database, None, Settings(), monotonic=clock)
-        database.listen(service)
+        database.listen(service.changed, service.missed_changes)
         first = Allocation(1, 1)
         await database.write(partial(jobs.allocate, job_id="a.b", allocation=first, now=0.0))
         await register(service)
@@ -424,7 +415,7 @@ def test_setting_the_clock_back_keeps_no_replica_alive(url: str) -> None:
     async def use(database: Database) -> None:
         clock, wall = Clock(), Clock()
         service = Service(database, None, Settings(), clock=wall, monotonic=clock)
-        database.listen(service)
+        database.listen(service.changed, service.missed_changes)
         first = Allocation(1, 1)
         await database.write(partial(jobs.allocate, job_id="a.b", allocation=first, now=wall()))
         await register(service)

@@ -26,7 +26,7 @@ from uvicorn.server import ServerState
 from adascale_api.cli import run
 from adascale_api.http.connection_limits import Connection, ConnectionLimits
 from adascale_api.http.connections import limited_protocol
-from adascale_api.http.tls import ServerCertificate
+from adascale_api.http.tls import server_certificate
 from adascale_client import MetricsServiceClient, ServiceRefusedError, ServiceUnreachableError
 from adascale_controller.operator.runtime.certificate_keeper import KeyPair, create_authority, renew_authority
 from adascale_core.errors import AdaScaleError
@@ -211,7 +211,7 @@ def test_files_that_become_unusable_leave_the_last_certificate_in_use(
     (files.folder / "tls.crt").write_text("nonsense")
     assert client(service, files.ca).list_jobs() == []
     assert client(service, files.ca).list_jobs() == []
-    assert service.log().count("can't be read, the previous one is used: it has no certificate") == 1
+    assert service.log().count("it has no certificate or key in PEM; what was read before stays in use") == 1
     (files.folder / "tls.crt").unlink()
     assert client(service, files.ca).list_jobs() == []
     assert client(service, files.ca).list_jobs() == []
@@ -302,7 +302,7 @@ def test_an_answer_that_is_not_read_is_counted_until_it_is_read(files: TlsFiles,
             await asyncio.sleep(0.01)
 
     async def ask() -> None:
-        certificate = ServerCertificate(files.folder / "tls.crt", files.folder / "tls.key")
+        certificate = server_certificate(files.folder / "tls.crt", files.folder / "tls.key")
         protocol = limited_protocol(limits, certificate)
         config = uvicorn.Config(app, http=protocol, lifespan="off", log_config=None)
         config.load()

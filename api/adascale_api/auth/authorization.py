@@ -1,17 +1,15 @@
 """Roles of clients, the interface that checks their bearer tokens, and tokens that many clients share."""
 
 import hmac
-import logging
 from collections.abc import Mapping
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from adascale_api.errors import UnauthorizedError
+from adascale_api.renewed import Renewed
 from adascale_core.errors import AdaScaleError
-from adascale_core.names import ENV_TOKEN, ENV_TOKEN_FILE
-
-logger = logging.getLogger(__name__)
 
 
 class InvalidTokenError(AdaScaleError):
@@ -47,10 +45,10 @@ class Authorizer(Protocol):
 
 
 class SharedToken:
-    """Authorizes the bearers of a fixed token, with every role for every job."""
+    """Authorizes the bearers of a fixed token, or of the token in a file, with every role for every job."""
 
-    def __init__(self, token: str, variable: str = ENV_TOKEN) -> None:
-        self._token = _validate(token, variable)
+    def __init__(self, token: str | Renewed[str]) -> None:
+        self._token = token
 
     async def authorize(
         self,
@@ -60,58 +58,30 @@ class SharedToken:
         client: str = "",  # noqa: ARG002
     ) -> None:
         """Refuse another token."""
+        expected = self._token if isinstance(self._token, str) else self._token.current
         # In constant time: the time of an answer must not show how much of a guess is correct.
-        if not hmac.compare_digest(token.encode(), self._token.encode()):
+        if not hmac.compare_digest(token.encode(), expected.encode()):
             raise UnauthorizedError("invalid token: send the token that the service was started with")
 
     async def close(self) -> None:
         """Do nothing: no connection is open."""
 
 
-class SharedTokenFile(SharedToken):
-    """Authorizes the bearers of the token in a file, which may be renewed while the service runs."""
-
-    def __init__(self, path: Path, variable: str = ENV_TOKEN_FILE) -> None:
-        self._path = path
-        self._variable = variable
-        try:
-            self._version = self._file_version()
-            super().__init__(self._read(), f"{variable} {path}")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidTokenError(f"{variable} {path} can't be read: {error}") from error
-
-    async def authorize(self, token: str, role: Role, job_id: str | None, client: str = "") -> None:
-        """Refuse a token that is not in the file, and was not when the file could last be read."""
-        self._refresh()
-        await super().authorize(token, role, job_id, client)
-
-    def _refresh(self) -> None:
-        # `stat` on a local file does not block, so the event loop may call it.
-        try:
-            version = self._file_version()
-            if version != self._version:
-                self._token = _validate(self._read(), f"{self._variable} {self._path}")
-                self._version = version
-        except (OSError, UnicodeDecodeError, InvalidTokenError) as error:
-            logger.warning(
-                "%s %s can't be read, the previous token stays valid: %s", self._variable, self._path, error
-            )
-
-    def _file_version(self) -> tuple[int, int, int]:
-        status = self._path.stat()
-        return status.st_mtime_ns, status.st_ino, status.st_size
-
-    def _read(self) -> str:
-        return self._path.read_text().strip()
-
-
 def shared_token(environment: Mapping[str, str], variable: str, file_variable: str) -> SharedToken | None:
     """Return what authorizes the bearers of the token in a file or a variable; None if neither is given."""
     if path := environment.get(file_variable):
-        return SharedTokenFile(Path(path), file_variable)
+        file = Path(path)
+        return SharedToken(Renewed([file], partial(_read_token, file, f"{file_variable} {path}")))
     if token := environment.get(variable):
-        return SharedToken(token, variable)
+        return SharedToken(_validate(token, variable))
     return None
+
+
+def _read_token(file: Path, source: str) -> str:
+    try:
+        return _validate(file.read_text().strip(), source)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidTokenError(f"{source} can't be read: {error}") from error
 
 
 class ReadTokenAuthorizer:

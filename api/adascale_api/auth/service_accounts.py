@@ -8,13 +8,14 @@ operator's account; it has every role for every job.
 import asyncio
 import base64
 import hashlib
-import json
 import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from adascale_api.auth.authorization import Role
 from adascale_api.errors import ForbiddenError, UnauthorizedError, UnavailableError
@@ -168,12 +169,19 @@ class TokenReviewCache:
             entries.popitem(last=False)
 
 
-@dataclass(frozen=True)
-class TokenClaims:
+class TokenClaims(BaseModel):
     """The claims of a JSON Web Token. They are not verified, so they can only disqualify a token."""
 
-    audiences: tuple[str, ...]
-    expires_at: int  # in seconds since 1970
+    model_config = ConfigDict(strict=True)
+
+    aud: str | list[str]
+    exp: Annotated[int, Field(ge=0, le=_MAX_EXPIRY)]
+    """In seconds since 1970."""
+
+    @property
+    def audiences(self) -> list[str]:
+        """The audiences that the token claims to have."""
+        return [self.aud] if isinstance(self.aud, str) else self.aud
 
 
 def read_claims(token: str) -> TokenClaims | None:
@@ -182,20 +190,10 @@ def read_claims(token: str) -> TokenClaims | None:
     if len(parts) != 3 or not all(parts) or len(token) > MAX_TOKEN_LENGTH:
         return None
     try:
-        payload = parts[1]
-        members = json.loads(base64.b64decode(payload + "=" * (-len(payload) % 4), b"-_", validate=True))
-    except (ValueError, RecursionError):
+        payload = base64.b64decode(parts[1] + "=" * (-len(parts[1]) % 4), b"-_", validate=True)
+        return TokenClaims.model_validate_json(payload)
+    except ValueError:
         return None
-    if not isinstance(members, dict):
-        return None
-    audiences, expires_at = members.get("aud"), members.get("exp")
-    if isinstance(audiences, str):
-        audiences = [audiences]
-    if not isinstance(audiences, list) or not all(isinstance(audience, str) for audience in audiences):
-        return None
-    if not isinstance(expires_at, int) or not 0 <= expires_at <= _MAX_EXPIRY:
-        return None
-    return TokenClaims(tuple(audiences), expires_at)
 
 
 class InvalidAccountError(AdaScaleError):
@@ -241,7 +239,7 @@ class ServiceAccountAuthorizer:
                 f"the token has the audience {_listed(claims.audiences)}: send {self._required(role, job_id)}"
             )
         # Checked here, so that no cached review outlives the token.
-        expired_for = self._clock() - claims.expires_at
+        expired_for = self._clock() - claims.exp
         if expired_for >= 0:
             raise UnauthorizedError(
                 f"the token expired {expired_for:.0f} s ago: read the token file again, the kubelet renews it"

@@ -77,9 +77,13 @@ class Connector:
         """Return what an error means."""
         raise NotImplementedError
 
-    def check(self, connection: Any, *, thorough: bool) -> str:
+    def check(self, connection: Any, *, thorough: bool) -> str:  # noqa: ARG002 (of SQLite)
         """Return why the database can't be trusted any more; empty if it can. A thorough check reads all."""
-        raise NotImplementedError
+        try:
+            self.require_own_tables(connection)
+        except UnusableDatabaseError as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         """Give all resources back."""

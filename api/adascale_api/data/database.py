@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from adascale_api.data.backend import Connector, Failure, UnusableDatabaseError
 from adascale_api.data.job import JobCache, StoredJob
@@ -26,8 +26,10 @@ from adascale_api.data.tables import SCHEMA
 from adascale_api.errors import UnavailableError
 from adascale_core.errors import AdaScaleError, requires_extra
 
+P = ParamSpec("P")
 T = TypeVar("T")
-Operation = Callable[[Transaction], T]
+Operation = Callable[Concatenate[Transaction, P], T]
+"""Executes statements in a transaction."""
 
 DEADLINE = 4.5
 """Seconds within which a read or write ends; clients wait 5 for an answer."""
@@ -55,17 +57,9 @@ class DatabaseError(UnavailableError):
         super().__init__(f"the database is unavailable: {reason}; {hint}")
 
 
-@dataclass(frozen=True)
-class Committed:
-    """The jobs that a commit has changed, and the ids of the jobs that it has deleted."""
-
-    changed: tuple[StoredJob, ...]
-    deleted: frozenset[str]
-
-
 @dataclass
 class _Write:
-    operation: Operation[Any]
+    operation: Callable[[Transaction], Any]
     job_id: str  # the job that it locks; empty if it locks none
     done: asyncio.Future[Any]
     result: Any = None
@@ -82,20 +76,8 @@ class DatabaseCondition:
     failures: dict[str, int] = field(default_factory=dict)  # reason -> number of failed transactions
 
 
-class DatabaseListener(Protocol):
-    """Is notified of changes of the database."""
-
-    def committed(self, committed: Committed) -> None:
-        """This service has committed changes."""
-        ...
-
-    def changed(self, job_id: str) -> None:
-        """Any service has changed a job, this one too."""
-        ...
-
-    def missed_changes(self) -> None:
-        """Changes of other services may have been missed."""
-        ...
+def _ignore(*_of: object) -> None:
+    pass
 
 
 class Database:
@@ -105,7 +87,7 @@ class Database:
         self.connector = open_database(url) if isinstance(url, str) else url
         self.cache = JobCache()
         self.condition = DatabaseCondition()
-        self._listener: DatabaseListener | None = None
+        self._on_change: Callable[[str, StoredJob | None], None] = _ignore
         self._clock = clock
         self._short = _Readers(self, "reader")
         self._long = _Readers(self, "long-reader")
@@ -121,11 +103,17 @@ class Database:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    async def read(self, query: Operation[T], *, is_long: bool = False) -> T:
-        """Return the result of `query` on a snapshot of the database. A long one never delays others."""
-        readers = self._long if is_long else self._short
-        if is_long and readers.waiting >= MAX_WAITING_READS:
+    async def read(self, query: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of a query on a snapshot of the database."""
+        return await self._read(self._short, lambda transaction: query(transaction, *args, **kwargs))
+
+    async def read_long(self, query: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `read`, for a query that may take long: it delays no others."""
+        if self._long.waiting >= MAX_WAITING_READS:
             raise UnavailableError("too many large requests at the same time; try again")
+        return await self._read(self._long, lambda transaction: query(transaction, *args, **kwargs))
+
+    async def _read(self, readers: "_Readers", query: Callable[[Transaction], T]) -> T:
         self._require_sound()
         changes = self.cache.changes
         result, loaded = await self._within_deadline(readers.run(query), "try again")
@@ -138,10 +126,16 @@ class Database:
             return None
         return self.cache.get(job_id)
 
-    def listen(self, listener: DatabaseListener) -> None:
-        """Report the changes that this service and others commit to a listener, in the event loop."""
+    def listen(
+        self, on_change: Callable[[str, StoredJob | None], None], on_missed: Callable[[], None]
+    ) -> None:
+        """Report changes in the event loop.
+
+        `on_change` gets the id of a job and its state, None if that is deleted or was changed by another
+        service; `on_missed` is called if changes of other services may have been missed.
+        """
         loop = asyncio.get_running_loop()
-        self._listener = listener
+        self._on_change = on_change
 
         def change(job_id: str, version: int) -> None:
             self._notified[job_id] = version
@@ -150,12 +144,12 @@ class Database:
             # of what was only read.
             if version < 0 or known is None or known.version < version:
                 self.cache.remove(job_id)
-            listener.changed(job_id)
+            on_change(job_id, None)
 
         def listening(is_current: bool) -> None:
             self._is_current = is_current
             self.cache.clear()
-            listener.missed_changes()
+            on_missed()
 
         def schedule(callback: Callable[..., None], *arguments: Any) -> None:
             with suppress(RuntimeError):  # the loop is closed
@@ -165,8 +159,8 @@ class Database:
 
     # -- writing --------------------------------------------------------------------------------------------
 
-    async def write(self, operation: Operation[T], *, job_id: str = "") -> T:
-        """Return the result of `operation` once it is committed.
+    async def write(self, operation: Operation[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of an operation once it is committed; its argument `job_id` is what it locks.
 
         The operation may run more than once, so it must have no effect outside the database. If it raises an
         `AdaScaleError`, it must not have changed anything.
@@ -177,7 +171,8 @@ class Database:
         if len(self._queue) >= MAX_WAITING_WRITES:
             raise UnavailableError("too many requests at the same time; nothing was stored, try again")
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._queue.append(_Write(operation, job_id, done))
+        job_id = str(kwargs.get("job_id", ""))
+        self._queue.append(_Write(lambda transaction: operation(transaction, *args, **kwargs), job_id, done))
         if self._committing is None:
             self._committing = asyncio.create_task(self._commit_all())
         return await self._within_deadline(done, "whether it was stored is unknown, try again")
@@ -211,22 +206,22 @@ class Database:
             # Otherwise no later write would start another task.
             self._committing = None
 
-    def _take(self, committed: Committed) -> None:
+    def _take(self, committed: Transaction) -> None:
         """Note what was committed, before any request is answered: the next one finds the new state."""
         for job_id in committed.deleted:
             self.cache.remove(job_id)
-        for job in committed.changed:
+        for job in committed.jobs.values():
             if 0 <= self._notified.get(job.id, 0) <= job.version:
                 self.cache.put(job)
             else:
                 self.cache.remove(job.id)  # another service has changed it since
         try:
-            if self._listener is not None:
-                self._listener.committed(committed)
+            for job_id in committed.changed | committed.deleted:
+                self._on_change(job_id, committed.jobs.get(job_id))
         except Exception:
             logger.exception("a commit is stored, but what waits for it was not notified")
 
-    def _commit(self, batch: list[_Write]) -> list[Committed]:
+    def _commit(self, batch: list[_Write]) -> list[Transaction]:
         """Commit writes together, and set their results or errors."""
         # In the order of their jobs, so that two processes lock jobs in the same order.
         batch = sorted(batch, key=lambda write: write.job_id) if self.connector.is_shared else batch
@@ -248,7 +243,7 @@ class Database:
                     logger.exception("a write failed")
                 return self._fail(batch, DatabaseError(error) if is_known else error)
 
-    def _commit_together(self, batch: list[_Write]) -> Committed:
+    def _commit_together(self, batch: list[_Write]) -> Transaction:
         connector = self.connector
         try:
             if self._write_connection is None:
@@ -268,8 +263,7 @@ class Database:
             self._roll_back()
             raise
         self.condition.error, self.condition.is_full = "", False
-        changed = tuple(transaction.jobs[job_id] for job_id in transaction.changed)
-        return Committed(changed, frozenset(transaction.deleted - transaction.changed))
+        return transaction
 
     def _roll_back(self) -> None:
         connection, self._write_connection = self._write_connection, None
@@ -281,7 +275,7 @@ class Database:
         with suppress(self.connector.error):
             connection.close()
 
-    def _fail(self, batch: list[_Write], error: Exception) -> list[Committed]:
+    def _fail(self, batch: list[_Write], error: Exception) -> list[Transaction]:
         for write in batch:
             write.error = error
         return []
@@ -366,7 +360,7 @@ class _Readers:
         """The connections that no thread uses."""
         self.waiting = 0
 
-    async def run(self, query: Operation[T]) -> tuple[T, list[StoredJob]]:
+    async def run(self, query: Callable[[Transaction], T]) -> tuple[T, list[StoredJob]]:
         """Return the result of a query, and the jobs that it has loaded."""
         self.waiting += 1
         try:
@@ -374,7 +368,7 @@ class _Readers:
         finally:
             self.waiting -= 1
 
-    def _run(self, query: Operation[T]) -> tuple[T, list[StoredJob]]:
+    def _run(self, query: Callable[[Transaction], T]) -> tuple[T, list[StoredJob]]:
         database, connector = self._database, self._database.connector
         for attempt in (1, 2):
             connection: Any = self._idle.pop() if self._idle else None

@@ -1,8 +1,10 @@
 """A stored job with its state as text for the database, and the cache of stored jobs."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from pydantic import TypeAdapter
@@ -10,6 +12,7 @@ from pydantic import TypeAdapter
 from adascale_api.errors import RequestError
 from adascale_core.messages.allocation import AllocationView
 from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration
 from adascale_core.rendezvous.rendezvous import Rendezvous
 
 _MEMORY_PER_CHARACTER = 8
@@ -17,6 +20,8 @@ _MEMORY_PER_CHARACTER = 8
 _MEMORY_PER_JOB = 2048
 """Bytes in memory of a job with no replica."""
 _view = TypeAdapter(AllocationView)
+logger = logging.getLogger(__name__)
+
 MAX_CACHED = 64 * 1024 * 1024
 """Bytes of the cached states."""
 
@@ -33,6 +38,15 @@ class UnreadableJobError(RequestError):
         )
 
 
+@contextmanager
+def skip_unreadable() -> Iterator[None]:
+    """Log that a job can't be read, and go on without it."""
+    try:
+        yield
+    except UnreadableJobError as error:
+        logger.error("%s", error)
+
+
 @dataclass(frozen=True)
 class StoredJob:
     """A stored job, without its reports."""
@@ -43,6 +57,8 @@ class StoredJob:
     version: int  # rises with every change of the other fields
     spec: JobSpec | None  # None if it is not declared
     rendezvous: Rendezvous  # its registrations have no logs, which are stored separately
+    unchanging: dict[int, Registration] = field(default_factory=dict, init=False, compare=False)
+    """The registrations of replicas that were received again and changed nothing."""
 
     @classmethod
     def parse(
@@ -111,7 +127,8 @@ class JobCache:
 
     def put(self, job: StoredJob) -> None:
         """Cache a state that was just committed."""
-        self.changes += 1
+        known = self._jobs.get(job.id)
+        self.changes += known is None or known.version != job.version
         self._put(job)
 
     def remove(self, job_id: str) -> None:

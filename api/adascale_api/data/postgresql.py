@@ -155,14 +155,6 @@ class PostgresqlConnector(Connector):
             return _FAILURES[state]
         return Failure.LOST if state.startswith(_LOST_CLASSES) else Failure.OTHER
 
-    def check(self, connection: psycopg.Connection[Any], *, thorough: bool) -> str:  # noqa: ARG002
-        """Return the problems of the tables; empty if there are none. The server itself checks its pages."""
-        try:
-            self.require_own_tables(connection)
-        except UnusableDatabaseError as error:
-            return str(error)
-        return ""
-
     def listen(self, on_change: Callable[[str, int], None], on_listening: Callable[[bool], None]) -> None:
         """Report the changes that services commit, this one's too, from a thread, until `close`."""
         self._listener = threading.Thread(

@@ -11,6 +11,7 @@ all connections together need too much; see `connection_limits`.
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, cast
@@ -20,8 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvloop.loop import SSLProtocol  # type: ignore[attr-defined]  # its stubs leave it out
 
 from adascale_api.http.connection_limits import ConnectionLimits
-from adascale_api.http.tls import ServerCertificate
-from adascale_core.errors import AdaScaleError
+from adascale_api.renewed import Renewed
 
 MAX_HEAD = 32 * 1024
 """Bytes of a request line with its headers, with `HEADER_OVERHEAD` for each; a token may have 16 KiB."""
@@ -43,7 +43,7 @@ class LimitedProtocol(HttpToolsProtocol):
     """A connection with the limits of `limits`, which a subclass sets; see `limited_protocol`."""
 
     limits: ConnectionLimits
-    certificate: ServerCertificate | None
+    certificate: Renewed[ssl.SSLContext] | None
     encrypted: asyncio.Transport | None = None
     """With TLS, the transport below that of `transport`, with what is encrypted and not sent."""
 
@@ -115,8 +115,8 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._framing > MAX_HEAD:
             self.send_400_response(f"The chunk headers and trailers exceed {MAX_HEAD} bytes.")
 
-    def _begin_tls(self, data: bytes, certificate: ServerCertificate) -> None:
-        tls = _Tls(self.loop, self, certificate.context, None, server_side=True)
+    def _begin_tls(self, data: bytes, certificate: Renewed[ssl.SSLContext]) -> None:
+        tls = _Tls(self.loop, self, certificate.current, None, server_side=True)
         self.encrypted = self.transport
         self.transport.set_protocol(tls)
         tls.connection_made(self.transport)
@@ -231,7 +231,7 @@ class PipelineError(Exception):
 
 
 def limited_protocol(
-    limits: ConnectionLimits, certificate: ServerCertificate | None
+    limits: ConnectionLimits, certificate: Renewed[ssl.SSLContext] | None
 ) -> type[LimitedProtocol]:
     """Return a class of connections that share `limits`, for uvicorn's `http` option."""
     return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits, "certificate": certificate})
@@ -283,17 +283,11 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._on_listening = on_listening
         self._on_stopping = on_stopping
-        self.start_error: AdaScaleError | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         await super().startup(sockets)
-        try:
-            self._on_listening()
-        except AdaScaleError as error:
-            # Raised after the server has shut down.
-            self.start_error = error
-            self.should_exit = True
+        self._on_listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 (of the base class)
         """Begin to stop."""

@@ -1,7 +1,6 @@
 """Allocations and explained decisions, which the controller stores, and replicas, which agents register."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Response
@@ -14,6 +13,7 @@ from adascale_api.http.request_body import object_body
 from adascale_api.routes.common import (
     CONTROLLER,
     DELETED,
+    OF_A_JOB,
     READER,
     WORKER,
     ClosedOf,
@@ -35,10 +35,10 @@ from adascale_core.views.decision import DecisionView
 MAX_WAIT = 60.0
 """Seconds that a request may wait for a change."""
 
-router = APIRouter(prefix="/jobs/{job}", tags=["allocation"])
+router = APIRouter(prefix="/jobs/{job}", tags=["allocation"], responses=OF_A_JOB)
 allocation_body = object_body(AllocationBody, lambda body: Allocation(**vars(body)))
 registration_body = object_body(RegistrationBody, lambda body: Registration(**vars(body)))
-decision_router = APIRouter(prefix="/jobs/{job}/decision", tags=["decision"])
+decision_router = APIRouter(prefix="/jobs/{job}/decision", tags=["decision"], responses=OF_A_JOB)
 decision_body = object_body(DecisionBody, lambda body: DecisionView.from_json(body.model_dump()))
 
 
@@ -49,7 +49,7 @@ decision_body = object_body(DecisionBody, lambda body: DecisionView.from_json(bo
     response_model=AllocationView,
     responses={
         **DELETED,
-        **errors(401, 403, 413, 415, 422, 500, 503),
+        **errors(413, 415),
         409: {"model": ConflictBody, "description": "This generation or a newer one is desired already."},
     },
     openapi_extra=allocation_body.openapi,
@@ -60,7 +60,7 @@ async def put_allocation(
     """The allocation becomes active once all its replicas are ready. Repeating the request has no effect."""
     try:
         transition = await service.database.write(
-            partial(jobs.allocate, job_id=job, allocation=desired, now=service.clock()), job_id=job
+            jobs.allocate, job_id=job, allocation=desired, now=service.clock()
         )
         return transition.job.view
     except StaleAllocationError as error:
@@ -72,7 +72,7 @@ async def put_allocation(
     "/allocation",
     summary="Read the job's generations, and optionally wait for a change",
     response_model=AllocationView,
-    responses=errors(401, 403, 404, 422, 500, 503),
+    responses=errors(404),
 )
 async def get_allocation(
     service: ServiceOf,
@@ -109,7 +109,7 @@ async def get_allocation(
     dependencies=WORKER,
     response_model=MemberView,
     responses={
-        **errors(401, 403, 413, 415, 422, 500, 503),
+        **errors(413, 415),
         409: {
             "model": ErrorBody,
             "description": "Members with state have another version of the package. Those that are gone are "
@@ -140,7 +140,7 @@ async def put_replica(
     summary="Store the decision about the replica count",
     dependencies=CONTROLLER,
     status_code=204,
-    responses=errors(401, 403, 404, 413, 415, 422, 500, 503),
+    responses=errors(404, 413, 415),
     openapi_extra=decision_body.openapi,
 )
 async def put_decision(
@@ -152,14 +152,11 @@ async def put_decision(
             [FieldError(field="job", got=body.job, expected=f"{job}, the job in the path")]
         )
     decision = replace(body, job=job)
-    await service.database.write(partial(jobs.store_decision, decision=decision), job_id=job)
+    await service.database.write(jobs.store_decision, job_id=job, decision=decision)
 
 
 @decision_router.get(
-    "",
-    summary="Read why the job has its replica count",
-    dependencies=READER,
-    responses=errors(401, 403, 404, 422, 500, 503),
+    "", summary="Read why the job has its replica count", dependencies=READER, responses=errors(404)
 )
 async def get_decision(service: ServiceOf, job: JobId, may_know_jobs: MayKnowJobs) -> DecisionView:
     """Returns the last decision: the replica count and its reason, what other counts would give, which other

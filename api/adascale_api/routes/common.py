@@ -210,6 +210,10 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
+OF_A_JOB = errors(401, 403, 422, 500, 503)
+"""The error responses of every route of a job."""
+
+
 def redact(value: Any) -> Any:
     """Return a JSON value without the values of hidden members."""
     match value:

@@ -1,7 +1,5 @@
 """Gain reports, which workers post, and predictions from them."""
 
-from functools import partial
-from operator import attrgetter
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
@@ -13,7 +11,7 @@ from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
 from adascale_api.errors import NotFoundError
 from adascale_api.http.request_body import reports_body
-from adascale_api.routes.common import READER, WORKER, JobId, ServiceOf, answer, errors
+from adascale_api.routes.common import OF_A_JOB, READER, WORKER, JobId, ServiceOf, answer, errors
 from adascale_core.batch.plans import EfficiencyBound, valid_replicas
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.messages.reports import GainReport, StepTime
@@ -21,7 +19,7 @@ from adascale_core.performance.goodput_table import predict
 from adascale_core.performance.throughput import StepTimeModel
 from adascale_core.views.gain import GainView, HistoryView, PredictionView, StoredReports
 
-router = APIRouter(prefix="/jobs/{job}/gain", tags=["gain"])
+router = APIRouter(prefix="/jobs/{job}/gain", tags=["gain"], responses=OF_A_JOB)
 
 _PREDICTIONS = "One per valid replica count; null until the job is declared and a step time is known."
 _LIMIT = (
@@ -45,7 +43,7 @@ GainResponse = create_model(
     summary="Post a report or a list of reports",
     dependencies=WORKER,
     response_model=StoredReports,
-    responses=errors(401, 403, 413, 415, 422, 500, 503),
+    responses=errors(413, 415),
     openapi_extra=reports_body.openapi,
 )
 async def post_gain(
@@ -54,10 +52,8 @@ async def post_gain(
     """Stores each report once per generation and step, so repeating a request has no effect. Stores all
     reports of a request, or none. Answers with the job's generations, and with the seconds until the next
     reports shall be posted, which grow with the number of jobs."""
-    await service.require_reachable(job, max(body, key=attrgetter("generation")))
     posted = await service.database.write(
-        partial(reports.post, job_id=job, new=body, now=service.clock(), retention=service.settings.reports),
-        job_id=job,
+        reports.post, job_id=job, new=body, now=service.clock(), retention=service.settings.reports
     )
     service.metrics.count_reports(posted.stored, posted.repeated)
     # The text of the generations is kept, since all requests of a job have the same.
@@ -75,16 +71,13 @@ async def post_gain(
     summary="Read the latest gain, and predictions for other replica counts",
     dependencies=READER,
     response_model=GainResponse,
-    responses=errors(401, 403, 404, 422, 500, 503),
+    responses=errors(404),
 )
 async def get_gain(service: ServiceOf, job: JobId) -> Response:
     """Returns the report of the highest generation and step. `predictions` has the predicted performance of
     each valid replica count from `min_replicas` to `max_replicas`, by the measured step times."""
-
-    def query(transaction: Transaction) -> Response:
-        return JSONResponse(_gain_view(transaction, job).to_json())
-
-    return await service.database.read(query, is_long=True)
+    view = await service.database.read_long(_gain_view, job)
+    return JSONResponse(view.to_json())
 
 
 @router.get(
@@ -92,7 +85,7 @@ async def get_gain(service: ServiceOf, job: JobId) -> Response:
     summary="Read the reports over time",
     dependencies=READER,
     response_model=HistoryView,
-    responses=errors(401, 403, 404, 422, 500, 503),
+    responses=errors(404),
 )
 async def get_history(
     service: ServiceOf,
@@ -107,7 +100,7 @@ async def get_history(
         found = reports.history(transaction, jobs.find_job(transaction, job), points)
         return answer(found, shows_all=True)
 
-    return await service.database.read(query, is_long=True)
+    return await service.database.read_long(query)
 
 
 def _gain_view(transaction: Transaction, job_id: str) -> GainView:

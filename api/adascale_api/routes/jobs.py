@@ -1,15 +1,13 @@
 """Jobs, which the controller declares and deletes, and their changes, for clients that follow them."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
 
 from adascale_api.bodies import NO_NUL, JobSpecBody
-from adascale_api.data.job import StoredJob, UnreadableJobError
+from adascale_api.data.job import StoredJob, skip_unreadable
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, replicas, reports
 from adascale_api.data.store.jobs import JobNotFoundError, PageRoom
@@ -19,6 +17,7 @@ from adascale_api.routes.allocation import MAX_WAIT
 from adascale_api.routes.common import (
     CONTROLLER,
     DELETED,
+    OF_A_JOB,
     READER,
     ClosedOf,
     JobId,
@@ -27,6 +26,7 @@ from adascale_api.routes.common import (
     answer,
     errors,
 )
+from adascale_api.service.changes import one_of
 from adascale_api.service.service import Service
 from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import InvalidJobError
@@ -39,14 +39,13 @@ JOBS_TOGETHER = 25
 _STEP_TIME_SIZE = 150
 """Bytes of a step time in an answer, approximately."""
 
-logger = logging.getLogger(__name__)
 
-router = APIRouter(prefix="/jobs", tags=["jobs"])
+router = APIRouter(prefix="/jobs", tags=["jobs"], responses=OF_A_JOB)
 spec_body = object_body(JobSpecBody, lambda body: JobSpec(**vars(body)))
-changes_router = APIRouter(tags=["jobs"])
+changes_router = APIRouter(tags=["jobs"], responses=OF_A_JOB)
 
 
-@router.get("", summary="List all jobs", response_model=JobList, responses=errors(401, 403, 422, 500, 503))
+@router.get("", summary="List all jobs", response_model=JobList)
 async def get_jobs(
     service: ServiceOf,
     shows_all: MayReadAll,
@@ -63,20 +62,17 @@ async def get_jobs(
     cursor = service.log.cursor
 
     def query(transaction: Transaction) -> Response:
-        views, following = list_views(transaction, after, limit, service, shows_logs=shows_all)
+        views, following = list_views(transaction, after, limit, service)
         return answer(JobList(views, following, cursor), shows_all=shows_all)
 
-    return await service.database.read(query, is_long=True)
+    return await service.database.read_long(query)
 
 
-@router.get(
-    "/{job}", summary="Read a job", response_model=JobView, responses=errors(401, 403, 404, 422, 500, 503)
-)
+@router.get("/{job}", summary="Read a job", response_model=JobView, responses=errors(404))
 async def get_job(service: ServiceOf, job: JobId, shows_all: MayReadAll) -> Response:
     """Returns the job's declaration, generations, replicas, latest report and measured step times. Logs and
     addresses are empty without a token that may read the job."""
-    query = partial(find_view, job_id=job, service=service, shows_logs=shows_all)
-    view, _ = await service.database.read(query, is_long=True)
+    view, _ = await service.database.read_long(find_view, job, service)
     return answer(view, shows_all=shows_all)
 
 
@@ -88,7 +84,7 @@ async def get_job(service: ServiceOf, job: JobId, shows_all: MayReadAll) -> Resp
         200: {"description": "The declaration of an existing job was replaced."},
         201: {"description": "The job was created.", "model": JobView},
         **DELETED,
-        **errors(401, 403, 413, 415, 422, 500, 503),
+        **errors(413, 415),
     },
     openapi_extra=spec_body.openapi,
 )
@@ -103,10 +99,9 @@ async def put_job(
         )
     require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)
     now = service.clock()
-    if await service.database.write(partial(jobs.declare, job_id=job, spec=spec, now=now), job_id=job):
+    if await service.database.write(jobs.declare, job_id=job, spec=spec, now=now):
         response.status_code = 201
-    query = partial(find_view, job_id=job, service=service, shows_logs=True)
-    view, _ = await service.database.read(query)
+    view, _ = await service.database.read(find_view, job, service)
     return view
 
 
@@ -115,19 +110,18 @@ async def put_job(
     summary="Delete a job with its reports and replicas",
     dependencies=CONTROLLER,
     status_code=204,
-    responses=errors(401, 403, 404, 422, 500, 503),
+    responses=errors(404),
 )
 async def delete_job(service: ServiceOf, job: JobId) -> None:
     """Waiting requests for the job are answered with 404. A later report or registration creates it again."""
-    now = service.clock()
-    await service.database.write(partial(jobs.delete_job, job_id=job, now=now), job_id=job)
+    await service.database.write(jobs.delete_job, job_id=job, now=service.clock())
 
 
 @router.get(
     "/{job}/generations",
     summary="Read the generations of a job",
     dependencies=READER,
-    responses=errors(401, 403, 404, 422, 500, 503),
+    responses=errors(404),
 )
 async def get_generations(service: ServiceOf, job: JobId) -> GenerationsView:
     """Returns when each generation was active, with how many replicas, and why it began; and when the last
@@ -139,14 +133,14 @@ async def get_generations(service: ServiceOf, job: JobId) -> GenerationsView:
         decided_at = None if decision is None else decision.time
         return GenerationsView(job, jobs.generations(transaction, found), decided_at)
 
-    return await service.database.read(query, is_long=True)
+    return await service.database.read_long(query)
 
 
 @changes_router.get(
     "/changes",
     summary="Read the jobs that have changed, and optionally wait for a change",
     response_model=JobChanges,
-    responses=errors(401, 403, 410, 422, 500, 503),
+    responses=errors(410),
 )
 async def get_changes(
     service: ServiceOf,
@@ -164,7 +158,7 @@ async def get_changes(
     """Returns the jobs that have changed since the cursor, as they are now, and the ids of those that no
     longer exist. Reports alone do not change a job. If there are more than `limit`, the next request returns
     them. Logs and addresses are empty without a token that may read all jobs."""
-    with service.anonymous_followers.one(counts=not shows_all and wait > 0):
+    async with one_of(service.anonymous_followers, counts=not shows_all and wait > 0):
         await service.log.wait(since, wait, closed)
     found = service.log.since(since, limit)
 
@@ -173,20 +167,20 @@ async def get_changes(
         deleted: list[str] = []
         cursor, room = since, PageRoom()
         for job_id, after in found:
-            try:
-                # The first reads of the transaction follow the changes, so it sees them.
-                view, size = find_view(transaction, job_id, service, shows_logs=shows_all)
-                if not room.takes(size):
-                    break
-                views.append(view)
-            except JobNotFoundError:
-                deleted.append(job_id)
-            except UnreadableJobError as error:
-                logger.error("%s", error)
+            with skip_unreadable():
+                try:
+                    # The first reads of the transaction follow the changes, so it sees them.
+                    view, size = find_view(transaction, job_id, service)
+                except JobNotFoundError:
+                    deleted.append(job_id)
+                else:
+                    if not room.takes(size):
+                        break
+                    views.append(view)
             cursor = after
         return JobChanges(views, deleted, cursor)
 
-    changes = await service.database.read(query, is_long=True) if found else JobChanges([], [], since)
+    changes = await service.database.read_long(query) if found else JobChanges([], [], since)
     return answer(changes, shows_all=shows_all)
 
 
@@ -194,14 +188,14 @@ SizedView = tuple[JobView, int]
 """The view of a job, and the bytes that it has in an answer, approximately."""
 
 
-def find_view(transaction: Transaction, job_id: str, service: Service, *, shows_logs: bool) -> SizedView:
+def find_view(transaction: Transaction, job_id: str, service: Service) -> SizedView:
     """Return the view of a job; errors as for `jobs.find_job`."""
     job = jobs.find_job(transaction, job_id)
-    return _viewer(transaction, [job], service, shows_logs=shows_logs)(job)
+    return _viewer(transaction, [job], service)(job)
 
 
 def list_views(
-    transaction: Transaction, after: str, limit: int, service: Service, *, shows_logs: bool
+    transaction: Transaction, after: str, limit: int, service: Service
 ) -> tuple[list[JobView], str | None]:
     """Return the views of a page of jobs, and the `after` of the next page; None after the last.
 
@@ -213,13 +207,10 @@ def list_views(
     room, done = PageRoom(), after
     for start in range(0, len(page.jobs), JOBS_TOGETHER):
         part = page.jobs[start : start + JOBS_TOGETHER]
-        view = _viewer(transaction, part, service, shows_logs=shows_logs)
+        view = _viewer(transaction, part, service)
         for job in part:
-            try:
+            with skip_unreadable():
                 found, size = view(job)
-            except UnreadableJobError as error:
-                logger.error("%s", error)
-            else:
                 if not room.takes(size):
                     return views, done
                 views.append(found)
@@ -228,18 +219,17 @@ def list_views(
 
 
 def _viewer(
-    transaction: Transaction, page: Sequence[StoredJob], service: Service, *, shows_logs: bool
+    transaction: Transaction, page: Sequence[StoredJob], service: Service
 ) -> Callable[[StoredJob], SizedView]:
     """Read what the views of jobs need, which are in the order of their ids, and return what makes a view."""
     first, last = page[0].id, page[-1].id
     latest = reports.latest_rows(transaction, first, last)
     step_times = reports.step_time_rows(transaction, first, last)
-    have_logs = replicas.jobs_with_logs(transaction, first, last)
 
     def view(job: StoredJob) -> SizedView:
         state = job.rendezvous
         ages = service.heartbeats.ages(job.id)
-        logs = replicas.logs(transaction, job, with_texts=shows_logs) if job.key in have_logs else {}
+        logs = replicas.logs(transaction, job)
         times = reports.parse_step_times(job.id, step_times.get(job.id, []))
         found = JobView(
             id=job.id,

@@ -10,22 +10,17 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 from starlette.concurrency import run_in_threadpool
 
-from adascale_api.routes.common import LOG_READER, JobId, ServiceOf, errors
+from adascale_api.routes.common import LOG_READER, OF_A_JOB, JobId, ServiceOf
 from adascale_core.names import MAX_REPLICAS
 from adascale_core.views.jobs import LogView
 
 MAX_BYTES = 64 * 1024
 """Bytes of an output in an answer."""
 
-router = APIRouter(prefix="/jobs/{job}/logs", tags=["jobs"])
+router = APIRouter(prefix="/jobs/{job}/logs", tags=["jobs"], responses=OF_A_JOB)
 
 
-@router.get(
-    "/{replica}",
-    summary="Read the output of a replica",
-    dependencies=LOG_READER,
-    responses=errors(401, 403, 422, 503),
-)
+@router.get("/{replica}", summary="Read the output of a replica", dependencies=LOG_READER)
 async def get_log(
     service: ServiceOf,
     job: JobId,

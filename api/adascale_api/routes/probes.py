@@ -51,7 +51,7 @@ async def get_metrics(service: ServiceOf) -> Response:
     """The gain, efficiency, progress, replicas and local batch size of each job; reports and requests of this
     process. While the database can't be read, those of jobs are missing."""
     try:
-        text = await service.database.read(service.metrics.text, is_long=True)
+        text = await service.database.read_long(service.metrics.text)
     except UnavailableError:
         text = service.metrics.process_text()
     return Response(text, media_type=METRICS_MEDIA_TYPE)

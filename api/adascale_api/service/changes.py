@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
 from itertools import islice, takewhile
 from uuid import uuid4
 from weakref import WeakValueDictionary
@@ -25,29 +25,16 @@ Closed = asyncio.Future[None] | None
 """Is done once a client has left; None if that is not known."""
 
 
-class WaitLimit:
-    """The requests without a token that wait."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._waiting = 0
-
-    @contextmanager
-    def one(self, *, counts: bool) -> Iterator[None]:
-        """Count a request while it waits, if it `counts`."""
-        if not counts:
-            yield
-            return
-        if self._waiting >= self._limit:
-            raise UnavailableError(
-                f"{self._limit} requests without a token that may read the job wait already: send a token, "
-                "or try again without `wait`"
-            )
-        self._waiting += 1
-        try:
-            yield
-        finally:
-            self._waiting -= 1
+@asynccontextmanager
+async def one_of(places: asyncio.Semaphore, *, counts: bool) -> AsyncIterator[None]:
+    """Take a place while a request waits, if it `counts`; refuse it if all places are taken."""
+    if counts and places.locked():
+        raise UnavailableError(
+            "as many requests as may wait without a token that may read the job do already: send a token, "
+            "or try again without `wait`"
+        )
+    async with places if counts else nullcontext():
+        yield
 
 
 class CursorExpiredError(RequestError):

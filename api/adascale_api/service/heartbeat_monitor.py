@@ -9,9 +9,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
-from adascale_api.data.database import Committed, Database
+from adascale_api.data.database import Database
 from adascale_api.data.job import StoredJob, UnreadableJobError
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, replicas
@@ -39,9 +38,6 @@ class _Heartbeat:
     place: tuple[int, int]  # the key of the job, and the replica
     instance: str
     received_at: float  # by the monitor's clock
-    registration: Registration | None = None  # without the log; None before the first since the start
-    log: int = 0  # a digest of the log of this registration
-    version: int = -1  # the version of the job at which the registration changes nothing
 
 
 class HeartbeatMonitor:
@@ -65,10 +61,11 @@ class HeartbeatMonitor:
         self._jobs: dict[str, dict[int, _Heartbeat]] = {}
         self._checked_at = clock()
         self._is_loaded = False
+        self._unread: set[str] = set()
+        """The jobs that were deleted, or that another service has changed."""
         # Where several services share the database:
         self._received: dict[tuple[int, int], str] = {}
         self._counts: Counts = {}
-        self._changed_elsewhere: set[str] = set()
 
     def receive(self, job_id: str, registration: Registration) -> None:
         """Record the heartbeat of an agent that is registered already."""
@@ -78,22 +75,6 @@ class HeartbeatMonitor:
             heartbeat.received_at = self._clock()
             if self._database.connector.is_shared:
                 self._received[heartbeat.place] = registration.instance
-
-    def changes_nothing(self, job: StoredJob, registration: Registration, log: str | None) -> bool:
-        """Whether this registration, without its log, was received before at this version of the job."""
-        heartbeat = self._jobs.get(job.id, {}).get(registration.replica)
-        return (
-            heartbeat is not None
-            and heartbeat.version == job.version
-            and heartbeat.log == hash(log)
-            and heartbeat.registration == registration
-        )
-
-    def settle(self, job: StoredJob, registration: Registration, log: str | None) -> None:
-        """Record that a registration changes nothing at this version of the job."""
-        heartbeat = self._jobs.get(job.id, {}).get(registration.replica)
-        if heartbeat is not None and heartbeat.instance == registration.instance:
-            heartbeat.registration, heartbeat.log, heartbeat.version = registration, hash(log), job.version
 
     @property
     def timeout(self) -> float:
@@ -105,27 +86,23 @@ class HeartbeatMonitor:
         now = self._clock()
         return {rank: now - heartbeat.received_at for rank, heartbeat in self._jobs.get(job_id, {}).items()}
 
-    def update(self, committed: Committed) -> None:
-        """Expect heartbeats of the replicas that changed jobs have now."""
-        for job_id in committed.deleted:
-            self._jobs.pop(job_id, None)
-        for job in committed.changed:
+    def update(self, job_id: str, job: StoredJob | None) -> None:
+        """Expect heartbeats of the replicas that a changed job has now; None to read it before the check."""
+        if job is None:
+            self._unread.add(job_id)
+        else:
             self._update_job(job)
-
-    def update_elsewhere(self, job_id: str) -> None:
-        """Read a job that another service has changed, before the next check."""
-        self._changed_elsewhere.add(job_id)
 
     def reload(self) -> None:
         """Read all jobs before the next check, because changes by other services may have been missed."""
         self._is_loaded = False
-        for job_id in self._jobs:
-            self._changed_elsewhere.add(job_id)
+        self._unread.update(self._jobs)
 
     async def check(self) -> None:
         """Remove the replicas whose heartbeats have expired."""
         if not self._is_loaded:
             await self._load()
+        await self._read_changed()
         if self._database.connector.is_shared:
             await self._exchange()
         # After what may fail: while this service can't learn of others' heartbeats, it removes no replica.
@@ -148,24 +125,27 @@ class HeartbeatMonitor:
         if self.interval >= self._longest or now - self._longest_at > self.timeout:
             self._longest, self._longest_at = self.interval, now
 
-    async def _exchange(self) -> None:
-        """Send the heartbeats that arrived here to the other services, and take theirs."""
-        while self._changed_elsewhere:
-            job_id = self._changed_elsewhere.pop()
+    async def _read_changed(self) -> None:
+        """Read the jobs that were deleted, or that another service has changed."""
+        while self._unread:
+            job_id = self._unread.pop()
             try:
-                self._update_job(await self._database.read(partial(jobs.find_job, job_id=job_id)))
+                self._update_job(await self._database.read(jobs.find_job, job_id=job_id))
             except jobs.JobNotFoundError:
                 self._jobs.pop(job_id, None)
             except UnreadableJobError as error:
                 logger.error("%s", error)
                 self._jobs.pop(job_id, None)
             except UnavailableError:
-                self._changed_elsewhere.add(job_id)
+                self._unread.add(job_id)
                 raise
+
+    async def _exchange(self) -> None:
+        """Send the heartbeats that arrived here to the other services, and take theirs."""
         received, self._received = self._received, {}
         try:
             if received:
-                await self._database.write(partial(replicas.add_heartbeats, received=received))
+                await self._database.write(replicas.add_heartbeats, received=received)
             counts = await self._database.read(replicas.count_heartbeats)
         except UnavailableError:
             self._received = {**received, **self._received}
@@ -179,9 +159,9 @@ class HeartbeatMonitor:
         self._counts = counts
 
     async def _expire(self, job_id: str) -> None:
-        def expire(transaction: Transaction) -> jobs.Transition:
+        def expire(transaction: Transaction, job_id: str) -> None:
             # Read again: a heartbeat may have arrived while this waited for the last commit.
-            return replicas.expire(transaction, job_id, self._overdue(job_id), self._wall_clock())
+            replicas.expire(transaction, job_id, self._overdue(job_id), self._wall_clock())
 
         try:
             await self._database.write(expire, job_id=job_id)
@@ -200,8 +180,7 @@ class HeartbeatMonitor:
     async def _load(self) -> None:
         after: str | None = ""
         while after is not None:
-            query = partial(jobs.incomplete_jobs, after=after, limit=PAGE_SIZE)
-            page = await self._database.read(query, is_long=True)
+            page = await self._database.read_long(jobs.incomplete_jobs, after=after, limit=PAGE_SIZE)
             for job in page.jobs:
                 # Jobs that have changed since the start are known already.
                 if job.id not in self._jobs:

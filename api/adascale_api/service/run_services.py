@@ -10,8 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from adascale_api.auth.authorization import Authorizer
@@ -51,13 +50,8 @@ def read_entries(path: Path) -> list[RunEntry]:
         raise RunListError(f"the list of runs {path} can't be read: {error}") from None
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """What was read from the database of a run, and the state of its files then."""
-
-    files: tuple[object, ...]
-    summary: JobSummary | None
-    problem: str = ""
+_Read = tuple[JobSummary | None, str]
+"""What was read from the database of a run, and why it could not be read."""
 
 
 class RunServices:
@@ -77,14 +71,16 @@ class RunServices:
         self.clock = clock
         self._path = path
         self._entries = {entry.id: entry for entry in read_entries(path)}
-        self._stored: dict[str, _Stored] = {}
+        self._ended: dict[str, _Read] = {}
+        """What was read of the runs that have ended, by their databases."""
         self._places = asyncio.Semaphore(MAX_OPEN)
 
     async def _summaries(self) -> Mapping[str, JobSummary]:
         """Return the summary of each run, by its id."""
         await self._read_list()
         entries = self._entries
-        self._stored = {run: self._stored[run] for run in entries if run in self._stored}
+        running = {entry.database for entry in entries.values() if entry.state is None}
+        self._ended = {path: read for path, read in self._ended.items() if path not in running}
         stored = await asyncio.gather(*map(self._read_stored, entries.values()))
         return {entry.id: _of_run(entry, each) for entry, each in zip(entries.values(), stored, strict=True)}
 
@@ -119,10 +115,9 @@ class RunServices:
         async def used(entry: RunEntry) -> list[UsedReplicas]:
             if entry.run.ended_at is not None and entry.run.ended_at < now - seconds:
                 return []
-            query = partial(jobs.used_replicas, since=now - seconds, now=now)
             try:
                 async with self._database(entry) as database:
-                    found = await database.read(query, is_long=True)
+                    found = await database.read_long(jobs.used_replicas, now - seconds, now)
             except UnavailableError:
                 return []
             end = now if entry.state is None else entry.run.ended_at or now
@@ -151,24 +146,22 @@ class RunServices:
         # When a run ended that was killed is not known.
         return max(of_job, key=lambda entry: (entry.state is None, entry.began_at))
 
-    async def _read_stored(self, entry: RunEntry) -> _Stored:
-        """Read the summary of a run, unless its files are as they were at the last read."""
-        files = await asyncio.to_thread(_state_of_files, entry.database)
-        known = self._stored.get(entry.id)
-        if known is not None and known.files == files:
-            return known
+    async def _read_stored(self, entry: RunEntry) -> _Read:
+        """Read the summary of a run, once if it has ended."""
+        if entry.database in self._ended:
+            return self._ended[entry.database]
         try:
             async with self._database(entry) as database:
-                summary = await database.read(partial(_summary, job_id=entry.job), is_long=True)
+                found = await database.read_long(_summary, entry.job), ""
         except (UnavailableError, UnreadableJobError) as error:
-            # It is tried again: what prevents it may end without a change of the files.
-            return _Stored(files, None, str(error))
+            return None, str(error)
         except Exception as error:
             # Values that no service has written must not hide the other runs.
             logger.warning("%s can't be read", entry.database, exc_info=True)
-            return _Stored(files, None, f"{entry.database} can't be read ({type(error).__name__}: {error})")
-        self._stored[entry.id] = _Stored(files, summary)
-        return self._stored[entry.id]
+            return None, f"{entry.database} can't be read ({type(error).__name__}: {error})"
+        if entry.state is not None:
+            self._ended[entry.database] = found
+        return found
 
 
 def _summary(transaction: Transaction, job_id: str) -> JobSummary | None:
@@ -181,11 +174,12 @@ def _summary(transaction: Transaction, job_id: str) -> JobSummary | None:
     return summarize(job.id, job.spec, job.rendezvous, report, job.created_at)
 
 
-def _of_run(entry: RunEntry, stored: _Stored) -> JobSummary:
+def _of_run(entry: RunEntry, read: _Read) -> JobSummary:
     """Return the summary of a run: what its service has stored, and what is known besides that."""
-    run = replace(entry.run, reason=entry.run.reason or stored.problem)
+    summary, problem = read
+    run = replace(entry.run, reason=entry.run.reason or problem)
     found = replace(
-        stored.summary
+        summary
         or replace(summarize(entry.job, None, Rendezvous(), None, run.began_at), state=JobStateName.STARTING),
         id=entry.id,
         run=run,
@@ -194,16 +188,3 @@ def _of_run(entry: RunEntry, stored: _Stored) -> JobSummary:
         return found
     # A run that was killed has stored no end.
     return replace(found, state=entry.state, replicas=0, spares=0, desired=None, seconds_left=None)
-
-
-def _state_of_files(database: str) -> tuple[object, ...]:
-    """Return what changes when a database does: it, and its write-ahead log."""
-    states: list[object] = []
-    for path in (database, f"{database}-wal"):
-        try:
-            status = Path(path).stat()
-        except OSError:
-            states.append(None)
-        else:
-            states.append((status.st_ino, status.st_size, status.st_mtime_ns))
-    return tuple(states)

@@ -5,31 +5,30 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from adascale_api.auth.authorization import Authorizer
-from adascale_api.data.database import Committed, Database
+from adascale_api.data.database import Database
 from adascale_api.data.job import StoredJob
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, replicas
 from adascale_api.data.store.jobs import JobNotFoundError
 from adascale_api.data.store.reports import Retention
-from adascale_api.errors import FieldError, InvalidInputError, RefusedReplicaError, UnavailableError
+from adascale_api.errors import RefusedReplicaError, UnavailableError
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.service.changes import (
     MAX_ANONYMOUS_FOLLOWERS,
     MAX_ANONYMOUS_WAITS,
     ChangeLog,
     Closed,
-    WaitLimit,
+    one_of,
 )
 from adascale_api.service.heartbeat_monitor import HeartbeatMonitor
 from adascale_api.service.prometheus import Metrics
 from adascale_api.service.summaries import Summaries, read_summaries
 from adascale_core.messages.registration import Registration
-from adascale_core.messages.reports import GainReport
 from adascale_core.names import HEARTBEAT_INTERVAL
 from adascale_core.rendezvous.rendezvous import VersionMismatchError
 from adascale_core.views.usage import UsageGroup, UsageView, usage
@@ -49,11 +48,6 @@ SWEEP_INTERVAL = 1.0
 """Seconds between two searches for overdue connections."""
 THOROUGH_CHECK_INTERVAL = 3600.0
 """Seconds between two checks that read the whole database; the first follows the start."""
-EPOCH = 1_577_836_800.0
-"""Seconds since 1970 of the beginning of 2020, before which no job ran."""
-LOST_GENERATIONS = 100_000
-"""Generations that a job may have had before the service lost its data, or was restored from a backup."""
-_FIELDS = ("generation", "assigned", "stepped")
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +92,8 @@ class Service:
         self.settings = settings
         self.connections = connections or ConnectionLimits()
         self.clock = clock
-        self.anonymous_waits = WaitLimit(MAX_ANONYMOUS_WAITS)
-        self.anonymous_followers = WaitLimit(MAX_ANONYMOUS_FOLLOWERS)
+        self.anonymous_waits = asyncio.Semaphore(MAX_ANONYMOUS_WAITS)
+        self.anonymous_followers = asyncio.Semaphore(MAX_ANONYMOUS_FOLLOWERS)
         self.log = ChangeLog()
         self.summaries = Summaries(partial(read_summaries, database))
         self.heartbeats = HeartbeatMonitor(database, monotonic, clock)
@@ -120,7 +114,7 @@ class Service:
         tasks = [asyncio.create_task(repeat(task, interval)) for task, interval in repeated]
         check = partial(self.database.check, thorough=True)
         tasks.append(asyncio.create_task(repeat(check, THOROUGH_CHECK_INTERVAL, at_once=True)))
-        self.database.listen(self)
+        self.database.listen(self.changed, self.missed_changes)
         try:
             yield
         finally:
@@ -143,21 +137,13 @@ class Service:
         cached = self.database.cached(job_id)
         if cached is not None:
             return cached
-        return await self.database.read(partial(jobs.find_job, job_id=job_id))
-
-    async def require_reachable(self, job_id: str, message: Registration | GainReport) -> None:
-        """Refuse a message with a generation that the job can't have reached."""
-        try:
-            job = await self.find_job(job_id)
-        except JobNotFoundError:
-            job = None
-        require_reachable(message, job, self.clock())
+        return await self.database.read(jobs.find_job, job_id=job_id)
 
     async def wait_for_change(
         self, job_id: str, version: int, seconds: float, *, is_reader: bool, closed: Closed
     ) -> StoredJob:
         """Return a job once its version is not `version`, after `seconds`, or when the client has left."""
-        with self.anonymous_waits.one(counts=not is_reader and seconds > 0):
+        async with one_of(self.anonymous_waits, counts=not is_reader and seconds > 0):
             return await self.log.wait_for_change(
                 job_id, version, seconds, partial(self.find_job, job_id), closed
             )
@@ -166,18 +152,15 @@ class Service:
         """Store the registration of a replica, which is also its heartbeat, and return the job."""
         # First, because the database may be unavailable.
         self.heartbeats.receive(job_id, registration)
-        await self.require_reachable(job_id, registration)
-        without_log = replace(registration, log=None) if registration.log is not None else registration
         cached = self.database.cached(job_id)
-        if cached is not None and self.heartbeats.changes_nothing(cached, without_log, registration.log):
+        if cached is not None and cached.unchanging.get(registration.replica) == registration:
             return cached
-        register = partial(replicas.register, job_id=job_id, registration=registration, now=self.clock())
         try:
-            transition = await self.database.write(register, job_id=job_id)
+            transition = await self.database.write(
+                replicas.register, job_id=job_id, registration=registration, now=self.clock()
+            )
         except VersionMismatchError as error:
             raise RefusedReplicaError(str(error), self.heartbeats.timeout) from error
-        if not transition.changed:
-            self.heartbeats.settle(transition.job, without_log, registration.log)
         return transition.job
 
     async def usage(self, seconds: float, points: int, largest: int, by: UsageGroup) -> UsageView:
@@ -188,19 +171,11 @@ class Service:
             used = jobs.used_replicas(transaction, now - seconds, now)
             return usage(used, now - seconds, now, points, largest, by)
 
-        return await self.database.read(query, is_long=True)
+        return await self.database.read_long(query)
 
-    def committed(self, committed: Committed) -> None:
-        """Wake the requests that wait for these changes."""
-        self.heartbeats.update(committed)
-        for job in committed.changed:
-            self.log.add(job.id)
-        for job_id in committed.deleted:
-            self.log.add(job_id)
-
-    def changed(self, job_id: str) -> None:
-        """Wake the requests that wait for a change of a job, which another service may have made."""
-        self.heartbeats.update_elsewhere(job_id)
+    def changed(self, job_id: str, job: StoredJob | None) -> None:
+        """Wake the requests that wait for a change of a job; None if it is deleted or not known here."""
+        self.heartbeats.update(job_id, job)
         self.log.add(job_id)
 
     def missed_changes(self) -> None:
@@ -228,21 +203,15 @@ async def repeat(task: Callable[[], Awaitable[None]], interval: float, *, at_onc
 
 async def remove_old_jobs(database: Database, retention: JobRetention, now: float) -> None:
     """Delete the jobs that are older than the retention allows."""
-    unfinished_before = now - retention.unfinished
-    query = partial(
-        jobs.old_jobs,
-        finished_before=now - retention.finished,
-        unfinished_before=unfinished_before,
-        limit=MAX_REMOVED,
-    )
-    for job_id in await database.read(query, is_long=True):
+    finished_before, unfinished_before = now - retention.finished, now - retention.unfinished
+    for job_id in await database.read_long(jobs.old_jobs, finished_before, unfinished_before, MAX_REMOVED):
         try:
-            await database.write(partial(jobs.delete_job, job_id=job_id, now=now), job_id=job_id)
+            await database.write(jobs.delete_job, job_id=job_id, now=now)
         except JobNotFoundError:
             continue
         logger.info("deleted job %s, which has not changed for long", job_id)
     await database.write(replicas.remove_ended_heartbeats)
-    await database.write(partial(jobs.forget_versions, before=unfinished_before))
+    await database.write(jobs.forget_versions, before=unfinished_before)
 
 
 async def remove_deleted(database: Database) -> None:
@@ -251,21 +220,3 @@ async def remove_deleted(database: Database) -> None:
     if await database.read(jobs.has_deleted):
         while await database.write(jobs.remove_deleted):
             await asyncio.sleep(PAUSE)
-
-
-def require_reachable(message: Registration | GainReport, job: StoredJob | None, now: float) -> None:
-    """Refuse a generation that the job can't have reached: the controller's next one has to be higher.
-
-    A job reaches at most one per second since it was created, and `LOST_GENERATIONS`, beyond the desired
-    one; and one per second since `EPOCH`.
-    """
-    known, age = 0, 0.0
-    if job is not None:
-        known = 0 if job.rendezvous.desired is None else job.rendezvous.desired.generation
-        age = now - job.created_at
-    highest = min(known + int(max(age, 0.0)) + LOST_GENERATIONS, max(int(now - EPOCH), 1))
-    for name in _FIELDS:
-        generation = getattr(message, name, None) or 0
-        if generation > highest:
-            expected = f"at most {highest}, the generations that the job can have had until now"
-            raise InvalidInputError([FieldError(field=name, got=str(generation), expected=expected)])

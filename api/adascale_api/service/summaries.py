@@ -2,15 +2,14 @@
 
 import asyncio
 import hashlib
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 from pydantic import TypeAdapter
 
 from adascale_api.data.database import Database
-from adascale_api.data.job import UnreadableJobError
+from adascale_api.data.job import skip_unreadable
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store import jobs, reports
 from adascale_core.views.job_summary import JobSummary, summarize
@@ -26,7 +25,6 @@ BYTES_PER_SECOND = 128 * 1024
 PAGE_SIZE = 500
 """Jobs that are read in one transaction."""
 
-logger = logging.getLogger(__name__)
 _list = TypeAdapter(list[JobSummary])
 
 
@@ -87,7 +85,7 @@ async def read_summaries(database: Database) -> dict[str, JobSummary]:
     found: dict[str, JobSummary] = {}
     after: str | None = ""
     while after is not None and len(found) < MAX_JOBS:
-        page, after = await database.read(partial(_read_page, after=after), is_long=True)
+        page, after = await database.read_long(_read_page, after)
         found |= page
     return found
 
@@ -100,10 +98,7 @@ def _read_page(transaction: Transaction, after: str) -> tuple[dict[str, JobSumma
     latest = reports.latest_rows(transaction, page.jobs[0].id, page.jobs[-1].id)
     summaries = {}
     for job in page.jobs:
-        try:
+        with skip_unreadable():
             report = reports.parse_report(job.id, latest.get(job.id))
-        except UnreadableJobError as error:
-            logger.error("%s", error)
-        else:
             summaries[job.id] = summarize(job.id, job.spec, job.rendezvous, report, job.created_at)
     return summaries, page.next

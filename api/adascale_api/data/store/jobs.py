@@ -1,18 +1,20 @@
 """Jobs: their declaration, the state of their rendezvous, their generations, and the last decision."""
 
 import json
-import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from adascale_api.data.job import StoredJob, UnreadableJobError
+from adascale_api.data.job import StoredJob, UnreadableJobError, skip_unreadable
 from adascale_api.data.sql import Sql, Transaction, upsert
 from adascale_api.data.tables import OF_A_JOB
-from adascale_api.errors import NotFoundError, UnavailableError
+from adascale_api.errors import FieldError, InvalidInputError, NotFoundError, UnavailableError
 from adascale_core.job_id import namespace_of
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
+from adascale_core.messages.registration import Registration
+from adascale_core.messages.reports import GainReport
 from adascale_core.rendezvous import rendezvous
 from adascale_core.rendezvous.rendezvous import Rendezvous
 from adascale_core.views.decision import DecisionView
@@ -26,6 +28,10 @@ MAX_PAGE = 1024 * 1024
 """Bytes of the jobs that are read or answered together, unless a single job has more."""
 MAX_UNDECLARED = 200
 """Jobs of a namespace that workers have created and the controller has not declared."""
+EPOCH = 1_577_836_800.0
+"""Seconds since 1970 of the beginning of 2020, before which no job ran."""
+LOST_GENERATIONS = 100_000
+"""Generations that a job may have had before the service lost its data, or was restored from a backup."""
 MAX_GENERATIONS = 1000
 """Generations of a job that are kept, the latest."""
 MAX_SILENCE = 60.0
@@ -33,8 +39,6 @@ MAX_SILENCE = 60.0
 the service, or all replicas, had stopped then."""
 MAX_USED = 50_000
 """Generations that the use of the cluster is computed from, the latest."""
-
-logger = logging.getLogger(__name__)
 
 
 class JobNotFoundError(NotFoundError):
@@ -125,12 +129,12 @@ def old_jobs(
 
 def declare(transaction: Transaction, job_id: str, spec: JobSpec, now: float) -> bool:
     """Store a job's spec, and return whether the job is new."""
-    exists = job_id in transaction.jobs or transaction.first(_LOCK, id=job_id) is not None
-    job = lock_or_create(transaction, job_id, now)
+    found = _lock(transaction, job_id)
+    job = found or _create(transaction, job_id, now)
     if job.spec != spec:
         state = rendezvous.declare(job.rendezvous, job.spec, spec)
         _change(transaction, replace(job, version=job.version + 1, spec=spec, rendezvous=state))
-    return not exists
+    return found is None
 
 
 def allocate(transaction: Transaction, job_id: str, allocation: Allocation, now: float) -> Transition:
@@ -180,50 +184,42 @@ def forget_versions(transaction: Transaction, before: float) -> None:
 # -- for the other modules of the store -----------------------------------------------------------------
 
 
-def lock(transaction: Transaction, job_id: str) -> int:
-    """Return the key of a job, locked until the end of the transaction."""
-    job = transaction.jobs.get(job_id)
-    if job is not None:
-        return job.key
-    found = transaction.first(_LOCK, id=job_id)
-    if found is None:
-        raise JobNotFoundError(job_id)
-    return int(found[0])
+def lock_or_create(transaction: Transaction, job_id: str, now: float) -> StoredJob:
+    """Return a job, locked until the end of the transaction. Creates the job if it does not exist."""
+    return _lock(transaction, job_id) or _create(transaction, job_id, now)
 
 
-def lock_or_create(
-    transaction: Transaction, job_id: str, now: float, *, max_undeclared: int | None = None
+def lock_for_worker(
+    transaction: Transaction, job_id: str, message: Registration | GainReport, now: float
 ) -> StoredJob:
-    """Return a job, locked until the end of the transaction. Creates the job if it does not exist.
+    """As `lock_or_create`, for a message of a worker, who may create few jobs in a namespace.
 
-    Then its namespace may have `max_undeclared` jobs that are not declared; None for any number.
+    Refuses a generation that the job can't have reached.
     """
-    job = transaction.jobs.get(job_id)
-    if job is not None:
-        return job
-    found = transaction.first(_LOCK, id=job_id)
-    if found is None:
-        if max_undeclared is not None:
-            _require_room(transaction, job_id, max_undeclared)
-        last_version = transaction.first(_DELETED_VERSION, id=job_id)
-        # From the clock, so that versions rise also for agents that outlive a lost database.
-        version = max(int(1000 * now), 0 if last_version is None else last_version[0] + 1)
-        empty = StoredJob(0, job_id, now, version, None, Rendezvous())
-        created = transaction.first(
-            _CREATE, id=job_id, now=now, version=version, rendezvous=empty.rendezvous_text
-        )
-        if created is not None:
-            job = replace(empty, key=created[0])
-            transaction.jobs[job_id] = job
-            transaction.changed.add(job_id)
-            return job
-        # Another process created it meanwhile.
-        found = transaction.first(_LOCK, id=job_id)
-        if found is None:
-            raise JobNotFoundError(job_id)
-    job = _load(transaction, job_id, *found)
-    transaction.jobs[job_id] = job
+    job = _lock(transaction, job_id)
+    require_reachable(message, job, now)
+    if job is None:
+        _require_room(transaction, job_id)
+        job = _create(transaction, job_id, now)
     return job
+
+
+def require_reachable(message: Registration | GainReport, job: StoredJob | None, now: float) -> None:
+    """Refuse a generation that the job can't have reached: the controller's next one has to be higher.
+
+    A job reaches at most one per second since it was created, and `LOST_GENERATIONS`, beyond the desired
+    one; and one per second since `EPOCH`.
+    """
+    known, age = 0, 0.0
+    if job is not None:
+        known = 0 if job.rendezvous.desired is None else job.rendezvous.desired.generation
+        age = now - job.created_at
+    highest = min(known + int(max(age, 0.0)) + LOST_GENERATIONS, max(int(now - EPOCH), 1))
+    for name in ("generation", "assigned", "stepped"):
+        generation = getattr(message, name, None) or 0
+        if generation > highest:
+            expected = f"at most {highest}, the generations that the job can have had until now"
+            raise InvalidInputError([FieldError(field=name, got=str(generation), expected=expected)])
 
 
 def apply(transaction: Transaction, job: StoredJob, rule: TransitionRule) -> Transition:
@@ -285,11 +281,37 @@ def _change(transaction: Transaction, job: StoredJob) -> None:
     transaction.changed.add(job.id)
 
 
-def _require_room(transaction: Transaction, job_id: str, max_undeclared: int) -> None:
+def _lock(transaction: Transaction, job_id: str) -> StoredJob | None:
+    """Return a job, locked until the end of the transaction; None if it does not exist."""
+    job = transaction.jobs.get(job_id)
+    if job is None and (found := transaction.first(_LOCK, id=job_id)):
+        job = transaction.jobs[job_id] = _load(transaction, job_id, *found)
+    return job
+
+
+def _create(transaction: Transaction, job_id: str, now: float) -> StoredJob:
+    last_version = transaction.first(_DELETED_VERSION, id=job_id)
+    # From the clock, so that versions rise also for agents that outlive a lost database.
+    version = max(int(1000 * now), 0 if last_version is None else last_version[0] + 1)
+    empty = StoredJob(0, job_id, now, version, None, Rendezvous())
+    created = transaction.first(
+        _CREATE, id=job_id, now=now, version=version, rendezvous=empty.rendezvous_text
+    )
+    if created is None:
+        # Another process created it meanwhile.
+        if (job := _lock(transaction, job_id)) is None:
+            raise JobNotFoundError(job_id)
+        return job
+    job = replace(empty, key=created[0])
+    _change(transaction, job)
+    return job
+
+
+def _require_room(transaction: Transaction, job_id: str) -> None:
     namespace = namespace_of(job_id)
     prefix = f"{namespace}."
     found = transaction.first(_UNDECLARED, prefix=prefix, length=len(prefix))
-    if found is not None and found[0] >= max_undeclared:
+    if found is not None and found[0] >= MAX_UNDECLARED:
         raise TooManyJobsError(namespace)
 
 
@@ -305,13 +327,9 @@ def _page(transaction: Transaction, rows: list[tuple[str, int, int]], limit: int
     found: list[StoredJob] = []
     room, done = PageRoom(), None
     for job_id, key, version in rows[:limit]:
-        try:
+        # Deleted since the rows were read, if it is not found.
+        with skip_unreadable(), suppress(JobNotFoundError):
             job = _load(transaction, job_id, key, version)
-        except UnreadableJobError as error:
-            logger.error("%s", error)
-        except JobNotFoundError:
-            pass  # deleted since the rows were read
-        else:
             if not room.takes(len(job.rendezvous_text)):
                 return JobPage(found, done)
             found.append(job)
@@ -355,11 +373,13 @@ def used_replicas(transaction: Transaction, since: float, now: float) -> list[Us
     return [UsedReplicas(*row) for row in rows]
 
 
-def store_decision(transaction: Transaction, decision: DecisionView) -> None:
+def store_decision(transaction: Transaction, job_id: str, decision: DecisionView) -> None:
     """Store the decision about a job in place of the last one."""
-    key = lock(transaction, decision.job)
+    job = _lock(transaction, job_id)
+    if job is None:
+        raise JobNotFoundError(job_id)
     text = json.dumps(decision.to_json(), separators=(",", ":"))
-    transaction.execute(_UPSERT_DECISION, job_key=key, decision=text)
+    transaction.execute(_UPSERT_DECISION, job_key=job.key, decision=text)
 
 
 def find_decision(transaction: Transaction, job: StoredJob) -> DecisionView | None:

@@ -10,7 +10,7 @@ from functools import partial
 
 from adascale_api.data.job import StoredJob
 from adascale_api.data.sql import Sql, Transaction, upsert
-from adascale_api.data.store.jobs import MAX_UNDECLARED, Transition, apply, lock_or_create
+from adascale_api.data.store.jobs import Transition, apply, lock_for_worker, lock_or_create
 from adascale_core.messages.registration import Registration
 from adascale_core.rendezvous import rendezvous
 
@@ -28,10 +28,12 @@ def register(transaction: Transaction, job_id: str, registration: Registration, 
     The log is stored separately: a state with the logs of all replicas would be read and written with every
     registration.
     """
-    job = lock_or_create(transaction, job_id, now, max_undeclared=MAX_UNDECLARED)
+    job = lock_for_worker(transaction, job_id, registration, now)
     without_log = replace(registration, log=None)
     transition = apply(transaction, job, partial(rendezvous.register, registration=without_log))
     stored = transition.job.rendezvous.replicas.get(registration.replica)
+    if registration.log is None and not transition.changed:
+        job.unchanging[registration.replica] = registration
     if registration.log and stored == replace(without_log, key=""):
         transaction.execute(
             _UPSERT_LOG,
@@ -64,15 +66,9 @@ class Log:
     text: str
 
 
-def logs(transaction: Transaction, job: StoredJob, *, with_texts: bool = True) -> dict[int, Log]:
-    """Return the logs of a job, by replica, with empty texts unless `with_texts`."""
-    query = _LOGS if with_texts else _EMPTY_LOGS
-    return {row[0]: Log(*row[1:]) for row in transaction.all(query, key=job.key)}
-
-
-def jobs_with_logs(transaction: Transaction, first: str, last: str) -> frozenset[int]:
-    """Return the keys of the jobs that have logs, of the ids from `first` to `last`."""
-    return frozenset(key for (key,) in transaction.all(_WITH_LOGS, first=first, last=last))
+def logs(transaction: Transaction, job: StoredJob) -> dict[int, Log]:
+    """Return the logs of a job, by replica."""
+    return {row[0]: Log(*row[1:]) for row in transaction.all(_LOGS, key=job.key)}
 
 
 def add_heartbeats(transaction: Transaction, received: Received) -> None:
@@ -92,14 +88,7 @@ def remove_ended_heartbeats(transaction: Transaction) -> None:
     transaction.execute(_REMOVE_ENDED)
 
 
-_WITH_LOGS = Sql(
-    """
-    SELECT key FROM jobs
-    WHERE id BETWEEN :first AND :last AND EXISTS (SELECT 1 FROM logs WHERE job_key = jobs.key)
-    """
-)
 _LOGS = Sql("SELECT replica, instance, log FROM logs WHERE job_key = :key")
-_EMPTY_LOGS = Sql("SELECT replica, instance, '' FROM logs WHERE job_key = :key")
 _UPSERT_LOG = upsert("logs", "job_key, replica", "instance", "log", "stored_at")
 _REMOVE_OLD_LOGS = Sql(
     """

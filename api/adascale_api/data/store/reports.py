@@ -17,7 +17,7 @@ from typing import Any
 
 from adascale_api.data.job import StoredJob, UnreadableJobError
 from adascale_api.data.sql import Row, Sql, Transaction, upsert
-from adascale_api.data.store.jobs import MAX_UNDECLARED, apply, lock_or_create
+from adascale_api.data.store.jobs import apply, lock_for_worker
 from adascale_core.messages.reports import GainReport, StepTime
 from adascale_core.rendezvous import rendezvous
 from adascale_core.views.gain import HistoryView
@@ -84,7 +84,7 @@ def post(
 
     If the newest one names a slow replica, a spare may take its place.
     """
-    job = lock_or_create(transaction, job_id, now, max_undeclared=MAX_UNDECLARED)
+    job = lock_for_worker(transaction, job_id, max(new, key=attrgetter("generation")), now)
     # Before any row is written: an unreadable one must leave the transaction without an effect.
     before = _measurements(transaction, job) or (-1, -1, 0, 0)
     unstored = _unstored(transaction, job.key, new, (before[0], before[1]))
@@ -133,12 +133,12 @@ def latest_gauges(transaction: Transaction) -> list[tuple[str, list[float]]]:
     for job_id, *numbers in transaction.all(_ALL_LATEST):
         try:
             gauges = [float(number) for number in numbers]
-            if not all(map(isfinite, gauges)) or gauges[1] <= 0:
-                raise ValueError("a report has a number that is not valid")
-        except (ValueError, TypeError) as error:
-            logger.error("%s", UnreadableJobError(job_id, error))
-        else:
+        except (ValueError, TypeError):
+            gauges = []
+        if gauges and all(map(isfinite, gauges)) and gauges[1] > 0:
             readable.append((job_id, gauges))
+        else:
+            logger.error("the latest report of job %s has a number that is not valid", job_id)
     return readable
 
 
@@ -148,11 +148,8 @@ def history(transaction: Transaction, job: StoredJob, points: int) -> HistoryVie
     if measurements is None:
         return HistoryView(job.id, 0, [])
     received, kept = measurements[2:]
-    if kept <= points:
-        rows = transaction.all(_ALL, key=job.key)
-    else:
-        # Number n is a point if n * (points - 1) / (kept - 1) passes an integer there. The last always is.
-        rows = transaction.all(_SPREAD, key=job.key, last=kept - 1, gaps=max(points - 1, 0))
+    # Number n is a point if n * (points - 1) / (kept - 1) passes an integer there. The last always is.
+    rows = transaction.all(_SPREAD, key=job.key, last=kept - 1, gaps=min(points, kept) - 1)
     return HistoryView(job.id, received, [_parse_report(job.id, row) for row in rows])
 
 
@@ -357,14 +354,14 @@ _ALL_LATEST = Sql(
     """
 )
 _LATEST = Sql(f"SELECT jobs.id, {_OF_REPORT} {_FROM_LATEST} WHERE jobs.id BETWEEN :first AND :last")
-_ALL = Sql(f"SELECT {_COLUMNS} FROM reports WHERE job_key = :key ORDER BY generation, step")
 _SPREAD = Sql(
     f"""
     SELECT {_COLUMNS} FROM (
         SELECT {_COLUMNS}, row_number() OVER (ORDER BY generation, step) - 1 AS n
         FROM reports WHERE job_key = :key
     ) AS numbered
-    WHERE n = :last OR (:gaps > 0 AND (n = 0 OR (n * :gaps) / :last > ((n - 1) * :gaps) / :last))
+    WHERE n = :last OR (n = 0 AND :gaps > 0)
+        OR (n * :gaps) / nullif(:last, 0) > ((n - 1) * :gaps) / nullif(:last, 0)
     ORDER BY generation, step
     """
 )
