@@ -88,8 +88,7 @@ def serve(
     require_tls: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT. A listening socket `descriptor` replaces `host` and `port`."""
-    if port_file is not None:
-        _remove_port_file(port_file)
+    temporary = None if port_file is None else _prepare_port_file(port_file)
     with _listen(host, port) if descriptor is None else _inherit(descriptor) as listener:
         # Connections inherit it. Without it, an answer waits 40 ms for the client to acknowledge its headers:
         # asyncio sets it only on sockets that name their protocol, and `create_server` names none.
@@ -104,8 +103,9 @@ def serve(
             app = RequireTls(app, response_to(TlsRequiredError()))
 
         def announce() -> None:
-            if port_file is not None:
-                _write_port_file(port_file, port)
+            if port_file is not None and temporary is not None:
+                temporary.write_text(f"{port}\n")
+                temporary.replace(port_file)
             print(f"adascale-api: listening on {url}, {data}", flush=True)
 
         config = uvicorn.Config(
@@ -175,18 +175,13 @@ def _inherit(descriptor: int) -> socket.socket:
     return listener
 
 
-def _remove_port_file(path: Path) -> None:
-    # A reader must not take the port of an earlier run.
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"port file {path} can't be written: {error}") from error
-
-
-def _write_port_file(path: Path, port: int) -> None:
+def _prepare_port_file(path: Path) -> Path:
+    """Return a file that will replace the port file. A reader must not take the port of an earlier run."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(f"{port}\n")
-        temporary.replace(path)
+        path.unlink(missing_ok=True)
+        temporary.touch()
+        temporary.unlink()
     except OSError as error:
         raise UsageError(f"port file {path} can't be written: {error}") from error
+    return temporary

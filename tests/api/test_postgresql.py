@@ -438,6 +438,13 @@ def test_services_work_behind_pgbouncer_in_session_mode(
             assert connection.execute("SHOW lock_timeout").fetchone() == ("2s",)
 
 
+def test_timeouts_of_the_url_hold(postgresql: PostgresqlServer) -> None:
+    url = f"{postgresql.new_database()}?options=-c%20lock_timeout%3D1s"
+    with PostgresqlConnector(url).connect(writes=True) as connection:
+        assert connection.execute("SHOW lock_timeout").fetchone() == ("1s",)
+        assert connection.execute("SHOW statement_timeout").fetchone() == ("4s",)
+
+
 @pytest.mark.parametrize("settings", [[], ["ignore_startup_parameters = options"]])
 def test_a_pooler_in_transaction_mode_is_refused_with_what_to_do(
     postgresql: PostgresqlServer, settings: list[str], monkeypatch: pytest.MonkeyPatch

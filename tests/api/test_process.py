@@ -342,6 +342,7 @@ def test_a_disk_without_room_for_the_database_is_the_reason_in_the_error(
         (["--no-auth", "--host", "0.0.0.0"], {}, ["--no-auth", "0.0.0.0", "--host 127.0.0.1"]),
         (["--no-auth", "--host", ""], {}, ["--no-auth"]),
         (["--no-auth", "--protect-reads"], {}, ["contradict"]),
+        (["--no-auth", "--token-review"], {}, ["--token-review: not allowed with argument --no-auth"]),
         (["--host", "not.a.host.invalid"], {"ADASCALE_TOKEN": TOKEN}, ["can't listen on not.a.host.invalid"]),
         (["--fd", "99"], {"ADASCALE_TOKEN": TOKEN}, ["file descriptor 99 of --fd is no socket"]),
         (["--keep-finished-days", "0"], {"ADASCALE_TOKEN": TOKEN}, ["--keep-finished-days", "from 1 to"]),

@@ -34,6 +34,9 @@ T = TypeVar("T")
 numbers = count()
 
 
+NOW = 1.77e9
+
+
 class Store:
     """A database, with one transaction per call."""
 
@@ -51,7 +54,7 @@ class Store:
 
     def post(self, job_id: str, new: list[GainReport]) -> tuple[int, int]:
         """Store reports, and return how many were stored and repeated."""
-        result = self.write(report_store.post, job_id=job_id, new=new, now=1.77e9)
+        result = self.write(report_store.post, job_id=job_id, new=new, now=NOW)
         return result.stored, result.repeated
 
     def job(self, job_id: str) -> StoredJob:
@@ -241,7 +244,7 @@ def test_a_job_keeps_its_newest_reports_and_an_even_part_of_the_earlier_ones(sto
     retention = report_store.Retention(newest=100, earlier=50)
     for start in range(0, 4000, 40):
         new = [a_report(step, generation=1 + step // 1500) for step in range(start, start + 40)]
-        store.write(report_store.post, job_id=job_id, new=new, now=0.0, retention=retention)
+        store.write(report_store.post, job_id=job_id, new=new, now=NOW, retention=retention)
     history = store.read(report_store.history, job=store.job(job_id), points=5000)
     steps = [report.step for report in history.points]
     assert history.total == 4000
@@ -277,7 +280,7 @@ def test_the_size_of_a_job_does_not_grow_with_its_reports_nor_with_its_batch_pla
     retention = report_store.Retention(newest=100, earlier=50)
     for start in range(0, 600, 100):
         new = [a_report(step, local_bsz=1 + step) for step in range(start, start + 100)]
-        store.write(report_store.post, job_id=job_id, new=new, now=0.0, retention=retention)
+        store.write(report_store.post, job_id=job_id, new=new, now=NOW, retention=retention)
     plans = store.read(report_store.step_times, job=store.job(job_id))
     assert len(plans) == report_store.MAX_PLANS
     assert max(plan.local_bsz for plan in plans) == 600
@@ -414,7 +417,7 @@ def test_a_rendezvous_is_stored_and_its_version_counts_the_changes(
     for rank, replica_state, generation in registered:
         registration = a_registration(rank, replica_state, generation=generation)
         after = rendezvous.register(state, registration)
-        transition = store.write(replicas.register, job_id=job_id, registration=registration, now=0.0)
+        transition = store.write(replicas.register, job_id=job_id, registration=registration, now=NOW)
         assert transition.job.rendezvous == after
         assert transition.changed is (after != state)
         versions.append(transition.job.version)

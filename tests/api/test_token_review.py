@@ -453,7 +453,6 @@ def test_without_the_kubernetes_api_the_service_answers_503_with_retry_after(tmp
 @pytest.mark.parametrize(
     ("options", "environ", "message"),
     [
-        (["--no-auth"], {}, "not allowed with argument"),
         ([], {"ADASCALE_TOKEN": "a"}, "--token-review and ADASCALE_TOKEN contradict each other"),
         ([], {"ADASCALE_TOKEN_FILE": "/a"}, "--token-review and ADASCALE_TOKEN_FILE contradict each other"),
         (["--controller-account", "a"], {"KUBECONFIG": "{}"}, "must be NAMESPACE:NAME"),

@@ -105,9 +105,10 @@ class PostgresqlConnector(Connector):
 
     def _open(self, *, autocommit: bool = False) -> psycopg.Connection[Any]:
         connection = psycopg.connect(self._conninfo, autocommit=True)
-        # Not by options at the start of the connection, which poolers refuse or drop.
+        # Not by options at the start of the connection, which poolers refuse or drop. Those of the URL hold.
         connection.execute(
-            "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS each (name, value)",
+            "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS each (name, value) "
+            "JOIN pg_settings USING (name) WHERE source <> 'client'",
             ([*TIMEOUTS], [*map(str, TIMEOUTS.values())]),
         )
         connection.autocommit = autocommit

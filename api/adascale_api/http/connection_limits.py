@@ -12,7 +12,7 @@ from typing import Protocol
 
 MAX_CONNECTIONS = 24 * 1024
 """Connections, by default: as many as fit into 512 MiB, and more than 2,000 jobs of 4 replicas have."""
-MAX_DATA = 48 * 1024 * 1024
+MAX_DATA = 32 * 1024 * 1024
 """Bytes of all heads, bodies and unread answers together; see `Data`."""
 REQUEST_TIMEOUT = 15.0
 """Seconds for a request to arrive, by default."""

@@ -24,7 +24,7 @@ from adascale_core.views.usage import UsedReplicas
 DELETED_ROWS = 200
 """Rows of a deleted job that one transaction removes, so that other writes do not wait for long."""
 
-MAX_PAGE = 1024 * 1024
+MAX_PAGE = 512 * 1024
 """Bytes of the jobs that are read or answered together, unless a single job has more."""
 MAX_UNDECLARED = 200
 """Jobs of a namespace that workers have created and the controller has not declared."""
