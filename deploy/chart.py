@@ -161,8 +161,7 @@ def operator(text: str) -> str:
         "          args:",
         when(ONE, "            - --namespace=$(POD_NAMESPACE)\n")
         + when(".Values.openshift", "            - --no-fs-group\n")
-        + when(EXTERNAL_TLS, "            - --tls-external\n")
-        + when(REQUIRE_TLS, "            - --require-tls\n"),
+        + when(EXTERNAL_TLS, "            - --tls-external\n"),
     )
     text = scheme(lines_with_tls(text, "- --tls-secret="))
     return replace(text, "  replicas: 1\n", "  replicas: " + value(".Values.controller.replicas") + "\n")

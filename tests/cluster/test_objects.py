@@ -13,7 +13,7 @@ from adascale_controller.operator.apply.manifests import claim_manifest, pod_man
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import read_pod
 from adascale_controller.operator.types.actions import NewPod
-from adascale_controller.operator.types.settings import PodSettings
+from adascale_controller.operator.types.settings import OperatorSettings
 from adascale_core.messages.job_spec import JobSpec
 
 pytestmark = pytest.mark.cluster
@@ -49,7 +49,7 @@ def workload(namespace: str, checkpoint: CheckpointSettings | None = None, **wor
         ),
         template=template,
         created_at=1_700_000_000,
-        settings=PodSettings("http://adascale-api.adascale-system:8265"),
+        settings=OperatorSettings("http://adascale-api.adascale-system:8265"),
     )
 
 

@@ -6,13 +6,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from adascale_controller.operator.apply.applier import (
-    MAX_STATUS_RATE,
-    STATUS_BURST,
-    STATUS_INTERVAL,
     Applier,
 )
 from adascale_controller.operator.apply.cluster import ApiServerError
@@ -20,45 +15,8 @@ from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions, NewPod, StatusChange, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
 from support.fake_cluster import FakeCluster
-from support.observed_jobs import actions_for, job, observed, training_job, view
+from support.observed_jobs import job, observed, training_job, view
 from support.world import World
-
-
-def test_of_more_statuses_than_the_rate_allows_the_oldest_is_written_first() -> None:
-    world = World()
-    applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
-    actions = replace(actions_for(training_job(), 2), allocate=None, status_change=StatusChange.REPORTED)
-    jobs = [reported_status_of(world, f"job-{number}") for number in range(5 * STATUS_BURST // 2)]
-    seconds = STATUS_BURST / MAX_STATUS_RATE
-    rounds: list[set[str]] = []
-    for number in range(5):
-        now = jobs[0].now + number * seconds
-        later = [replace(job, now=now + number * STATUS_INTERVAL) for job in jobs]
-        due = [(job, actions) for job in later if applier.status_due(job, actions)]
-        chosen = applier.take_statuses(due, now)
-        assert applier.take_statuses(due, now) == []
-        rounds.append({job.resource.name for job, _ in chosen})
-        asyncio.run(write(applier, chosen))
-    assert all(len(names) == STATUS_BURST for names in rounds)
-    assert rounds[0] | rounds[1] | rounds[2] == {job.resource.name for job in jobs}
-
-
-@given(st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 60)), min_size=1, max_size=30))
-def test_such_statuses_keep_their_rate_and_are_never_held_up(
-    moments: list[tuple[float, int]],
-) -> None:
-    world = World()
-    applier = Applier(FakeCluster(world), world.service, lambda *_: None, "operator")
-    actions = actions_for(training_job(), 2)
-    now, least, most = 0.0, float(STATUS_BURST), float(STATUS_BURST)
-    for pause, count in moments:
-        now += pause
-        # A clock that is set back holds them up for as long as the burst lasts.
-        least = min(STATUS_BURST, least + pause * MAX_STATUS_RATE) if pause >= 0 else 0.0
-        most = min(STATUS_BURST, most + max(pause, 0.0) * MAX_STATUS_RATE)
-        taken = len(applier.take_statuses([(training_job(), actions)] * count, now))
-        assert min(count, int(least) - 1) <= taken <= most + 1
-        least, most = least - taken, most - taken
 
 
 @pytest.mark.parametrize("gpus", ["1", "8"])
@@ -124,15 +82,3 @@ def job_without_pods() -> ObservedJob:
     """Return a job whose pods do not exist yet."""
     template = {"spec": {"containers": [{"name": "worker", "image": "trainer:1"}]}}
     return observed(replace(job((1, 2)), template=template), view((1, 2)))
-
-
-def reported_status_of(world: World, name: str) -> ObservedJob:
-    """Return a job that trains, whose AdaScaleJob is in the cluster."""
-    raw = world.create(Resource.ADASCALEJOBS, {"metadata": {"name": name}, "spec": {}})
-    job = training_job()
-    return replace(job, resource=replace(job.resource, name=name, uid=raw["metadata"]["uid"]))
-
-
-async def write(applier: Applier, chosen: list[tuple[ObservedJob, Actions]]) -> None:
-    for each, actions in chosen:
-        await applier.apply(each, actions)

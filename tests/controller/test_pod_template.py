@@ -14,7 +14,7 @@ from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.types.actions import NewPod
 from adascale_controller.operator.types.settings import (
     CHECKPOINT_FOLDER,
-    PodSettings,
+    OperatorSettings,
 )
 from adascale_core import names
 from support.pod_templates import OWNER, container, env, mounts, pod, template, worker, workload
@@ -518,7 +518,7 @@ def test_the_job_label_is_replaced_with_a_warning() -> None:
 def test_with_tls_pods_get_the_authority_of_the_metrics_service_beside_their_token() -> None:
     plain = workload()
     url = "https://adascale-api.adascale-system:8265"
-    secure = replace(plain, settings=PodSettings(url, has_authority=True))
+    secure = replace(plain, settings=OperatorSettings(url, tls_secret=("system", "tls")))
     assert env(secure)[names.ENV_API_URL] == url
     assert env(secure)[names.ENV_CA_FILE] == f"{TOKEN_FOLDER}/ca.crt"
     token, authority = mounts(secure)[TOKEN_FOLDER]["projected"]["sources"]

@@ -14,7 +14,7 @@ from adascale_controller.operator.observe.observer import Observer
 from adascale_controller.operator.runtime.error_isolation import MAX_RETRY_INTERVAL
 from adascale_controller.operator.types.conditions import ConditionType
 from adascale_controller.operator.types.kubernetes import ApiObject
-from adascale_controller.operator.types.settings import PodSettings
+from adascale_controller.operator.types.settings import OperatorSettings
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import actions_for, condition, job, observed, view
 from support.world import World
@@ -40,7 +40,7 @@ def raw(generation: int) -> dict[str, Any]:
 
 
 def test_a_rejected_spec_is_invalid_until_it_is_edited() -> None:
-    observer = Observer(PodSettings("http://api"))
+    observer = Observer(OperatorSettings("http://api"))
 
     def read(generation: int) -> AdaScaleJob:
         return observer.read(raw(generation), (), frozenset()).resource

@@ -253,7 +253,7 @@ def test_what_is_planned_for_a_job_is_not_begun_while_the_job_is_looked_at(
     async def slow_look(loop: OperatorLoop, keys: Collection[JobKey]) -> set[JobKey]:
         looked_at = await look(loop, keys)
         other = ("team", "other")
-        if other in keys and other in loop._planned:
+        if other in keys and other in loop._urgent.planned:
             may_answer.set()
             while not all(task.done() for key, task in loop._applying.items() if key != other):
                 await asyncio.sleep(0)
@@ -309,8 +309,6 @@ def test_a_slow_metrics_service_delays_no_reaction(
 def test_a_status_is_written_beside_a_write_that_does_not_end(
     decisions: SlowDecisions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_loop, "MAX_STATUS_DELAY", 0.3)
-    monkeypatch.setattr(control_loop, "STATUS_RETRY_INTERVAL", 0.05)
     monkeypatch.setattr(applier, "STATUS_INTERVAL", 0.0)
     world = training_on_four(decisions)
     written: list[float] = []

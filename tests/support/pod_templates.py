@@ -10,7 +10,7 @@ from adascale_controller.job_definition import JobDefinition
 from adascale_controller.operator.apply.manifests import pod_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.types.actions import NewPod
-from adascale_controller.operator.types.settings import PodSettings
+from adascale_controller.operator.types.settings import OperatorSettings
 from adascale_core.messages.job_spec import JobSpec
 
 SPEC = JobSpec(4, 256, (4, 64), 1, 4, 1000)
@@ -43,7 +43,7 @@ def workload(made_of: Mapping[str, Any] | None = None, **of_job: Any) -> AdaScal
         job=replace(JOB, **of_job),
         template=made_of or template(container(command=["python", "train.py"])),
         created_at=1_700_000_000,
-        settings=PodSettings("http://adascale-api.adascale-system:8265"),
+        settings=OperatorSettings("http://adascale-api.adascale-system:8265"),
     )
 
 

@@ -67,8 +67,6 @@ class World:
     """The operator's setting."""
     api_url: str = "http://api"
     """The address of the metrics service. With TLS, its certificate is of an authority that pods get."""
-    require_tls: bool = False
-    """The operator's setting."""
     now: float = 1_800_000_000.0
     version: int = 100
     writes: list[str] = field(default_factory=list)
@@ -114,7 +112,6 @@ class World:
                 namespace="team",
                 request_nodes=self.request_nodes,
                 tls_secret=("system", "tls") if self.api_url.startswith("https://") else None,
-                require_tls=self.require_tls,
             ),
             tuple(self.objects),
             metrics=self.metrics,

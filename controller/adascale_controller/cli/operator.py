@@ -143,20 +143,11 @@ def operator(
             help="Another program, such as cert-manager, makes the Secret of --tls-secret, and renews it.",
         ),
     ] = False,
-    require_tls: Annotated[
-        bool,
-        typer.Option(
-            "--require-tls",
-            help="Replace the pods of jobs that were started before TLS was turned on. For a metrics service "
-            "with the option of this name, which refuses them.",
-        ),
-    ] = False,
 ) -> None:
     """Run the Kubernetes operator, on the cluster that it runs in or that KUBECONFIG names."""
     secret = _parse_secret(tls_secret)
-    if secret is None and (tls_external or require_tls):
-        option = "--tls-external" if tls_external else "--require-tls"
-        raise typer.BadParameter("it needs --tls-secret", param_hint=option)
+    if secret is None and tls_external:
+        raise typer.BadParameter("it needs --tls-secret", param_hint="--tls-external")
     if secret is not None and not all(
         url.startswith("https://") for url in (api_url, pod_api_url or api_url)
     ):
@@ -184,6 +175,5 @@ def operator(
             fs_group=not no_fs_group,
             tls_secret=secret,
             tls_external=tls_external,
-            require_tls=require_tls,
         )
     )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from heapq import nsmallest
 
 from adascale_client import ServiceError, ServiceRefusedError
 from adascale_controller.operator.apply.cluster import (
@@ -29,9 +28,7 @@ logger = logging.getLogger(__name__)
 STATUS_INTERVAL = 10.0
 """Seconds between two writes of a status that is not urgent, at least."""
 MAX_STATUS_RATE = 12.0
-"""Such writes per second, for all jobs together, beyond `STATUS_BURST`."""
-STATUS_BURST = 20
-"""Such writes that may begin at any time, one after the other."""
+"""Such writes per second, for all jobs together, on average."""
 MAX_CONCURRENT_PODS = 16
 """Pods of a job that are created at the same time."""
 
@@ -71,8 +68,6 @@ class Applier:
         self._on_stored = on_stored
         self._before_pods = before_pods
         self._status_written_at: dict[str, float] = {}
-        self._statuses_until = float("-inf")
-        """Until when the writes of such statuses so far use up their rate, in seconds since 1970."""
         self.jobs = 0
         """The number of all jobs."""
 
@@ -81,21 +76,6 @@ class Applier:
         self._status_written_at = {
             uid: moment for uid, moment in self._status_written_at.items() if uid in uids
         }
-
-    def take_statuses(
-        self, planned: Iterable[tuple[ObservedJob, Actions]], now: float
-    ) -> list[tuple[ObservedJob, Actions]]:
-        """Return the jobs whose status, which is not urgent, is written now, within the rate of such writes.
-
-        Those whose status was not written for the longest time come first.
-        """
-        # A time that is too far away was set before the clock was set back.
-        until = min(max(self._statuses_until, now - STATUS_BURST / MAX_STATUS_RATE), now)
-        taken = nsmallest(
-            int((now - until) * MAX_STATUS_RATE + 0.5), planned, key=lambda each: self._written_at(each[0])
-        )
-        self._statuses_until = until + len(taken) / MAX_STATUS_RATE
-        return taken
 
     def _written_at(self, observed: ObservedJob) -> float:
         return self._status_written_at.get(observed.resource.uid, float("-inf"))

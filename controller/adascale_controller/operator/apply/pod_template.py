@@ -305,11 +305,11 @@ def _environment(job: AdaScaleJob) -> dict[str, str]:
     authority = {names.ENV_CA_FILE: f"{TOKEN_FOLDER}/{names.AUTHORITY_FILE}"}
     return (
         trainer_environment(job.valid_job)
-        | (authority if job.settings.has_authority else {})
+        | (authority if job.settings.tls_secret is not None else {})
         | {
             names.ENV_JOB_ID: job.id,
             names.ENV_INCARNATION: str(job.created_at),
-            names.ENV_API_URL: job.settings.api_url,
+            names.ENV_API_URL: job.settings.url_in_pods,
             names.ENV_TOKEN_FILE: f"{TOKEN_FOLDER}/{TOKEN_FILE}",
             names.ENV_CHECKPOINT_DIR: job.checkpoint_dir,
             names.ENV_CHECKPOINT_INTERVAL: repr(job.valid_job.checkpoint.interval_seconds),
@@ -351,7 +351,7 @@ def _mount_volumes(worker: Manifest, spec: Manifest, job: AdaScaleJob, warnings:
         }
     }
     sources = [token]
-    if job.settings.has_authority:
+    if job.settings.tls_secret is not None:
         item = {"key": names.AUTHORITY_FILE, "path": names.AUTHORITY_FILE}
         sources.append({"configMap": {"name": names.AUTHORITY, "items": [item]}})
     token_volume = _add_volume(volumes, "token", {"projected": {"sources": sources}})

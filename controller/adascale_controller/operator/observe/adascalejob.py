@@ -12,14 +12,14 @@ from typing import Any, Final, Self
 
 from adascale_controller.job_definition import JobDefinition, to_job
 from adascale_controller.operator.types.kubernetes import ApiObject, JobKey, seconds
-from adascale_controller.operator.types.settings import CHECKPOINT_FOLDER, PodSettings, Queueing
+from adascale_controller.operator.types.settings import CHECKPOINT_FOLDER, OperatorSettings, Queueing
 from adascale_controller.schema import find_worker
 from adascale_controller.validation import validate_document
 from adascale_core import names
 from adascale_core.messages.allocation import Allocation
 
-Digests = dict[tuple[str, bool], str]
-"""What `template_digest` has returned, by the URL of the metrics service and `single_node`."""
+Digests = dict[bool, str]
+"""What `template_digest` has returned, by `single_node`."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class AdaScaleJob:
     # `status` as it was last written
     status: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     queueing: Queueing = field(default_factory=Queueing)  # the labels and annotations of Kueue
-    # those of the pods that are made for it
-    settings: PodSettings = field(default_factory=lambda: PodSettings(""))
+    settings: OperatorSettings = field(default_factory=lambda: OperatorSettings(""))
     digests: Digests = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -49,7 +48,7 @@ class AdaScaleJob:
         return None if seconds is None else float(self.created_at + seconds)
 
     @classmethod
-    def read(cls, raw: ApiObject, parsed: ParsedSpec, settings: PodSettings) -> Self:
+    def read(cls, raw: ApiObject, parsed: ParsedSpec, settings: OperatorSettings) -> Self:
         """Return the AdaScaleJob in an object of the API."""
         meta = raw["metadata"]
         spec = raw.get("spec") or {}
@@ -133,26 +132,24 @@ class AdaScaleJob:
 
 def template_digest(job: AdaScaleJob, *, single_node: bool) -> str:
     """Return a digest of everything that takes new pods to change; the job keeps it for each cycle."""
-    key = job.settings.api_url, single_node
-    if key not in job.digests:
-        job.digests[key] = _digest(job, single_node=single_node)
-    return job.digests[key]
+    if single_node not in job.digests:
+        job.digests[single_node] = _digest(job, single_node=single_node)
+    return job.digests[single_node]
 
 
 def _digest(job: AdaScaleJob, *, single_node: bool) -> str:
     checkpoint, step_timeout = job.valid_job.checkpoint, job.valid_job.step_timeout_seconds
     opportunistic = job.valid_job.opportunistic
     # Replicas read new bounds from the metrics service. What the operator adds to the template is left out
-    # too, so that an upgrade does not restart every job; and for the same reason, where the spec does not set
-    # it, a part that was added later.
+    # too, so that an upgrade does not replace all pods.
     parts = {
         "template": job.template,
-        "checkpoint": [job.claim_name, checkpoint.path, checkpoint.interval_seconds]
-        + ([checkpoint.url, checkpoint.credentials_secret] if checkpoint.url is not None else []),
-        "apiUrl": job.settings.api_url,
+        "checkpoint": [job.claim_name, checkpoint.path, checkpoint.url, checkpoint.credentials_secret],
+        "checkpointInterval": checkpoint.interval_seconds,
+        "apiUrl": job.settings.url_in_pods,
         "oneNode": single_node,
-        **({"stepTimeout": step_timeout} if step_timeout is not None else {}),
-        **({"opportunistic": astuple(opportunistic)} if opportunistic is not None else {}),
+        "stepTimeout": step_timeout,
+        "opportunistic": astuple(opportunistic) if opportunistic is not None else None,
     }
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=dict)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -20,7 +20,7 @@ from adascale_controller.operator.observe.observed_job import (
 )
 from adascale_controller.operator.observe.pods import Pod, read_pod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, find_condition, only, shared
-from adascale_controller.operator.types.settings import PodSettings
+from adascale_controller.operator.types.settings import OperatorSettings
 from adascale_core.views.jobs import JobView
 
 Cached = ApiObject | Pod
@@ -44,9 +44,8 @@ def cached_fields(resource: Resource, raw: ApiObject) -> Cached:
 class Observer:
     """Reads cached objects. Parsed specs are kept until their objects change."""
 
-    def __init__(self, settings: PodSettings) -> None:
+    def __init__(self, settings: OperatorSettings) -> None:
         self._settings = settings
-        self._settings_without_tls = settings.without_tls()
         self._specs: dict[str, ParsedSpec] = {}
 
     def retain(self, uids: Collection[str]) -> None:
@@ -60,20 +59,11 @@ class Observer:
         job = AdaScaleJob.read(raw, parsed, self._settings)
         own = [pod for pod in pods if pod.controller[2] == uid and pod.rank >= 0]
         others = [pod for pod in pods if pod not in own and not pod.has_ended]
-        return CachedJob(self._with_settings(job, own), own, lost_nodes, others=others)
+        return CachedJob(job, own, lost_nodes, others=others)
 
     def reject(self, job: AdaScaleJob, reason: str) -> None:
         """Record that the API server rejects an object made from the current spec of a job."""
         self._specs[job.uid] = ParsedSpec((job.generation, job.queueing.queue), None, reason)
-
-    def _with_settings(self, job: AdaScaleJob, pods: Sequence[Pod]) -> AdaScaleJob:
-        if self._settings_without_tls is None or job.job is None:
-            return job
-        # Pods that were made before TLS was turned on are not replaced because of it: the metrics service
-        # answers both. New pods beside them are like them.
-        plain = replace(job, settings=self._settings_without_tls)
-        digests = {template_digest(plain, single_node=single_node) for single_node in (False, True)}
-        return plain if any(pod.exit is None and pod.template in digests for pod in pods) else job
 
 
 def observe(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -52,10 +52,6 @@ MAX_CONCURRENT = 8
 """Jobs whose actions are applied at the same time."""
 MAX_STATUS_WRITES = 2
 """Statuses that are not urgent and are written at the same time, beside the others."""
-STATUS_RETRY_INTERVAL = 5.0
-"""Seconds until a job is looked at again whose status was due, but not written before urgent ones."""
-MAX_STATUS_DELAY = 30.0
-"""Seconds after which a status is written beside urgent ones that are written all the time."""
 MAX_EXPLAIN_DELAY = 10.0
 """Seconds for which decisions are not explained at most while changes arrive all the time."""
 SLICE = 50
@@ -79,6 +75,36 @@ class _TrackedJob:
     cached: CachedJob
     observed: ObservedJob
     assessment: Assessment
+
+
+@dataclass
+class _Writes:
+    """Actions that begin as soon as there is room."""
+
+    limit: int  # the number of jobs whose actions are carried out at the same time
+    # with the actions that were decided last
+    planned: dict[JobKey, tuple[ObservedJob, Actions]] = field(default_factory=dict)
+    running: int = 0
+
+    def plan(self, jobs: Iterable[tuple[ObservedJob, Actions]], looked_at: Iterable[JobKey]) -> None:
+        """Carry out the actions of these jobs, and no others of jobs `looked_at`.
+
+        A job keeps its place if it is planned already, so its turn comes however often it is looked at.
+        """
+        planned = {job.resource.key: (job, actions) for job, actions in jobs}
+        for key in looked_at:
+            if key not in planned:
+                self.planned.pop(key, None)
+        self.planned.update(planned)
+
+    def take(self, looking: Collection[JobKey]) -> tuple[ObservedJob, Actions] | None:
+        """Return the actions to begin now, of no job in `looking`; None if there is no room, or none."""
+        ready = [key for key in self.planned if key not in looking] if self.running < self.limit else []
+        if not ready:
+            return None
+        self.running += 1
+        waited_for = (key for key in ready if is_waited_for(*self.planned[key]))
+        return self.planned.pop(next(waited_for, ready[0]))
 
 
 class OperatorLoop:
@@ -106,7 +132,7 @@ class OperatorLoop:
         self._metrics = metrics or OperatorMetrics()
         self._errors = ErrorIsolation(self._metrics.job_errors.inc, clock)
         self._deregistration = Deregistration(service, settings.namespace)
-        self._observer = Observer(settings.pod_settings)
+        self._observer = Observer(settings)
         self._queue_reader = QueueReader(cluster)
         self._fetcher = LookupFetcher(cluster, self._look_at)
         self._scheduler = Scheduler(
@@ -136,15 +162,9 @@ class OperatorLoop:
         self._applying: dict[JobKey, asyncio.Task[None]] = {}
         self._postponed: set[JobKey] = set()
         """The jobs to look at as soon as their actions are carried out."""
-        self._planned: dict[JobKey, tuple[ObservedJob, Actions]] = {}
-        """The jobs whose actions begin when there is room, with the actions that were decided last."""
+        self._urgent, self._statuses = _Writes(MAX_CONCURRENT), _Writes(MAX_STATUS_WRITES)
         self._looking: set[JobKey] = set()
         """The jobs that this cycle looks at. Their planned actions are about to be replaced."""
-        self._running = 0
-        """The jobs whose actions are carried out, without those whose status is written and not urgent."""
-        self._statuses_at = time.monotonic()
-        """When statuses that are not urgent could be written last."""
-        self._status_limit = asyncio.Semaphore(MAX_STATUS_WRITES)
         self._explained_at = time.monotonic()
         self._reads = 0
         self._report_cost = 0.0
@@ -161,7 +181,8 @@ class OperatorLoop:
 
     async def _cancel_writes(self) -> None:
         """Cancel all pending calls and writes: another operator may write as soon as this one has ended."""
-        self._planned.clear()
+        for writes in (self._urgent, self._statuses):
+            writes.planned.clear()
         tasks: list[asyncio.Task[Any]] = [*self._applying.values(), *self._beside.values()]
         if self._decision is not None:
             tasks.append(self._decision)
@@ -254,15 +275,12 @@ class OperatorLoop:
         self._update_resources()
         self._applier.jobs = len(self._jobs)
         urgent, statuses = await self._reconcile_all(looked_at)
-        are_others_written = bool(self._applying or self._planned)
-        self._plan(urgent, looked_at)
+        self._looking = set()
+        for writes, jobs in ((self._urgent, urgent), (self._statuses, statuses)):
+            writes.plan(jobs, looked_at)
+        self._begin_planned()
         self._begin_decision()
-        # What is always in progress must not keep other statuses from being written.
-        if not are_others_written or time.monotonic() - self._statuses_at > MAX_STATUS_DELAY:
-            self._statuses_at = time.monotonic()
-            for job, actions in self._applier.take_statuses(statuses, self._clock()):
-                self._begin(job, self._write_status(job, actions))
-        self._metrics.pending.set(len(self._applying) + len(self._planned))
+        self._metrics.pending.set(len(self._applying) + len(self._urgent.planned))
         await self._applied(apply_wait)
         await self._store_decisions()
         self._metrics.set_jobs(job.assessment.phase for job in self._jobs.values())
@@ -370,7 +388,7 @@ class OperatorLoop:
     @property
     def _has_changes(self) -> bool:
         """Whether someone waits for a cycle, or for writes other than of statuses that are not urgent."""
-        has_writes = self._running > 0 or bool(self._planned)
+        has_writes = self._urgent.running > 0 or bool(self._urgent.planned)
         return has_writes or self._queue.has_changed or self._cache.has_changes
 
     def _free_to_change(self, keys: Iterable[JobKey]) -> list[JobKey]:
@@ -437,8 +455,8 @@ class OperatorLoop:
     def _drop(self, keys: Collection[JobKey]) -> None:
         """Drop the memory of deleted jobs in each phase. Jobs and pods of others have none."""
         self._queue.discard(keys)
-        for key in keys:
-            self._planned.pop(key, None)
+        for writes in (self._urgent, self._statuses):
+            writes.plan((), keys)
         with_pods = {key for key in keys if self._cache.pods_of(key)}
         self._give_groups_up(with_pods)
         self._resources_changed |= bool(with_pods | self._without_job.intersection(keys))
@@ -530,9 +548,9 @@ class OperatorLoop:
                 actions = self._reconcile(tracked)
                 status_due = float("inf")
                 if actions is not None and actions.status_change is not StatusChange.NONE:
-                    status_due = self._applier.status_due_at(job)
-                    if status_due <= now:
-                        status_due = now + STATUS_RETRY_INTERVAL
+                    # What is due is planned below.
+                    due_at = self._applier.status_due_at(job)
+                    status_due = due_at if due_at > now else status_due
                 due = (
                     self._fetcher.next_due(tracked.cached, now),
                     self._scheduler.next_due(job),
@@ -589,47 +607,23 @@ class OperatorLoop:
 
     # -- apply ----------------------------------------------------------------------------------------------
 
-    def _plan(self, urgent: Iterable[tuple[ObservedJob, Actions]], looked_at: Iterable[JobKey]) -> None:
-        """Carry out the actions of these jobs as soon as there is room, and no others of jobs `looked_at`.
-
-        A job keeps its place if it is planned already, so its turn comes however often it is looked at.
-        """
-        self._looking = set()
-        planned = {job.resource.key: (job, actions) for job, actions in urgent}
-        for key in looked_at:
-            if key not in planned:
-                self._planned.pop(key, None)
-        self._planned.update(planned)
-        self._begin_planned()
-
     def _begin_planned(self) -> None:
-        """Begin to carry out actions that are planned, of `MAX_CONCURRENT` jobs at a time."""
-        while self._running < MAX_CONCURRENT:
-            ready = [key for key in self._planned if key not in self._looking]
-            if not ready:
-                return
-            waited_for = (key for key in ready if is_waited_for(*self._planned[key]))
-            job, actions = self._planned.pop(next(waited_for, ready[0]))
-            if actions.allocate is not None:
-                self._scheduler.note_request(job.resource.id, actions.allocate.replicas)
-            self._running += 1
-            self._begin(job, self._apply_planned(job, actions))
+        """Begin to carry out actions that are planned, as far as there is room."""
+        for writes in (self._urgent, self._statuses):
+            while (found := writes.take(self._looking)) is not None:
+                job, actions = found
+                if actions.allocate is not None:
+                    self._scheduler.note_request(job.resource.id, actions.allocate.replicas)
+                key = job.resource.key
+                self._applying[key] = asyncio.create_task(self._apply_planned(writes, job, actions))
+                self._applying[key].add_done_callback(partial(self._wake_if_postponed, key))
 
-    async def _apply_planned(self, job: ObservedJob, actions: Actions) -> None:
+    async def _apply_planned(self, writes: _Writes, job: ObservedJob, actions: Actions) -> None:
         try:
             await self._apply(job, actions)
         finally:
-            self._running -= 1
+            writes.running -= 1
         self._begin_planned()
-
-    def _begin(self, job: ObservedJob, writes: Coroutine[Any, Any, None]) -> None:
-        key = job.resource.key
-        self._applying[key] = asyncio.create_task(writes)
-        self._applying[key].add_done_callback(partial(self._wake_if_postponed, key))
-
-    async def _write_status(self, job: ObservedJob, actions: Actions) -> None:
-        async with self._status_limit:
-            await self._apply(job, actions)
 
     def _wake_if_postponed(self, key: JobKey, _: asyncio.Task[None]) -> None:
         if key in self._postponed:

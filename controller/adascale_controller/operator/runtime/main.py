@@ -151,7 +151,7 @@ async def _certificates(
     keeper = CertificateKeeper(
         cluster,
         settings.tls_secret,
-        server_hosts(settings.api_url, settings.pod_settings.api_url),
+        server_hosts(settings.api_url, settings.url_in_pods),
         lambda: {namespace for namespace, _ in cache.keys(Resource.ADASCALEJOBS)},
         is_external=settings.tls_external,
     )

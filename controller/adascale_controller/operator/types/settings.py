@@ -1,9 +1,9 @@
-"""The names of Kueue, and the settings of the operator and of the pods that it makes."""
+"""The names of Kueue, and the settings of the operator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Self
@@ -52,26 +52,6 @@ CHECKPOINT_FOLDER: Final = "/var/lib/adascale/checkpoints"
 
 
 @dataclass(frozen=True)
-class PodSettings:
-    """Settings that all pods get."""
-
-    api_url: str  # base URL of the metrics service, as pods reach it
-    # the label of nodes that names the type of their accelerators; empty if types are not distinguished
-    accelerator_label: str = names.DEFAULT_ACCELERATOR_LABEL
-    fs_group: bool = True  # whether volumes get a group that may write to them, where a template sets none
-    has_authority: bool = False  # whether pods get the certificate of the authority of the metrics service
-    # base URL of the metrics service without TLS, which the pods of a job may keep that were made with
-    # it. None if they may not.
-    plain_url: str | None = None
-
-    def without_tls(self) -> PodSettings | None:
-        """Return the settings of the pods that were made before TLS was turned on. None if there are none."""
-        if self.plain_url is None:
-            return None
-        return replace(self, api_url=self.plain_url, has_authority=False, plain_url=None)
-
-
-@dataclass(frozen=True)
 class OperatorSettings:
     """The settings of the operator."""
 
@@ -97,17 +77,8 @@ class OperatorSettings:
     # authority. None if it has no TLS, or a certificate of an authority of the system.
     tls_secret: tuple[str, str] | None = None
     tls_external: bool = False  # whether another program makes and renews this Secret
-    require_tls: bool = False  # whether pods that were made without TLS are replaced
 
     @property
-    def pod_settings(self) -> PodSettings:
-        """The settings that all pods get."""
-        url = self.pod_api_url or self.api_url
-        may_be_plain = url.startswith("https://") and not self.require_tls
-        return PodSettings(
-            url,
-            self.accelerator_label,
-            self.fs_group,
-            has_authority=self.tls_secret is not None,
-            plain_url=url.replace("https://", "http://", 1) if may_be_plain else None,
-        )
+    def url_in_pods(self) -> str:
+        """The base URL of the metrics service, as pods reach it."""
+        return self.pod_api_url or self.api_url
