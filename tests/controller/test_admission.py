@@ -19,7 +19,6 @@ from adascale_controller.operator.types.conditions import (
     merged,
 )
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
-from adascale_core.messages.reports import GainReport
 from support.fake_cluster import FakeCluster
 from support.observed_jobs import NOW, actions_for, condition, job, training_job
 from support.world import World
@@ -124,19 +123,6 @@ def refuse_dry_runs(pod: Object) -> Object:
     return tolerate(pod)
 
 
-def test_without_dry_runs_the_smallest_count_is_tried_once_and_its_pods_show_what_admission_adds() -> None:
-    world = tainted(admit=refuse_dry_runs)
-    world.submit(minReplicas=1)
-    world.run_cycles()
-    assert world.condition()["reason"] == "Training"
-    world.now += admission_reader.RETRY_INTERVAL
-    world.run_cycles()
-    world.service.post(GainReport(1, 9, 9.0, 0, 1, 4, 1, 1.0, 2.0, 1.0, 1.0, 0.1, 0.0))
-    world.edit(minReplicas=2)
-    world.run_cycles()
-    assert len(world.live_pods) == 2, "it grows like any other job"
-
-
 def test_pods_have_no_group_where_the_namespace_forbids_it() -> None:
     """As the restricted SecurityContextConstraints of OpenShift: the groups are a range of the namespace."""
 
@@ -152,24 +138,6 @@ def test_pods_have_no_group_where_the_namespace_forbids_it() -> None:
     world.submit()
     world.run_cycles()
     assert world.condition()["reason"] == "Training"
-
-
-def test_a_trial_that_is_refused_is_not_repeated_at_once() -> None:
-    def refuse(pod: Object) -> Object:
-        return pod if "generateName" not in pod["metadata"] else refuse_dry_runs(pod)
-
-    world = tainted(admit=refuse)
-    world.submit()
-    world.run_cycles(5)
-    assert len(world.live_pods) == 1
-    assert world.condition()["message"].startswith(
-        "1 replica does not fit, and is requested once, since what admission makes of its pods is not known"
-    )
-    world.run_cycles(60)
-    assert world.live_pods == []
-    assert world.condition()["reason"] == "InsufficientCapacity"
-    assert "does not support dry run" in world.condition()["message"]
-    assert "the next request is 1 h 0 min later" in world.condition()["message"]
 
 
 def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_raised() -> None:

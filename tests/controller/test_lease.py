@@ -14,7 +14,7 @@ from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.runtime.lease import Election, LeaseLostError
 from adascale_controller.operator.types.kubernetes import ApiObject
 from support.examples import examples
-from support.virtual_time import VirtualLoop, now, run
+from support.virtual_time import now, run
 
 PLACE = ("system", "operator")
 
@@ -240,30 +240,8 @@ def test_a_process_that_was_paused_no_longer_holds_the_lease() -> None:
         assert only.held
         await asyncio.sleep(2)
         assert not only.held
-        with pytest.raises(LeaseLostError, match="within 20 s: this process has not run for 21 s: it was"):
+        with pytest.raises(LeaseLostError, match="within 20 s: this process did not run: it was paused"):
             await only.hold()
-
-    run(main)
-
-
-@pytest.mark.parametrize("spells", [(25.0,), (6.0, 6.0, 6.0)])
-def test_a_lease_that_is_lost_because_a_renewal_was_not_continued_says_so(spells: tuple[float, ...]) -> None:
-    async def main() -> None:
-        server = Server()
-        connection = Connection(server)
-        only = election(connection, "only")
-        await only.acquire()
-        connection.delay = lambda count: 1.0
-        connection.fault = lambda count: "deaf"
-        held = asyncio.create_task(only.hold())
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        for seconds in spells:
-            count = connection.count
-            await seconds_until(lambda before=count: connection.count > before or held.done())  # type: ignore[misc]
-            loop.now += seconds
-        with pytest.raises(LeaseLostError, match=r"has not run for \d+ s: it was paused, or does not get"):
-            await held
 
     run(main)
 

@@ -91,7 +91,7 @@ def test_a_preemption_that_does_not_happen_is_given_up_and_not_requested_again_a
         "were not placed within 5 min 0 s; the next request is 5 min 0 s later"
         in world.condition()["message"]
     )
-    world.now += capacity_requests.PREEMPTION.pause
+    world.now += capacity_requests.FIRST_REQUEST_PAUSE
     world.run_cycles(5)
     assert len(world.live_pods) == 1
 

@@ -123,7 +123,7 @@ def test_a_request_without_success_is_given_up_and_repeated_after_a_pause_that_d
         assert f"the next request is {pause} later" in world.condition()["message"]
         autoscaler.run(5)
         assert world.writes == []
-        world.now += 2 * capacity_requests.NODES.pause
+        world.now += 2 * capacity_requests.FIRST_REQUEST_PAUSE
 
 
 def test_a_job_that_would_use_more_replicas_requests_one_step_of_growth_at_a_time(world: World) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from adascale_controller.operator.types.actions import Event, Stop, StoppedPod
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource, timestamp
 from adascale_controller.operator.types.settings import KUEUE_GROUP
 from adascale_core import names
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT = 10.0
 """Seconds until a call fails."""
@@ -70,8 +73,13 @@ class KubernetesCluster:
         items: list[Cached] = []
         version = ""
         async for page in self._pages(self._list_path(resource)):
-            # Whole, all pods of a large cluster would take more memory than everything else.
-            items += [cached_fields(resource, raw) for raw in page["items"]]
+            for raw in page["items"]:
+                try:
+                    # Whole, all pods of a large cluster would take more memory than everything else.
+                    items.append(cached_fields(resource, raw))
+                except Exception:
+                    # Broad on purpose: an object that no schema rules out must not stop all jobs.
+                    logger.exception("%s %s can't be read, and is left out", resource, raw.get("metadata"))
             version = page["metadata"]["resourceVersion"]
         return items, int(version)
 

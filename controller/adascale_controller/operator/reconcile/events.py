@@ -16,6 +16,7 @@ from adascale_controller.operator.types.conditions import (
     ConditionType,
     JobCondition,
     condition_of,
+    has_ended,
     is_true,
 )
 from adascale_core.messages.allocation import Allocation
@@ -160,55 +161,42 @@ _NORMAL = frozenset(
     }
 )
 """Reasons whose Events are not warnings."""
-_START_PROBLEMS = frozenset(
+_RECORDED = (
+    ConditionType.FAILED,
+    ConditionType.COMPLETE,
+    ConditionType.SUSPENDED,
+    ConditionType.RUNNING,
+    ConditionType.RESCALING,
+    ConditionType.SLOW_REPLICA,
+)
+"""The conditions whose changes are recorded; of several that change to a reason at once, the first."""
+_NOT_RECORDED = frozenset(
     {
-        Reason.QUEUED,
-        Reason.SCHEDULING_GATED,
-        Reason.NODES_REQUESTED,
-        Reason.PREEMPTING,
-        Reason.UNSCHEDULABLE,
-        Reason.VOLUME_NOT_BOUND,
-        Reason.IMAGE_PULL_FAILED,
-        Reason.CONTAINER_CREATING,
-        Reason.CONTAINER_START_FAILED,
-        Reason.QUOTA_EXCEEDED,
-        Reason.POD_CREATION_FAILED,
-        Reason.REPLICA_REFUSED,
-        Reason.REPLICA_CHECK_FAILED,
-        Reason.METRICS_SERVICE_UNREACHABLE,
+        Reason.TRAINING,
+        Reason.STARTING,
+        Reason.REENTERING,
+        Reason.PREPARING_REPLICAS,
+        Reason.STABLE,
+        Reason.RESUMED,
+        Reason.CLEANING_UP,
+        Reason.NO_REPLICA_SLOW,
     }
 )
-_RECORDED = {
-    ConditionType.RUNNING: _START_PROBLEMS
-    | {
-        Reason.STALLED,
-        Reason.INSUFFICIENT_CAPACITY,
-        Reason.TEMPLATE_CHANGED,
-        Reason.ACCELERATOR_CHANGED,
-        Reason.QUEUE_CHANGED,
-        Reason.METRICS_SERVICE_UNAVAILABLE,
-        Reason.NAME_CONFLICT,
-        Reason.VOLUME_NOT_FOUND,
-        Reason.INVALID_SPEC,
-    },
-    ConditionType.RESCALING: _START_PROBLEMS | {Reason.PROGRAM_FAILED, Reason.EXTRA_PODS_REJECTED},
-    ConditionType.SUSPENDED: frozenset({Reason.SUSPENDED, Reason.SCALED_TO_ZERO}),
-    ConditionType.COMPLETE: frozenset({Reason.FINISHED}),
-    ConditionType.FAILED: frozenset(Reason),
-    ConditionType.SLOW_REPLICA: frozenset({Reason.REPLICA_SLOW, Reason.SLOW_REPLICA_REPLACED}),
-}
-"""The reasons of each condition that are recorded as an Event when the condition changes to them."""
 
 
 def _changed_conditions(current: Mapping[str, Any], status: Status) -> Iterator[Event]:
-    for kind, reasons in _RECORDED.items():
+    recorded: set[str] = {*_NOT_RECORDED}
+    for kind in _RECORDED:
         new, old = condition_of(status, kind), condition_of(current, kind)
-        if new is None or new.reason not in reasons or _is_same(new, old):
+        if new is None or new.reason in recorded or _is_same(new, old):
             continue
-        if kind in {ConditionType.SUSPENDED, ConditionType.COMPLETE, ConditionType.FAILED} and not new.status:
+        if (kind, new.status) == (ConditionType.SUSPENDED, False):
+            # The state is being saved.
             continue
-        if kind is ConditionType.RUNNING and condition_of(status, ConditionType.FAILED):
+        if kind is ConditionType.RUNNING and (new.reason == Reason.PROGRAM_FAILED or has_ended(status)):
+            # The failure, or the end, has an Event of its own.
             continue
+        recorded.add(new.reason)
         yield Event(new.reason, new.message[:MAX_MESSAGE], warning=new.reason not in _NORMAL)
 
 

@@ -36,12 +36,7 @@ POLL_INTERVAL: Final = 1
 CALL_TIMEOUT: Final = 5
 """Seconds until a call to the API server fails."""
 
-LATENESS_INTERVAL: Final = 0.5
-"""Seconds between two measurements of how late this process runs."""
-
-LATE: Final = (
-    "this process has not run for {seconds:.0f} s: it was paused, or does not get enough processor time"
-)
+PAUSED: Final = "this process did not run: it was paused, or does not get enough processor time"
 """Why the lease was lost, if not because of the API server."""
 
 Spec = Mapping[str, Any]
@@ -85,8 +80,6 @@ class Election:
         self._own: ApiObject | None = None
         """The lease as this process wrote it last."""
         self._valid_until = 0.0
-        self._late = 0.0
-        """Seconds since the last renewal in which this process did not run though it should have."""
 
     @property
     def held(self) -> bool:
@@ -111,37 +104,25 @@ class Election:
 
     async def hold(self) -> None:
         """Renew the lease until that fails."""
-        cause = "it was never acquired" if self._own is None else "it changes all the time"
-        self._late = 0.0
-        if self._own is not None and not self.held:
-            self._late = self._clock() - self._valid_until + self._renew_deadline
-        measuring = asyncio.create_task(self._measure_lateness())
-        try:
-            while self.held:
-                await asyncio.sleep(min(self._retry_interval, self._valid_until - self._clock()))
-                left = self._valid_until - self._clock()
-                if left <= 0:
-                    break
-                try:
-                    async with asyncio.timeout(min(left, CALL_TIMEOUT)):
-                        await self._renew()
-                    self._late = 0.0
-                except (ApiServerError, TimeoutError) as error:
-                    cause = _text(error)
-                    logger.warning("The lease could not be renewed: %s; retrying", cause)
-        finally:
-            measuring.cancel()
+        cause = "it was never acquired" if self._own is None else PAUSED
+        while self.held:
+            pause = min(self._retry_interval, self._valid_until - self._clock())
+            due = self._clock() + pause
+            await asyncio.sleep(pause)
+            left = self._valid_until - self._clock()
+            if left <= 0:
+                if self._clock() > due + self._retry_interval:
+                    cause = PAUSED
+                break
+            try:
+                async with asyncio.timeout(min(left, CALL_TIMEOUT)):
+                    await self._renew()
+                cause = "it changes all the time"
+            except (ApiServerError, TimeoutError) as error:
+                cause = _text(error)
+                logger.warning("The lease could not be renewed: %s; retrying", cause)
         self._own = None
-        if self._late > self._renew_deadline / 2:
-            cause = LATE.format(seconds=self._late)
         raise LeaseLostError(f"the lease could not be renewed within {self._renew_deadline:g} s: {cause}")
-
-    async def _measure_lateness(self) -> None:
-        """Add up the seconds in which this process did not run though it should have."""
-        while True:
-            due = self._clock() + LATENESS_INTERVAL
-            await asyncio.sleep(LATENESS_INTERVAL)
-            self._late += max(self._clock() - due, 0.0)
 
     async def release(self) -> None:
         """Release the lease if it is held, so that no other operator waits until it expires."""

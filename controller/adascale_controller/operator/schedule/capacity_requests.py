@@ -21,14 +21,12 @@ class RequestKind:
     reason: Reason  # the reason of the condition while its pods are not placed
     purpose: str
     timeout: float  # seconds after which it is given up
-    pause: float  # seconds until it is made again after the first time
 
 
-NODES = RequestKind(Reason.NODES_REQUESTED, "so that an autoscaler adds nodes", 600.0, 300.0)
-PREEMPTION = RequestKind(Reason.PREEMPTING, "so that pods of lower priority are preempted", 300.0, 300.0)
-TRIAL = RequestKind(
-    Reason.UNSCHEDULABLE, "once, since what admission makes of its pods is not known", 30.0, 3600.0
-)
+NODES = RequestKind(Reason.NODES_REQUESTED, "so that an autoscaler adds nodes", 600.0)
+PREEMPTION = RequestKind(Reason.PREEMPTING, "so that pods of lower priority are preempted", 300.0)
+FIRST_REQUEST_PAUSE = 300.0
+"""Seconds from the end of the first request to the next one."""
 MAX_REQUEST_PAUSE = 3600.0
 """The longest pause, in seconds."""
 MAX_REQUESTING_JOBS = 8
@@ -70,7 +68,7 @@ class CapacityRequests:
             self.granted = True
             self._refused, self._refused_until, self._pause = None, -inf, 0.0
         elif now >= self._until:
-            self._pause = min(max(2 * self._pause, self._kind.pause), MAX_REQUEST_PAUSE)
+            self._pause = min(max(2 * self._pause, FIRST_REQUEST_PAUSE), MAX_REQUEST_PAUSE)
             self._refused, self._refused_until = self._kind, now + self._pause
             self.cancel()
 

@@ -290,15 +290,6 @@ class NodeSelection:
             self._obstacles[key] = "; ".join(parts)
         return self._obstacles[key]
 
-    def is_kept_from_nodes(self, spec: ApiObject, request: Mapping[str, int]) -> bool:
-        """Whether all nodes that hold a pod when empty are closed to it by a taint, or not selected."""
-        holding = [
-            node
-            for node in self._nodes
-            if is_ready(node) and _CORDON not in _taints(node) and not _lacking(node, request)
-        ]
-        return bool(holding) and all(_obstacle(node, spec) is not None for node in holding)
-
 
 def _key(spec: ApiObject) -> str:
     """Return a key that is equal for PodSpecs with the same eligible nodes."""

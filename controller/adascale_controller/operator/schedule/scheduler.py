@@ -32,7 +32,6 @@ from adascale_controller.operator.schedule.capacity_requests import (
     MAX_REQUESTING_JOBS,
     NODES,
     PREEMPTION,
-    TRIAL,
     RequestKind,
 )
 from adascale_controller.operator.schedule.job_memory import JobMemory
@@ -519,10 +518,6 @@ class Scheduler:
             return PREEMPTION, smallest
         if self._may_request_nodes(candidate):
             return NODES, smallest
-        if observed.admission.problem and self._node_selection.is_kept_from_nodes(
-            observed.pod_spec, job.memory.request
-        ):
-            return TRIAL, smallest
         return None
 
     def _may_request_nodes(self, candidate: Candidate) -> bool:
