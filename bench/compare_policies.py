@@ -3,9 +3,13 @@
     python bench/compare_policies.py WORKLOAD... [--profiles DIR] [--policies adascale tiresias optimus ...]
         [--seeds 0 1 2] [--deadlines 0.5-1.5] [--isolated] [--json DIR] [--pictures DIR]
 
-and the options of the cluster and its costs that `adascale simulate` has. The table has the mean over the
-seeds for each workload. Files of --json are `<policy or fairness>-<workload>-<seed>.json`, which
-`bench/fairness.py` draws. Policies other than `adascale`:
+and the options of the cluster that `adascale simulate` has. A WORKLOAD is a recorded JSON file, or a CSV file
+(`published_workloads.py` has the format) with --profiles, a folder per application. --cluster has nodes of
+several types, as in `aws=6x4,dgx-ext=2x8`, in place of --nodes and --gpus. The file of --costs is JSON:
+`{"restart": {APPLICATION: SECONDS}, "slowdown": {APPLICATION: FACTOR}}`; a slowdown is a factor of step
+times, and a restart takes the place of --restart. --deadlines draws a deadline for each job. The table has
+the mean over the seeds for each workload. Files of --json are `<policy or fairness>-<workload>-<seed>.json`,
+which `bench/fairness.py` draws. Policies other than `adascale`:
 
 - `tiresias`, `optimus`, `fcfs` (first come first served), `edf` (earliest deadline first) and `equal` (equal
   shares) of `policies.py`; `tiresias`, `fcfs` and `edf` run a job on the replicas of the workload only;
@@ -27,17 +31,16 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import mean
-from typing import Any, TypeVar
+from typing import Any
 
-import typer
 from elasticflow import ElasticFlow
 from isolated_cluster import IsolatedCluster
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from policies import EarliestDeadlineFirst, EqualShares, FirstComeFirstServed, Optimus, Tiresias
+from published_workloads import Costs, nodes_of, read_costs, read_workload, tightness_of, with_deadlines
 from sia import Sia
 
-from adascale_controller.cli.simulate import nodes_of, tightness_of
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode
 from adascale_controller.simulation.application import ProfileError
 from adascale_controller.simulation.engine import (
@@ -47,7 +50,6 @@ from adascale_controller.simulation.engine import (
     Submission,
     simulate,
 )
-from adascale_controller.simulation.profiles import Costs, read_costs, read_workload, with_deadlines
 from adascale_controller.simulation.recording import read_recording
 from adascale_controller.simulation.results import Contention, Results
 from adascale_core.errors import AdaScaleError
@@ -66,8 +68,6 @@ FIXED_SIZE = {"tiresias", "fcfs", "edf"}
 """The policies that run a job on the number of replicas of the workload only."""
 FREE_MOVES = {"sia", "elasticflow"}
 KNOW_TYPES = {"adascale", "sia"}
-
-_Parsed = TypeVar("_Parsed")
 
 
 def run(
@@ -185,18 +185,6 @@ def draw(jobs: Sequence[SimulatedJob], settings: SimulationSettings, path: str) 
     distribution.savefig(f"{path}-completion-times.png", dpi=120)
 
 
-def parsed_by(parse: Callable[[str], _Parsed]) -> Callable[[str], _Parsed]:
-    """Return the type of an argument that `adascale simulate` parses in the same way."""
-
-    def parsed(text: str) -> _Parsed:
-        try:
-            return parse(text)
-        except typer.BadParameter as error:
-            raise argparse.ArgumentTypeError(error.message) from error
-
-    return parsed
-
-
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("workloads", type=Path, nargs="+", metavar="WORKLOAD", help="CSV or recorded JSON")
@@ -205,7 +193,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the noise and the deadlines")
     found.add_argument("--nodes", type=int, default=16)
     found.add_argument("--gpus", type=int, default=4, help="of a node")
-    found.add_argument("--cluster", type=parsed_by(nodes_of), metavar="TYPE=NODESxGPUS,...")
+    found.add_argument("--cluster", type=nodes_of, metavar="TYPE=NODESxGPUS,...")
     found.add_argument("--costs", type=Path)
     found.add_argument("--restart", type=float, default=30.0, help="seconds")
     found.add_argument("--interval", type=float, default=60.0, help="seconds")
@@ -213,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--noise", type=float, default=0.04)
     found.add_argument("--placement", type=PlacementMode, choices=PlacementMode, default=PlacementMode.PACKED)
     found.add_argument("--fairness", type=float, help="of the policy adascale")
-    found.add_argument("--deadlines", type=parsed_by(tightness_of), metavar="LEAST-MOST")
+    found.add_argument("--deadlines", type=tightness_of, metavar="LEAST-MOST")
     found.add_argument("--isolated", action="store_true")
     found.add_argument("--json", type=Path, help="save the results of each simulation to this folder")
     found.add_argument("--pictures", type=Path, help="save pictures of each simulation to this folder")

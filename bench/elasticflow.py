@@ -23,8 +23,9 @@ from math import ceil, inf
 import numpy as np
 import numpy.typing as npt
 from policies import FixedBatch, most_replicas
+from published_workloads import packed, step_seconds
 
-from adascale_controller.simulation.application import ProfileError, packed, step_seconds
+from adascale_controller.simulation.application import ProfileError
 from adascale_controller.simulation.engine import SimulatedJob, SimulationError, SimulationSettings
 
 Slots = npt.NDArray[np.int64]

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil, inf
 
-from adascale_controller.simulation.application import ROUNDING, fixed_plan, packed
+from published_workloads import packed
+
+from adascale_controller.simulation.application import ROUNDING, fixed_plan
 from adascale_controller.simulation.engine import SimulatedJob, SimulationSettings
 from adascale_core.batch.plans import BatchPlan
 

@@ -23,9 +23,9 @@ from compare_policies import POLICIES, isolated_fairness
 from elasticflow import ElasticFlow, satisfactory_plan
 from isolated_cluster import IsolatedCluster, limited_to
 from policies import EarliestDeadlineFirst, FirstComeFirstServed, Tiresias
+from published_workloads import ProfiledApplication, read_application, read_workload, requested_duration
 
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy
-from adascale_controller.simulation.application import ProfiledApplication
 from adascale_controller.simulation.engine import (
     Policy,
     SimulatedJob,
@@ -33,7 +33,6 @@ from adascale_controller.simulation.engine import (
     Submission,
     simulate,
 )
-from adascale_controller.simulation.profiles import read_application, read_workload, requested_duration
 from adascale_controller.simulation.results import Results
 from support.examples import examples
 from support.workload import write_profiles, write_workload

@@ -1,10 +1,11 @@
-"""`adascale simulate`: the published formulas, a small workload, and its files and errors."""
+"""`adascale simulate` and published workloads: formulas, a small workload, and its files and errors."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+from published_workloads import nodes_of, read_application, read_costs, read_workload
+
 from adascale_controller.cli.app import app
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode, place
 from adascale_controller.simulation.application import ProfileError, fixed_plan
 from adascale_controller.simulation.engine import SimulatedJob, SimulationError, SimulationSettings, simulate
-from adascale_controller.simulation.profiles import read_application, read_costs, read_workload
 from adascale_controller.simulation.recording import read_recording
 from adascale_controller.simulation.results import Results
 from adascale_core.batch.plans import BatchPlan
@@ -51,14 +55,40 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workload")
     write_profiles(folder / "profiles")
     write_workload(folder / "workload.csv")
+    write_recording(folder / "recorded.json", 8)
     return folder
+
+
+def write_recording(path: Path, jobs: int) -> None:
+    document = {
+        "version": 1,
+        "jobs": [
+            {
+                "name": f"job-{i}",
+                "time": 10.0 * i,
+                "total": 9000.0 if i % 3 == 0 else 1000.0,
+                "spec": {
+                    "batch_size": 16,
+                    "max_batch_size": 256,
+                    "local_bsz_bounds": [4, 32],
+                    "max_replicas": 4,
+                },
+                "step_times": [
+                    {"replicas": k, "local_bsz": b, "accumulation": 1, "step_time": 0.02 + 0.005 * b}
+                    for k in (1, 2)
+                    for b in (8, 16)
+                ],
+                "reports": [{"progress": 10.0, "grad_sqr": 1.0, "grad_var": 9.0 * (i + 1)}],
+            }
+            for i in range(jobs)
+        ],
+    }
+    path.write_text(json.dumps(document))
 
 
 def run(files: Path, *arguments: str) -> Any:
     result = CliRunner().invoke(
-        app,
-        ["simulate", str(files / "workload.csv"), "--profiles", str(files / "profiles"), *arguments],
-        catch_exceptions=False,
+        app, ["simulate", str(files / "recorded.json"), *arguments], catch_exceptions=False
     )
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -283,8 +313,7 @@ def test_an_invalid_profile_is_refused_with_its_file(
     ],
 )
 def test_an_invalid_option_is_refused(files: Path, arguments: Sequence[str], message: str) -> None:
-    workload = ["simulate", str(files / "workload.csv"), "--profiles", str(files / "profiles")]
-    result = CliRunner().invoke(app, [*workload, *arguments])
+    result = CliRunner().invoke(app, ["simulate", str(files / "recorded.json"), *arguments])
     assert isinstance(result.exception, (AdaScaleError, SystemExit))
     assert message in result.output + str(result.exception)
 
@@ -296,40 +325,10 @@ def test_a_folder_and_a_binary_file_are_no_workload(files: Path, tmp_path: Path)
             read_workload(path, files / "profiles")
 
 
-def test_a_workload_or_profiles_that_are_missing_are_named() -> None:
+def test_a_workload_that_is_missing_is_named() -> None:
     assert "WORKLOAD is needed" in CliRunner().invoke(app, ["simulate"]).output
-    assert "needs --profiles" in CliRunner().invoke(app, ["simulate", "x.csv"]).output
-
-
-def test_a_recorded_workload_is_replayed(tmp_path: Path) -> None:
-    document = {
-        "version": 1,
-        "jobs": [
-            {
-                "name": f"default.job-{i}",
-                "time": 100.0 * i,
-                "total": 2000.0,
-                "spec": {
-                    "batch_size": 16,
-                    "max_batch_size": 256,
-                    "local_bsz_bounds": [4, 32],
-                    "max_replicas": 4,
-                },
-                "step_times": [
-                    {"replicas": k, "local_bsz": b, "accumulation": 1, "step_time": 0.02 + 0.005 * b}
-                    for k in (1, 2)
-                    for b in (8, 16)
-                ],
-                "reports": [{"progress": 10.0, "grad_sqr": 1.0, "grad_var": 9.0}],
-            }
-            for i in range(3)
-        ],
-    }
-    path = tmp_path / "recorded.json"
-    path.write_text(json.dumps(document))
-    result = CliRunner().invoke(app, ["simulate", str(path), "--nodes", "1", "--output", "json"])
-    assert result.exit_code == 0, result.output
-    assert len(json.loads(result.stdout)["jobs"]) == 3
+    with pytest.raises(ProfileError, match=r"cannot read x.json: No such file"):
+        read_recording(Path("x.json"))
 
 
 RECORDED = {
@@ -410,8 +409,10 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_job_completes_on_several_types(typed: Path) -> None:
-    costs = str(typed / "costs.json")
-    results = json.loads(run(typed, "--cluster", "fast=1x4,slow=2x4", "--costs", costs, "--output", "json"))
+    sizes, types = nodes_of("fast=1x4,slow=2x4")
+    costs, settings = read_costs(typed / "costs.json"), SimulationSettings(sizes, types=types)
+    jobs = read_workload(typed / "workload.csv", typed / "profiles", list(TYPES), costs)
+    results = Results.of(simulate(jobs, AdaScalePolicy(), settings), settings).to_json()
     assert {job["name"] for job in results["jobs"]} == {f"job-{i}" for i in range(8)}
     used = {name: sum(job["gpu_hours_by_type"].get(name, 0.0) for job in results["jobs"]) for name in TYPES}
     assert used == {name: pytest.approx(each["gpu_hours"]) for name, each in results["types"].items()}
@@ -458,20 +459,16 @@ def test_a_policy_that_mixes_types_is_refused(typed: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--cluster", "fast=1x4,fast=2x4"], "named once"),
-        (["--cluster", "fast=4"], "as in a100=2x8"),
-        (["--cluster", "none=1x4"], "placements-none.csv"),
-    ],
+    ("cluster", "message"), [("fast=1x4,fast=2x4", "named once"), ("fast=4", "as in a100=2x8")]
 )
-def test_an_invalid_cluster_is_refused(typed: Path, arguments: Sequence[str], message: str) -> None:
-    result = CliRunner().invoke(
-        app, ["simulate", str(typed / "workload.csv"), "--profiles", str(typed / "profiles"), *arguments]
-    )
-    text = re.sub(r"[\s│]+", " ", f"{result.output} {result.exception}")
-    assert result.exit_code != 0
-    assert message in text
+def test_an_invalid_cluster_is_refused(cluster: str, message: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=message):
+        nodes_of(cluster)
+
+
+def test_a_type_without_a_profile_is_named(typed: Path) -> None:
+    with pytest.raises(ProfileError, match=r"placements-none.csv"):
+        read_workload(typed / "workload.csv", typed / "profiles", ["none"])
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,27 @@
-"""Deadlines in `adascale simulate`: how they are drawn, and which are met."""
+"""Deadlines of published workloads: how they are drawn, and which are met."""
 
 from __future__ import annotations
 
-import json
+import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from adascale_controller.cli.app import app
-from adascale_controller.simulation.application import ProfiledApplication
-from adascale_controller.simulation.engine import SimulationSettings, Submission
-from adascale_controller.simulation.profiles import read_application, requested_duration, with_deadlines
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+from published_workloads import (
+    ProfiledApplication,
+    read_application,
+    read_workload,
+    requested_duration,
+    tightness_of,
+    with_deadlines,
+)
+
+from adascale_controller.simulation.adascale_policy import AdaScalePolicy
+from adascale_controller.simulation.engine import SimulationSettings, Submission, simulate
+from adascale_controller.simulation.results import Results
 from support.workload import write_profiles, write_workload
 
 CLUSTER = SimulationSettings([4] * 2, free_moves=True)
@@ -31,11 +40,6 @@ def small(files: Path) -> ProfiledApplication:
     return read_application(files / "profiles" / "small")
 
 
-def run(files: Path, *arguments: str) -> Any:
-    workload = ["simulate", str(files / "workload.csv"), "--profiles", str(files / "profiles")]
-    return CliRunner().invoke(app, [*workload, "--nodes", "2", *arguments])
-
-
 def test_a_deadline_is_the_time_on_the_requested_replicas_times_the_tightness(
     small: ProfiledApplication,
 ) -> None:
@@ -52,14 +56,15 @@ def test_a_deadline_is_the_time_on_the_requested_replicas_times_the_tightness(
 
 
 def test_the_share_of_deadlines_met_is_reported(files: Path) -> None:
-    results = json.loads(run(files, "--deadlines", "0.5-1.5", "--output", "json").stdout)
+    drawn = with_deadlines(
+        read_workload(files / "workload.csv", files / "profiles"), CLUSTER, tightness_of("0.5-1.5"), 0
+    )
+    results = Results.of(simulate(drawn, AdaScalePolicy(), CLUSTER), CLUSTER).to_json()
     met = [job["completed"] <= job["deadline"] for job in results["jobs"]]
     assert results["deadlines_met_share"] == pytest.approx(sum(met) / len(met))
-    assert "deadlines met" in run(files, "--deadlines", "0.5-1.5").stdout
 
 
 @pytest.mark.parametrize("value", ["", "0-1", "1.5-0.5", "a-b", "1", "-1-2", "1-inf"])
-def test_an_invalid_tightness_is_refused(files: Path, value: str) -> None:
-    result = run(files, "--deadlines", value)
-    assert result.exit_code == 2
-    assert "as in 0.5-1.5" in " ".join(result.output.replace("│", " ").split())
+def test_an_invalid_tightness_is_refused(value: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"as in 0\.5-1\.5"):
+        tightness_of(value)

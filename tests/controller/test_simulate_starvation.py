@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+from published_workloads import ProfiledApplication, read_application
+
 from adascale_controller.simulation.adascale_policy import AdaScalePolicy, PlacementMode
-from adascale_controller.simulation.application import ProfiledApplication
 from adascale_controller.simulation.engine import SimulationSettings, Submission, simulate
-from adascale_controller.simulation.profiles import read_application
 from support.examples import examples
 from support.workload import write_profiles
 

@@ -1,4 +1,4 @@
-"""A small made-up workload and profile, in the files that `adascale simulate` reads."""
+"""A small made-up workload and profile, in the files of published ones."""
 
 from __future__ import annotations
 

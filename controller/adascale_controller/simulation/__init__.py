@@ -3,6 +3,6 @@
 `engine`, `application`, `adascale_policy` and `results` are pure: files are read by the caller, randomness is
 passed in, and time is simulated. A policy sees what the controller of a real cluster would see; the truth
 stays in the engine. `adascale_policy` builds the input of the decision with the code that the operator uses.
-The policies to compare with are in `bench/policies.py`. The package may not import `local` or `operator`, and
-only `adascale simulate` imports it.
+Published workloads and the policies to compare with are in `bench/`. The package may not import `local` or
+`operator`, and only `adascale simulate` imports it.
 """

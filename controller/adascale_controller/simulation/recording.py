@@ -15,7 +15,6 @@ from pydantic import BaseModel, Field, ValidationError
 from adascale_client import MetricsServiceClient
 from adascale_controller.simulation.application import ProfileError, RecordedApplication
 from adascale_controller.simulation.engine import MAX_TIME, Submission
-from adascale_controller.simulation.profiles import read_text
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import require_valid_replicas
 from adascale_core.errors import AdaScaleError
@@ -110,9 +109,10 @@ def record(
 
 def read_recording(path: Path) -> list[Submission]:
     """Return the jobs of a recorded file."""
-    text = read_text(path)
     try:
-        document = json.loads(text)
+        document = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ProfileError(f"cannot read {path}: {error.strerror or error}: check the path") from error
     except (ValueError, RecursionError) as error:
         raise ProfileError(
             f"{path} is not valid JSON ({error}): record it again with `adascale simulate --from-service`"
