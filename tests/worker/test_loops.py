@@ -72,7 +72,7 @@ def test_a_parameter_outside_the_model_is_refused_on_two_replicas_and_warned_of_
 
 @pytest.mark.slow
 def test_a_second_optimizer_is_refused_on_two_replicas_and_warned_of_once_on_one() -> None:
-    found = r"the parameters of a second optimizer differ between the 2 replicas after step \d+, because"
+    found = r"step\(\) was called of a second optimizer \(Adam\), whose gradients are not averaged"
     require_refused(run("second optimizer", replicas=2), f"adascale: {found}")
     warning = r"RuntimeWarning: step\(\) was called of a second optimizer \(Adam\), .* On 1 replica this"
     assert len(re.findall(warning, require_trained(run("second optimizer")))) == 1
@@ -179,13 +179,6 @@ def test_a_step_on_one_rank_only_is_refused() -> None:
 def test_different_weights_are_found_at_the_end_of_a_short_training() -> None:
     message = "adascale: the weights of the 2 replicas differ after step 60: a weight of 'parts.head.bias'"
     require_refused(run("changes weights on one rank, once", replicas=2), message)
-
-
-@pytest.mark.slow
-def test_a_sync_batchnorm_on_the_cpu_is_refused_at_any_number_of_replicas() -> None:
-    message = r"adascale: the model has the SyncBatchNorm 'parts\.norm', which torch supports on GPUs only"
-    require_refused(run("SyncBatchNorm"), message)
-    require_refused(run("SyncBatchNorm", replicas=2), message)
 
 
 # -- gradients that are averaged once more -----------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from adascale_worker.errors import WorkerError
 from support.gan import Gan
-from support.training import FIXED, MakeTrainer, learn, network, samples, sgd, train
+from support.training import FIXED, MakeTrainer, network, sgd, train
 
 REMEDY = r"program_reentry makes the model data-parallel itself.* With Accelerate, leave it out of"
 
@@ -27,17 +27,6 @@ def test_a_wrapper_that_is_made_later_is_refused(make_trainer: MakeTrainer, wrap
     wrapped = {"model": model, "layer": model[0], "container": nn.Sequential(model, nn.Linear(2, 2))}[part]
     with pytest.raises(WorkerError, match=f"or a part of it, was wrapped in .*DataParallel, .*{REMEDY}"):
         wrapper(wrapped)
-
-
-def test_a_wrapper_that_was_made_earlier_is_refused_when_it_calls_the_model(
-    make_trainer: MakeTrainer,
-) -> None:
-    trainer, model = make_trainer(**FIXED), network()
-    wrapped, optimizer = DistributedDataParallel(model), sgd(model)
-    trainer.program_reentry(model, optimizer)
-    _, x, y = next(iter(trainer.dataloader(samples())))
-    with pytest.raises(WorkerError, match=f"was called by DistributedDataParallel, .*{REMEDY}"):
-        learn(wrapped, x, y)
 
 
 def test_a_model_with_a_wrapped_part_is_refused(make_trainer: MakeTrainer) -> None:
@@ -110,12 +99,3 @@ def test_a_sharded_model_is_refused(
     model = shard(network())
     with pytest.raises(WorkerError, match=rf"program_reentry got {found}\. {WHOLE}"):
         trainer.program_reentry(model, sgd(model))
-
-
-def test_a_model_that_is_sharded_later_is_refused_when_it_is_called(make_trainer: MakeTrainer) -> None:
-    trainer, model = make_trainer(**FIXED), network()
-    trainer.program_reentry(model, sgd(model))
-    shard_a_part_fully(model)
-    _, x, y = next(iter(trainer.dataloader(samples())))
-    with pytest.raises(WorkerError, match=f"fully_shard was applied .* after program_reentry. {WHOLE}"):
-        learn(model, x, y)

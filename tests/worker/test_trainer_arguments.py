@@ -219,25 +219,6 @@ def test_another_optimizer_is_an_error(make_trainer: MakeTrainer) -> None:
         make_trainer(**FIXED).program_reentry(model, torch.optim.Adagrad(model.parameters()))
 
 
-def test_a_module_with_sparse_gradients_is_an_error(make_trainer: MakeTrainer) -> None:
-    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 2))
-    with pytest.raises(WorkerError, match=r"the module '0' \(Embedding\) of the model has sparse=True"):
-        make_trainer(**FIXED).program_reentry(model, sgd(model))
-
-
-@pytest.mark.parametrize("layer", [nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)])
-def test_a_layer_without_a_shape_is_an_error(make_trainer: MakeTrainer, layer: nn.Module) -> None:
-    model = nn.Sequential(nn.Linear(6, 3), layer)
-    with pytest.raises(WorkerError, match=r"'1\.\w+' of the model has no shape yet.*call the model once"):
-        make_trainer(**FIXED).program_reentry(model, sgd(model[0]))
-
-
-def test_a_module_with_an_attribute_named_sparse_trains(make_trainer: MakeTrainer) -> None:
-    trainer, model = make_trainer(**FIXED), network()
-    model[0].sparse = True  # type: ignore[assignment]
-    trainer.program_reentry(model, sgd(model))
-
-
 def test_a_list_of_models_is_an_error_that_shows_the_dicts(make_trainer: MakeTrainer) -> None:
     models: Any = [network(), network()]
     optimizers: Any = [sgd(each) for each in models]

@@ -33,7 +33,6 @@ from adascale_worker.batches.feed import require_evaluable
 from adascale_worker.batches.order import Lengths, OrderFunction
 from adascale_worker.errors import WorkerError, exit_code
 from adascale_worker.gradients.loss_scaling import scaler_of
-from adascale_worker.loop.checks import check_optimizer_parameters, check_synchronized_norms
 from adascale_worker.loop.context import make_replica
 from adascale_worker.loop.evaluation import Evaluation, average
 from adascale_worker.loop.training import ProgramOptions, Training
@@ -46,7 +45,13 @@ from adascale_worker.process.exit import ProcessExit
 from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.hyperparameters import Choice, describe
 from adascale_worker.program.optimizers import OptimizerSet
-from adascale_worker.program.parts import Models, OptimizersByName, SchedulersByName, program_parts
+from adascale_worker.program.parts import (
+    Models,
+    OptimizersByName,
+    SchedulersByName,
+    check_optimizer_parameters,
+    program_parts,
+)
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.reporting.reports import plain_result, require_metrics
 from adascale_worker.reporting.trackers import Tracker, make_tracker
@@ -583,7 +588,6 @@ class ElasticTrainer:
         allows_shards = self._replica.group.has_mesh
         parts = program_parts(model, optimizer, lr_scheduler, allows_shards=allows_shards)
         check_optimizer_parameters(parts.model, parts, self.replicas)
-        check_synchronized_norms(parts.model, self.device)
         scaler_of((register or {}).values())
         options = ProgramOptions(register or {}, hyperparameters)
         self._made = training = Training(self._replica, parts, options)

@@ -70,9 +70,6 @@ if loop == "begins with other parameters on one rank" and trainer.rank == 1:
     model.parts["head"].weight.requires_grad_(False)
 if loop.startswith("unfreezes"):
     model.parts["head"].bias.requires_grad_(False)
-if loop == "SyncBatchNorm":
-    model.parts["norm"] = nn.SyncBatchNorm(2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 state = trainer.program_reentry(model, optimizer)
 if loop == "Accelerate without a wrapper":
     model = Accelerator(cpu=True).prepare_model(model, evaluation_mode=True)

@@ -16,7 +16,6 @@ from adascale_worker.gradients.accumulation import Accumulation
 from adascale_worker.gradients.step_failure import StepFailure, forward_without_activations
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.program.parts import OtherParallelism
 from adascale_worker.program.patching import MethodOverride, is_traced
 from adascale_worker.torch_private.autograd import version_of
 from adascale_worker.torch_private.modules import call_of, override_call
@@ -99,7 +98,6 @@ class TrainedForward(MethodOverride):
         failure: StepFailure,
         accumulation: Accumulation,
         buffers: ModelBuffers | None,  # None if what a step changes is copied at its beginning
-        other_parallelism: OtherParallelism,
     ) -> None:
         super().__init__(call_of(model))
         self._model = model
@@ -107,7 +105,6 @@ class TrainedForward(MethodOverride):
         self._failure = failure
         self._accumulation = accumulation
         self._buffers = buffers
-        self._other_parallelism = other_parallelism
         override_call(model, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +114,6 @@ class TrainedForward(MethodOverride):
         return self.original(*args, **kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._other_parallelism.check_call()
         failure, group = self._failure, self._group
         # A model that is sharded over the processes of a replica makes collective calls, which an error ends.
         if group.has_mesh or not (failure.is_discarded or group.has_failed):

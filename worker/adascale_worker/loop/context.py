@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from adascale_worker.loop.several_optimizers import StepUndo
     from adascale_worker.membership.generations import Membership
     from adascale_worker.program.optimizers import Optimizers
-    from adascale_worker.program.parts import OtherOptimizers, OtherParallelism, ProgramParts
+    from adascale_worker.program.parts import ProgramParts
     from adascale_worker.program.program_loop import ProgramLoop
     from adascale_worker.program.weight_checks import FiniteWeights, WeightComparison
     from adascale_worker.reporting.reports import Telemetry
@@ -94,8 +94,6 @@ class TrainedReplica(Replica):
     division: StepDivision
     times: StepTimes
     accumulation: Accumulation
-    other_parallelism: OtherParallelism
-    other_optimizers: OtherOptimizers
 
 
 @dataclass(eq=False, kw_only=True)

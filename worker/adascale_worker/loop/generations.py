@@ -15,11 +15,11 @@ from adascale_core.failures import EXIT_REENTRY
 from adascale_core.messages.channel import Assignment, SavedElsewhere
 from adascale_worker.errors import error_of_kind, kind_of_error
 from adascale_worker.gradients.step_failure import release_memory
-from adascale_worker.loop.checks import check_optimizer_parameters
 from adascale_worker.loop.context import Context
 from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.generations import LeaveError, Membership
 from adascale_worker.membership.links import Formation
+from adascale_worker.program.parts import check_optimizer_parameters
 
 
 @dataclass(eq=False, kw_only=True)

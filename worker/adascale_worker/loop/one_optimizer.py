@@ -13,10 +13,10 @@ import torch
 from adascale_worker.errors import WorkerError
 from adascale_worker.gradients.accumulation import ZeroGrad
 from adascale_worker.gradients.trained_models import ModelBuffers
-from adascale_worker.loop.checks import warn_of_parameters_outside
 from adascale_worker.loop.steps import StepStrategy
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.program.optimizers import ElasticAdaScale
+from adascale_worker.program.parts import warn_of_parameters_outside
 from adascale_worker.program.patching import patch_step
 
 

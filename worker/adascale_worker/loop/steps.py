@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from adascale_core.batch.plans import BatchPlan
-from adascale_worker.errors import NonFiniteWeightsError
+from adascale_worker.errors import NonFiniteWeightsError, WorkerError
 from adascale_worker.gradients.loss_scaling import UnregisteredScaler
 from adascale_worker.gradients.step_division import StepPlan
 from adascale_worker.loop.agreement import StepAgreement
-from adascale_worker.loop.checks import BatchChecks
 from adascale_worker.loop.context import Context
 from adascale_worker.membership.links import PeersLostError
-from adascale_worker.process.user_code import calling_line
+from adascale_worker.membership.process_group import ReplicaGroup
+from adascale_worker.process.user_code import OneTimeWarnings, calling_line
 from adascale_worker.program.program_loop import ProgramPlace
 
 SLOW_STEP = 0.05
@@ -26,6 +26,36 @@ SLOW_STEP = 0.05
 
 MAX_SKIPPED_STEPS = 100
 """Steps in a row whose gradients are not finite, after which training fails."""
+
+
+MAX_BATCHES_WITHOUT_STEP = 1000
+"""Batches without an optimizer step after which a warning is issued, because the epoch cannot end."""
+
+
+class BatchChecks:
+    """Finds a loop that makes no steps."""
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self._group = group
+        self._batches = 0
+        self._warnings = OneTimeWarnings()
+
+    def stepped(self) -> None:
+        """Record that a step was made or discarded, or a loop over batches begins."""
+        self._batches = 0
+
+    def delivered_batch(self) -> None:
+        """Record that the program gets the next batch of `trainer.dataloader`."""
+        self._batches += 1
+        if self._batches == MAX_BATCHES_WITHOUT_STEP:
+            found = (
+                f"trainer.dataloader() has delivered {MAX_BATCHES_WITHOUT_STEP} batches since the last "
+                "optimizer.step(): an epoch ends after its steps, so without steps it does not end. Call "
+                "step() of the optimizer that was passed to program_reentry once per batch"
+            )
+            if self._group.replicas > 1:
+                raise WorkerError(f"{found}, on all {self._group.replicas} replicas")
+            self._warnings.warn("no step", found)
 
 
 @dataclass(eq=False, kw_only=True)

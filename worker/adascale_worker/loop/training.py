@@ -45,7 +45,7 @@ from adascale_worker.program.hyperparameters import Choice, Hyperparameters
 from adascale_worker.program.learning_rates import LearningRates
 from adascale_worker.program.module_attributes import ModuleAttributes
 from adascale_worker.program.optimizers import ElasticAdaScale, Optimizers, OptimizerSet
-from adascale_worker.program.parts import OtherOptimizers, OtherParallelism, ProgramParts
+from adascale_worker.program.parts import OtherTraining, ProgramParts
 from adascale_worker.program.patching import patch_scheduler
 from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.program.trained_parameters import TrainedParameters
@@ -86,7 +86,7 @@ class Training(Context):
             feed=feed,
             telemetry=telemetry,
             weights=weights,
-            comparison=WeightComparison(program.model, optimizer, group, trained.other_optimizers.parameters),
+            comparison=WeightComparison(program.model, optimizer, group),
             state=state,
             membership=None
             if trained.agent is None
@@ -107,6 +107,7 @@ class Training(Context):
         )
         self.epochs = EpochLoops(self.batches)
         self._failures = Failures(steps=self.steps, **doors)
+        self._other_training = OtherTraining(parts, group, loop, lambda: self.accumulation.has_stepped)
         self._backward_guard = BackwardGuard(self.failure, self.accumulation)
         self._watchdog = StepWatchdog(
             telemetry.step_timer,
@@ -157,8 +158,7 @@ class Training(Context):
                 lambda: progress.schedule_position,
                 lambda: steps.made_step,
             )
-        self.other_optimizers.install()
-        self.other_parallelism.install()
+        self._other_training.install()
         self._watchdog.start()
         shutdown_request = self.shutdown_request
         if self.membership is not None:
@@ -186,8 +186,7 @@ class Training(Context):
             self.membership.close()
         self._backward_guard.uninstall()
         self.stop_watchdog()
-        self.other_optimizers.uninstall()
-        self.other_parallelism.uninstall()
+        self._other_training.uninstall()
 
 
 def _trained_replica(replica: Replica, parts: ProgramParts, options: ProgramOptions) -> TrainedReplica:
@@ -220,9 +219,8 @@ def _trained_replica(replica: Replica, parts: ProgramParts, options: ProgramOpti
     accumulation = Accumulation(
         gradients, group, failure, division, loop, program.trained, times, lambda: progress.step
     )
-    other_parallelism = OtherParallelism(parts.models, allows_shards=group.has_mesh)
     for model in parts.models:
-        TrainedForward(model, group, failure, accumulation, buffers, other_parallelism)
+        TrainedForward(model, group, failure, accumulation, buffers)
     return TrainedReplica(
         **vars(replica),
         parts=parts,
@@ -235,10 +233,6 @@ def _trained_replica(replica: Replica, parts: ProgramParts, options: ProgramOpti
         division=division,
         times=times,
         accumulation=accumulation,
-        other_parallelism=other_parallelism,
-        other_optimizers=OtherOptimizers(
-            parts.optimizers.values(), group, loop, lambda: accumulation.has_stepped
-        ),
     )
 
 

@@ -1,33 +1,28 @@
 """The models, optimizers and schedulers that a program passes to `program_reentry`, and checks of them.
 
-They are checked when they are passed. Two mistakes are possible later, and found then: another optimizer that
-steps in the data loop, and a wrapper around a model, which would average the gradients once more.
+They are checked when they are passed. Two mistakes are possible later, and found then: see `OtherTraining`.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from adascale_worker.errors import WorkerError
+from adascale_worker.errors import ReplicationError, WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_code import OneTimeWarnings
+from adascale_worker.program.hyperparameters import HasGroups
 from adascale_worker.program.optimizers import SchedulerSet
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.torch_private.distributed import is_fully_sharded
-
-CHECKED_CALLS = 3
-"""Calls of a model, while it trains, whose callers are searched for wrappers."""
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _MODULES = ("torch.nn.parallel.distributed", "torch.nn.parallel.data_parallel", _FSDP1)
@@ -79,72 +74,6 @@ def is_data_parallel(module: torch.nn.Module) -> bool:
     )
 
 
-class OtherParallelism:
-    """Refuses wrappers around the models of a program: when they are made, or when they call a model.
-
-    Of a model that is sharded over several processes, no replica has all parameters.
-    """
-
-    def __init__(
-        self,
-        models: Sequence[torch.nn.Module],
-        *,
-        allows_shards: bool = False,
-    ) -> None:
-        self._models = models
-        self._allows_shards = allows_shards
-        self._parameters = {id(parameter) for model in models for parameter in model.parameters()}
-        self._calls = 0
-        self._handle: RemovableHandle | None = None
-
-    def install(self) -> None:
-        """Refuse wrappers that are made from now on."""
-        self._handle = register_module_module_registration_hook(self._check_registration)
-
-    def uninstall(self) -> None:
-        """Refuse no more. May be called again."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def check_call(self) -> None:
-        """Check who calls a model, in its first calls."""
-        if self._calls >= CHECKED_CALLS or torch.compiler.is_compiling():
-            return
-        self._calls += 1
-        if not self._allows_shards and any(
-            is_fully_sharded(module) for model in self._models for module in model.modules()
-        ):
-            raise WorkerError(
-                f"fully_shard was applied to the model, or a part of it, after program_reentry. {_WHOLE}"
-            )
-        frame = inspect.currentframe()
-        while frame is not None:
-            if frame.f_globals.get("__name__") in _MODULES:
-                caller = frame.f_locals.get("self")
-                if isinstance(caller, torch.nn.Module) and self._concerns(caller):
-                    raise WorkerError(
-                        "the model that was passed to program_reentry was called by "
-                        f"{type(caller).__name__}, which exchanges its gradients once more. {_REMEDY}"
-                    )
-            frame = frame.f_back
-
-    def _check_registration(self, module: torch.nn.Module, _name: str, part: torch.nn.Module | None) -> None:
-        if part is None or not is_data_parallel(module):
-            return
-        if self._concerns(part):
-            raise WorkerError(
-                f"the model that was passed to program_reentry, or a part of it, was wrapped in "
-                f"{type(module).__name__}, which would exchange its gradients once more. {_REMEDY}"
-            )
-
-    def _concerns(self, module: torch.nn.Module) -> bool:
-        """Whether a module contains a model of the program, or parameters of it that are trained."""
-        return any(each is model for each in module.modules() for model in self._models) or any(
-            parameter.requires_grad and id(parameter) in self._parameters for parameter in module.parameters()
-        )
-
-
 ALL_OPTIMIZERS = (
     "pass all models and optimizers by name, program_reentry({name: model, ...}, {name: optimizer, ...}) "
     "(docs/training.md shows it), or run this program with one replica (maxReplicas: 1)"
@@ -176,18 +105,6 @@ def require_program(
                 "(program_reentry({name: model, ...}, {name: optimizer, ...}), see docs/training.md)"
             )
     require_unwrapped(model, allows_shards=allows_shards)
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-            raise WorkerError(
-                f"the module {name!r} ({type(module).__name__}) of the model has sparse=True, and AdaScale "
-                "needs dense gradients: make it with sparse=False"
-            )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise WorkerError(
-                f"{name!r} of the model has no shape yet, as in LazyLinear: call the model once with a "
-                "batch, before program_reentry"
-            )
     if lr_scheduler is None:
         return
     methods = ("step_update", "state_dict", "load_state_dict")
@@ -249,67 +166,6 @@ def require_programs(models: object, optimizers: object, lr_schedulers: object) 
                 )
 
 
-class OtherOptimizers:
-    """Observes steps of other optimizers inside the data loop.
-
-    One with parameters of the trainer's changes them in its place, and is refused. The gradients of one with
-    other parameters are not averaged, so the replicas compare these parameters.
-    """
-
-    def __init__(
-        self,
-        optimizers: Collection[torch.optim.Optimizer],
-        group: ReplicaGroup,
-        loop: ProgramLoop,
-        has_stepped: Callable[[], bool],
-    ) -> None:
-        self._optimizers = optimizers
-        self._group = group
-        self._loop = loop
-        self._has_stepped = has_stepped
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._own = {id(parameter) for group in groups for parameter in group["params"]}
-        self.parameters: list[torch.Tensor] = []
-        self._seen: list[torch.optim.Optimizer] = []
-        self._handle: RemovableHandle | None = None
-        self._warnings = OneTimeWarnings()
-
-    def install(self) -> None:
-        """Observe the steps of all optimizers."""
-        self._handle = register_optimizer_step_post_hook(self._check)
-
-    def uninstall(self) -> None:
-        """Observe no more steps. May be called again."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def _check(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not self._loop.has_batch or any(optimizer is own for own in self._optimizers):
-            return
-        if any(optimizer is seen for seen in self._seen):
-            return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(id(parameter) in self._own for parameter in parameters):
-            # A wrapper, such as one that averages weights, has the same parameters and calls the trainer's.
-            if self._has_stepped():
-                return
-            raise WorkerError(
-                f"step() was called of an optimizer ({type(optimizer).__name__}) that has parameters of the "
-                "one passed to program_reentry, but is another object, whose steps the trainer does "
-                "not count. Make the optimizer once, pass it to program_reentry, and call its step()"
-            )
-        self._seen.append(optimizer)
-        self.parameters += parameters
-        if self._group.replicas == 1:
-            self._warnings.warn(
-                "second optimizer",
-                f"step() was called of a second optimizer ({type(optimizer).__name__}), whose gradients are "
-                "not averaged over replicas. On 1 replica this has no effect; on 2 or more, training stops "
-                f"if its parameters differ: {ALL_OPTIMIZERS}",
-            )
-
-
 @dataclass(frozen=True)
 class ProgramParts:
     """The parts of a program."""
@@ -331,6 +187,71 @@ class ProgramParts:
         if self.are_several:
             return SchedulerSet(self.schedulers) if self.schedulers else None
         return self.schedulers.get("")
+
+
+class OtherTraining:
+    """Refuses what would train the program's models beside the trainer, when it is made or steps.
+
+    A wrapper around a model would exchange its gradients once more. Another optimizer with the parameters of
+    the trainer's changes them in its place. The gradients of any other one are not averaged.
+    """
+
+    def __init__(
+        self, parts: ProgramParts, group: ReplicaGroup, loop: ProgramLoop, has_stepped: Callable[[], bool]
+    ) -> None:
+        self._models = parts.models
+        self._optimizers = list(parts.optimizers.values())
+        self._trained = {id(parameter) for model in parts.models for parameter in model.parameters()}
+        self._optimized = {id(parameter) for each in parts.param_groups for parameter in each["params"]}
+        self._group = group
+        self._loop = loop
+        self._has_stepped = has_stepped
+        self._handles: list[RemovableHandle] = []
+        self._warnings = OneTimeWarnings()
+
+    def install(self) -> None:
+        """Observe the wrappers that are made, and the optimizers that step, from now on."""
+        self._handles = [
+            register_module_module_registration_hook(self._check_wrapper),
+            register_optimizer_step_post_hook(self._check_optimizer),
+        ]
+
+    def uninstall(self) -> None:
+        """Observe no more. May be called again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _check_wrapper(self, module: torch.nn.Module, _name: str, part: torch.nn.Module | None) -> None:
+        if part is None or not is_data_parallel(module):
+            return
+        has_model = any(each is model for each in part.modules() for model in self._models)
+        if has_model or any(p.requires_grad and id(p) in self._trained for p in part.parameters()):
+            raise WorkerError(
+                f"the model that was passed to program_reentry, or a part of it, was wrapped in "
+                f"{type(module).__name__}, which would exchange its gradients once more. {_REMEDY}"
+            )
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not self._loop.has_batch or any(optimizer is own for own in self._optimizers):
+            return
+        called = f"step() was called of {{}} optimizer ({type(optimizer).__name__})"
+        if any(id(p) in self._optimized for group in optimizer.param_groups for p in group["params"]):
+            # A wrapper, such as one that averages weights, has the same parameters and calls the trainer's.
+            if not self._has_stepped():
+                raise WorkerError(
+                    f"{called.format('an')} that has parameters of the one passed to program_reentry, but is "
+                    "another object, whose steps the trainer does not count. Make the optimizer once, pass "
+                    "it to program_reentry, and call its step()"
+                )
+            return
+        found = f"{called.format('a second')}, whose gradients are not averaged over replicas"
+        if self._group.replicas > 1:
+            raise ReplicationError(f"{found}: {ALL_OPTIMIZERS}")
+        self._warnings.warn(
+            "second optimizer",
+            f"{found}. On 1 replica this has no effect; on 2 or more, training stops: {ALL_OPTIMIZERS}",
+        )
 
 
 def program_parts(
@@ -360,3 +281,50 @@ def program_parts(
         single = {} if lr_scheduler is None else {"": lr_scheduler}
         parts = ProgramParts(model, (model,), {"": optimizer}, single, are_several=False)  # type: ignore[arg-type]
     return parts
+
+
+def check_optimizer_parameters(model: torch.nn.Module, optimizer: HasGroups, replicas: int) -> None:
+    """Check that the optimizer has parameters of the model, and no others.
+
+    The state that replicas exchange has no others. On one replica the program is warned, where it works. It
+    is also warned of parameters of the model that require gradients, but are not trained.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if own and not own & optimized:
+        raise WorkerError(
+            "the optimizer has no parameter of the model, so training would not change the model: make the "
+            "optimizer from model.parameters(), after the last statement that replaces the model"
+        )
+    warn_of_parameters_outside(model, optimizer)
+    shapes = [
+        tuple(parameter.shape)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad and id(parameter) not in own
+    ]
+    if not shapes:
+        return
+    found = (
+        f"the optimizer has {len(shapes)} parameters that are not in the model (the first has shape "
+        f"{shapes[0]})"
+    )
+    remedy = "Make them parameters of the model, for example with a module that contains both"
+    if replicas > 1:
+        raise ReplicationError(f"{found}, so a replica that joins would not get them. {remedy}")
+    OneTimeWarnings().warn(
+        "parameters", f"{found}. On 2 or more replicas, this stops training with an error. {remedy}"
+    )
+
+
+def warn_of_parameters_outside(model: torch.nn.Module, optimizer: HasGroups) -> None:
+    """Warn of parameters of the model that require gradients, but are not in the optimizer."""
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in optimized]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        OneTimeWarnings().warn(
+            "not optimized",
+            f"parameter {left[0]!r}{more} of the model requires gradients, but is not in the optimizer, so "
+            "it stays as it is: give it to the optimizer, or call requires_grad_(False) on it",
+        )

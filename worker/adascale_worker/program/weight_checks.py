@@ -12,7 +12,6 @@ from adascale_worker.errors import DifferentWeightsError, NonFiniteWeightsError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_code import OneTimeWarnings
 from adascale_worker.program.hyperparameters import HasGroups
-from adascale_worker.program.parts import ALL_OPTIMIZERS
 from adascale_worker.scaling.statistics.norms import local_shard
 from adascale_worker.torch_private.distributed import reshard
 
@@ -32,13 +31,10 @@ PROBES = 8
 class WeightComparison:
     """Compares a few weights of each parameter and the learning rates over the replicas, at an interval."""
 
-    def __init__(
-        self, model: torch.nn.Module, optimizer: HasGroups, group: ReplicaGroup, others: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: HasGroups, group: ReplicaGroup) -> None:
         self._model = model
         self._optimizer = optimizer
         self._group = group
-        self._others = others
         self._compared_at = float("-inf")
 
     @property
@@ -58,17 +54,12 @@ class WeightComparison:
         if not named:
             return
         probes = [_probe(parameter) for _, parameter in named]
-        others = _digest(self._others)
         lrs = torch.tensor([float(group["lr"]) for group in self._optimizer.param_groups])
         # From a GPU at once, and not for each parameter.
-        least, greatest = self._group.extremes(
-            torch.cat([*probes, torch.cat([lrs, others]).to(probes[0].device)])
-        )
+        least, greatest = self._group.extremes(torch.cat([*probes, lrs.to(probes[0].device)]))
         sizes = [len(probe) for probe in probes]
-        parts = [sum(sizes), len(lrs), len(others)]
-        least, least_lrs, least_others = least.split(parts)
-        greatest, greatest_lrs, greatest_others = greatest.split(parts)
-        self._require_equal_others(step, least_others, greatest_others)
+        least, least_lrs = least.split([sum(sizes), len(lrs)])
+        greatest, greatest_lrs = greatest.split([sum(sizes), len(lrs)])
         self._require_equal_lrs(step, least_lrs, greatest_lrs)
         for (name, _), low, high in zip(named, least.split(sizes), greatest.split(sizes), strict=True):
             magnitude = torch.maximum(low.abs(), high.abs()).max()
@@ -89,26 +80,6 @@ class WeightComparison:
                     "same on all replicas: pass ReduceLROnPlateau a metric that is equal on all, such as one "
                     "of evaluation.means"
                 )
-
-    def _require_equal_others(self, step: int, low: Tensor, high: Tensor) -> None:
-        count, magnitude = high[:2].tolist()
-        if low[0] == count and (high[2:] - low[2:]).max() > TOLERANCE * magnitude:
-            raise DifferentWeightsError(
-                f"the parameters of a second optimizer differ between the {self._group.replicas} replicas "
-                f"after step {step}, because its gradients are not averaged: {ALL_OPTIMIZERS}"
-            )
-
-
-def _digest(parameters: Sequence[Tensor]) -> Tensor:
-    """Return the number of elements, the magnitude of the sums, and sums of a few elements of each."""
-    sums = torch.zeros(PROBES)
-    magnitude = 0.0
-    for parameter in parameters:
-        if parameter.numel():
-            probe = _probe(parameter)[:PROBES].cpu()
-            sums[: len(probe)] += probe
-            magnitude += probe.abs().max().item()
-    return torch.cat([torch.tensor([float(sum(p.numel() for p in parameters)), magnitude]), sums])
 
 
 _CAUSE = "Code that changes weights or gradients has to do the same on all replicas"
