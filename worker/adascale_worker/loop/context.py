@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from adascale_worker.loop.agreement import FinishRequest, LoopDepartures
     from adascale_worker.loop.evaluation import EvaluationSequence
     from adascale_worker.loop.failures import MemoryShortage
-    from adascale_worker.loop.several_optimizers import StepUndo
+    from adascale_worker.loop.step_undo import StepUndo
     from adascale_worker.membership.generations import Membership
     from adascale_worker.program.optimizers import Optimizers
     from adascale_worker.program.parts import ProgramParts

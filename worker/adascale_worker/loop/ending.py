@@ -12,7 +12,7 @@ from adascale_core.messages.channel import TrainingSaved
 from adascale_worker.errors import NonFiniteWeightsError, ReplicationError, WorkerError
 from adascale_worker.loop.context import Context
 from adascale_worker.loop.generations import Generations
-from adascale_worker.loop.steps import StepStrategy
+from adascale_worker.loop.steps import Steps
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.process.user_code import calling_line
 
@@ -21,7 +21,7 @@ from adascale_worker.process.user_code import calling_line
 class Ending(Context):
     """Ends loops of the program, its training and its process."""
 
-    steps: StepStrategy
+    steps: Steps
     generations: Generations
 
     # -- a loop -------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Ending(Context):
         `left_epoch` is that of a loop over `trainer.epochs` which the program has left before its end.
         """
         self.telemetry.report_last(self.planner.plan, self.progress, self.optimizer)
-        if self.steps.counter.has_stepped and not self.checkpointing.has_final:
+        if self.steps.has_stepped and not self.checkpointing.has_final:
             try:
                 self.state.require_finite_weights()
             except NonFiniteWeightsError as error:

@@ -24,7 +24,7 @@ from adascale_core.messages.channel import Limited, Stalled
 from adascale_core.names import WAITS_FOR_OTHERS
 from adascale_worker.gradients.step_failure import is_out_of_memory, kind_of, release_memory
 from adascale_worker.loop.context import Context, Replica
-from adascale_worker.loop.steps import StepStrategy
+from adascale_worker.loop.steps import Steps
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.exit import end_process
 from adascale_worker.process.user_code import is_own, location, raising_line
@@ -99,7 +99,7 @@ class MemoryShortage:
 class Failures(Context):
     """Ends a program that fails, and explains steps that do not end. See `process.exit.FailingTraining`."""
 
-    steps: StepStrategy
+    steps: Steps
 
     def end_after(self, error: BaseException, trace: TracebackType | None) -> int | None:
         """Print what an error means that another process continues after, and return the exit code for it;
@@ -114,7 +114,7 @@ class Failures(Context):
                     "the next generation",
                 )
             # An NCCL error before the first step can mean a wrong configuration.
-            if self.steps.counter.has_stepped or self.device.type == "cpu":
+            if self.steps.has_stepped or self.device.type == "cpu":
                 reason = str(error).splitlines()[0]
                 print(
                     "adascale: lost the connection to another replica, whose output says why it has ended "

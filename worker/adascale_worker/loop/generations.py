@@ -16,7 +16,7 @@ from adascale_core.messages.channel import Assignment, SavedElsewhere
 from adascale_worker.errors import error_of_kind, kind_of_error
 from adascale_worker.gradients.step_failure import release_memory
 from adascale_worker.loop.context import Context
-from adascale_worker.loop.steps import StepStrategy
+from adascale_worker.loop.steps import Steps
 from adascale_worker.membership.generations import LeaveError, Membership
 from adascale_worker.membership.links import Formation
 from adascale_worker.program.parts import check_optimizer_parameters
@@ -26,7 +26,7 @@ from adascale_worker.program.parts import check_optimizer_parameters
 class Generations(Context):
     """Enters and leaves generations. See `membership.generations.Joining`."""
 
-    steps: StepStrategy
+    steps: Steps
     _assignment: Assignment | None = field(default=None, init=False)
 
     # -- the first generation -----------------------------------------------------------------------------
@@ -77,14 +77,14 @@ class Generations(Context):
         rows = group.gather([self.progress.finish_reason, trained.encoded()])
         self.progress.finish_reason = next((reason for reason, _ in rows if reason is not None), None)
         trained.begin_generation(rows[formation.sources[0] if formation.sources else 0][1])
-        steps.counter.agreement.begin_generation()
+        steps.agreement.begin_generation()
         steps.begin_generation()
         self._announce_place()
         self._begin()
         if self.loop.number:
             # Batches of the new plan come from the trainer, so the program uses their size.
             self.planner.acknowledge()
-        steps.counter.agreement.withdraw()
+        steps.agreement.withdraw()
 
     def _adopt_settings(self, assignment: Assignment) -> None:
         self.job.adopt(assignment.env)

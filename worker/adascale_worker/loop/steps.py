@@ -1,33 +1,45 @@
-"""The steps of a program: how they are counted, and what each way of making them has to provide."""
+"""The steps of a program: how they are made with one optimizer or several, counted, and agreed on.
+
+A step in which members are lost is discarded, and its samples are delivered again. With one optimizer, that
+happens before the optimizer changes anything. With several, what the program does for one batch is one step:
+each optimizer makes at most one step of its own in it, the first one exactly one, and `StepUndo` puts back
+what they have changed.
+"""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adascale_core.batch.plans import BatchPlan
 from adascale_worker.errors import NonFiniteWeightsError, WorkerError
+from adascale_worker.gradients.accumulation import ZeroGrad
 from adascale_worker.gradients.loss_scaling import UnregisteredScaler
+from adascale_worker.gradients.optimizer_gradients import OptimizerGradients
 from adascale_worker.gradients.step_division import StepPlan
+from adascale_worker.gradients.trained_models import ModelBuffers
 from adascale_worker.loop.agreement import StepAgreement
 from adascale_worker.loop.context import Context
+from adascale_worker.loop.step_undo import StepUndo
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_code import OneTimeWarnings, calling_line
+from adascale_worker.program.parts import warn_of_parameters_outside
+from adascale_worker.program.patching import patch_step
 from adascale_worker.program.program_loop import ProgramPlace
 
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""
-
 MAX_SKIPPED_STEPS = 100
 """Steps in a row whose gradients are not finite, after which training fails."""
-
-
 MAX_BATCHES_WITHOUT_STEP = 1000
 """Batches without an optimizer step after which a warning is issued, because the epoch cannot end."""
 
@@ -59,31 +71,140 @@ class BatchChecks:
 
 
 @dataclass(eq=False, kw_only=True)
-class StepCounter(Context):
-    """Counts steps, checks the weights, and lets the replicas agree on what to do after a step."""
+class Steps(Context, ABC):
+    """Makes the steps of the replicas together, counts them, and lets the replicas agree on what follows.
+
+    `begin_step` and `use_step` are called for each step; `begin_batch` and `end_batch` around what the
+    program does for each batch. `discard` puts a failed step back. `leave` ends a loop, `end_epoch` an epoch.
+    """
 
     agreement: StepAgreement
     scaler: UnregisteredScaler
-    made_step: bool = field(default=False, init=False)  # whether the last `optimizer.step()` changed weights
-    calls: int = field(default=0, init=False)
+    step_calls: int = field(default=0, init=False)  # calls of `optimizer.step()` so far
+    _has_changed: bool = field(default=False, init=False)  # whether the last one has changed the weights
     _skipped_steps: int = field(default=0, init=False)
     _stepped_at: float = field(default=float("-inf"), init=False)
+    _checks: BatchChecks = field(init=False)
+    _is_open: bool = field(default=False, init=False)
+    """Whether the program works on a batch, or what it did for the last batch is not completed yet."""
+
+    def __post_init__(self) -> None:
+        self._checks = BatchChecks(self.group)
 
     @property
     def has_stepped(self) -> bool:
         """Whether this process has made a step."""
         return self._stepped_at > float("-inf")
 
-    def begin_call(self) -> None:
+    @property
+    def awaits_micro_batches(self) -> bool:
+        """Whether the present micro-batch does not complete a step, or its step will be discarded."""
+        return self.failure.is_discarded or not self.accumulation.at_last_micro_batch
+
+    @property
+    def made_step(self) -> bool:
+        """Whether the last `optimizer.step()` has changed the weights."""
+        return self._has_changed
+
+    # -- the program --------------------------------------------------------------------------------------
+
+    def patch(self, observe: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        """Replace `step` and `zero_grad` of the optimizers, and `zero_grad` of the models.
+
+        `observe` puts checks around `step`.
+        """
+        optimizers = self.parts.optimizers.values()
+        owners: list[tuple[Any, Iterable[Tensor]]] = [
+            *((each, [p for group in each.param_groups for p in group["params"]]) for each in optimizers),
+            *((model, model.parameters()) for model in self.parts.models),
+        ]
+        for owner, parameters in owners:
+            owner.zero_grad = ZeroGrad(owner.zero_grad, parameters, self.accumulation)
+        for part, optimizer in zip(self.accumulation.parts, optimizers, strict=True):
+            patch_step(optimizer, partial(observe(self.step_of), part))
+
+    def step_of(self, part: OptimizerGradients) -> None:
+        """Count a micro-batch of an optimizer, and in the last one of a step update its parameters."""
+        self._begin_call(part)
+        if self.failure.is_discarded:
+            self._skip_discarded()
+            return
+        accumulation, has_batch = self.accumulation, self.loop.has_batch
+        lacks_pass = has_batch and not accumulation.passes and not accumulation.has_stepped
+        part.check_step(accumulation.kept_micro_batches, is_inside=has_batch)
+        if self._leads(part):
+            self._checks.stepped()
+        if not accumulation.at_last_micro_batch:
+            part.finish_micro_batch(accumulation.micro_weight)
+            self._end_micro_batch()
+            return
+        if lacks_pass:
+            self._agree_without_pass()
+        flags = self.agreement.flags()
+        try:
+            accumulation.complete(part)
+            self._end_micro_batch()
+            part.check_gradients(is_restored=self.state.was_restored)
+            # The exchange must have succeeded before anything is changed. In this order, because other
+            # replicas may have exchanged the statistics in backward() already.
+            part.adascale.exchange_statistics()
+            if self._leads(part):
+                self.optimizer.flags = flags
+            self._follow_trained(part)
+            self.checkpointing.before_step()
+            part.adascale.step()
+        except (RuntimeError, PeersLostError) as error:
+            if not self.failure.peers_lost(error):
+                raise
+            self._skip_discarded()
+            return
+        part.finish_step()
+        self._has_changed = True
+        self._finish_step(part, flags)
+
+    def skip_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the step of an optimizer whose gradients are not finite, without making it."""
+        for part in self.accumulation.parts:
+            if part.adascale.optimizer is optimizer:
+                part.check_step(self.accumulation.kept_micro_batches, is_inside=self.loop.has_batch)
+                self._end_micro_batch()
+                part.finish_step()
+                part.adascale.discard_step()
+                if self._leads(part):
+                    self._checks.stepped()
+                    self._count_skipped()
+
+    def _leads(self, part: OptimizerGradients) -> bool:
+        """Whether an optimizer is the first, which makes a step for each batch."""
+        return part is self.accumulation.parts[0]
+
+    def _begin_call(self, part: OptimizerGradients) -> None:
         """Check and record a call of `optimizer.step()`."""
-        self.calls += 1
-        self.made_step = False
+        del part
+        self.step_calls += 1
+        self._has_changed = False
         self.loop.is_evaluating = False
         self.shutdown_request.reinstall()
         self.scaler.check()
         self.planner.require_acknowledged()
 
-    def count(self, flags: tuple[float, ...]) -> None:
+    @abstractmethod
+    def _skip_discarded(self) -> None:
+        """Make no step, because it is discarded."""
+
+    @abstractmethod
+    def _end_micro_batch(self) -> None:
+        """Count a micro-batch for which an optimizer has made its part."""
+
+    @abstractmethod
+    def _follow_trained(self, part: OptimizerGradients) -> None:
+        """Wait for what was exchanged, and train the parameters that require gradients now."""
+
+    @abstractmethod
+    def _finish_step(self, part: OptimizerGradients, flags: tuple[float, ...]) -> None:
+        """Count the step that an optimizer has made. The replica has requested `flags` in it."""
+
+    def _count(self, flags: tuple[float, ...]) -> None:
         """Count a step, in which this replica has requested `flags`, and agree on what to do after it."""
         self._skipped_steps = 0
         planner, compute = self.planner, self.times.compute
@@ -113,10 +234,10 @@ class StepCounter(Context):
             # The step is made. What follows it waits for the next generation.
             return
 
-    def count_skipped(self) -> None:
+    def _count_skipped(self) -> None:
         """Count a step that a GradScaler has skipped."""
         self.telemetry.step_timer.pause()
-        self.made_step = False
+        self._has_changed = False
         self._skipped_steps += 1
         if self._skipped_steps == MAX_SKIPPED_STEPS:
             raise NonFiniteWeightsError(
@@ -132,48 +253,6 @@ class StepCounter(Context):
             agreed.compare_weights = False
             self.comparison.compare(step)
             self.agreement.withdraw()
-
-
-@dataclass(eq=False, kw_only=True)
-class StepStrategy(Context, ABC):
-    """How the replicas make a step together: with one optimizer, or with several.
-
-    `begin_step` and `use_step` are called for each step; `begin_batch` and `end_batch` around what the
-    program does for each batch. `discard` puts a failed step back. `leave` ends a loop, `end_epoch` an epoch.
-    """
-
-    counter: StepCounter
-    _checks: BatchChecks = field(init=False)
-    _is_open: bool = field(default=False, init=False)
-    """Whether the program works on a batch, or what it did for the last batch is not completed yet."""
-
-    def __post_init__(self) -> None:
-        self._checks = BatchChecks(self.group)
-
-    # -- the program --------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def patch(self, observe: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        """Replace methods of the program's optimizers and models; `observe` puts checks around `step`."""
-
-    @abstractmethod
-    def skip_step_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the step of an optimizer whose gradients are not finite, without making it."""
-
-    @property
-    def awaits_micro_batches(self) -> bool:
-        """Whether the present micro-batch does not complete a step, or its step will be discarded."""
-        return self.failure.is_discarded or not self.accumulation.at_last_micro_batch
-
-    @property
-    def made_step(self) -> bool:
-        """Whether the last `optimizer.step()` has changed the weights."""
-        return self.counter.made_step
-
-    @property
-    def step_calls(self) -> int:
-        """Calls of `optimizer.step()` so far."""
-        return self.counter.calls
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -210,8 +289,12 @@ class StepStrategy(Context, ABC):
         if not self._is_open:
             return
         self._is_open = False
-        if self.failure.is_discarded:
-            return
+        if not self.failure.is_discarded:
+            self._end_open_batch()
+        for part in self.accumulation.parts:
+            part.has_stepped = False
+
+    def _end_open_batch(self) -> None:
         requests_next = self.loop.place is ProgramPlace.BETWEEN
         if requests_next and not self.accumulation.passes and not self.accumulation.has_stepped:
             self._agree_without_pass()
@@ -238,6 +321,7 @@ class StepStrategy(Context, ABC):
         self.undo.restore()
         self._checks.stepped()
         self.progress.in_step = 0
+        self._is_open = False
 
     # Where a failed step has changed nothing, and a step has no later part, these three do nothing.
 
@@ -260,3 +344,153 @@ class StepStrategy(Context, ABC):
         """Use a batch plan, whose scale is S, from the next step on."""
         self.accumulation.set_plan(plan, scale)
         self.times.begin_timing()
+
+
+@dataclass(eq=False, kw_only=True)
+class OneOptimizer(Steps):
+    """Makes steps with one optimizer, also for batches of the program's own."""
+
+    undo: ModelBuffers
+
+    def _skip_discarded(self) -> None:
+        self.discard()
+
+    def _end_micro_batch(self) -> None:
+        self.accumulation.advance()
+
+    def _follow_trained(self, part: OptimizerGradients) -> None:
+        self.accumulation.weights.exchange_later()
+        self.group.commit()
+        changed = self.program.trained.follow(self.progress.step)
+        part.drop_frozen(changed)
+        if changed:
+            part.adascale.restart_statistics(changed)
+            warn_of_parameters_outside(self.parts.model, self.optimizer)
+
+    def _finish_step(self, part: OptimizerGradients, flags: tuple[float, ...]) -> None:
+        del part
+        # What this step has changed stays, also if members are lost before the next.
+        self.undo.begin_step()
+        self.planner.finished_step()
+        self._count(flags)
+        if not self.loop.has_batch:
+            # With batches of the program's own. After a loss, what follows waits for the next generation.
+            with suppress(PeersLostError):
+                self.begin_step()
+
+    def begin_step(self) -> None:
+        """Use the buffers of rank 0, and let the next forward pass copy them. A collective call."""
+        self.undo.begin_step()
+        self.times.begin_step()
+        self._copy_buffers(self.parts.model.buffers())
+
+    def _complete_batch(self) -> None:
+        """Leave out a step that the program has left out, on all replicas."""
+        if self.at_boundary or not self.accumulation.passes:
+            return
+        if self.group.replicas > 1 and not self.accumulation.at_last_micro_batch:
+            raise WorkerError(
+                "optimizer.step() was left out after backward() for one of several batches of a step, on one "
+                "of several replicas, so the others would wait for it: decide after the last backward() of "
+                "the step, from the gradients, which are the same on all replicas then, or let a step have "
+                "one batch (local_bsz_bounds with a larger upper bound)"
+            )
+        # The program does not want the mean gradient, which is the same on all replicas, or a part of it.
+        self.accumulation.restart_step()
+        self._checks.stepped()
+
+
+@dataclass(eq=False, kw_only=True)
+class SeveralOptimizers(Steps):
+    """Makes steps with several optimizers. A step is counted when the first of them makes its own."""
+
+    undo: StepUndo
+    _finished_in: int | None = field(default=None, init=False)
+    """The number of the batch for which the program has called `finish`."""
+
+    @property
+    def made_step(self) -> bool:
+        """Whether the last `step()` has changed the weights, and its step is not discarded since."""
+        return self._has_changed and not self.failure.is_discarded
+
+    def _begin_call(self, part: OptimizerGradients) -> None:
+        super()._begin_call(part)
+        if not self.loop.has_batch:
+            raise WorkerError(
+                f"step() of the optimizer {part.name!r} was called outside of the loop over "
+                "trainer.dataloader(): with several optimizers, the steps for a batch are counted together, "
+                "so make them inside that loop"
+            )
+
+    def _skip_discarded(self) -> None:
+        """Do nothing: the state is put back before the next batch."""
+
+    def _end_micro_batch(self) -> None:
+        """Do nothing: it ends when the program requests the next."""
+
+    def _follow_trained(self, part: OptimizerGradients) -> None:
+        self.group.commit()
+        changed = self.program.trained.follow(self.progress.step, part.parameters)
+        part.adascale.restart_statistics(changed)
+
+    def _finish_step(self, part: OptimizerGradients, flags: tuple[float, ...]) -> None:
+        if self._leads(part):
+            self._count(flags)
+        if self._finished_in == self.accumulation.batch:
+            # `finish` has saved the state between the steps of two optimizers.
+            if self.group.replicas > 1:
+                self.finish_request.save()
+            else:
+                self.state.save(final=True)
+
+    def begin_step(self) -> None:
+        """Copy the state, after the replicas have agreed on the trained parameters. A collective call."""
+        # Gradients are averaged for the trained parameters, which have to be the same on all replicas.
+        self.program.trained.agree(self.progress.step)
+        # The buffers of rank 0, such as BatchNorm's statistics, count on all replicas.
+        self._copy_buffers(self.parts.model.buffers())
+        self.undo.record()
+
+    def begin_batch(self) -> None:
+        """Prepare for a batch, which the program gets next."""
+        super().begin_batch()
+        self.times.begin_step()
+
+    def _complete_batch(self) -> None:
+        parts, accumulation = self.accumulation.parts, self.accumulation
+        if parts[0].has_stepped:
+            if accumulation.at_last_micro_batch:
+                for part in parts:
+                    if not part.has_stepped:
+                        part.check_micro_batches(0)
+            if accumulation.advance():
+                self.undo.forget()
+                self.planner.finished_step()
+        elif stepped := [part.name for part in parts if part.has_stepped]:
+            raise WorkerError(
+                f"the optimizer {stepped[0]!r} made a step for a batch for which the first one, "
+                f"{parts[0].name!r}, made none: a step is counted when the first optimizer makes its "
+                "own, so it has to make one for each batch. Pass the optimizer that makes the most steps "
+                "as the first"
+            )
+        elif accumulation.is_later_and_last and any(part.is_averaged for part in parts):
+            # The program does not want the mean gradients, which are the same on all replicas.
+            accumulation.restart_step()
+
+    def discard(self) -> None:
+        """Put the state from before the step back."""
+        super().discard()
+        self._has_changed = False
+
+    def leave(self) -> None:
+        """Put a failed step back: the loop, which would do so before its next batch, has ended."""
+        if self.failure.is_discarded:
+            self.discard()
+
+    def mark_finish(self) -> None:
+        """Save the end of training again if the present batch has other steps."""
+        self._finished_in = self.accumulation.batch if self._is_open else None
+
+    def end_epoch(self) -> None:
+        """Keep the last step: one without its last micro-batch has changed no weights."""
+        self.undo.forget()

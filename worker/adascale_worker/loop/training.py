@@ -32,9 +32,8 @@ from adascale_worker.loop.ending import Ending
 from adascale_worker.loop.evaluation import EvaluationSequence
 from adascale_worker.loop.failures import Failures, MemoryShortage, StepWatchdog
 from adascale_worker.loop.generations import Generations
-from adascale_worker.loop.one_optimizer import OneOptimizer
-from adascale_worker.loop.several_optimizers import SeveralOptimizers, StepUndo
-from adascale_worker.loop.steps import StepCounter, StepStrategy
+from adascale_worker.loop.step_undo import StepUndo
+from adascale_worker.loop.steps import OneOptimizer, SeveralOptimizers, Steps
 from adascale_worker.loop.training_loop import EpochLoops, TrainingLoop
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.process_group import ReplicaGroup
@@ -97,9 +96,8 @@ class Training(Context):
         )
         doors = dict(vars(self))
         scaler = UnregisteredScaler(scaler_of(options.registered.values()))
-        counter = StepCounter(agreement=StepAgreement(**doors), scaler=scaler, **doors)
-        strategy = SeveralOptimizers if parts.are_several else OneOptimizer
-        self.steps: StepStrategy = strategy(counter=counter, **doors)
+        kind = SeveralOptimizers if parts.are_several else OneOptimizer
+        self.steps: Steps = kind(agreement=StepAgreement(**doors), scaler=scaler, **doors)
         self.generations = Generations(steps=self.steps, **doors)
         self.ending = Ending(steps=self.steps, generations=self.generations, **doors)
         self.batches = TrainingLoop(

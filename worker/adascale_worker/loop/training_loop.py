@@ -21,7 +21,7 @@ from adascale_worker.errors import WorkerError
 from adascale_worker.loop.context import Context
 from adascale_worker.loop.ending import Ending
 from adascale_worker.loop.generations import Generations
-from adascale_worker.loop.steps import StepStrategy
+from adascale_worker.loop.steps import Steps
 from adascale_worker.membership.links import PeersLostError
 
 COMPARISON_STEPS = 1024
@@ -114,7 +114,7 @@ class DataLoop(Iterator[Any]):
 class TrainingLoop(Context):
     """Delivers batches, and does between two steps and two epochs what the replicas have agreed on."""
 
-    steps: StepStrategy
+    steps: Steps
     generations: Generations
     ending: Ending
     has_grown: bool = field(default=False, init=False)  # whether it has trained with other replicas
@@ -224,7 +224,7 @@ class TrainingLoop(Context):
 
     def _at_step_boundary(self) -> None:
         """Finish training, save, change the generation or exit if the replicas have agreed to."""
-        agreed = self.steps.counter.agreement.agreed
+        agreed = self.steps.agreement.agreed
         self.program.trained.record()
         self.has_grown = self.has_grown or self.group.replicas > 1
         if agreed.finish and not self.job.finished:
@@ -241,7 +241,7 @@ class TrainingLoop(Context):
         if agreed.save and not self.optimizer.awaits_comparison:
             agreed.save = False
             self.state.save()
-            self.steps.counter.agreement.withdraw()
+            self.steps.agreement.withdraw()
             self.telemetry.step_timer.pause()
         if agreed.replan and self.feed.is_stream and self.loop.is_inside:
             # Its epochs may be long, or have no end.
@@ -332,13 +332,13 @@ class TrainingLoop(Context):
         if self.job.finished:
             self.ending.save_final()
             return
-        if self.steps.counter.agreement.agreed.replan:
+        if self.steps.agreement.agreed.replan:
             self._replan()
         self._at_step_boundary()
 
     def _replan(self) -> None:
         """Choose the batch plan again. A collective call."""
-        self.steps.counter.agreement.agreed.replan = False
+        self.steps.agreement.agreed.replan = False
         self.planner.replan(self.optimizer, self.telemetry.step_timer)
         self.generations.use_plan()
-        self.steps.counter.agreement.withdraw()
+        self.steps.agreement.withdraw()
