@@ -1,11 +1,13 @@
 """Evaluation on one replica, and the sums."""
 
+import contextlib
+import itertools
 import math
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -19,7 +21,14 @@ from torch.utils.data import TensorDataset
 from adascale import ElasticTrainer
 from adascale_worker.errors import DatasetError, WorkerError
 from adascale_worker.loop import evaluation as exchanges
-from adascale_worker.loop.evaluation import Evaluation, ExactSum, Exchange
+from adascale_worker.loop.evaluation import (
+    Evaluation,
+    Exchange,
+    Sum,
+    decoded_sum,
+    encoded_sum,
+    exact_sum,
+)
 from support.examples import examples
 from support.training import ACCUMULATING, FIXED, MakeTrainer, learn, network, samples, sgd
 
@@ -116,17 +125,6 @@ def test_outputs_of_batches_are_collected_in_their_order(make_trainer: MakeTrain
     assert evaluation.outputs[0]["nested"][1] == [None, "text", 1.5]
 
 
-def test_outputs_are_posted_in_parts_that_the_store_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanges, "PART_LENGTH", 1000)
-    collected: dict[int, list[Any]] = {3: [torch.arange(500)], 8: [(torch.ones(2), {"a": None})]}
-    parts = exchanges.parts_of(exchanges.encoded(collected))
-    assert len(parts) > 3
-    assert max(map(len, parts)) == 1000
-    found = exchanges.decoded("".join(parts))
-    assert torch.equal(found[3][0], collected[3][0])
-    assert found[8][0][1] == {"a": None}
-
-
 def test_an_output_that_cannot_be_sent_and_one_outside_of_the_loop_are_refused(
     make_trainer: MakeTrainer,
 ) -> None:
@@ -163,22 +161,16 @@ def test_wrong_uses_are_refused(make_trainer: MakeTrainer) -> None:
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32)), st.integers(1, 5))
 def test_sums_do_not_depend_on_the_shares(numbers: list[float], shares: int) -> None:
-    total = ExactSum()
+    total: Sum = 0
     for rank in reversed(range(shares)):
-        share = ExactSum()
-        for number in numbers[rank::shares]:
-            share.add(number)
-        total.add_sum(ExactSum.decoded(share.encoded()))
-    assert total.result() == float(sum(map(Fraction, numbers)))
+        total += decoded_sum(encoded_sum(exact_sum(numbers[rank::shares])))
+    assert float(total) == float(sum(map(Fraction, numbers)))
 
 
 def test_sums_that_are_not_finite_stay_so() -> None:
-    total = ExactSum()
-    for number in (1.0, math.inf):
-        total.add(number)
-    assert ExactSum.decoded(total.encoded()).result() == math.inf
-    total.add(math.nan)
-    assert math.isnan(ExactSum.decoded(total.encoded()).result(3))
+    total = exact_sum([1.0, math.inf])
+    assert decoded_sum(encoded_sum(total)) == math.inf
+    assert math.isnan(total + exact_sum([math.nan, 1]))
 
 
 # -- gathered values --------------------------------------------------------------------------------------
@@ -194,7 +186,7 @@ class SharedStore:
         self.changed = threading.Condition()
 
 
-class MemoryExchange:
+class MemoryExchange(Exchange):
     """An `Exchange` in memory, of a replica that is lost before it posts for the n-th time."""
 
     def __init__(self, store: SharedStore, rank: int, lost_before: int | None) -> None:
@@ -213,9 +205,10 @@ class MemoryExchange:
             if self.rank in self.store.lost:
                 raise InterruptedError
 
-    def retract_own(self, kind: str) -> None:
+    def retract(self, kinds: Iterable[str], ranks: Iterable[int]) -> None:
         with self.store.changed:
-            del self.store.values[kind, self.rank]
+            for kind, rank in itertools.product(kinds, ranks):
+                del self.store.values[kind, rank]
 
     def read(
         self, kind: str, ranks: Sequence[int], timeout: float = math.inf, *, taking_part: Collection[int] = ()
@@ -232,9 +225,9 @@ def gather_all(
     store: SharedStore, rank: int, samples: int, lost_before: int | None
 ) -> list[list[int]] | None:
     """Gather the samples of each batch of two in two calls, and return what came; None if it is lost."""
-    exchange = cast(Exchange, MemoryExchange(store, rank, lost_before))
+    exchange = MemoryExchange(store, rank, lost_before)
     model = nn.Identity().eval()
-    evaluation = Evaluation(range(samples), 2, model, exchange, {}, lambda: None, lambda: None, gathers=True)
+    evaluation = Evaluation(range(samples), 2, model, exchange, {}, contextlib.nullcontext, gathers=True)
     gathered: list[list[int]] = [[], []]
     try:
         for batch in evaluation:

@@ -860,8 +860,7 @@ class ElasticTrainer:
             model,
             evaluations.next(),
             options,
-            evaluations.begin,
-            evaluations.end,
+            evaluations.evaluating,
             gathers=gathers,
         )
 

@@ -10,7 +10,7 @@ early waits for the others before it does what needs all; one whose step does no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Final
 
@@ -84,11 +84,11 @@ class FinishRequest:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Requests:
-    """What one replica requests for the next step boundary."""
+    """What one replica requests for the next step boundary, or what all have agreed on."""
 
-    exit: bool  # save and exit
+    exit: bool = False  # save and exit
     save: bool = False  # save a checkpoint
     replan: bool = False  # choose the batch plan again at the end of the epoch
     # Exchange requests in every step, because steps are slow. Otherwise they are exchanged in the steps that
@@ -103,40 +103,24 @@ class Requests:
         """Return the requests as numbers to be summed over the replicas."""
         return tuple(map(float, astuple(self)))
 
+    def add(self, sums: Sequence[float], replicas: int) -> None:
+        """Agree on the summed requests of all replicas, until they are fulfilled.
+
+        A request of any replica counts, except for `change`, which all have to request: a replica that does
+        not know of the newer generation yet would keep the others waiting.
+        """
+        for each, total in zip(fields(self), sums, strict=True):
+            is_agreed = total > (replicas - 0.5 if each.name == "change" else 0.0)
+            is_kept = each.name not in ("agree_each_step", "is_unsaved") and getattr(self, each.name)
+            setattr(self, each.name, is_agreed or is_kept)
+
 
 REQUESTS: Final = len(fields(Requests))
 """Number of requests of a replica."""
 
 
-@dataclass
-class Agreement:
-    """What the replicas have agreed on. See `Requests` for the attributes.
-
-    A request of any replica counts, except for `change`, which all replicas have to request: a replica that
-    does not know of the newer generation yet would keep the others waiting.
-    """
-
-    exit: bool = False
-    save: bool = False
-    replan: bool = False
-    agree_each_step: bool = True
-    finish: bool = False
-    compare_weights: bool = False
-    change: bool = False
-    is_unsaved: bool = True
-
-    def update(self, sums: tuple[float, ...] | None, replicas: int) -> None:
-        """Add the summed requests of all replicas; None if the step had no exchange."""
-        if sums is not None:
-            summed = dict(zip((each.name for each in fields(Requests)), sums, strict=True))
-            self.exit = self.exit or summed["exit"] > 0
-            self.save = self.save or summed["save"] > 0
-            self.replan = self.replan or summed["replan"] > 0
-            self.agree_each_step = summed["agree_each_step"] > 0
-            self.finish = self.finish or summed["finish"] > 0
-            self.compare_weights = self.compare_weights or summed["compare_weights"] > 0
-            self.change = self.change or summed["change"] > replicas - 0.5
-            self.is_unsaved = summed["is_unsaved"] > 0
+def _nothing_agreed() -> Requests:
+    return Requests(agree_each_step=True, is_unsaved=True)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -146,13 +130,13 @@ class StepAgreement(Context):
     The optimizer exchanges the requests in its all-reduce, together with the times of computation.
     """
 
-    agreed: Agreement = field(default_factory=Agreement, init=False)
+    agreed: Requests = field(default_factory=_nothing_agreed, init=False)
     slow: SlowReplica | None = field(default=None, init=False)  # None if no replica is slower than the others
     steps_are_slow: bool = field(default=True, init=False)
 
     def begin_generation(self) -> None:
         """Begin with other replicas, which have agreed on nothing yet."""
-        self.agreed = Agreement()
+        self.agreed = _nothing_agreed()
         self.slow = None
 
     def flags(self) -> tuple[float, ...]:
@@ -177,8 +161,8 @@ class StepAgreement(Context):
             # AdaScale does not measure every step, and the next measured one may be a minute away. Of a
             # replica of several processes, the first requests, and the others learn it here.
             sums = self.group.sum(flags)
-        self.agreed.update(sums[:REQUESTS] if sums is not None else None, self.group.replicas)
         if sums is not None:
+            self.agreed.add(sums[:REQUESTS], self.group.replicas)
             self.checkpointing.is_unsaved = self.agreed.is_unsaved
             self.slow = slow_replica(sums[REQUESTS::2], sums[REQUESTS + 1 :: 2], self.slow)
 
@@ -187,20 +171,18 @@ class StepAgreement(Context):
         signaled, membership = self.shutdown_request.is_made, self.membership
         if signaled and membership is not None:
             membership.report_terminated()
-        finish = self.finish_request.reason is not None
-        change = membership is not None and membership.change_is_pending
-        if not self.group.is_main:
-            return Requests(exit=signaled, finish=finish, change=change)
-        return Requests(
+        requests = Requests(
             exit=signaled,
-            change=change,
-            save=self.checkpointing.is_due,
-            replan=self.planner.is_due,
-            agree_each_step=self.steps_are_slow,
-            finish=finish,
-            compare_weights=self.comparison.is_due,
-            is_unsaved=self.checkpointing.last_is_unsaved,
+            finish=self.finish_request.reason is not None,
+            change=membership is not None and membership.change_is_pending,
         )
+        if self.group.is_main:
+            requests.save = self.checkpointing.is_due
+            requests.replan = self.planner.is_due
+            requests.agree_each_step = self.steps_are_slow
+            requests.compare_weights = self.comparison.is_due
+            requests.is_unsaved = self.checkpointing.last_is_unsaved
+        return requests
 
 
 _LEFT = "left"

@@ -15,13 +15,14 @@ import base64
 import io
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, contextmanager
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from adascale_worker.errors import WorkerError
 from adascale_worker.loop.context import Context
@@ -38,43 +39,24 @@ READING_TIME = 10.0
 Number = int | float
 
 
-class ExactSum:
-    """A sum of numbers that is rounded once, when it is read: of the finite numbers, and of all others."""
+Sum = int | Fraction | float
+"""A sum of numbers: exact if all are integers, or finite; rounded once, when it is read."""
 
-    def __init__(self, value: Fraction = Fraction(), other: float = 0.0, *, is_integer: bool = True) -> None:
-        self._value, self._other, self._is_integer = value, other, is_integer
 
-    def add(self, number: Number) -> None:
-        """Add a number."""
-        self._is_integer = self._is_integer and isinstance(number, int)
-        if math.isfinite(number):
-            self._value += Fraction(number)
-        else:
-            self._other += number
+def exact_sum(numbers: Iterable[Number]) -> Sum:
+    """Return the sum of numbers. One that is not finite makes the sum a float."""
+    return sum(Fraction(n) if isinstance(n, float) and math.isfinite(n) else n for n in numbers)
 
-    def add_sum(self, other: ExactSum) -> None:
-        """Add another sum."""
-        self._value += other._value
-        self._other += other._other
-        self._is_integer = self._is_integer and other._is_integer
 
-    def result(self, divisor: int = 1) -> Number:
-        """Return the sum over `divisor`; an int if all numbers are integers and the divisor is 1."""
-        if self._other != 0.0:
-            return self._other
-        if self._is_integer and divisor == 1:
-            return int(self._value)
-        return float(self._value / divisor)
+def encoded_sum(value: Sum) -> object:
+    """Return a sum as JSON has it."""
+    return list(value.as_integer_ratio()) if isinstance(value, Fraction) else value
 
-    def encoded(self) -> list[str]:
-        """Return the sum as text."""
-        return [str(self._value), repr(self._other), str(int(self._is_integer))]
 
-    @staticmethod
-    def decoded(text: Sequence[str]) -> ExactSum:
-        """Return the sum that `encoded` has returned as text."""
-        value, other, is_integer = text
-        return ExactSum(Fraction(value), float(other), is_integer=is_integer == "1")
+def decoded_sum(value: Any) -> Sum:
+    """Return the sum that `encoded_sum` has returned for JSON."""
+    found: Sum = Fraction(*value) if isinstance(value, list) else value
+    return found
 
 
 class Evaluation(Iterator[Any]):
@@ -90,8 +72,7 @@ class Evaluation(Iterator[Any]):
         model: torch.nn.Module,
         exchange: Exchange,
         options: dict[str, Any],
-        begin: Callable[[], None],
-        end: Callable[[], None],
+        evaluating: Callable[[], AbstractContextManager[None]],
         *,
         gathers: bool = False,
     ) -> None:
@@ -102,10 +83,9 @@ class Evaluation(Iterator[Any]):
         self._model = model
         self._exchange = exchange
         self._options = options
-        self._begin = begin
-        self._end = end
+        self._evaluating = evaluating
         self._pending: dict[str, list[Tensor | Number]] = {}
-        self._total: dict[str, ExactSum] = {}
+        self._total: dict[str, Sum] = {}
         self._collected: dict[int, list[Any]] = {}
         """By the number of the first sample of their batch."""
         self._start: int | None = None
@@ -116,12 +96,9 @@ class Evaluation(Iterator[Any]):
     def __iter__(self) -> Iterator[Any]:
         # A loop that is left by `break` closes this iterator, so that what follows is training again. With
         # `yield from`, it would close the batches too.
-        self._begin()
-        try:
+        with self._evaluating():
             for batch in self._batches:  # noqa: UP028
                 yield batch
-        finally:
-            self._end()
 
     def __next__(self) -> Any:
         return next(self._batches)
@@ -217,7 +194,7 @@ class Evaluation(Iterator[Any]):
             WorkerError: the loop has not ended.
         """
         self._require_complete()
-        return {name: value.result() for name, value in self._total.items()}
+        return {n: value if isinstance(value, int) else float(value) for n, value in self._total.items()}
 
     @property
     def means(self) -> dict[str, float]:
@@ -227,7 +204,7 @@ class Evaluation(Iterator[Any]):
             WorkerError: the loop has not ended.
         """
         self._require_complete()
-        return {name: float(value.result(self._length)) for name, value in self._total.items()}
+        return {name: float(value / self._length) for name, value in self._total.items()}
 
     def _require_complete(self) -> None:
         if not self._is_complete:
@@ -239,16 +216,14 @@ class Evaluation(Iterator[Any]):
     # -- batches ----------------------------------------------------------------------------------------
 
     def _deliver(self) -> Iterator[Any]:
-        self._begin()
-        try:
+        with self._evaluating():
             if self._model.training:
                 raise WorkerError(
                     "trainer.evaluation() needs the model in evaluation mode: call model.eval() before the "
                     "loop, and model.train() after it"
                 )
             exchange = self._exchange
-            everyone = range(exchange.replicas)
-            others = [rank for rank in everyone if rank != exchange.rank]
+            others = [rank for rank in range(exchange.replicas) if rank != exchange.rank]
             if others:
                 self._copy_buffers()
             if self._gathered is not None:
@@ -262,8 +237,6 @@ class Evaluation(Iterator[Any]):
                 yield from self._batches_of(rank)
             self._add(self._settle())
             self._is_complete = True
-        finally:
-            self._end()
 
     def _gathered_batches(self, gathered: GatheredValues) -> Iterator[Any]:
         exchange, size = self._exchange, self._batch_size
@@ -292,36 +265,24 @@ class Evaluation(Iterator[Any]):
         yield from deliver(last, is_shared=False)
         self._is_complete = True
 
-    def _exchange_results(self, own: dict[str, ExactSum], others: list[int]) -> set[int]:
+    def _exchange_results(self, own: dict[str, Sum], others: list[int]) -> set[int]:
         """Add the results of other replicas, and return those whose results have not come."""
         exchange = self._exchange
-        sums = {name: value.encoded() for name, value in own.items()}
-        parts = parts_of(encoded(self._collected)) if self._collected else []
-        for number, part in enumerate(parts):
-            exchange.post(f"outputs/{number}", part)
-        exchange.post("sums", [self._length, self._batch_size, sums, len(parts)])
+        sums = {name: encoded_sum(value) for name, value in own.items()}
+        parts = exchange.post_text("outputs", encoded(self._collected)) if self._collected else 0
+        exchange.post("sums", [self._length, self._batch_size, sums, parts])
         found = {rank: self._decoded(posted) for rank, posted in exchange.read("sums", others).items()}
         counts = {rank: count for rank, (_, count) in found.items()}
-        outputs = self._read_outputs(counts)
-        complete = {rank for rank, count in counts.items() if len(outputs[rank]) == count}
+        outputs = exchange.read_text("outputs", [rank for rank, count in counts.items() if count])
+        complete = {rank for rank, count in counts.items() if rank in outputs or not count}
         for rank in complete:
             self._add(found[rank][0])
-            self._collected.update(decoded("".join(outputs[rank])) if outputs[rank] else {})
+            self._collected.update(decoded(outputs[rank]) if rank in outputs else {})
         exchange.post("read")
         if exchange.rank == 0:
             exchange.read("read", others, READING_TIME)
-            for number in range(max([len(parts), *counts.values()])):
-                exchange.retract(f"outputs/{number}")
+            exchange.retract(kinds_of("outputs", max([parts, *counts.values()])), range(exchange.replicas))
         return set(others) - complete
-
-    def _read_outputs(self, counts: dict[int, int]) -> dict[int, list[str]]:
-        """Return the parts of the outputs that other ranks have posted, as many as have come."""
-        outputs: dict[int, list[str]] = {rank: [] for rank in counts}
-        for number in range(max(counts.values(), default=0)):
-            ranks = [rank for rank, count in counts.items() if count > number]
-            for rank, part in self._exchange.read(f"outputs/{number}", ranks).items():
-                outputs[rank].append(part)
-        return outputs
 
     def _batches_of(self, rank: int) -> Iterator[Any]:
         yield from self._batches_from(
@@ -333,7 +294,9 @@ class Evaluation(Iterator[Any]):
             return
         loader: DataLoader[Any] = DataLoader(
             self._dataset,  # type: ignore[arg-type]
-            batch_sampler=_ConsecutiveBatches(starts, self._batch_size, self._length),
+            batch_sampler=(  # one by one, because there may be many
+                list(range(start, min(start + self._batch_size, self._length))) for start in starts
+            ),
             generator=torch.Generator().manual_seed(0),
             **self._options,
         )
@@ -347,21 +310,17 @@ class Evaluation(Iterator[Any]):
 
     # -- sums -------------------------------------------------------------------------------------------
 
-    def _settle(self) -> dict[str, ExactSum]:
+    def _settle(self) -> dict[str, Sum]:
         """Return the sums of what was added since the last call."""
-        sums = {}
-        for name, values in self._pending.items():
-            sums[name] = ExactSum()
-            for number in _numbers(values):
-                sums[name].add(number)
+        sums = {name: exact_sum(_numbers(values)) for name, values in self._pending.items()}
         self._pending.clear()
         return sums
 
-    def _add(self, sums: dict[str, ExactSum]) -> None:
+    def _add(self, sums: dict[str, Sum]) -> None:
         for name, value in sums.items():
-            self._total.setdefault(name, ExactSum()).add_sum(value)
+            self._total[name] = self._total.get(name, 0) + value
 
-    def _decoded(self, posted: list[Any]) -> tuple[dict[str, ExactSum], int]:
+    def _decoded(self, posted: list[Any]) -> tuple[dict[str, Sum], int]:
         """Return the sums of another replica, and the number of parts of its outputs."""
         length, batch_size, sums, parts = posted
         if (length, batch_size) != (self._length, self._batch_size):
@@ -370,7 +329,7 @@ class Evaluation(Iterator[Any]):
                 f"{self._exchange.rank}, but {length} in batches of {batch_size} on another: pass the same "
                 "data set and batch_size on all replicas"
             )
-        return {name: ExactSum.decoded(value) for name, value in sums.items()}, parts
+        return {name: decoded_sum(value) for name, value in sums.items()}, parts
 
     # -- buffers ----------------------------------------------------------------------------------------
 
@@ -380,13 +339,11 @@ class Evaluation(Iterator[Any]):
         if not buffers:
             return
         if self._exchange.rank == 0:
-            self._exchange.post(
-                "buffers", encoded({name: buffer.detach().cpu() for name, buffer in buffers.items()})
-            )
+            own = {name: buffer.detach().cpu() for name, buffer in buffers.items()}
+            self._exchange.post_text("buffers", encoded(own))
             return
-        found = self._exchange.read("buffers", [0])
-        if 0 in found:
-            received = decoded(found[0])
+        for text in self._exchange.read_text("buffers", [0]).values():
+            received = decoded(text)
             with torch.no_grad():
                 for name, buffer in buffers.items():
                     buffer.copy_(received[name])
@@ -407,22 +364,6 @@ def _on_host(output: object) -> object:
         f"evaluation.collect() got {type(output)}: pass tensors, numbers, strings and None, in lists, tuples "
         "and dicts"
     )
-
-
-class _ConsecutiveBatches(Sampler[list[int]]):
-    """The batches of consecutive samples that begin at some of them, made one by one."""
-
-    def __init__(self, starts: range, batch_size: int, length: int) -> None:
-        self._starts = starts
-        self._batch_size = batch_size
-        self._length = length
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in self._starts:
-            yield list(range(start, min(start + self._batch_size, self._length)))
-
-    def __len__(self) -> int:
-        return len(self._starts)
 
 
 def _numbers(values: list[Tensor | Number]) -> Iterator[Number]:
@@ -455,9 +396,9 @@ def decoded(text: str) -> Any:
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
 
 
-def parts_of(text: str) -> list[str]:
-    """Return parts of a text, each of which the store takes as a value."""
-    return [text[start : start + PART_LENGTH] for start in range(0, len(text), PART_LENGTH)]
+def kinds_of(kind: str, parts: int) -> list[str]:
+    """Return the kinds of the values that have the parts of a text."""
+    return [f"{kind}/{number}" if number else kind for number in range(parts)]
 
 
 class Exchange:
@@ -469,18 +410,9 @@ class Exchange:
     def __init__(self, group: ReplicaGroup, place: tuple[int, int, int], number: int) -> None:
         self._group = group
         self._board = Board(group)
+        self.rank, self.replicas = group.rank, group.replicas
         self._place = place
         self._name = "/".join(map(str, ("evaluation", *place, number)))
-
-    @property
-    def rank(self) -> int:
-        """The index of this replica."""
-        return self._group.rank
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas."""
-        return self._group.replicas
 
     def post(self, kind: str, value: Any = "") -> None:
         """Let the others read `value`."""
@@ -507,13 +439,33 @@ class Exchange:
                 break
         return found
 
-    def retract(self, kind: str) -> None:
-        """Delete what all replicas have posted, because they have read it."""
-        self._board.retract(f"{self._name}/{kind}", range(self.replicas))
+    def post_text(self, kind: str, text: str) -> int:
+        """Post a text in parts that the store takes, the first last and with their number; return this."""
+        parts = [text[start : start + PART_LENGTH] for start in range(0, len(text), PART_LENGTH)]
+        kinds = kinds_of(kind, len(parts))
+        for each, part in zip(kinds[1:], parts[1:], strict=True):
+            self.post(each, part)
+        self.post(kind, f"{len(parts)} {parts[0]}")
+        return len(parts)
 
-    def retract_own(self, kind: str) -> None:
-        """Delete what this replica has posted, because the others have read it."""
-        self._board.retract(f"{self._name}/{kind}", [self.rank])
+    def read_text(
+        self, kind: str, ranks: Sequence[int], *, taking_part: Collection[int] = ()
+    ) -> dict[int, str]:
+        """Wait for the texts of the ranks that take part, and return those that have come."""
+        found = {}
+        for rank, text in self.read(kind, ranks, taking_part=taking_part).items():
+            count, _, first = text.partition(" ")
+            parts = [first]
+            for each in kinds_of(kind, int(count))[1:]:
+                parts += self.read(each, [rank], taking_part=[rank]).values()
+            if len(parts) == int(count):
+                found[rank] = "".join(parts)
+        return found
+
+    def retract(self, kinds: Iterable[str], ranks: Iterable[int]) -> None:
+        """Delete what some ranks have posted, because it was read."""
+        for kind in kinds:
+            self._board.retract(f"{self._name}/{kind}", ranks)
 
 
 class GatheredValues:
@@ -553,41 +505,21 @@ class GatheredValues:
             return [value] if place >= self._missing[self._redelivers] else []
         if not self._is_shared:
             return [value]
+        exchange = self._exchange
         kind = f"gather/{place[0]}/{place[1]}"
-        self._post(kind, encoded(value))
-        others = [rank for rank in range(self._exchange.replicas) if rank != self._exchange.rank]
+        self._posted.append(kinds_of(kind, exchange.post_text(kind, encoded(value))))
+        others = [rank for rank in range(exchange.replicas) if rank != exchange.rank]
         expected = [rank for rank in others if rank not in self._missing]
-        found = self._read(kind, expected)
-        self._found.update(found)
-        self._missing.update((rank, place) for rank in expected if rank not in found)
-        values = {rank: decoded(text) for rank, text in found.items()} | {self._exchange.rank: value}
-        return [values[rank] for rank in sorted(values)]
-
-    def _post(self, kind: str, text: str) -> None:
-        """Post a value in parts, the first of which comes last, with their number."""
-        parts = parts_of(text)
-        for number, part in enumerate(parts[1:], 1):
-            self._exchange.post(f"{kind}/{number}", part)
-        self._exchange.post(kind, f"{len(parts)} {parts[0]}")
-        self._posted.append([kind, *(f"{kind}/{number}" for number in range(1, len(parts)))])
-
-    def _read(self, kind: str, ranks: list[int]) -> dict[int, str]:
-        """Wait for the values of other ranks, and return those that have come."""
-        found = {}
-        for rank, text in self._exchange.read(kind, ranks, taking_part=self._found).items():
-            count, _, first = text.partition(" ")
-            parts = [first]
-            for number in range(1, int(count)):
-                parts += self._exchange.read(f"{kind}/{number}", [rank], taking_part=[rank]).values()
-            if len(parts) == int(count):
-                found[rank] = "".join(parts)
-        if len(found) == len(ranks) == self._exchange.replicas - 1:
+        found = exchange.read_text(kind, expected, taking_part=self._found)
+        if len(found) == len(others):
             # A rank posts its next value after it has read those before.
             for posted in self._posted[:-1]:
-                for each in posted:
-                    self._exchange.retract_own(each)
+                exchange.retract(posted, [exchange.rank])
             del self._posted[:-1]
-        return found
+        self._found.update(found)
+        self._missing.update((rank, place) for rank in expected if rank not in found)
+        values = {rank: decoded(text) for rank, text in found.items()} | {exchange.rank: value}
+        return [values[rank] for rank in sorted(values)]
 
 
 class EvaluationSequence:
@@ -619,15 +551,16 @@ class EvaluationSequence:
         self._place = place
         return Exchange(self._group, place, self._count)
 
-    def begin(self) -> None:
-        """Do not take what follows for training, until `end`."""
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Do not take what is done meanwhile for training."""
         self._step_timer.pause()
         self._loop.is_evaluating = True
-
-    def end(self) -> None:
-        """Continue with training."""
-        self._step_timer.pause()
-        self._loop.is_evaluating = False
+        try:
+            yield
+        finally:
+            self._step_timer.pause()
+            self._loop.is_evaluating = False
 
     def announce_training(self, *, is_waiting: bool = False) -> None:
         """Let replicas that evaluate know that this one trains, or waits in a step."""
@@ -655,7 +588,7 @@ class EvaluationSequence:
         self._sums.append(exchange)
         while len(self._sums) > 2:
             # Who posts numbers has read those before the last.
-            self._sums.popleft().retract_own(_NUMBERS)
+            self._sums.popleft().retract([_NUMBERS], [exchange.rank])
         found = {exchange.rank: numbers, **exchange.read(_NUMBERS, others)}
         for rank, each in found.items():
             if len(each) != len(values):
