@@ -44,7 +44,6 @@ from adascale_worker.process.environment import check_arguments, describe_differ
 from adascale_worker.process.exit import ProcessExit
 from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.hyperparameters import Choice, describe
-from adascale_worker.program.optimizers import OptimizerSet
 from adascale_worker.program.parts import (
     Models,
     OptimizersByName,
@@ -311,8 +310,7 @@ class ElasticTrainer:
         Raises:
             WorkerError: `program_reentry` has not been called.
         """
-        optimizers = self._require_training().steps.optimizer
-        return optimizers.slowest if isinstance(optimizers, OptimizerSet) else optimizers
+        return self._require_training().optimizer.slowest
 
     @property
     def begins_step(self) -> bool:

@@ -108,7 +108,7 @@ class BatchPlanner:
 
     def _choose(self, optimizer: Optimizers, step_timer: StepTimer) -> BatchPlan:
         model = StepTimeModel.fit(step_timer.step_times())
-        estimate, nodes = optimizer.estimate, self._group.nodes
+        estimate, nodes = optimizer.slowest.estimate, self._group.nodes
         return plan_batch(
             self._bounds_to_try(),
             self._group.replicas,

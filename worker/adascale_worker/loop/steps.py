@@ -149,7 +149,7 @@ class Steps(Context, ABC):
             # replicas may have exchanged the statistics in backward() already.
             part.adascale.exchange_statistics()
             if self._leads(part):
-                self.optimizer.flags = flags
+                part.adascale.flags = flags
             self._follow_trained(part)
             self.checkpointing.before_step()
             part.adascale.step()
@@ -213,7 +213,9 @@ class Steps(Context, ABC):
             (self.group.generation, planner.plan),
             counts=self.telemetry.step_timer.is_running and not is_divided,
         )
-        self.progress.advance(self.optimizer.gain(), planner.plan.global_bsz, planner.bounds.batch_size)
+        self.progress.advance(
+            self.optimizer.slowest.gain(), planner.plan.global_bsz, planner.bounds.batch_size
+        )
         self.telemetry.step(
             self.planner.plan,
             self.progress,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from adascale_core.batch.gain import GradientEstimate, require_scale
+from adascale_core.batch.gain import require_scale
 from adascale_worker.adascale import AdaScale
 from adascale_worker.program.patching import Scheduler
 from adascale_worker.scaling.statistics.steps import StepWeights
@@ -18,6 +18,18 @@ from adascale_worker.torch_private.modules import SCHEDULERS
 
 class ElasticAdaScale(AdaScale):
     """AdaScale in a loop whose replicas and batches change between two steps, and whose steps may fail."""
+
+    # -- as a set of one optimizer ------------------------------------------------------------------------
+
+    @property
+    def lead(self) -> ElasticAdaScale:
+        """The optimizer that makes a step for each batch, and exchanges the requests of the replicas."""
+        return self
+
+    @property
+    def slowest(self) -> ElasticAdaScale:
+        """The optimizer with the lowest gain; the job uses its estimate."""
+        return self
 
     # -- results ------------------------------------------------------------------------------------------
 
@@ -188,40 +200,6 @@ class OptimizerSet:
         parts = list(self.parts.values())
         return min([p for p in parts if p.trains] or parts, key=lambda part: part.predict_gain(2.0))
 
-    @property
-    def estimate(self) -> GradientEstimate | None:
-        """The estimate of the slowest optimizer; None if it has none yet."""
-        return self.slowest.estimate
-
-    @property
-    def grad_sqr(self) -> float:
-        """See `AdaScale.grad_sqr`."""
-        return self.slowest.grad_sqr
-
-    @property
-    def grad_var(self) -> float:
-        """See `AdaScale.grad_var`."""
-        return self.slowest.grad_var
-
-    @property
-    def grad_sqr_error(self) -> float:
-        """See `AdaScale.grad_sqr_error`."""
-        return self.slowest.grad_sqr_error
-
-    def gain(self) -> float:
-        """Return how many steps at the initial batch size this step is worth."""
-        return self.slowest.gain()
-
-    @property
-    def lr_factor(self) -> float:
-        """The factor of the slowest optimizer's learning rates."""
-        return self.slowest.lr_factor
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the first parameter group of the slowest optimizer."""
-        return self.slowest.lr
-
     # -- as one optimizer ---------------------------------------------------------------------------------
 
     @property
@@ -238,20 +216,6 @@ class OptimizerSet:
     def state(self) -> dict[Any, Any]:
         """What the inner optimizers keep for each parameter."""
         return {parameter: state for part in self.parts.values() for parameter, state in part.state.items()}
-
-    @property
-    def flags(self) -> Sequence[float]:
-        """What the replicas exchange with the statistics of the first optimizer."""
-        return self.lead.flags
-
-    @flags.setter
-    def flags(self, flags: Sequence[float]) -> None:
-        self.lead.flags = flags
-
-    @property
-    def flags_sum(self) -> tuple[float, ...] | None:
-        """The sums over the replicas of `flags`, as `AdaScale.flags_sum`."""
-        return self.lead.flags_sum
 
     @property
     def gradients_are_finite(self) -> bool | None:

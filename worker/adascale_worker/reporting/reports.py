@@ -229,7 +229,7 @@ class Telemetry:
         if sync_time is not None:
             self.step_timer.add_sync_time(plan, self._group.nodes, sync_time)
         step_time = self.step_timer.lap()
-        metrics, gpu = self._metrics.means(), self._gpu.read()
+        metrics, gpu, adascale = self._metrics.means(), self._gpu.read(), optimizer.slowest
         report = GainReport(
             generation=self._group.generation,
             nodes=self._group.nodes,
@@ -240,17 +240,17 @@ class Telemetry:
             local_bsz=plan.local_bsz,
             accumulation=plan.accumulation,
             scale=plan.scale(self._bounds),
-            gain=optimizer.gain(),
-            grad_sqr=optimizer.grad_sqr,
-            grad_var=optimizer.grad_var,
-            grad_sqr_error=optimizer.grad_sqr_error,
+            gain=adascale.gain(),
+            grad_sqr=adascale.grad_sqr,
+            grad_var=adascale.grad_var,
+            grad_sqr_error=adascale.grad_sqr_error,
             step_time=step_time,
             time=time.time(),
             goodput=self._goodput.update(progress.step, progress.progress, step_time),
             loss=metrics.pop("loss", None),
             target=progress.target,
-            lr_factor=optimizer.lr_factor,
-            lr=optimizer.lr,
+            lr_factor=adascale.lr_factor,
+            lr=adascale.lr,
             sync_time=sync_time,
             gpu_use=gpu.use,
             gpu_memory=gpu.memory,
