@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adascale.errors import StaleBatchSizeError
+from adascale.errors import WorkerError
 from adascale_core.batch.gain import GradientEstimate
 from adascale_core.batch.plans import DEFAULT_EFFICIENCY, BatchBounds, BatchPlan, EfficiencyBound
 from adascale_core.errors import InvalidJobError
@@ -18,7 +18,7 @@ from support.job_states import OF_SAMPLES
 
 
 def group(replicas: int, rank: int = 0, *, is_elastic: bool) -> ReplicaGroup:
-    assignment = RankAssignment(rank, replicas, local_rank=0, master_addr=None, master_port=None)
+    assignment = RankAssignment(rank, replicas)
     return ReplicaGroup(assignment, torch.device("cpu"), is_elastic=is_elastic)
 
 
@@ -62,7 +62,7 @@ def test_all_ranks_use_the_plan_of_rank_0_in_a_generation(monkeypatch: pytest.Mo
         planners.append(planner)
     assert [planner.plan for planner in planners] == [BatchPlan(2, 16, 1)] * 2
     planners[0].require_acknowledged()
-    with pytest.raises(StaleBatchSizeError):
+    with pytest.raises(WorkerError, match="is now"):
         planners[1].require_acknowledged()
 
 

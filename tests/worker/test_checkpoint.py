@@ -454,7 +454,7 @@ def save_and_be_killed(survived):
         sys.addaudithook(watch)
         store.save(snapshot, info)
         os._exit(0)
-    group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
+    group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"))
     checkpointing = Checkpointing(store, 1.0, group)
     sys.addaudithook(watch)
     checkpointing.start(state, info)

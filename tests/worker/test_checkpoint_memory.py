@@ -38,7 +38,7 @@ def status(name):
 action, directory, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 info = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
-group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
+group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"))
 # Once with a small state before, which imports and initializes all that is needed.
 small = Checkpointing(CheckpointStore(Folder(directory / "small")), 1.0, group)
 small.start({"weights": torch.ones(1000)}, info)

@@ -82,7 +82,7 @@ def test_times_of_other_replicas_or_of_another_batch_do_not_count() -> None:
 
 
 def test_the_exchange_of_gradients_is_timed_and_returned_once() -> None:
-    group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), torch.device("cpu"))
+    group = ReplicaGroup(RankAssignment(0, 2), torch.device("cpu"))
     times = StepTimes(group, HostClock())
     for _ in range(2):
         with times.measured_exchange():

@@ -332,7 +332,7 @@ def flattened(tree: Any) -> list[Tensor]:
 @pytest.mark.gpu
 def test_the_state_can_be_saved_while_a_kernel_does_not_end() -> None:
     device = torch.device("cuda", 0)
-    group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), device, is_elastic=True)
+    group = ReplicaGroup(RankAssignment(0, 2), device, is_elastic=True)
     weight = nn.Parameter(torch.randn(1 << 20, device=device))
     expected, snapshot, done = weight.detach().cpu(), Snapshot(), torch.cuda.Event()
     finite = FiniteWeights(torch.optim.SGD([weight]), 3, group)

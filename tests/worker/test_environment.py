@@ -26,9 +26,7 @@ from adascale_worker.process.environment import (
 
 
 def test_an_empty_environment_means_one_replica_without_a_service() -> None:
-    assert read_assignment({}) == RankAssignment(
-        rank=0, replicas=1, local_rank=0, master_addr=None, master_port=None
-    )
+    assert read_assignment({}) == RankAssignment(rank=0, replicas=1)
     assert read_job_settings({}) == JobSettings()
     assert read_service({}) is None
 
@@ -42,7 +40,7 @@ def test_torchruns_variables_set_the_rank_assignment() -> None:
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "29500",
     }
-    assert read_assignment(environ) == RankAssignment(3, 4, 1, "10.0.0.1", 29500, 2)
+    assert read_assignment(environ) == RankAssignment(3, 4, 1, 2)
 
 
 def test_job_settings_are_read() -> None:
@@ -147,7 +145,7 @@ def test_an_agent_that_does_not_answer_is_an_error_with_its_cause() -> None:
 def test_several_processes_of_another_launcher_are_refused() -> None:
     agent = {"ADASCALE_RANK": "1", "ADASCALE_REPLICAS": "3"}
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-    assert read_agent_assignment(agent | one) == RankAssignment(1, 3, 0, None, None)
+    assert read_agent_assignment(agent | one) == RankAssignment(1, 3)
     with pytest.raises(EnvironmentVariableError, match=r"starts 2 processes .* let the command start one"):
         read_agent_assignment(agent | {"WORLD_SIZE": "2"})
 

@@ -26,7 +26,7 @@ def resident_bytes() -> int:
 
 
 def group_of(rank: int, replicas: int) -> ReplicaGroup:
-    return ReplicaGroup(RankAssignment(rank, replicas, 0, None, None), torch.device("cpu"))
+    return ReplicaGroup(RankAssignment(rank, replicas), torch.device("cpu"))
 
 
 def test_the_memory_of_gradients_is_mapped_before_the_first_step_and_no_gradient_is_set() -> None:

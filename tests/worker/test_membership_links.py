@@ -326,7 +326,7 @@ def test_a_loss_in_an_earlier_generation_breaks_up_no_later_one(coordinator: Coo
     agent, trainer = socket.socketpair()
     with agent, trainer, listen(ADDRESS) as listener:
         connection = AgentConnection(AgentChannel(trainer), listener, "", PATIENCE)
-        group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
+        group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"), is_elastic=True)
         membership = Membership(connection, group, ShutdownRequest(), NoState())
         membership._links = coordinator.links
         membership.peers_lost(generation - 1)
@@ -350,7 +350,7 @@ def test_a_trainer_with_another_version_ends_with_the_error_that_it_gets(
     agent, trainer = socket.socketpair()
     with agent, trainer, listen(ADDRESS) as listener:
         connection = AgentConnection(AgentChannel(trainer), listener, "", PATIENCE)
-        group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
+        group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"), is_elastic=True)
         membership = Membership(connection, group, ShutdownRequest(), NoState())
         membership.start()
         agent.sendall(encode(coordinator.assignments[1]))

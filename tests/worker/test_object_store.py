@@ -44,7 +44,7 @@ from support.training import FIXED, MakeTrainer, learn, network, samples, sgd
 pytest.importorskip("s3fs", reason="s3fs is not installed")
 
 INFO = CheckpointInfo(step=7, progress=21.5, epoch=1, replicas=2, generation=3, finished=False, saved_at=9.5)
-GROUP = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
+GROUP = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"))
 PART = 5 * 2**20
 """Smallest part of a multipart upload in S3."""
 

@@ -51,7 +51,7 @@ class Feed:
 
     def __init__(self, **options: Any) -> None:
         self.data, self.options = Drawing(), options
-        assignment = RankAssignment(0, 1, local_rank=0, master_addr=None, master_port=None)
+        assignment = RankAssignment(0, 1)
         self.group = ReplicaGroup(assignment, torch.device("cpu"), is_elastic=True)
         self.feed = DataFeed(BatchBounds(8), self.group, seed=3)
 

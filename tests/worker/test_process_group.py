@@ -32,7 +32,7 @@ from adascale_worker.errors import (
 from adascale_worker.membership import gloo, process_group
 from adascale_worker.membership.links import Formation, PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup, backend_of, exchange_values
-from adascale_worker.process.device import describe_shared_gpu, gpu_names
+from adascale_worker.process.device import gpu_names
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.torch_private.distributed import is_lost_peer
 from support.fast_python import PYTHON
@@ -52,7 +52,7 @@ from adascale_worker.torch_private.distributed import tcp_store
 
 rank, port, failures = map(int, sys.argv[1:4])
 members = tuple(Member(replica, "", "127.0.0.1", 0) for replica in range(2))
-assignment = RankAssignment(rank, 2, rank, None, None)
+assignment = RankAssignment(rank, 2, rank)
 group = process_group.ReplicaGroup(assignment, torch.device("cpu"), is_elastic=True)
 
 
@@ -142,7 +142,7 @@ def test_mig_instances_of_a_gpu_have_ids_of_their_own_and_one_place(monkeypatch:
 @pytest.mark.parametrize(("device", "has_result"), [("cpu", True), ("cuda", False)])
 def test_a_collective_on_a_gpu_that_was_aborted_has_no_result(device: str, has_result: bool) -> None:
     """Gloo raises an error itself, and what it has exchanged before counts."""
-    group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), torch.device(device), is_elastic=True)
+    group = ReplicaGroup(RankAssignment(0, 2), torch.device(device), is_elastic=True)
 
     def all_reduce(*_: object, **__: object) -> SimpleNamespace:
         group._failed = True
@@ -159,7 +159,7 @@ def test_a_collective_on_a_gpu_that_was_aborted_has_no_result(device: str, has_r
 def test_a_group_fails_also_if_its_communicator_cannot_be_aborted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), torch.device("cuda"), is_elastic=True)
+    group = ReplicaGroup(RankAssignment(0, 2), torch.device("cuda"), is_elastic=True)
     group._formed, group._share_a_gpu = True, False
     monkeypatch.setattr(process_group, "abort_process_group", lambda _: torch.ones(2) + torch.ones(3))
     monkeypatch.setattr(gloo, "end_stuck_collectives", lambda *_: None)
@@ -169,7 +169,7 @@ def test_a_group_fails_also_if_its_communicator_cannot_be_aborted(
 
 
 def test_a_failure_that_is_noticed_late_ends_no_later_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), torch.device("cpu"), is_elastic=True)
+    group = ReplicaGroup(RankAssignment(0, 2), torch.device("cpu"), is_elastic=True)
     lost: list[int] = []
     observer = SimpleNamespace(peers_lost=lost.append, save_beside=bool)
     group.begin_generation(observer)
@@ -188,7 +188,7 @@ def test_a_failure_that_is_noticed_late_ends_no_later_generation(monkeypatch: py
 def test_a_communicator_is_not_destroyed_while_it_is_aborted_nor_aborted_after_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    group = ReplicaGroup(RankAssignment(0, 2, 0, None, None), torch.device("cuda"), is_elastic=True)
+    group = ReplicaGroup(RankAssignment(0, 2), torch.device("cuda"), is_elastic=True)
     group._formed, group._share_a_gpu = True, False
     events: list[str] = []
 
@@ -237,19 +237,6 @@ def test_all_ranks_learn_which_gpu_each_has(gpus: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("used", "free"),
-    [(["a", "b"], ""), (["a", "a"], "cuda:1, cuda:2"), (["a", "a", "b", "c"], ""), (["a", "b", "b"], "")],
-)
-def test_a_replica_that_shares_a_gpu_although_others_are_free_says_so(used: list[str], free: str) -> None:
-    visible = {"cuda:0": "a", "cuda:1": "b", "cuda:2": "c"}
-    message = describe_shared_gpu("cuda:0", "a", used, visible)
-    assert (message is not None) == bool(free)
-    if message is not None:
-        assert message.startswith("2 replicas share the GPU cuda:0 and")
-        assert f"but no replica uses {free}: give each replica a GPU of its own" in message
-
-
-@pytest.mark.parametrize(
     ("error", "kind"),
     [
         (UnusableCheckpointError("damaged"), UnusableCheckpointError),
@@ -269,7 +256,7 @@ def test_another_replica_ends_with_the_error_of_rank_0(error: WorkerError, kind:
 @pytest.fixture
 def alone() -> Iterator[ReplicaGroup]:
     """A replica under an agent, in its first generation."""
-    group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
+    group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"), is_elastic=True)
     enter(group, 1)
     yield group
     group.destroy()
@@ -292,7 +279,7 @@ def test_a_single_replica_is_the_default_process_group_and_other_hosts_cannot_re
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "an interface")
     hook, before = sys.excepthook, gloo.open_sockets()
-    group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
+    group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"))
     group.form_from_environment()
     try:
         assert (dist.get_rank(), dist.get_world_size(), sum_of_ones()) == (0, 1, 1)
@@ -340,7 +327,7 @@ def test_a_group_that_the_program_has_initialized_for_itself_is_replaced() -> No
     """As a framework does under `torchrun --nproc-per-node 1`."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     before = dist.group.WORLD
-    group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
+    group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"), is_elastic=True)
     enter(group, 1)
     try:
         assert sum_of_ones() == 1
@@ -351,7 +338,7 @@ def test_a_group_that_the_program_has_initialized_for_itself_is_replaced() -> No
 
 
 def a_default_group_of_several_processes_is_refused() -> None:
-    group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"), is_elastic=True)
+    group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"), is_elastic=True)
     with pytest.raises(WorkerError, match=r"of 2 processes, .* leave out torch\.distributed\.init_process"):
         enter(group, 1)
     assert sum_of_ones() == 2

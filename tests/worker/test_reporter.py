@@ -270,7 +270,7 @@ class FixedEstimates:
 
 def test_a_report_has_the_means_of_the_metrics_since_the_last_report() -> None:
     reporter = RecordingReporter()
-    group = ReplicaGroup(RankAssignment(0, 1, 0, None, None), torch.device("cpu"))
+    group = ReplicaGroup(RankAssignment(0, 1), torch.device("cpu"))
     make_reporter = lambda: reporter  # noqa: E731
     telemetry = Telemetry(BatchBounds(8), group, make_reporter, HostClock(), "NVIDIA-H200")  # type: ignore[arg-type]
     telemetry.begin_generation(BatchBounds(8))
@@ -325,7 +325,7 @@ class RecordingTracker:
 
 def test_another_rank_0_continues_the_run_of_a_tracker_after_the_one_before_has_closed_it() -> None:
     trackers = [RecordingTracker(), RecordingTracker()]
-    groups = [ReplicaGroup(RankAssignment(rank, 2, 0, None, None), torch.device("cpu")) for rank in (0, 1)]
+    groups = [ReplicaGroup(RankAssignment(rank, 2), torch.device("cpu")) for rank in (0, 1)]
     both = [
         Telemetry(BatchBounds(8), group, lambda: None, HostClock(), tracker=tracker, run=RunIdentity("job"))
         for group, tracker in zip(groups, trackers, strict=True)

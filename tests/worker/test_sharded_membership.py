@@ -91,7 +91,7 @@ class SharedValues(ReplicaProcesses):
 
 def test_all_processes_of_a_replica_fail_when_the_leader_does(monkeypatch: pytest.MonkeyPatch) -> None:
     values: deque[Any] = deque()
-    assignment = RankAssignment(0, 2, 0, None, None)
+    assignment = RankAssignment(0, 2)
     leader, other = (ReplicaGroup(assignment, HOST, SharedValues(rank, values)) for rank in (0, 1))
 
     def fail(_group: ReplicaGroup, _tensor: torch.Tensor) -> None:
@@ -109,10 +109,7 @@ def test_all_processes_of_a_replica_fail_when_the_leader_does(monkeypatch: pytes
 
 def test_a_thread_beside_the_main_one_reads_what_others_have_announced() -> None:
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
-    groups = [
-        ReplicaGroup(RankAssignment(rank, 2, 0, None, None), HOST, ReplicaProcesses(0, 1, HOST))
-        for rank in (0, 1)
-    ]
+    groups = [ReplicaGroup(RankAssignment(rank, 2), HOST, ReplicaProcesses(0, 1, HOST)) for rank in (0, 1)]
     groups[0].form_replica_at(None)
     try:
         for group in groups:

@@ -174,7 +174,7 @@ def test_batches_are_refused_that_the_processes_cannot_divide(
 
 
 def test_a_number_of_processes_is_refused_that_replicas_do_not_divide() -> None:
-    assignment = RankAssignment(3, 6, 3, None, None)
+    assignment = RankAssignment(3, 6, 3)
     replica, process = divide_into_replicas(assignment, 2)
     assert (replica.rank, replica.replicas, process) == (1, 3, 1)
     with pytest.raises(Exception, match=r"WORLD_SIZE is 6, which is not a multiple .* start 4 processes"):

@@ -105,7 +105,7 @@ def transfer_states(rank: int, folder: Path) -> None:
     """Take part in transfers of all states as one rank, and check what arrives."""
     torch.set_num_threads(1)
     host = torch.device("cpu")
-    group = ReplicaGroup(RankAssignment(rank, REPLICAS, rank, None, None), host, is_elastic=True)
+    group = ReplicaGroup(RankAssignment(rank, REPLICAS, rank), host, is_elastic=True)
     store, store_port = group.open_store("127.0.0.1") if rank == 0 else (None, 0)
     address = folder / "port"
     if rank == 0:

@@ -59,7 +59,7 @@ class Observed:
         if inside_epoch:
             self.loop.begin(0)
             self.loop.deliver()
-        group = ReplicaGroup(RankAssignment(0, replicas, 0, None, None), torch.device("cpu"))
+        group = ReplicaGroup(RankAssignment(0, replicas), torch.device("cpu"))
         self.watchdog = StepWatchdog(
             self.timer,
             self.loop,

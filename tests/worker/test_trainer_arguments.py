@@ -14,7 +14,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from adascale.errors import StaleBatchSizeError, UnsupportedOptimizerError
+from adascale.errors import UnsupportedOptimizerError
 from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import InvalidJobError
 from adascale_worker.errors import DatasetError, WorkerError
@@ -50,7 +50,7 @@ def test_training_with_the_previous_local_batch_size_is_an_error(
     trainer.step(1)
     assert trainer.accumulation == 2
     learn(model, x, y)
-    with pytest.raises(StaleBatchSizeError, match=r"is now 4.*get_local_bsz\(\) or trainer.dataloader\(\)"):
+    with pytest.raises(WorkerError, match=r"is now 4.*get_local_bsz\(\) or trainer.dataloader\(\)"):
         optimizer.step()
     assert trainer.get_local_bsz() == 4
     optimizer.step()

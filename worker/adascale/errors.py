@@ -16,9 +16,7 @@ AdaScaleError
     ├── ReplicaCheckError            its device, or its network
     ├── ReplicaRefusedError
     ├── ReplicationError             works on one replica
-    │   └── DifferentWeightsError
     ├── SparseGradientError          also a TypeError
-    ├── StaleBatchSizeError
     ├── UnsupportedStateError
     └── UnsupportedTorchError        also a RuntimeError
 """
@@ -29,7 +27,6 @@ from adascale_core.job_id import InvalidJobIdError
 from adascale_worker.errors import (
     CheckpointError,
     DatasetError,
-    DifferentWeightsError,
     EnvironmentVariableError,
     GroupFormationError,
     NonFiniteWeightsError,
@@ -37,7 +34,6 @@ from adascale_worker.errors import (
     ReplicaRefusedError,
     ReplicationError,
     SparseGradientError,
-    StaleBatchSizeError,
     StorageUnavailableError,
     UnsupportedOptimizerError,
     UnsupportedStateError,
@@ -50,7 +46,6 @@ __all__ = [
     "AdaScaleError",
     "CheckpointError",
     "DatasetError",
-    "DifferentWeightsError",
     "EnvironmentVariableError",
     "GroupFormationError",
     "InvalidBoundsError",
@@ -61,7 +56,6 @@ __all__ = [
     "ReplicaRefusedError",
     "ReplicationError",
     "SparseGradientError",
-    "StaleBatchSizeError",
     "StorageUnavailableError",
     "UnsupportedOptimizerError",
     "UnsupportedStateError",

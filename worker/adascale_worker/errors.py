@@ -45,10 +45,6 @@ class EnvironmentVariableError(WorkerError):
     """An environment variable has an invalid value."""
 
 
-class StaleBatchSizeError(WorkerError):
-    """The program trains an epoch with a local batch size that is no longer current."""
-
-
 class UnsupportedOptimizerError(AdaScaleError, TypeError):
     """AdaScale cannot scale the learning rate of the optimizer, or cannot measure its parameters."""
 
@@ -65,10 +61,6 @@ class SparseGradientError(WorkerError, TypeError):
 
 class NonFiniteWeightsError(WorkerError):
     """Weights are NaN or infinite."""
-
-
-class DifferentWeightsError(ReplicationError):
-    """The replicas have different weights."""
 
 
 class DatasetError(WorkerError):

@@ -32,10 +32,9 @@ from adascale_worker.adascale import AdaScale
 from adascale_worker.batches.feed import require_evaluable
 from adascale_worker.batches.order import Lengths, OrderFunction
 from adascale_worker.errors import WorkerError, exit_code
-from adascale_worker.gradients.loss_scaling import scaler_of
 from adascale_worker.loop.context import make_replica
 from adascale_worker.loop.evaluation import Evaluation, average
-from adascale_worker.loop.training import ProgramOptions, Training
+from adascale_worker.loop.training import Training
 from adascale_worker.loop.training_loop import DataLoop
 from adascale_worker.membership.agent_channel import AgentChannel
 from adascale_worker.process import environment
@@ -586,9 +585,7 @@ class ElasticTrainer:
         allows_shards = self._replica.group.has_mesh
         parts = program_parts(model, optimizer, lr_scheduler, allows_shards=allows_shards)
         check_optimizer_parameters(parts.model, parts, self.replicas)
-        scaler_of((register or {}).values())
-        options = ProgramOptions(register or {}, hyperparameters)
-        self._made = training = Training(self._replica, parts, options)
+        self._made = training = Training(self._replica, parts, dict(register or {}), hyperparameters)
         training.enter()
         arguments = self._replica.job.arguments
         if self._follows_steps:

@@ -44,7 +44,7 @@ def begin(state: dict[str, Any] | None = None) -> tuple[nn.Module, torch.optim.S
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    assignment = RankAssignment(dist.get_rank(), dist.get_world_size(), 0, None, None)
+    assignment = RankAssignment(dist.get_rank(), dist.get_world_size())
     parameters = list(model.parameters())
     exchange = GradientExchange(parameters, ReplicaGroup(assignment, torch.device("cpu")))
     exchange.use(tuple(True for _ in parameters))

@@ -18,7 +18,7 @@ from adascale_core.batch.plans import (
     valid_replicas,
 )
 from adascale_core.performance.throughput import StepTimeModel
-from adascale_worker.errors import StaleBatchSizeError, UnusableCheckpointError
+from adascale_worker.errors import UnusableCheckpointError, WorkerError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.reporting.progress import StepTimer
@@ -96,7 +96,7 @@ class BatchPlanner:
     def require_acknowledged(self) -> None:
         """Check that the program trains with the current local batch size."""
         if not self._acknowledged:
-            raise StaleBatchSizeError(
+            raise WorkerError(
                 f"the local batch size is now {self.plan.local_bsz}, but the program has not read it: "
                 "call trainer.get_local_bsz() or trainer.dataloader() at the beginning of each epoch"
             )

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,7 +41,7 @@ from adascale_worker.process.user_code import warn_user
 from adascale_worker.program.hyperparameters import Choice, Hyperparameters
 from adascale_worker.program.learning_rates import LearningRates
 from adascale_worker.program.module_attributes import ModuleAttributes
-from adascale_worker.program.optimizers import ElasticAdaScale, Optimizers, OptimizerSet
+from adascale_worker.program.optimizers import ElasticAdaScale, OptimizerSet
 from adascale_worker.program.parts import OtherTraining, ProgramParts
 from adascale_worker.program.patching import patch_scheduler
 from adascale_worker.program.program_loop import ProgramLoop
@@ -57,19 +55,18 @@ from adascale_worker.state.training import ShardedTrainingState, TrainerPart, Tr
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
-@dataclass(frozen=True)
-class ProgramOptions:
-    """What a program passes to `program_reentry` besides its parts."""
-
-    registered: Mapping[str, Stateful]  # objects whose state is saved, by name
-    hyperparameters: Choice  # which are used after a checkpoint was restored
-
-
 class Training(Context):
     """The training of a program: makes its models data-parallel, and its optimizers elastic."""
 
-    def __init__(self, replica: Replica, parts: ProgramParts, options: ProgramOptions) -> None:
-        trained = _trained_replica(replica, parts, options)
+    def __init__(
+        self,
+        replica: Replica,
+        parts: ProgramParts,
+        registered: dict[str, Stateful],  # objects whose state is saved, by name
+        hyperparameters: Choice,  # which are used after a checkpoint was restored
+    ) -> None:
+        scaler = scaler_of(registered.values())
+        trained = _trained_replica(replica, parts, registered, hyperparameters, scaler)
         group, progress, program, loop = trained.group, trained.progress, trained.program, trained.loop
         settings, optimizer = trained.job.settings, trained.optimizer
         is_saved = trained.checkpointing.enabled or trained.agent is not None
@@ -95,9 +92,8 @@ class Training(Context):
             finish_request=FinishRequest(progress, group, state),
         )
         doors = dict(vars(self))
-        scaler = UnregisteredScaler(scaler_of(options.registered.values()))
         kind = SeveralOptimizers if parts.are_several else OneOptimizer
-        self.steps: Steps = kind(agreement=StepAgreement(**doors), scaler=scaler, **doors)
+        self.steps: Steps = kind(agreement=StepAgreement(**doors), scaler=UnregisteredScaler(scaler), **doors)
         self.generations = Generations(steps=self.steps, **doors)
         self.ending = Ending(steps=self.steps, generations=self.generations, **doors)
         self.batches = TrainingLoop(
@@ -187,17 +183,33 @@ class Training(Context):
         self._other_training.uninstall()
 
 
-def _trained_replica(replica: Replica, parts: ProgramParts, options: ProgramOptions) -> TrainedReplica:
+def _trained_replica(
+    replica: Replica,
+    parts: ProgramParts,
+    registered: dict[str, Stateful],
+    hyperparameters: Choice,
+    scaler: torch.amp.GradScaler | None,
+) -> TrainedReplica:
     """Make a replica train what the program has passed."""
     group, progress, planner = replica.group, replica.progress, replica.planner
-    scaler = scaler_of(options.registered.values())
     if group.has_mesh:
         _require_sharded(group, parts, scaler)
     loop = ProgramLoop(allows_own_batches=not parts.are_several)
     adascale_options = _adascale_options(replica, scaler)
     elastic = {name: ElasticAdaScale(each, **adascale_options) for name, each in parts.optimizers.items()}
     optimizer = OptimizerSet(elastic) if parts.are_several else elastic[""]
-    program = _program_state(replica, parts, options, optimizer, loop)
+    program = ProgramState(
+        parts.model,
+        optimizer,
+        parts.scheduler,
+        registered,
+        LearningRates(parts.optimizers, parts.schedulers, registered.values(), loop),
+        TrainedParameters(parts.model, group),
+        Hyperparameters.read(parts, parts.scheduler),
+        hyperparameters,
+    )
+    if replica.checkpointing.enabled or group.is_elastic:
+        program.require_loadable()
     buffers = None if parts.are_several else ModelBuffers(parts.model)
     undo = buffers or StepUndo(program, progress)
     shortage = MemoryShortage(replica, loop)
@@ -291,27 +303,3 @@ def _adascale_options(replica: Replica, scaler: torch.amp.GradScaler | None) -> 
         "shards": replica.group if replica.group.has_mesh else None,
         "max_gain": replica.job.settings.max_gain,
     }
-
-
-def _program_state(
-    replica: Replica,
-    parts: ProgramParts,
-    options: ProgramOptions,
-    optimizer: Optimizers,
-    loop: ProgramLoop,
-) -> ProgramState:
-    declared = Hyperparameters.read(parts, parts.scheduler)
-    registered = dict(options.registered)
-    program = ProgramState(
-        parts.model,
-        optimizer,
-        parts.scheduler,
-        registered,
-        LearningRates(parts.optimizers, parts.schedulers, registered.values(), loop),
-        TrainedParameters(parts.model, replica.group),
-        declared,
-        options.hyperparameters,
-    )
-    if replica.checkpointing.enabled or replica.group.is_elastic:
-        program.require_loadable()
-    return program

@@ -35,7 +35,7 @@ from adascale_worker.membership.replica_processes import (
     attempt,
     shared_error,
 )
-from adascale_worker.process.device import describe_shared_gpu, gpu_names
+from adascale_worker.process.device import gpu_names
 from adascale_worker.process.environment import RankAssignment, listen
 from adascale_worker.torch_private.distributed import (
     abort_process_group,
@@ -135,7 +135,6 @@ class ReplicaGroup:
         self.device = device
         # torchrun starts as many on each node; with an agent, the members find out.
         self._share_a_gpu = device.type == "cuda" and assignment.local_replicas > torch.cuda.device_count()
-        self._has_warned_of_gpu = False
         self._formed = False
         self._lane: dist.ProcessGroup | None = None
         """The lane of this process, if it is not torch's default process group."""
@@ -281,7 +280,6 @@ class ReplicaGroup:
                         for number, name in enumerate(gpu_names(self.device))
                     ]
                     self._share_a_gpu = any(len(set(each)) < self.replicas for each in used)
-                    self._warn_of_shared_gpu(used[0])
                 self._initialize(store, FORMATION_TIMEOUT)
                 created = gloo.open_sockets() - before
                 own_port = [*gloo.listening_ports(created), 0][0]
@@ -294,16 +292,6 @@ class ReplicaGroup:
         finally:
             with self._lock:
                 self._sockets_before = None
-
-    def _warn_of_shared_gpu(self, used: Sequence[str]) -> None:
-        """Print that this replica shares its GPU although others are free, once."""
-        visible = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-        message = describe_shared_gpu(
-            str(self.device), used[self.rank], used, {str(each): gpu_names(each)[0] for each in visible}
-        )
-        if message is not None and not self._has_warned_of_gpu:
-            self._has_warned_of_gpu = True
-            print(f"adascale: rank {self.rank}: {message}", file=sys.stderr, flush=True)
 
     def _authenticate(self, greeting: Sequence[int], secret: str) -> list[list[int]]:
         """Return the greetings of all ranks, of which each has proven that it knows the secret."""

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,18 +191,6 @@ def gpu_names(device: torch.device) -> tuple[str, str]:
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     address = f"{properties.pci_domain_id:x}:{properties.pci_bus_id:x}:{properties.pci_device_id:x}"
     return str(properties.uuid), f"{socket.gethostname()} {boot} {address}"
-
-
-def describe_shared_gpu(device: str, own: str, used: Sequence[str], visible: Mapping[str, str]) -> str | None:
-    """Return the warning about a replica that shares its GPU although others are free, else None."""
-    free = [name for name, each in visible.items() if each not in used]
-    if used.count(own) < 2 or not free:
-        return None
-    return (
-        f"{used.count(own)} replicas share the GPU {device} and exchange gradients through the memory of "
-        f"the host, but no replica uses {', '.join(free)}: give each replica a GPU of its own, with "
-        "CUDA_VISIBLE_DEVICES or ElasticTrainer(device=...)"
-    )
 
 
 Label = TypeVar("Label")

@@ -57,9 +57,7 @@ class RankAssignment:
 
     rank: int  # index of the replica, from 0
     replicas: int  # number of replicas (the world size)
-    local_rank: int  # index of the replica on its machine
-    master_addr: str | None  # the address of rank 0, and its port; None if not set
-    master_port: int | None
+    local_rank: int = 0  # index of the replica on its machine
     local_replicas: int = 1  # number of replicas on its machine; 1 if unknown
 
 
@@ -182,8 +180,6 @@ def read_assignment(environ: Mapping[str, str]) -> RankAssignment:
         rank=rank,
         replicas=replicas,
         local_rank=_read(environ, "LOCAL_RANK", _non_negative_integer, 0),
-        master_addr=environ.get("MASTER_ADDR"),
-        master_port=_read(environ, "MASTER_PORT", _positive_integer, None),
         local_replicas=_read(environ, "LOCAL_WORLD_SIZE", _positive_integer, 1),
     )
 
@@ -199,9 +195,6 @@ def read_agent_assignment(environ: Mapping[str, str]) -> RankAssignment:
     return RankAssignment(
         rank=_read(environ, names.ENV_RANK, _non_negative_integer, 0),
         replicas=_read(environ, names.ENV_REPLICAS, _positive_integer, 1),
-        local_rank=0,
-        master_addr=None,
-        master_port=None,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from adascale_worker.errors import DifferentWeightsError, NonFiniteWeightsError
+from adascale_worker.errors import NonFiniteWeightsError, ReplicationError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process.user_code import OneTimeWarnings
 from adascale_worker.program.hyperparameters import HasGroups
@@ -65,7 +65,7 @@ class WeightComparison:
             magnitude = torch.maximum(low.abs(), high.abs()).max()
             difference, index = (high - low).max(dim=0)
             if difference > TOLERANCE * magnitude:
-                raise DifferentWeightsError(
+                raise ReplicationError(
                     f"the weights of the {self._group.replicas} replicas differ after step {step}: a weight "
                     f"of {name!r} is {low[index]:.6g} on one and {high[index]:.6g} on another. "
                     f"{_CAUSE}"
@@ -74,7 +74,7 @@ class WeightComparison:
     def _require_equal_lrs(self, step: int, low: Tensor, high: Tensor) -> None:
         for least, greatest in zip(low.tolist(), high.tolist(), strict=True):
             if greatest - least > TOLERANCE * abs(greatest):
-                raise DifferentWeightsError(
+                raise ReplicationError(
                     f"the learning rates of the {self._group.replicas} replicas differ after step {step}: "
                     f"{least:.6g} on one and {greatest:.6g} on another. Code that changes them has to do the "
                     "same on all replicas: pass ReduceLROnPlateau a metric that is equal on all, such as one "
