@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from adascale import ElasticTrainer
 from adascale_storage.folder import Folder
@@ -70,7 +69,6 @@ def run(
         *,
         memory: SnapshotMemory | None = None,
         registered: Registered | None = None,
-        has_own_batches: bool = False,
         after_step: Callable[[ElasticTrainer, nn.Module], None] = lambda *_: None,
         **arguments: Any,
     ) -> Outcome:
@@ -83,8 +81,7 @@ def run(
         assert (state.step, state.restored) == (begins, begins > 0)
         with suppress(KilledError):
             for epoch in range(state.epoch, 10):
-                own = DataLoader(samples(48), batch_size=trainer.get_local_bsz())
-                for _, x, y in own if has_own_batches else trainer.dataloader(samples()):
+                for _, x, y in trainer.dataloader(samples()):
                     if trainer.steps == until:
                         raise KilledError
                     optimizer.zero_grad()
@@ -237,13 +234,6 @@ def test_without_a_checkpoint_a_copy_that_cannot_be_restored_ends_the_job(
     run(0, 4)
     with pytest.raises(UnusableCheckpointError, match="the registered 'registered'"):
         run(0, 1, registered=Registered(accepts=3))
-
-
-def test_a_program_with_batches_of_its_own_has_copies_at_the_ends_of_epochs(
-    run: Callable[..., Outcome],
-) -> None:
-    run(0, 8, has_own_batches=True)
-    run(6, 7, has_own_batches=True)
 
 
 def test_weights_that_are_not_finite_are_not_kept(run: Callable[..., Outcome]) -> None:

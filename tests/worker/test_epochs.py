@@ -204,16 +204,6 @@ def test_finish_ends_the_loop(make_trainer: MakeTrainer) -> None:
     assert numbers == [0, 1]
 
 
-def test_a_program_may_use_a_dataloader_of_its_own(make_trainer: MakeTrainer) -> None:
-    program = Program(make_trainer)
-    numbers = []
-    for epoch in program.trainer.epochs(3):
-        _, x, y = samples(program.trainer.get_local_bsz()).tensors
-        program.learn(x, y)
-        numbers.append(epoch)
-    assert (numbers, program.trainer.steps) == ([0, 1, 2], 3)
-
-
 def test_an_epoch_without_a_batch_is_an_error(make_trainer: MakeTrainer) -> None:
     program = Program(make_trainer)
     epochs = program.trainer.epochs(3)

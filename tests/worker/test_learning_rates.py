@@ -401,27 +401,3 @@ def test_a_learning_rate_that_is_set_once_per_epoch_is_accepted(make: Make) -> N
         for _ in program.steps(range(epoch, epoch + 1)):
             pass
         program.optimizer.param_groups[0]["lr"] /= 2
-
-
-@pytest.mark.parametrize("follows", [True, False])
-def test_a_schedule_of_a_program_with_its_own_batches_follows_progress_only_if_it_reads_it(
-    make: Make, follows: bool
-) -> None:
-    program = make(lambda optimizer: ExponentialLR(optimizer, 0.9))
-    _, x, y = samples()[:8]
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for epoch in range(2):
-            assert program.trainer.get_local_bsz() == len(x)
-            for _ in range(3):
-                program.optimizer.zero_grad()
-                learn(program.model, x, y)
-                program.optimizer.step()
-                while program.passed.last_epoch < (
-                    int(program.trainer.progress) if follows else program.trainer.steps
-                ):
-                    program.passed.step()
-            program.trainer.step(epoch)
-    texts = [str(each.message) for each in found]
-    assert len(texts) == (not follows), texts
-    assert follows or "not by a scheduler that follows progress" in texts[0]

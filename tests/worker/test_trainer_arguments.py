@@ -15,7 +15,6 @@ from torch.utils.data import (
 )
 
 from adascale.errors import UnsupportedOptimizerError
-from adascale_core.batch.plans import BatchPlan
 from adascale_core.errors import InvalidJobError
 from adascale_worker.errors import DatasetError, WorkerError
 from support.training import (
@@ -30,30 +29,7 @@ from support.training import (
     parameters_of,
     samples,
     sgd,
-    train,
 )
-
-# -- the local batch size -------------------------------------------------------------------------------
-
-
-def test_training_with_the_previous_local_batch_size_is_an_error(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer, model, optimizer = entered(make_trainer, batch_size=8, local_bsz_bounds=(2, 8))
-    monkeypatch.setattr("adascale_worker.batches.planning.REPLAN_INTERVAL", 0.0)
-    train(trainer, model, optimizer)
-    # The plan of a single replica does not change; this plan is that of a larger job.
-    monkeypatch.setattr("adascale_worker.batches.planning.plan_batch", lambda *_, **__: BatchPlan(1, 4, 2))
-    _, x, y = samples()[:8]
-    learn(model, x, y)
-    optimizer.step()
-    trainer.step(1)
-    assert trainer.accumulation == 2
-    learn(model, x, y)
-    with pytest.raises(WorkerError, match=r"is now 4.*get_local_bsz\(\) or trainer.dataloader\(\)"):
-        optimizer.step()
-    assert trainer.get_local_bsz() == 4
-    optimizer.step()
 
 
 @pytest.mark.parametrize("seed", [1.5, "1", True, 2**64])

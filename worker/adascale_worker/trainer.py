@@ -345,7 +345,6 @@ class ElasticTrainer:
         If a replica has several processes, this is the share of one of them. On one replica, some steps are
         divided into smaller micro-batches, to measure the gain (`single_replica_gain`).
         """
-        self._replica.planner.acknowledge()
         return self._replica.planner.plan.local_bsz // self._replica.group.processes
 
     def weighted(self, loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
@@ -792,7 +791,6 @@ class ElasticTrainer:
 
         def begin() -> Iterator[Any]:
             training.batches.require_epoch()
-            replica.planner.acknowledge()
             return training.batches.batches(load)
 
         return DataLoop(begin)

@@ -18,7 +18,7 @@ from adascale_core.batch.plans import (
     valid_replicas,
 )
 from adascale_core.performance.throughput import StepTimeModel
-from adascale_worker.errors import UnusableCheckpointError, WorkerError
+from adascale_worker.errors import UnusableCheckpointError
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.program.optimizers import Optimizers
 from adascale_worker.reporting.progress import StepTimer
@@ -48,7 +48,6 @@ class BatchPlanner:
         self._step_plan: BatchPlan | None = None
         self._group = group
         self._efficiency = efficiency
-        self._acknowledged = False
         self._planned_at = time.monotonic()
         self._patience = 1
         """Multiple of `REPLAN_INTERVAL` until the next choice."""
@@ -89,18 +88,6 @@ class BatchPlanner:
                 return limit
         return None
 
-    def acknowledge(self) -> None:
-        """Record that the program has read the current local batch size, or gets batches of that size."""
-        self._acknowledged = True
-
-    def require_acknowledged(self) -> None:
-        """Check that the program trains with the current local batch size."""
-        if not self._acknowledged:
-            raise WorkerError(
-                f"the local batch size is now {self.plan.local_bsz}, but the program has not read it: "
-                "call trainer.get_local_bsz() or trainer.dataloader() at the beginning of each epoch"
-            )
-
     def replan(self, optimizer: Optimizers, step_timer: StepTimer) -> None:
         """Choose a plan on rank 0 and use it on all ranks. A collective call."""
         self._planned_at = time.monotonic()
@@ -123,10 +110,7 @@ class BatchPlanner:
         self._use(BatchPlan(self._group.replicas, local_bsz, accumulation))
 
     def _use(self, plan: BatchPlan) -> None:
-        self._step_plan = None
-        if plan != self.plan:
-            self.plan = plan
-            self._acknowledged = False
+        self._step_plan, self.plan = None, plan
 
     def _bounds_to_try(self) -> BatchBounds:
         """Return the bounds of the next plan. Without an upper bound, batches grow by `PROBE_FACTOR`."""

@@ -178,7 +178,7 @@ class Accumulation:
 
     def note_trained(self) -> None:
         """Record which parameters are trained now, the same on all replicas."""
-        if not self._loop.has_training_pass or self._failure.is_discarded or self._group.has_failed:
+        if not self._loop.trains or self._failure.is_discarded or self._group.has_failed:
             return
         are_new = [part.note_trained() for part in self.parts]
         if are_new == [True]:
@@ -186,7 +186,7 @@ class Accumulation:
 
     def before_backward(self) -> None:
         """Let the gradients of the next pass come alone."""
-        self._is_inside_pass = self._loop.has_training_pass
+        self._is_inside_pass = self._loop.trains
         if not self._is_inside_pass:
             return
         self.weights.begin_pass()

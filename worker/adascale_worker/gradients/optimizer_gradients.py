@@ -333,8 +333,13 @@ class OptimizerGradients:
             self._batches.clear()
             self.adascale.discard_measurement()
 
-    def check_step(self, micro_batch: int, *, is_inside: bool = True) -> None:
-        """Check a call of `step()`, and count it for the present batch, if it is inside the data loop."""
+    def check_step(self, micro_batch: int, *, is_inside: bool) -> None:
+        """Check a call of `step()`, inside the data loop or not, and count it for the present batch."""
+        if not is_inside:
+            raise WorkerError(
+                f"{self._step} was called outside of the loop over trainer.dataloader(), which counts the "
+                "samples of a step: make steps for the batches that it delivers"
+            )
         if self.has_stepped:
             raise WorkerError(
                 f"{self._step} was called twice for one batch: call it at most once "
@@ -345,7 +350,7 @@ class OptimizerGradients:
                 f"the gradients of the step before{self._owner} were not deleted, so this "
                 "step would make it again: call its zero_grad() before loss.backward()"
             )
-        if is_inside and len(self._batches) > 1:
+        if len(self._batches) > 1:
             raise WorkerError(
                 f"{self._step} was called after backward passes on "
                 f"{len(self._batches)} batches: the trainer accumulates gradients itself. Call zero_grad(), "
@@ -353,7 +358,7 @@ class OptimizerGradients:
                 "of local_bsz_bounds decides how many micro-batches a step has"
             )
         self.check_micro_batches(micro_batch)
-        self.has_stepped = is_inside
+        self.has_stepped = True
 
     @property
     def _step(self) -> str:

@@ -42,14 +42,9 @@ class Ending(Context):
             )
         self.loop.leave(by_program=by_program)
 
-    @property
-    def current_epoch(self) -> int:
-        """The number of the epoch that the program is in or begins next, from 0."""
-        return self.progress.epoch - self.loop.epochs_behind
-
     def is_in_epoch(self, epoch: int) -> bool:
         """Whether the program has not ended `epoch` yet."""
-        return epoch in (self.current_epoch, self.loop.overtaken_epoch)
+        return epoch in (self.progress.epoch, self.loop.overtaken_epoch)
 
     # -- training -----------------------------------------------------------------------------------------
 

@@ -141,7 +141,9 @@ class Failures(Context):
         With an agent, another process continues with smaller batches, from the state of the others. Rank 0
         saves its state, because the batch may have been too large for all of them.
         """
-        if self.channel is None or not isinstance(error, Exception) or not self._is_training():
+        # An error has ended the trainer's loop.
+        is_training = self.loop.place is ProgramPlace.LEFT
+        if self.channel is None or not isinstance(error, Exception) or not is_training:
             return False
         if not self.failure.lacks_memory and self.shortage.limit_after(error) is None:
             return False
@@ -156,10 +158,6 @@ class Failures(Context):
             except (RuntimeError, MemoryError) as failure:
                 print(f"adascale: the state was not saved: {failure}", file=sys.stderr)
         return True
-
-    def _is_training(self) -> bool:
-        """Whether the program makes steps, in the trainer's loop, which an error has ended, or in its own."""
-        return self.loop.place is ProgramPlace.LEFT or (self.loop.number == 0 and self.program.model.training)
 
     # -- called by the watchdog, in its thread ------------------------------------------------------------
 

@@ -81,9 +81,6 @@ class Generations(Context):
         steps.begin_generation()
         self._announce_place()
         self._begin()
-        if self.loop.number:
-            # Batches of the new plan come from the trainer, so the program uses their size.
-            self.planner.acknowledge()
         steps.agreement.withdraw()
 
     def _adopt_settings(self, assignment: Assignment) -> None:
@@ -206,7 +203,6 @@ class Generations(Context):
         self.failure.clear()
         release_memory()
         self._begin()
-        self.planner.acknowledge()
 
     def change(self) -> None:
         """Do what the members have agreed on: terminated members leave, or all enter a newer generation."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -125,13 +124,13 @@ class Steps(Context, ABC):
 
     def step_of(self, part: OptimizerGradients) -> None:
         """Count a micro-batch of an optimizer, and in the last one of a step update its parameters."""
-        self._begin_call(part)
+        self._begin_call()
         if self.failure.is_discarded:
             self._skip_discarded()
             return
-        accumulation, has_batch = self.accumulation, self.loop.has_batch
-        lacks_pass = has_batch and not accumulation.passes and not accumulation.has_stepped
-        part.check_step(accumulation.kept_micro_batches, is_inside=has_batch)
+        accumulation = self.accumulation
+        lacks_pass = not accumulation.passes and not accumulation.has_stepped
+        part.check_step(accumulation.kept_micro_batches, is_inside=self.loop.has_batch)
         if self._leads(part):
             self._checks.stepped()
         if not accumulation.at_last_micro_batch:
@@ -178,15 +177,13 @@ class Steps(Context, ABC):
         """Whether an optimizer is the first, which makes a step for each batch."""
         return part is self.accumulation.parts[0]
 
-    def _begin_call(self, part: OptimizerGradients) -> None:
+    def _begin_call(self) -> None:
         """Check and record a call of `optimizer.step()`."""
-        del part
         self.step_calls += 1
         self._has_changed = False
         self.loop.is_evaluating = False
         self.shutdown_request.reinstall()
         self.scaler.check()
-        self.planner.require_acknowledged()
 
     @abstractmethod
     def _skip_discarded(self) -> None:
@@ -350,7 +347,7 @@ class Steps(Context, ABC):
 
 @dataclass(eq=False, kw_only=True)
 class OneOptimizer(Steps):
-    """Makes steps with one optimizer, also for batches of the program's own."""
+    """Makes steps with one optimizer."""
 
     undo: ModelBuffers
 
@@ -375,10 +372,6 @@ class OneOptimizer(Steps):
         self.undo.begin_step()
         self.planner.finished_step()
         self._count(flags)
-        if not self.loop.has_batch:
-            # With batches of the program's own. After a loss, what follows waits for the next generation.
-            with suppress(PeersLostError):
-                self.begin_step()
 
     def begin_step(self) -> None:
         """Use the buffers of rank 0, and let the next forward pass copy them. A collective call."""
@@ -414,15 +407,6 @@ class SeveralOptimizers(Steps):
     def made_step(self) -> bool:
         """Whether the last `step()` has changed the weights, and its step is not discarded since."""
         return self._has_changed and not self.failure.is_discarded
-
-    def _begin_call(self, part: OptimizerGradients) -> None:
-        super()._begin_call(part)
-        if not self.loop.has_batch:
-            raise WorkerError(
-                f"step() of the optimizer {part.name!r} was called outside of the loop over "
-                "trainer.dataloader(): with several optimizers, the steps for a batch are counted together, "
-                "so make them inside that loop"
-            )
 
     def _skip_discarded(self) -> None:
         """Do nothing: the state is put back before the next batch."""

@@ -194,7 +194,7 @@ def _trained_replica(
     group, progress, planner = replica.group, replica.progress, replica.planner
     if group.has_mesh:
         _require_sharded(group, parts, scaler)
-    loop = ProgramLoop(allows_own_batches=not parts.are_several)
+    loop = ProgramLoop()
     adascale_options = _adascale_options(replica, scaler)
     elastic = {name: ElasticAdaScale(each, **adascale_options) for name, each in parts.optimizers.items()}
     optimizer = OptimizerSet(elastic) if parts.are_several else elastic[""]
@@ -203,7 +203,7 @@ def _trained_replica(
         optimizer,
         parts.scheduler,
         registered,
-        LearningRates(parts.optimizers, parts.schedulers, registered.values(), loop),
+        LearningRates(parts.optimizers, parts.schedulers, registered.values()),
         TrainedParameters(parts.model, group),
         Hyperparameters.read(parts, parts.scheduler),
         hyperparameters,

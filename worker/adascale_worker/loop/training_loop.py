@@ -49,7 +49,7 @@ class EpochLoops:
         self.end_left()
         while not self._ending.job.finished:
             self._require_outside()
-            self._epoch, self._is_inside, self._is_complete = self._ending.current_epoch, True, False
+            self._epoch, self._is_inside, self._is_complete = self._ending.progress.epoch, True, False
             try:
                 yield self._epoch
                 self._is_complete = True
@@ -247,8 +247,6 @@ class TrainingLoop(Context):
             # Its epochs may be long, or have no end.
             self._replan()
             self.planner.postpone()
-            # Batches of the new plan come from the trainer, so the program uses their size.
-            self.planner.acknowledge()
             self.telemetry.step_timer.pause()
 
     def _follow_stream(self) -> None:
@@ -283,16 +281,12 @@ class TrainingLoop(Context):
             if self.job.finished:
                 self.ending.save_final()
             return
-        current = self.ending.current_epoch
-        if epoch != current:
+        if epoch != progress.epoch:
             raise WorkerError(
-                f"trainer.step({epoch}) was called, but the current epoch is {current}: use `for "
+                f"trainer.step({epoch}) was called, but the current epoch is {progress.epoch}: use `for "
                 "epoch in trainer.epochs(...)`, which ends each epoch itself; or start with the epoch that "
                 "program_reentry returns, and call trainer.step(epoch) once per epoch"
             )
-        if loop.number == 0:
-            self._end_epoch_of_own_batches(epoch)
-            return
         loop.require_loop_in(epoch, progress.step, is_finished=self.job.finished)
         progress.epoch += 1
         try:
@@ -300,29 +294,6 @@ class TrainingLoop(Context):
         except PeersLostError:
             # The members enter another generation at the beginning of the next epoch.
             return
-
-    def _end_epoch_of_own_batches(self, epoch: int) -> None:
-        """End an epoch of a program that trains with a DataLoader of its own.
-
-        If members are lost, the others enter another generation here, which is the same place on all of them.
-        """
-        # An epoch counts if it has had a step. So all count the same, also if some have noticed the loss in
-        # the last step of an epoch, and others in the first step of the next.
-        progress, group, loop = self.progress, self.group, self.loop
-        if not group.has_failed or progress.step > loop.step_at_begin:
-            progress.epoch += 1
-        try:
-            if group.has_failed:
-                raise PeersLostError
-            self._begin_next_epoch()
-            if not self.job.finished:
-                self.telemetry.step_timer.leave_out(self.state.keep_copy())
-        except PeersLostError:
-            self.generations.recover()
-            if self.job.finished:
-                self.ending.save_final()
-        loop.step_at_begin = progress.step
-        loop.epochs_behind = progress.epoch - epoch - 1
 
     def _begin_next_epoch(self) -> None:
         """Do what the replicas have agreed on, between an epoch and the next one."""

@@ -16,7 +16,6 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from adascale_worker.process.user_code import warn_user
-from adascale_worker.program.program_loop import ProgramLoop
 from adascale_worker.scaling.statistics.parameters import lr_versions
 from adascale_worker.torch_private.modules import has_scheduler
 
@@ -31,9 +30,7 @@ class LearningRates:
         optimizers: Mapping[str, torch.optim.Optimizer],
         schedulers: Mapping[str, object],
         registered: Iterable[object],
-        loop: ProgramLoop,
     ) -> None:
-        self._loop = loop
         self._optimizers = optimizers
         self._schedulers = schedulers
         self._registers_scheduler = any(isinstance(each, LRScheduler) for each in registered)
@@ -96,8 +93,6 @@ class LearningRates:
                 return result
             finally:
                 self._rates, self._scheduled = self._rates_now(), self._scheduled_now()
-                if not self._loop.has_batch:
-                    self.begin_batch()
 
         return observed
 

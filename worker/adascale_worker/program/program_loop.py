@@ -30,11 +30,10 @@ class ProgramPlace(Enum):
 class ProgramLoop:
     """The loop of the program over the batches of an epoch, and the epochs that it has ended."""
 
-    def __init__(self, *, allows_own_batches: bool = True) -> None:
-        self._allows_own_batches = allows_own_batches
+    def __init__(self) -> None:
         self.place = ProgramPlace.OUTSIDE
         self.number = 0
-        """Loops that it has begun. 0 also for a program that has batches of its own."""
+        """Loops that it has begun."""
         self.is_evaluating = False
         self._is_waiting = False
         """Whether it waits for the others before its first batch."""
@@ -45,9 +44,7 @@ class ProgramLoop:
         self.overtaken_states: Mapping[str, dict[str, Any]] | None = None
         """The states of the registered objects then: the program changes them again after its loop."""
         self.step_at_begin = 0
-        """The last step before the generation, or the epoch of a program that has batches of its own."""
-        self.epochs_behind = 0
-        """Epochs that a program with batches of its own has ended less than the state that it got."""
+        """The last step before the generation."""
         self._ended_epoch: int | None = None
         self._step_at_end = 0
 
@@ -60,12 +57,6 @@ class ProgramLoop:
     def trains(self) -> bool:
         """Whether it trains on that batch, or waits for the others there, and does not evaluate."""
         return (self.has_batch or self._is_waiting) and not self.is_evaluating
-
-    @property
-    def has_training_pass(self) -> bool:
-        """Whether a backward pass now is one of training, perhaps for a batch of the program's own."""
-        has_own_batches = self._allows_own_batches and self.number == 0
-        return self.trains or (has_own_batches and not self.is_evaluating)
 
     @property
     def is_inside(self) -> bool:
@@ -132,9 +123,7 @@ class ProgramLoop:
 
     def has_begun(self, epoch: int, step: int) -> bool:
         """Whether an epoch has had a loop or steps."""
-        if self.number == 0:
-            return self.step_at_begin != step
-        return self.epoch == epoch or self._step_at_end != step
+        return self.number > 0 and (self.epoch == epoch or self._step_at_end != step)
 
     def require_loop_in(self, epoch: int, step: int, *, is_finished: bool) -> None:
         """Check that an epoch which ends has had a loop or steps."""
