@@ -269,20 +269,29 @@ class Evaluation(Iterator[Any]):
         """Add the results of other replicas, and return those whose results have not come."""
         exchange = self._exchange
         sums = {name: encoded_sum(value) for name, value in own.items()}
-        parts = exchange.post_text("outputs", encoded(self._collected)) if self._collected else 0
-        exchange.post("sums", [self._length, self._batch_size, sums, parts])
-        found = {rank: self._decoded(posted) for rank, posted in exchange.read("sums", others).items()}
-        counts = {rank: count for rank, (_, count) in found.items()}
-        outputs = exchange.read_text("outputs", [rank for rank, count in counts.items() if count])
-        complete = {rank for rank, count in counts.items() if rank in outputs or not count}
-        for rank in complete:
-            self._add(found[rank][0])
-            self._collected.update(decoded(outputs[rank]) if rank in outputs else {})
+        text = encoded([self._length, self._batch_size, sums, self._collected])
+        exchange.post_text("results", text)
+        found = exchange.read_text("results", others)
+        for each in found.values():
+            self._add_results(*decoded(each))
         exchange.post("read")
         if exchange.rank == 0:
             exchange.read("read", others, READING_TIME)
-            exchange.retract(kinds_of("outputs", max([parts, *counts.values()])), range(exchange.replicas))
-        return set(others) - complete
+            longest = max([text, *found.values()], key=len)
+            exchange.retract(kinds_of("results", longest), range(exchange.replicas))
+        return set(others) - set(found)
+
+    def _add_results(
+        self, length: int, batch_size: int, sums: dict[str, Any], collected: dict[int, list[Any]]
+    ) -> None:
+        if (length, batch_size) != (self._length, self._batch_size):
+            raise WorkerError(
+                f"trainer.evaluation() got {self._length} samples in batches of {self._batch_size} on rank "
+                f"{self._exchange.rank}, but {length} in batches of {batch_size} on another: pass the same "
+                "data set and batch_size on all replicas"
+            )
+        self._add({name: decoded_sum(value) for name, value in sums.items()})
+        self._collected.update(collected)
 
     def _batches_of(self, rank: int) -> Iterator[Any]:
         yield from self._batches_from(
@@ -319,17 +328,6 @@ class Evaluation(Iterator[Any]):
     def _add(self, sums: dict[str, Sum]) -> None:
         for name, value in sums.items():
             self._total[name] = self._total.get(name, 0) + value
-
-    def _decoded(self, posted: list[Any]) -> tuple[dict[str, Sum], int]:
-        """Return the sums of another replica, and the number of parts of its outputs."""
-        length, batch_size, sums, parts = posted
-        if (length, batch_size) != (self._length, self._batch_size):
-            raise WorkerError(
-                f"trainer.evaluation() got {self._length} samples in batches of {self._batch_size} on rank "
-                f"{self._exchange.rank}, but {length} in batches of {batch_size} on another: pass the same "
-                "data set and batch_size on all replicas"
-            )
-        return {name: decoded_sum(value) for name, value in sums.items()}, parts
 
     # -- buffers ----------------------------------------------------------------------------------------
 
@@ -396,9 +394,9 @@ def decoded(text: str) -> Any:
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
 
 
-def kinds_of(kind: str, parts: int) -> list[str]:
+def kinds_of(kind: str, text: str) -> list[str]:
     """Return the kinds of the values that have the parts of a text."""
-    return [f"{kind}/{number}" if number else kind for number in range(parts)]
+    return [f"{kind}/{start // PART_LENGTH}" if start else kind for start in range(0, len(text), PART_LENGTH)]
 
 
 class Exchange:
@@ -439,14 +437,12 @@ class Exchange:
                 break
         return found
 
-    def post_text(self, kind: str, text: str) -> int:
-        """Post a text in parts that the store takes, the first last and with their number; return this."""
+    def post_text(self, kind: str, text: str) -> None:
+        """Post a text in parts that the store takes, the first last and with their number."""
         parts = [text[start : start + PART_LENGTH] for start in range(0, len(text), PART_LENGTH)]
-        kinds = kinds_of(kind, len(parts))
-        for each, part in zip(kinds[1:], parts[1:], strict=True):
+        for each, part in zip(kinds_of(kind, text)[1:], parts[1:], strict=True):
             self.post(each, part)
         self.post(kind, f"{len(parts)} {parts[0]}")
-        return len(parts)
 
     def read_text(
         self, kind: str, ranks: Sequence[int], *, taking_part: Collection[int] = ()
@@ -456,8 +452,8 @@ class Exchange:
         for rank, text in self.read(kind, ranks, taking_part=taking_part).items():
             count, _, first = text.partition(" ")
             parts = [first]
-            for each in kinds_of(kind, int(count))[1:]:
-                parts += self.read(each, [rank], taking_part=[rank]).values()
+            for number in range(1, int(count)):
+                parts += self.read(f"{kind}/{number}", [rank], taking_part=[rank]).values()
             if len(parts) == int(count):
                 found[rank] = "".join(parts)
         return found
@@ -507,7 +503,9 @@ class GatheredValues:
             return [value]
         exchange = self._exchange
         kind = f"gather/{place[0]}/{place[1]}"
-        self._posted.append(kinds_of(kind, exchange.post_text(kind, encoded(value))))
+        text = encoded(value)
+        exchange.post_text(kind, text)
+        self._posted.append(kinds_of(kind, text))
         others = [rank for rank in range(exchange.replicas) if rank != exchange.rank]
         expected = [rank for rank in others if rank not in self._missing]
         found = exchange.read_text(kind, expected, taking_part=self._found)

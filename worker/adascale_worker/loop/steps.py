@@ -29,8 +29,7 @@ from adascale_worker.loop.agreement import StepAgreement
 from adascale_worker.loop.context import Context
 from adascale_worker.loop.step_undo import StepUndo
 from adascale_worker.membership.links import PeersLostError
-from adascale_worker.membership.process_group import ReplicaGroup
-from adascale_worker.process.user_code import OneTimeWarnings, calling_line
+from adascale_worker.process.user_code import calling_line
 from adascale_worker.program.parts import warn_of_parameters_outside
 from adascale_worker.program.patching import patch_step
 from adascale_worker.program.program_loop import ProgramPlace
@@ -39,34 +38,6 @@ SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""
 MAX_SKIPPED_STEPS = 100
 """Steps in a row whose gradients are not finite, after which training fails."""
-MAX_BATCHES_WITHOUT_STEP = 1000
-"""Batches without an optimizer step after which a warning is issued, because the epoch cannot end."""
-
-
-class BatchChecks:
-    """Finds a loop that makes no steps."""
-
-    def __init__(self, group: ReplicaGroup) -> None:
-        self._group = group
-        self._batches = 0
-        self._warnings = OneTimeWarnings()
-
-    def stepped(self) -> None:
-        """Record that a step was made or discarded, or a loop over batches begins."""
-        self._batches = 0
-
-    def delivered_batch(self) -> None:
-        """Record that the program gets the next batch of `trainer.dataloader`."""
-        self._batches += 1
-        if self._batches == MAX_BATCHES_WITHOUT_STEP:
-            found = (
-                f"trainer.dataloader() has delivered {MAX_BATCHES_WITHOUT_STEP} batches since the last "
-                "optimizer.step(): an epoch ends after its steps, so without steps it does not end. Call "
-                "step() of the optimizer that was passed to program_reentry once per batch"
-            )
-            if self._group.replicas > 1:
-                raise WorkerError(f"{found}, on all {self._group.replicas} replicas")
-            self._warnings.warn("no step", found)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -83,12 +54,8 @@ class Steps(Context, ABC):
     _has_changed: bool = field(default=False, init=False)  # whether the last one has changed the weights
     _skipped_steps: int = field(default=0, init=False)
     _stepped_at: float = field(default=float("-inf"), init=False)
-    _checks: BatchChecks = field(init=False)
     _is_open: bool = field(default=False, init=False)
     """Whether the program works on a batch, or what it did for the last batch is not completed yet."""
-
-    def __post_init__(self) -> None:
-        self._checks = BatchChecks(self.group)
 
     @property
     def has_stepped(self) -> bool:
@@ -131,8 +98,6 @@ class Steps(Context, ABC):
         accumulation = self.accumulation
         lacks_pass = not accumulation.passes and not accumulation.has_stepped
         part.check_step(accumulation.kept_micro_batches, is_inside=self.loop.has_batch)
-        if self._leads(part):
-            self._checks.stepped()
         if not accumulation.at_last_micro_batch:
             part.finish_micro_batch(accumulation.micro_weight)
             self._end_micro_batch()
@@ -170,7 +135,6 @@ class Steps(Context, ABC):
                 part.finish_step()
                 part.adascale.discard_step()
                 if self._leads(part):
-                    self._checks.stepped()
                     self._count_skipped()
 
     def _leads(self, part: OptimizerGradients) -> bool:
@@ -281,7 +245,6 @@ class Steps(Context, ABC):
         """Prepare for a batch, which the program gets next."""
         self._is_open = True
         self.accumulation.begin_batch()
-        self._checks.delivered_batch()
 
     def end_batch(self) -> None:
         """Complete what the program has done for its last batch."""
@@ -312,13 +275,11 @@ class Steps(Context, ABC):
     def begin_loop(self) -> None:
         """Begin with the first batch of a step, in another loop of the program."""
         self.accumulation.restart_step()
-        self._checks.stepped()
 
     def discard(self) -> None:
         """Put back what an unfinished step has changed, so that its samples are delivered again."""
         self.accumulation.restart_step()
         self.undo.restore()
-        self._checks.stepped()
         self.progress.in_step = 0
         self._is_open = False
 
@@ -392,7 +353,6 @@ class OneOptimizer(Steps):
             )
         # The program does not want the mean gradient, which is the same on all replicas, or a part of it.
         self.accumulation.restart_step()
-        self._checks.stepped()
 
 
 @dataclass(eq=False, kw_only=True)
