@@ -26,12 +26,12 @@ from adascale_worker.errors import (
     StorageUnavailableError,
     UnusableCheckpointError,
     WorkerError,
-    error_of_kind,
-    kind_of_error,
 )
+from adascale_worker.loop.generations import SHARED_ERRORS
 from adascale_worker.membership import gloo, process_group
 from adascale_worker.membership.links import Formation, PeersLostError
 from adascale_worker.membership.process_group import ReplicaGroup, backend_of, exchange_values
+from adascale_worker.membership.replica_processes import described_error, shared_error
 from adascale_worker.process.device import gpu_names
 from adascale_worker.process.environment import RankAssignment
 from adascale_worker.torch_private.distributed import is_lost_peer
@@ -150,7 +150,7 @@ def test_a_collective_on_a_gpu_that_was_aborted_has_no_result(device: str, has_r
 
     group._lane = cast(Any, SimpleNamespace(allreduce=all_reduce))
     if has_result:
-        assert group.sum([1.0]) == (1.0,)
+        assert group.sum([1.0]) == [1.0]
     else:
         with pytest.raises(PeersLostError):
             group.sum([1.0])
@@ -246,7 +246,7 @@ def test_all_ranks_learn_which_gpu_each_has(gpus: str) -> None:
     ],
 )
 def test_another_replica_ends_with_the_error_of_rank_0(error: WorkerError, kind: type[WorkerError]) -> None:
-    found = error_of_kind(kind_of_error(error), str(error))
+    found = shared_error(described_error(error, SHARED_ERRORS), SHARED_ERRORS, WorkerError)
     assert (type(found), str(found)) == (kind, str(error))
 
 

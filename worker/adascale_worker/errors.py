@@ -97,23 +97,6 @@ class UnsupportedStateError(WorkerError):
         self.problem = problem
 
 
-_SHARED_KINDS: tuple[type[WorkerError], ...] = (
-    UnusableCheckpointError,
-    StorageUnavailableError,
-    CheckpointError,
-)
-
-
-def kind_of_error(error: AdaScaleError) -> str:
-    """Return the name of the kind of an error, for `error_of_kind` in another replica."""
-    return next((kind.__name__ for kind in _SHARED_KINDS if isinstance(error, kind)), WorkerError.__name__)
-
-
-def error_of_kind(name: str, message: str) -> WorkerError:
-    """Return the error of another replica, so that this one ends with the same message and exit code."""
-    return next((kind for kind in _SHARED_KINDS if kind.__name__ == name), WorkerError)(message)
-
-
 def exit_code(error: AdaScaleError) -> int:
     """Return the exit code of a trainer or an agent that `error` ends.
 

@@ -68,7 +68,7 @@ class Weighing(Protocol):
     def replicas(self) -> int:
         """The number of replicas."""
 
-    def sum(self, numbers: Sequence[float]) -> tuple[float, ...]:
+    def sum(self, numbers: Sequence[float]) -> Sequence[float]:
         """Return the elementwise sums of all replicas' `numbers`."""
 
     def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -129,7 +129,7 @@ class AllProcesses:
         """The number of processes of all replicas."""
         return self._group.replicas * self._group.processes
 
-    def sum(self, numbers: Sequence[float]) -> tuple[float, ...]:
+    def sum(self, numbers: Sequence[float]) -> list[float]:
         """Return the elementwise sums of the `numbers` of all processes."""
         return self._group.sum(self._group.own.sum(numbers))
 

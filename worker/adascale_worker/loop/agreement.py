@@ -156,7 +156,7 @@ class StepAgreement(Context):
 
     def exchange(self, flags: tuple[float, ...]) -> None:
         """Agree after a step. A collective call if steps are slow, and the step had no all-reduce."""
-        sums = None if self.group.processes > 1 else self.optimizer.lead.flags_sum
+        sums: Sequence[float] | None = None if self.group.processes > 1 else self.optimizer.lead.flags_sum
         if sums is None and (self.agreed.agree_each_step or self.group.processes > 1):
             # AdaScale does not measure every step, and the next measured one may be a minute away. Of a
             # replica of several processes, the first requests, and the others learn it here.

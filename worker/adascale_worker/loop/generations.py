@@ -13,13 +13,22 @@ from typing import NoReturn
 from adascale_core.errors import AdaScaleError
 from adascale_core.failures import EXIT_REENTRY
 from adascale_core.messages.channel import Assignment, SavedElsewhere
-from adascale_worker.errors import error_of_kind, kind_of_error
+from adascale_worker.errors import (
+    CheckpointError,
+    StorageUnavailableError,
+    UnusableCheckpointError,
+    WorkerError,
+)
 from adascale_worker.gradients.step_failure import release_memory
 from adascale_worker.loop.context import Context
 from adascale_worker.loop.steps import Steps
 from adascale_worker.membership.generations import LeaveError, Membership
 from adascale_worker.membership.links import Formation
+from adascale_worker.membership.replica_processes import described_error, shared_error
 from adascale_worker.program.parts import check_optimizer_parameters
+
+SHARED_ERRORS = (UnusableCheckpointError, StorageUnavailableError, CheckpointError, WorkerError)
+"""Errors of a restored checkpoint with which all replicas end, with the same message and exit code."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -132,7 +141,7 @@ class Generations(Context):
                 loaded = self.state.load(wait=group.generation > 1)
                 is_elsewhere = self._continues_elsewhere()
             except AdaScaleError as error:
-                failure = kind_of_error(error), str(error)
+                failure = described_error(error, SHARED_ERRORS)
         group.settle(failed=is_elsewhere)
         if group.rank == 0 and failure is None:
             try:
@@ -140,13 +149,13 @@ class Generations(Context):
                 if loaded is not None:
                     self.feed.begin_from_checkpoint()
             except AdaScaleError as error:
-                failure = kind_of_error(error), str(error)
+                failure = described_error(error, SHARED_ERRORS)
             failure = next((each for each in group.own.exchange(failure) if each is not None), None)
         # More steps may be required now than when the end of training was saved.
         is_final = loaded is not None and checkpointing.has_restored_final and self.job.finished
         is_restored, is_final, failure = group.broadcast((loaded is not None, is_final, failure))
         if failure is not None:
-            raise error_of_kind(*failure)
+            raise shared_error(failure, SHARED_ERRORS, WorkerError)
         checkpointing.keep_final(is_final=is_final)
         if not is_restored:
             trained.require_equal()

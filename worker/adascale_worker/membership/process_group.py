@@ -583,15 +583,12 @@ class ReplicaGroup:
         with self._guarded():
             return ReplicaMessages(self.process_group, self.device).gather(value)
 
-    def sum(self, numbers: Sequence[float]) -> tuple[float, ...]:
+    @_decided
+    def sum(self, numbers: Sequence[float]) -> list[float]:
         """Return the elementwise sums of all ranks' `numbers`, on all ranks.
 
         They are exchanged in the memory of the host, so that no GPU is waited for.
         """
-        return tuple(self._sum(numbers))
-
-    @_decided
-    def _sum(self, numbers: Sequence[float]) -> list[float]:
         if self.replicas == 1:
             return list(numbers)
         tensor = torch.tensor(numbers)

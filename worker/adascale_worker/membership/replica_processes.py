@@ -111,21 +111,23 @@ def _length(message: Tensor) -> int:
 def attempt(
     action: Callable[[], Any], kinds: Sequence[type[Exception]]
 ) -> tuple[dict[str, Any], Exception | None]:
-    """Return what the processes of a replica share of an action, its result or error, and the error itself.
-
-    `kinds` are the errors that all of them raise alike, subclasses first.
-    """
+    """Return what processes share of an action, its result or error, and the error itself."""
     try:
         return {"result": action()}, None
     except Exception as error:  # noqa: BLE001 (the other processes wait for it)
-        name = next((kind.__name__ for kind in kinds if isinstance(error, kind)), "")
-        return {"error": (name, str(error) if name else f"{type(error).__name__}: {error}")}, error
+        return {"error": described_error(error, kinds)}, error
+
+
+def described_error(error: Exception, kinds: Sequence[type[Exception]]) -> tuple[str, str]:
+    """Describe an error for other processes. `kinds` are those that they raise alike, subclasses first."""
+    name = next((kind.__name__ for kind in kinds if isinstance(error, kind)), "")
+    return name, str(error) if name else f"{type(error).__name__}: {error}"
 
 
 def shared_error(
     described: Sequence[str], kinds: Sequence[type[Exception]], otherwise: Callable[[str], Exception]
 ) -> Exception:
-    """Return the error that `attempt` has described; `otherwise` makes one of another kind."""
+    """Return the error that `described_error` has described; `otherwise` makes one of another kind."""
     name, message = described
     return next((kind for kind in kinds if kind.__name__ == name), otherwise)(message)
 

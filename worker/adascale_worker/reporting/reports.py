@@ -355,7 +355,8 @@ class LoggedMetrics:
 
         A mean that is not finite is left out.
         """
-        for name, mean in _means(self._values).items():
+        for name, values in self._values.items():
+            mean = torch.stack([value.to(values[-1].device) for value in values]).mean().item()
             self._means.pop(name, None)
             if math.isfinite(mean):
                 self._means[name] = mean
@@ -366,17 +367,3 @@ class LoggedMetrics:
         """Discard all values and means."""
         self._values.clear()
         self._means.clear()
-
-
-def _means(values: Mapping[str, list[Tensor]]) -> dict[str, float]:
-    """Return the mean of each list. Waits for each device once."""
-    by_device: dict[torch.device, dict[str, Tensor]] = {}
-    for name, tensors in values.items():
-        device = tensors[-1].device
-        mean = torch.stack([tensor.to(device) for tensor in tensors]).mean()
-        by_device.setdefault(device, {})[name] = mean
-    return {
-        name: number
-        for means in by_device.values()
-        for name, number in zip(means, torch.stack(list(means.values())).tolist(), strict=True)
-    }

@@ -11,16 +11,14 @@ from torch.utils.hooks import RemovableHandle
 
 from adascale_worker.torch_private import private_part
 
-backward_pass_id: Callable[[], int] = private_part(
-    torch._C, "_current_graph_task_id", "to count the backward passes of a step"
-)
+backward_pass_id: Callable[[], int] = private_part(torch._C, "_current_graph_task_id")
 """Return the number of the backward pass that runs on this thread; -1 outside of a backward pass.
 
 A function of torch itself and not wrapped, because hooks call it for every gradient.
 """
 
 call_at_end_of_backward: Callable[[Callable[[], None]], None] = private_part(
-    torch.autograd.Variable._execution_engine, "queue_callback", "to read gradients after a backward pass"
+    torch.autograd.Variable._execution_engine, "queue_callback"
 )
 """Call a function when the current backward pass ends, after the functions that were queued before it.
 
@@ -28,9 +26,7 @@ DistributedDataParallel queues its own in the same way, so the order of the two 
 gradient would not do: which gradient is the last is not known.
 """
 
-current_autograd_node: Callable[[], Any] = private_part(
-    torch._C, "_current_autograd_node", "to distinguish a backward pass inside another from the outer pass"
-)
+current_autograd_node: Callable[[], Any] = private_part(torch._C, "_current_autograd_node")
 """Return the node of the graph that autograd evaluates now; None outside of a node.
 
 At the end of a backward pass that a node of another pass started (re-entrant checkpointing), it is that node.
@@ -46,7 +42,7 @@ def accumulates_gradient(parameter: Tensor) -> bool:
     with torch.enable_grad():
         view_node = parameter.view_as(parameter).grad_fn
     accumulation_node = None if view_node is None else view_node.next_functions[0][0]
-    will_execute = private_part(torch._C, "_will_engine_execute_node", "to ignore torch.autograd.grad")
+    will_execute = private_part(torch._C, "_will_engine_execute_node")
     try:
         return accumulation_node is not None and bool(will_execute(accumulation_node))
     except RuntimeError:  # the engine refuses to answer for a leaf in torch.autograd.grad
@@ -55,7 +51,7 @@ def accumulates_gradient(parameter: Tensor) -> bool:
 
 def is_last_hook(tensor: Tensor, handle: RemovableHandle) -> bool:
     """Whether no hook on the gradient of `tensor` is called after the one of `handle`."""
-    hooks = private_part(tensor, "_backward_hooks", "to find the hooks of the program") or {}
+    hooks = private_part(tensor, "_backward_hooks") or {}
     return next(reversed(hooks), handle.id) == handle.id
 
 
@@ -65,7 +61,7 @@ def remove_tensor_hook(tensor: Tensor, handle: RemovableHandle) -> None:
     Autograd enters Python for each tensor with a collection of hooks, even if the collection is empty.
     """
     handle.remove()
-    if not private_part(tensor, "_backward_hooks", "to remove its hooks without a trace"):
+    if not private_part(tensor, "_backward_hooks"):
         tensor._backward_hooks = None
 
 
@@ -76,7 +72,7 @@ def l2_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> lis
     """
     if not tensors:
         return []
-    norm = private_part(torch, "_foreach_norm", "to read the norms of gradients")
+    norm = private_part(torch, "_foreach_norm")
     return list(norm(tensors, 2) if dtype is None else norm(tensors, 2, dtype=dtype))
 
 
@@ -97,19 +93,19 @@ def _quotient(tensor: Tensor, divisor: Tensor) -> Tensor:
 def multiply_in_place(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiply each tensor by `factor`, with one kernel for many of them."""
     if tensors:
-        private_part(torch, "_foreach_mul_", "to convert the steps of an optimizer")(tensors, factor)
+        private_part(torch, "_foreach_mul_")(tensors, factor)
 
 
 def divide_in_place(tensors: Sequence[Tensor], divisor: float) -> None:
     """Divide each tensor by `divisor`, with one kernel for many of them."""
     if tensors:
-        private_part(torch, "_foreach_div_", "to divide gradients")(tensors, divisor)
+        private_part(torch, "_foreach_div_")(tensors, divisor)
 
 
 def add_in_place(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """Add to each tensor the one at the same place, with one kernel for many of them."""
     if tensors:
-        private_part(torch, "_foreach_add_", "to add gradients")(tensors, others)
+        private_part(torch, "_foreach_add_")(tensors, others)
 
 
 def flatten_together(tensors: Sequence[Tensor]) -> Tensor:
@@ -119,12 +115,10 @@ def flatten_together(tensors: Sequence[Tensor]) -> Tensor:
     """
     if len(tensors) == 1:
         return tensors[0].flatten().clone()  # torch would return a view.
-    flatten: Callable[[Sequence[Tensor]], Tensor] = private_part(
-        torch._C._nn, "flatten_dense_tensors", "to read the norms of small gradients"
-    )
+    flatten: Callable[[Sequence[Tensor]], Tensor] = private_part(torch._C._nn, "flatten_dense_tensors")
     return flatten(tensors)
 
 
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; autograd counts these changes."""
-    return int(private_part(tensor, "_version", "to find the buffers that a step has changed"))
+    return int(private_part(tensor, "_version"))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def default_store() -> Any:
     """Return the store of torch's default process group, for keys that need no collective call."""
-    return private_part(dist.distributed_c10d, "_get_default_store", "to learn which replicas end training")()
+    return private_part(dist.distributed_c10d, "_get_default_store")()
 
 
 def tcp_store(
@@ -52,8 +52,8 @@ def process_group_beside(
     `torch.distributed.new_group` requires a default process group of which it is a part.
     """
     group = dist.ProcessGroup(store, rank, size)
-    register = private_part(group, "_register_backend", "to make a group of the replicas")
-    set_default = private_part(group, "_set_default_backend", "to make a group of the replicas")
+    register = private_part(group, "_register_backend")
+    set_default = private_part(group, "_set_default_backend")
     kinds = dist.ProcessGroup.BackendType
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)  # type: ignore[attr-defined]
     register(torch.device("cpu"), kinds.GLOO, gloo)
@@ -96,12 +96,9 @@ def end_default_group(error: Callable[[], Exception]) -> None:
     or with itself alone, which is a wrong result.
     """
     module = dist.distributed_c10d
-    groups = list(private_part(module, "_world", _PURPOSE).pg_map)
+    groups = list(private_part(module, "_world").pg_map)
     dist.destroy_process_group()
     refuse_groups(groups, error)
-
-
-_PURPOSE = "to refuse groups whose members have changed"
 
 
 def refuse_groups(groups: Iterable[dist.ProcessGroup], error: Callable[[], Exception]) -> None:
@@ -109,7 +106,7 @@ def refuse_groups(groups: Iterable[dist.ProcessGroup], error: Callable[[], Excep
     module = dist.distributed_c10d
     _ended_groups.update(groups)
     # All collective calls with a group ask this function first.
-    is_other = private_part(module, "_rank_not_in_group", _PURPOSE)
+    is_other = private_part(module, "_rank_not_in_group")
     if not hasattr(is_other, "refuses_ended_groups"):
 
         def refuse_ended(group: Any) -> Any:
@@ -127,20 +124,19 @@ def reset_group_names() -> None:
     torch names groups by counting those of a process, and one whose formation fails counts until a default
     group is destroyed. Members with another name would wait for each other in vain.
     """
-    world = private_part(dist.distributed_c10d, "_world", "to form a group again after a failed formation")
+    world = private_part(dist.distributed_c10d, "_world")
     world.group_count = 0
 
 
 def set_timeout_of(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of collectives of a process group."""
-    purpose = "to wait longer for a collective than for the formation"
-    for backend in _backends_of(group, purpose):
-        private_part(backend, "_set_default_timeout", purpose)(timeout)
+    for backend in _backends_of(group):
+        private_part(backend, "_set_default_timeout")(timeout)
 
 
-def _backends_of(group: dist.ProcessGroup, purpose: str) -> list[Any]:
-    devices = private_part(group, "_device_types", purpose)
-    get = private_part(group, "_get_backend", purpose)
+def _backends_of(group: dist.ProcessGroup) -> list[Any]:
+    devices = private_part(group, "_device_types")
+    get = private_part(group, "_get_backend")
     return list({id(backend): backend for backend in map(get, devices)}.values())
 
 
@@ -171,15 +167,13 @@ def init_default_group(backend: str, device: torch.device, timeout: timedelta, *
 def abort_process_group(group: dist.ProcessGroup | None) -> None:
     """End the NCCL kernels of a process group, by default torch's, that wait for a lost peer."""
     group = dist.group.WORLD if group is None else group
-    backend = private_part(group, "_get_backend", "to end kernels that wait for a lost peer")(
-        torch.device("cuda")
-    )
+    backend = private_part(group, "_get_backend")(torch.device("cuda"))
     backend.abort()
 
 
 def is_in_join(joinable: Joinable) -> bool:
     """Whether `joinable` takes part in a `torch.distributed.algorithms.join.Join` context now."""
-    config = private_part(joinable, "_join_config", "to detect whether peers may have run out of data")
+    config = private_part(joinable, "_join_config")
     return bool(config.enable)
 
 
@@ -241,7 +235,7 @@ class ShardedParameterGroup:
     def __init__(self, module: FSDPModule, group: Any) -> None:
         self._module = module
         self._group = group
-        self._parameters = private_part(group, "fsdp_params", "to measure a model with fully_shard")
+        self._parameters = private_part(group, "fsdp_params")
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -279,8 +273,7 @@ class ShardedParameterGroup:
     @property
     def awaits_all_reduce(self) -> bool:
         """Whether gradients were reduce-scattered and not yet averaged over replicas (HSDP)."""
-        purpose = "to measure a model with fully_shard over replicas of shards"
-        return private_part(self._group, "_partial_reduce_output", purpose) is not None
+        return private_part(self._group, "_partial_reduce_output") is not None
 
     def on_post_backward(self, before: Callable[[bool], None], after: Callable[[bool], None]) -> None:
         """Call functions before and after `post_backward`, which ends the group's part of a backward pass.
@@ -289,7 +282,7 @@ class ShardedParameterGroup:
         called.
         """
         group = self._group
-        post_backward = private_part(group, "post_backward", "to count the backward passes of fully_shard")
+        post_backward = private_part(group, "post_backward")
 
         def observed_post_backward(*arguments: Any) -> None:
             before(group.reduce_grads)
@@ -326,7 +319,7 @@ class ShardedParameterGroup:
                 observe(input_tensor, group)
                 return self._inner(output_tensor, input_tensor, group, op, async_op)
 
-        inner = private_part(self._group, "_reduce_scatter_comm", "to read gradients of fully_shard")
+        inner = private_part(self._group, "_reduce_scatter_comm")
         self._module.set_custom_reduce_scatter(ObservedReduceScatter(inner))
 
 
@@ -348,7 +341,7 @@ def _parameter_groups_of(module: FSDPModule) -> Sequence[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         groups: Sequence[Any] = state._fsdp_param_groups
         return groups
-    group = private_part(state, "_fsdp_param_group", "to measure a model with fully_shard")
+    group = private_part(state, "_fsdp_param_group")
     return [] if group is None else [group]
 
 

@@ -17,23 +17,19 @@ from adascale_worker.torch_private import private_part
 
 def communication_hooks(ddp: DistributedDataParallel) -> list[Callable[..., Any]]:
     """Return the functions that were registered by `ddp.register_comm_hook`."""
-    hooks = private_part(
-        ddp, "_comm_hooks", "to detect whether gradients are compressed before they are averaged"
-    )
+    hooks = private_part(ddp, "_comm_hooks")
     return [hook for hook, _ in hooks]
 
 
 COMPILED = "_orig_mod."
 """The part of a name in a model's state that `torch.compile(model)` adds."""
-EXTRA_STATE_SUFFIX: str = private_part(
-    torch.nn.modules.module, "_EXTRA_STATE_KEY_SUFFIX", "to restore the extra state of modules"
-)
+EXTRA_STATE_SUFFIX: str = private_part(torch.nn.modules.module, "_EXTRA_STATE_KEY_SUFFIX")
 """How the name of the state ends that `torch.nn.Module.get_extra_state` returns."""
 
 
 def unsaved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers of a module itself that its state does not contain."""
-    names = private_part(module, "_non_persistent_buffers_set", "to find what a module has changed")
+    names = private_part(module, "_non_persistent_buffers_set")
     buffers = dict(module.named_buffers(recurse=False))
     return {name: buffers[name] for name in names if name in buffers}
 
@@ -43,7 +39,7 @@ _COMPILED_CALL = "_compiled_call_impl"
 
 def call_of(model: torch.nn.Module) -> Callable[..., Any]:
     """Return what `model(...)` calls: `forward`, or its compiled form after `model.compile()`."""
-    compiled: Callable[..., Any] | None = private_part(model, _COMPILED_CALL, "to run a compiled model")
+    compiled: Callable[..., Any] | None = private_part(model, _COMPILED_CALL)
     return model.forward if compiled is None else compiled
 
 
@@ -52,7 +48,7 @@ def override_call(model: torch.nn.Module, call: Callable[..., Any]) -> None:
 
     A replaced `forward` of a model after `model.compile()` would be compiled together with what replaces it.
     """
-    compiled = private_part(model, _COMPILED_CALL, "to run a compiled model")
+    compiled = private_part(model, _COMPILED_CALL)
     name = "forward" if compiled is None else _COMPILED_CALL
     setattr(model, name, call)
 
@@ -113,18 +109,18 @@ SCHEDULERS = "_schedulers"
 
 def set_last_lr(scheduler: LRScheduler, rates: Sequence[float]) -> None:
     """Let `scheduler.get_last_lr()` return `rates`: one learning rate for each parameter group."""
-    private_part(scheduler, LAST_LR, "to continue a changed schedule at its position")
+    private_part(scheduler, LAST_LR)
     setattr(scheduler, LAST_LR, list(rates))
 
 
 def schedulers_in(scheduler: ChainedScheduler | SequentialLR) -> list[LRScheduler]:
     """Return the schedulers that a scheduler consists of."""
-    return list(private_part(scheduler, SCHEDULERS, "to find the end of a schedule"))
+    return list(private_part(scheduler, SCHEDULERS))
 
 
 def last_milestone(scheduler: SequentialLR) -> int:
     """Return the number of the step from which a scheduler uses the last of its schedulers."""
-    return int(private_part(scheduler, "_milestones", "to find the end of a schedule")[-1])
+    return int(private_part(scheduler, "_milestones")[-1])
 
 
 @contextmanager
@@ -137,8 +133,8 @@ def hidden_worker_info() -> Iterator[None]:
     if info is None:
         yield
         return
-    worker = private_part(_utils, "worker", "to read a whole stream in a worker process")
-    private_part(worker, "_worker_info", "to read a whole stream in a worker process")
+    worker = private_part(_utils, "worker")
+    private_part(worker, "_worker_info")
     worker._worker_info = None
     try:
         yield
