@@ -496,7 +496,7 @@ class ElasticTrainer:
             CheckpointError: the manifest cannot be written.
         """
         if self._training is not None:
-            self._training.epochs.end_left()
+            self._training.batches.end_left_epoch()
         self._replica.checkpointing.report_result(plain_result(result))
 
     def download_lock(self, folder: str | Path) -> AbstractContextManager[bool]:
@@ -677,7 +677,7 @@ class ElasticTrainer:
                 "trainer.epochs() does not know when training ends: pass the number of epochs, "
                 "trainer.epochs(10), or set scale_invariant_steps or train_samples"
             )
-        return training.epochs.begin()
+        return training.batches.epochs()
 
     def _set_epochs(self, training: Training, epochs: int) -> None:
         """Set the epochs after which training is finished, if they are not set."""
@@ -773,7 +773,7 @@ class ElasticTrainer:
         """
         training, replica = self._require_training(), self._replica
         feed = training.feed
-        training.epochs.end_left()
+        training.batches.end_left_epoch()
         training.batches.require_epoch()
         load = feed.open(
             dataset,
@@ -833,7 +833,7 @@ class ElasticTrainer:
             WorkerError: `batch_size` is not positive, or `program_reentry` has not been called.
         """
         training = self._require_training()
-        training.epochs.end_left()
+        training.batches.end_left_epoch()
         require_evaluable(dataset, options)
         if type(batch_size) is not int or batch_size < 1:
             raise WorkerError(
@@ -893,7 +893,7 @@ class ElasticTrainer:
             WorkerError: `program_reentry` has not been called.
         """
         training = self._require_training()
-        training.epochs.end_left()
+        training.batches.end_left_epoch()
         training.ending.finish(reason)
 
     def close(self) -> None:
@@ -921,7 +921,7 @@ class ElasticTrainer:
         if self._made is not None:
             self._made.stop_watchdog()
         if self._training is not None and process_exit.code is None and not process_exit.failed:
-            failure = self._training.ending.end_of_program(self._training.epochs.left)
+            failure = self._training.ending.end_of_program(self._training.batches.left_epoch)
             if failure is not None:
                 print(f"adascale: {failure}", file=sys.stderr)
                 process_exit.code = exit_code(failure)

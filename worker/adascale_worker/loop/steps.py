@@ -8,6 +8,7 @@ what they have changed.
 
 from __future__ import annotations
 
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -27,17 +29,104 @@ from adascale_worker.gradients.step_division import StepPlan
 from adascale_worker.gradients.trained_models import ModelBuffers
 from adascale_worker.loop.agreement import StepAgreement
 from adascale_worker.loop.context import Context
-from adascale_worker.loop.step_undo import StepUndo
 from adascale_worker.membership.links import PeersLostError
 from adascale_worker.process.user_code import calling_line
 from adascale_worker.program.parts import warn_of_parameters_outside
 from adascale_worker.program.patching import patch_step
 from adascale_worker.program.program_loop import ProgramPlace
+from adascale_worker.reporting.progress import TrainingProgress
+from adascale_worker.state.program import ProgramState, load_model
+from adascale_worker.state.tree import Tree
 
 SLOW_STEP = 0.05
 """Seconds per step from which on the replicas exchange requests on every step."""
 MAX_SKIPPED_STEPS = 100
 """Steps in a row whose gradients are not finite, after which training fails."""
+
+
+class StepUndo:
+    """Puts the state of training back if a step fails after one of several optimizers has made its part.
+
+    It copies the state before each step, on the devices of its tensors. The memory of one copy is used for
+    the next, so the state needs twice its memory.
+    """
+
+    def __init__(self, program: ProgramState, progress: TrainingProgress) -> None:
+        self._program = program
+        self._progress = progress
+        self._memory: list[Tensor] = []
+        self.state: Tree | None = None  # None between two steps
+
+    def record(self) -> None:
+        """Copy the state, at the beginning of a step."""
+        copier = _Copier(self._memory)
+        self.state = copier.copied(
+            {
+                "program": self._program.state_dict(),
+                "progress": self._progress.state_dict(),
+                "trained": self._program.trained.state_dict(),
+            }
+        )
+        self._memory = copier.used
+
+    def forget(self) -> None:
+        """Keep the changes, because the step is complete."""
+        self.state = None
+
+    def revert_progress(self) -> None:
+        """Put the progress back, which the program can read; `restore` puts the rest back later."""
+        if self.state is not None:
+            self._progress.load_state_dict(self.state["progress"])
+
+    def restore(self) -> None:
+        """Put the state back, if it was copied."""
+        if self.state is not None:
+            # The optimizer uses the tensors of the copy from now on.
+            self._memory = []
+            load_model(self._program.model, self.state["program"]["model"])
+            self._program.load_state_dict(self.state["program"])
+            self._progress.load_state_dict(self.state["progress"])
+            self._program.trained.undo(self.state["trained"])
+            # Only now, so that it can be put back again after an error, such as a lack of memory.
+            self.state = None
+
+
+class _Copier:
+    """Copies a tree of dicts, lists and values. Tensors are copied into memory that fits."""
+
+    def __init__(self, memory: list[Tensor]) -> None:
+        self._memory = memory
+        self.used: list[Tensor] = []
+
+    def copied(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value.detach())
+        if isinstance(value, dict):
+            # A subclass, such as that of a model's state_dict, keeps its type and its attributes.
+            made = copy.copy(value)
+            for key, member in value.items():
+                made[key] = self.copied(member)
+            return made
+        if type(value) in (list, tuple):
+            return type(value)(self.copied(member) for member in value)
+        if isinstance(value, numpy.ndarray | set | bytearray) or hasattr(value, "maxlen"):
+            return copy.copy(value)
+        return value
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        number = len(self.used)
+        memory = self._memory[number] if number < len(self._memory) else None
+        fits = (
+            memory is not None
+            and memory.shape == tensor.shape
+            and memory.dtype == tensor.dtype
+            and memory.device == tensor.device
+            and memory.stride() == tensor.stride()
+        )
+        if memory is None or not fits:
+            memory = torch.empty_like(tensor)
+        self.used.append(memory.copy_(tensor))
+        return memory
 
 
 @dataclass(eq=False, kw_only=True)

@@ -30,9 +30,8 @@ from adascale_worker.loop.ending import Ending
 from adascale_worker.loop.evaluation import EvaluationSequence
 from adascale_worker.loop.failures import Failures, MemoryShortage, StepWatchdog
 from adascale_worker.loop.generations import Generations
-from adascale_worker.loop.step_undo import StepUndo
-from adascale_worker.loop.steps import OneOptimizer, SeveralOptimizers, Steps
-from adascale_worker.loop.training_loop import EpochLoops, TrainingLoop
+from adascale_worker.loop.steps import OneOptimizer, SeveralOptimizers, Steps, StepUndo
+from adascale_worker.loop.training_loop import TrainingLoop
 from adascale_worker.membership.generations import Membership
 from adascale_worker.membership.process_group import ReplicaGroup
 from adascale_worker.process import environment
@@ -99,7 +98,6 @@ class Training(Context):
         self.batches = TrainingLoop(
             steps=self.steps, generations=self.generations, ending=self.ending, **doors
         )
-        self.epochs = EpochLoops(self.batches)
         self._failures = Failures(steps=self.steps, **doors)
         self._other_training = OtherTraining(parts, group, loop, lambda: self.accumulation.has_stepped)
         self._backward_guard = BackwardGuard(self.failure, self.accumulation)

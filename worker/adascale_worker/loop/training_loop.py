@@ -28,61 +28,6 @@ COMPARISON_STEPS = 1024
 """Steps after which the replicas of a long generation compare again what they read of a stream."""
 
 
-class EpochLoops:
-    """The program's loops over `trainer.epochs`, which begin where training is and end each epoch.
-
-    The end of an epoch is an exchange among the replicas. An iterator that is left, by `break` or an error,
-    cannot make it: it is only deleted. So that epoch ends when the program next uses the trainer, or ends.
-    """
-
-    def __init__(self, batches: TrainingLoop) -> None:
-        self._ending = batches.ending
-        self._end_epoch = batches.end_epoch
-        self._epoch: int | None = None
-        self._is_inside = False
-        self._is_complete = False
-        """Whether the body of the loop has come to its end."""
-
-    def begin(self) -> Iterator[int]:
-        """Yield the numbers of the epochs until training ends, and end each before the next."""
-        self._require_outside()
-        self.end_left()
-        while not self._ending.job.finished:
-            self._require_outside()
-            self._epoch, self._is_inside, self._is_complete = self._ending.progress.epoch, True, False
-            try:
-                yield self._epoch
-                self._is_complete = True
-            finally:
-                self._is_inside = False
-            self.end_left()
-
-    def _require_outside(self) -> None:
-        if self._is_inside:
-            raise WorkerError(
-                f"a loop over trainer.epochs() began inside epoch {self._epoch} of another one: use one loop "
-                "over epochs, and inside it one loop over trainer.dataloader(dataset)"
-            )
-
-    @property
-    def left(self) -> int | None:
-        """The epoch whose body the program has left, and which has not ended; else None."""
-        return self._epoch if not self._is_inside else None
-
-    def end_left(self) -> None:
-        """End the epoch whose body the program has left, if `trainer.step` has not ended it already.
-
-        An epoch that was left before its first batch has not begun, so it does not end.
-        """
-        epoch = self.left
-        if epoch is None:
-            return
-        self._epoch = None
-        has_begun = self._ending.loop.has_begun(epoch, self._ending.progress.step)
-        if self._ending.is_in_epoch(epoch) and (self._is_complete or has_begun):
-            self._end_epoch(epoch)
-
-
 class DataLoop(Iterator[Any]):
     """What `trainer.dataloader` returns: each iteration over it is one over the rest of the current epoch.
 
@@ -118,6 +63,11 @@ class TrainingLoop(Context):
     generations: Generations
     ending: Ending
     has_grown: bool = field(default=False, init=False)  # whether it has trained with other replicas
+    _epoch: int | None = field(
+        default=None, init=False
+    )  # of a loop over `epochs`, until that epoch has ended
+    _is_inside_epoch: bool = field(default=False, init=False)
+    _is_complete: bool = field(default=False, init=False)  # whether the body of that loop has come to its end
 
     # -- batches ------------------------------------------------------------------------------------------
 
@@ -261,6 +211,48 @@ class TrainingLoop(Context):
             self.feed.compare_records()
 
     # -- epochs -------------------------------------------------------------------------------------------
+
+    # The end of an epoch is an exchange among the replicas. An iterator that is left, by `break` or an error,
+    # cannot make it: it is only deleted. So that epoch ends when the program next uses the trainer, or ends.
+
+    def epochs(self) -> Iterator[int]:
+        """Yield the numbers of the epochs until training ends, and end each before the next."""
+        self._require_outside_epoch()
+        self.end_left_epoch()
+        while not self.job.finished:
+            self._require_outside_epoch()
+            self._epoch, self._is_inside_epoch, self._is_complete = self.progress.epoch, True, False
+            try:
+                yield self._epoch
+                self._is_complete = True
+            finally:
+                self._is_inside_epoch = False
+            self.end_left_epoch()
+
+    def _require_outside_epoch(self) -> None:
+        if self._is_inside_epoch:
+            raise WorkerError(
+                f"a loop over trainer.epochs() began inside epoch {self._epoch} of another one: use one loop "
+                "over epochs, and inside it one loop over trainer.dataloader(dataset)"
+            )
+
+    @property
+    def left_epoch(self) -> int | None:
+        """The epoch whose body the program has left, and which has not ended; else None."""
+        return None if self._is_inside_epoch else self._epoch
+
+    def end_left_epoch(self) -> None:
+        """End the epoch whose body the program has left, if `trainer.step` has not ended it already.
+
+        An epoch that was left before its first batch has not begun, so it does not end.
+        """
+        epoch = self.left_epoch
+        if epoch is None:
+            return
+        self._epoch = None
+        has_begun = self.loop.has_begun(epoch, self.progress.step)
+        if self.ending.is_in_epoch(epoch) and (self._is_complete or has_begun):
+            self.end_epoch(epoch)
 
     def end_epoch(self, epoch: int) -> None:
         """End the current epoch: replan if the replicas have agreed to, or save the end of training."""
