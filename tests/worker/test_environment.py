@@ -37,8 +37,6 @@ def test_torchruns_variables_set_the_rank_assignment() -> None:
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "29500",
     }
     assert read_assignment(environ) == RankAssignment(3, 4, 1, 2)
 
@@ -73,7 +71,6 @@ def test_the_service_address_has_a_full_job_id_and_a_url_without_trailing_slash(
         ({"RANK": "one"}, "RANK is 'one': it must be an integer of at least 0"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 but WORLD_SIZE is 2: RANK must be from 0 to 1"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0': it must be an integer of at least 1"),
-        ({"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
         ({"ADASCALE_BATCH_SIZE": "3.5"}, "ADASCALE_BATCH_SIZE is '3.5': it must be an integer of at least 1"),
         ({"ADASCALE_LOCAL_BSZ_BOUNDS": "16"}, "it must be 'lower,upper', two integers of at least 1"),
         ({"ADASCALE_LOCAL_BSZ_BOUNDS": "16,"}, "or 'lower,auto'"),

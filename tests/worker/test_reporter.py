@@ -264,6 +264,10 @@ class FixedEstimates:
     lr_factor = 1.25
     lr = 0.025
 
+    @property
+    def slowest(self) -> "FixedEstimates":
+        return self
+
     def gain(self) -> float:
         return 1.5
 
