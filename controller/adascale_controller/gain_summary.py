@@ -1,18 +1,13 @@
-"""Renders the gain of a job for people, once or until the job ends."""
+"""Renders the gain of a job for people."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from adascale_client import MetricsServiceClient, ServiceRefusedError, ServiceUnreachableError
 from adascale_controller.formatting import (
     Column,
     FittingTable,
@@ -32,10 +27,6 @@ MAX_FRESH_SECONDS = 10.0
 """The age of a report is shown if it is older than this."""
 
 
-INTERVAL = 1.0
-"""Seconds between two reads of the gain."""
-
-
 def render_gain(gain: GainView, now: float) -> RenderableType:
     """Return the latest report of a job and the predictions for other replica counts."""
     facts = Table.grid(padding=(0, 3, 0, 0))
@@ -47,17 +38,6 @@ def render_gain(gain: GainView, now: float) -> RenderableType:
     if gain.predictions:
         parts += [Text(), _predictions_table(gain.predictions, gain.report.replicas)]
     return Group(*parts)
-
-
-def gain_line(gain: GainView) -> str:
-    """Return the latest report of a job in one line."""
-    report = gain.report
-    loss = "" if report.loss is None else f", loss {significant(report.loss)}"
-    return (
-        f"step {report.step} on {plural(report.replicas, 'replica')}, progress {report.progress:.0f}: "
-        f"gain {significant(report.gain)} at scale {trimmed(report.scale)} ({describe_batch(report)}), "
-        f"efficiency {percent(gain.efficiency)}{loss}"
-    )
 
 
 def _facts(gain: GainView, now: float) -> list[tuple[str, str]]:
@@ -98,75 +78,3 @@ def _gain(prediction: PredictionView) -> str:
     low, high = significant(prediction.gain_low), significant(prediction.gain_high)
     gain = significant(prediction.gain)
     return gain if low == high else f"{gain} ({low} to {high})"
-
-
-class LiveGain(Live):
-    """Replaces the gain on a terminal by the newest."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console=console, auto_refresh=False, vertical_overflow="crop")
-
-    def show(self, gain: GainView) -> None:
-        """Show a gain."""
-        self.update(render_gain(gain, time.time()), refresh=True)
-
-
-class GainLines(nullcontext[None]):
-    """Prints a line for each new report."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        super().__init__()
-        self._as_json = as_json
-        self._shown: tuple[int, int] | None = None
-
-    def show(self, gain: GainView) -> None:
-        """Show a gain, unless its report was shown."""
-        report = (gain.report.generation, gain.report.step)
-        if report != self._shown:
-            self._shown = report
-            print(json.dumps(gain.to_json()) if self._as_json else gain_line(gain), flush=True)
-
-
-def watch_gain(
-    job_id: str,
-    client: MetricsServiceClient,
-    display: LiveGain | GainLines,
-    has_ended: Callable[[], bool],
-    sleep: Callable[[float], None] = time.sleep,
-) -> str:
-    """Show the gain of a job whenever it changes, and return why no more gains follow.
-
-    `has_ended` returns whether a service that does not answer has ended, so that it will not answer again.
-    """
-    client.get_allocation(job_id)  # Errors of this first call are raised, such as for an unknown job.
-    with display:
-        while True:
-            try:
-                # Read first, so that the last report of a job that has ended is shown.
-                allocation = client.get_allocation(job_id)
-                gain = _find_gain(job_id, client)
-                if gain is not None:
-                    display.show(gain)
-                if allocation.complete:
-                    return f"job {job_id} has finished"
-                if allocation.desired is not None and allocation.desired.failed:
-                    return f"job {job_id} has failed"
-            except ServiceUnreachableError:
-                if has_ended():
-                    return f"the run of job {job_id} has ended"
-            except ServiceRefusedError as error:
-                if error.status == 404:
-                    return f"job {job_id} was deleted"
-                if error.status < 500:
-                    raise
-            sleep(INTERVAL)
-
-
-def _find_gain(job_id: str, client: MetricsServiceClient) -> GainView | None:
-    """Return the gain of a job; None before its first report."""
-    try:
-        return client.get_gain(job_id)
-    except ServiceRefusedError as error:
-        if error.status == 404:
-            return None
-        raise

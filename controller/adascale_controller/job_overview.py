@@ -65,6 +65,11 @@ class JobOverview:
     last_began: float = 0.0  # when its last run began, in seconds since 1970
 
     @property
+    def id(self) -> str:
+        """`<namespace>.<name>`."""
+        return f"{self.namespace}.{self.name}"
+
+    @property
     def members(self) -> Sequence[ReplicaView]:
         """The last registrations of its replicas; empty if they are unknown."""
         return self.view.replicas if self.view is not None else ()
@@ -113,7 +118,7 @@ def render_status(summary: JobOverview, now: float, slow: str = "") -> str:
     view, limit, spares = summary.view, summary.local_batch_limit, summary.spares
     waiting = f", {plural(spares, 'spare')} waiting" if spares else ""
     facts = [
-        ("name", f"{summary.namespace}.{summary.name}"),
+        ("name", summary.id),
         ("state", f"{summary.state}{summary.explained}"),
         ("reason", summary.reason.replace("\n", " ")),
         ("age", age(now - summary.began)),

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from adascale_client import MetricsServiceClient, ServiceUnreachableError
-from adascale_controller.gain_summary import GainLines, LiveGain, watch_gain
+from adascale_client import MetricsServiceClient
 from adascale_controller.local.run_history import RunRecord, record_start
 from adascale_controller.local.service_process import RunningService, write_service
 from adascale_controller.local.state_dir import StateDir, StateLock
@@ -26,11 +21,9 @@ from adascale_core.decision.explanation import explain
 from adascale_core.messages.allocation import Allocation
 from adascale_core.messages.job_spec import JobSpec
 from adascale_core.views.decision import DecisionView
-from adascale_core.views.gain import GainView
 from api.client import TOKEN
 from e2e.local_run import adascale_in_process as adascale
 from e2e.local_run import write_job
-from support.fast_python import PYTHON
 from support.job_states import NOW
 from support.job_states import job as job_state
 from support.service import Service
@@ -298,87 +291,6 @@ def test_gain_finds_the_service_in_the_state_folder(tmp_path: Path, service: Ser
     unknown = adascale("gain", "other", "--state-dir", tmp_path)
     assert unknown.returncode == 69
     assert "no run of job other found in" in unknown.stderr
-
-
-def test_gain_shows_each_new_report_until_the_job_has_finished(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        service = Service(tmp_path, job="default.watched")
-        stack.callback(service.stop)
-        service.allocate(1, 1)
-        command = [*PYTHON, "-m", "adascale_controller", "gain", "watched", "--watch"]
-        with subprocess.Popen(
-            [*command, "--url", service.url],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as watching:
-            assert watching.stdout is not None
-            assert watching.stderr is not None
-            service.call("POST", "/gain", {**REPORT, "time": time.time()})
-            assert watching.stdout.readline() == (
-                "step 1200 on 2 replicas, progress 4512: gain 6.25 at scale 8 (batch size 32, local batch "
-                "16), efficiency 78%, loss 0.213\n"
-            )
-            service.call("POST", "/gain", {**REPORT, "step": 1300, "time": time.time()})
-            assert watching.stdout.readline().startswith("step 1300 on ")
-            registration = {
-                "replica": 0, "instance": "a.1", "state": "waiting", "generation": 0,
-                "address": "127.0.0.1", "port": 4000,
-            }  # fmt: skip
-            service.call("PUT", "/replicas/0", registration)
-            finished = {**registration, "state": "finished", "generation": 1, "rank": 0, "replicas": 1}
-            service.call("PUT", "/replicas/0", finished)
-            assert watching.stdout.readline() == ""
-            assert watching.stderr.read() == "job default.watched has finished\n"
-        assert watching.returncode == 0
-
-
-def test_watching_an_unknown_job_is_an_error(service: Service) -> None:
-    failed = adascale("gain", "unknown", "--watch", "--url", service.url)
-    assert failed.returncode == 1
-    assert "404: job default.unknown does not exist" in failed.stderr
-
-
-def test_a_watched_run_that_ends_is_no_error(service: Service) -> None:
-    class Shown(GainLines):
-        def __init__(self) -> None:
-            super().__init__(as_json=False)
-            self.gains: list[GainView] = []
-
-        def show(self, gain: GainView) -> None:
-            self.gains.append(gain)
-
-    class Ending(MetricsServiceClient):
-        def get_gain(self, job_id: str) -> GainView:
-            if shown.gains:
-                raise ServiceUnreachableError("connection refused")
-            return super().get_gain(job_id)
-
-    shown = Shown()
-    ended = iter([False, True])
-    text = watch_gain("default.digits", Ending(service.url), shown, lambda: next(ended), lambda _: None)
-    assert text == "the run of job default.digits has ended"
-    assert [gain.report.step for gain in shown.gains] == [1200]
-
-
-def test_watching_a_job_ends_when_the_job_has_failed(service: Service) -> None:
-    client = MetricsServiceClient(service.url, TOKEN)
-    client.allocate("default.failed", Allocation(2, 0, failed=True))
-    text = watch_gain("default.failed", client, GainLines(as_json=False), lambda: False, lambda _: None)
-    assert text == "job default.failed has failed"
-    client.delete_job("default.failed")
-
-
-def test_on_a_terminal_a_watched_gain_is_shown_in_place(service: Service) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    client = MetricsServiceClient(service.url)
-    display = LiveGain(console)
-    with display:
-        display.show(client.get_gain("default.digits"))
-        display.show(client.get_gain("default.digits"))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "\x1b[1A" in text  # moves up, to draw over the first
-    assert "6.25 at scale 8" in text
 
 
 @pytest.mark.parametrize("job", ["unknown", "silent"])

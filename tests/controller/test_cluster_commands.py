@@ -110,31 +110,6 @@ def test_each_option_for_a_cluster_selects_the_cluster(
     assert "Running (Training on 2 replicas)" in shown.stdout
 
 
-@pytest.mark.parametrize(
-    ("command", "line"),
-    [
-        (["submit", "job.yaml", "--follow"], "kubectl apply -f FILE"),
-        (["list", "--cluster"], "kubectl get adascalejobs -n NAMESPACE"),
-        (["list", "-A"], "kubectl get adascalejobs -n NAMESPACE"),
-        (["logs", "digits", "-f", "-n", "team"], f"kubectl logs -l {names.LABEL_JOB}=JOB"),
-        (["scale", "digits", "-r", 2, "--context", "prod"], "kubectl scale adascalejob/JOB"),
-        (["stop", "digits", "--cluster"], """--type=merge -p '{"spec": {"suspend": true}}'"""),
-        (["resume", "digits", "--cluster"], """--type=merge -p '{"spec": {"suspend": false}}'"""),
-        (["rm", "digits", "--cluster", "--yes"], "kubectl delete adascalejob JOB"),
-    ],
-)
-def test_what_kubectl_does_is_an_error_with_its_line(
-    server: ApiServer, adascale: Adascale, command: list[object], line: str
-) -> None:
-    failed = adascale(*command)
-    assert failed.returncode == 2
-    assert failed.stderr.startswith("adascale: for jobs of a cluster, use `kubectl ")
-    assert line in failed.stderr
-    plugin = adascale(*command[:1], entry=kubectl_main)
-    assert plugin.stderr == failed.stderr
-    assert server.requests == []
-
-
 def test_the_plugin_of_kubectl_is_for_the_cluster_and_has_no_commands_for_one_machine(
     server: ApiServer, adascale: Adascale
 ) -> None:

@@ -77,9 +77,6 @@ def test_a_run_is_shown_while_it_trains_and_after_its_end(tmp_path: Path) -> Non
     assert "progress" in shown.stdout
     explained = call(environ, "explain", "test", "--state-dir", state)
     assert explained.returncode == 0, explained.stderr
-    watched = call(environ, "gain", "test", "--watch", "--state-dir", state)
-    assert watched.returncode == 1
-    assert "job test is not running: omit --watch to show its last gain" in watched.stderr
 
 
 def test_commands_whose_port_is_taken_end_with_a_message(tmp_path: Path) -> None:

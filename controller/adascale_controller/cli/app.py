@@ -10,7 +10,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from adascale_controller.cli.arguments import KUBECTL_LINES, use_kubectl
 from adascale_controller.cli.connections import PLUGIN, always_for_cluster
 from adascale_controller.cli.job_commands import explain, export, gain, status
 from adascale_controller.cli.local_commands import list_jobs, logs, rm, run, scale, stop, ui, validate
@@ -51,9 +50,6 @@ def _application(name: str, commands: dict[str, Callable[..., None]], summary: s
     application.callback()(adascale)
     for command, function in commands.items():
         application.command(command)(function)
-    for command in KUBECTL_LINES.keys() - commands.keys():
-        settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-        application.command(command, hidden=True, context_settings=settings)(use_kubectl(command))
     return application
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -40,16 +39,6 @@ ServiceUrl = Annotated[
         show_default=False,
     ),
 ]
-KUBECTL_LINES = {
-    "submit": "kubectl apply -f FILE",
-    "list": "kubectl get adascalejobs -n NAMESPACE",
-    "logs": f"kubectl logs -l {names.LABEL_JOB}=JOB -n NAMESPACE --prefix --tail=-1",
-    "scale": "kubectl scale adascalejob/JOB -n NAMESPACE --replicas=N",
-    "stop": """kubectl patch adascalejob JOB -n NAMESPACE --type=merge -p '{"spec": {"suspend": true}}'""",
-    "resume": """kubectl patch adascalejob JOB -n NAMESPACE --type=merge -p '{"spec": {"suspend": false}}'""",
-    "rm": "kubectl delete adascalejob JOB -n NAMESPACE",
-}
-"""The line of kubectl for jobs of a cluster, by the command that `adascale` has for this machine alone."""
 
 
 def complete_job(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -111,47 +100,5 @@ Fairness = Annotated[
         callback=_require_fairness,
         help="0: short jobs first, for the lowest mean completion time. 1: equal weights of all jobs.",
         show_default=f"{DEFAULT_FAIRNESS:g}; {DEFAULT_FAIRNESS_ACROSS_TYPES:g} across types of accelerators",
-    ),
-]
-
-
-class UseKubectlError(AdaScaleError):
-    """A command for jobs of a cluster that kubectl has."""
-
-    exit_code = 2
-
-
-def use_kubectl(command: str) -> Callable[..., None]:
-    """Return the function of a command that kubectl has: it raises `UseKubectlError`."""
-
-    def refuse() -> None:
-        here = (
-            "; on this machine, `adascale run FILE` starts or resumes a job"
-            if command in {"submit", "resume"}
-            else ""
-        )
-        raise UseKubectlError(f"for jobs of a cluster, use `{KUBECTL_LINES[command]}`{here}")
-
-    return refuse
-
-
-def _refuse_cluster(ctx: typer.Context, given: bool) -> None:
-    if given:
-        use_kubectl(str(ctx.info_name))()
-
-
-KubectlOptions = Annotated[
-    bool,
-    typer.Option(
-        "--cluster",
-        "--namespace",
-        "-n",
-        "--all-namespaces",
-        "-A",
-        "--context",
-        "--kubeconfig",
-        hidden=True,
-        is_eager=True,
-        callback=_refuse_cluster,
     ),
 ]

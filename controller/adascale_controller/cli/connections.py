@@ -87,11 +87,6 @@ SystemNamespace = Annotated[
 ]
 
 
-def find_urls(state_dir: Path | None, job_id: str) -> list[str]:
-    """Return the addresses of the metrics services of a job's runs, in `state_dir` or everywhere."""
-    return [job.service.url for job in find_folders_of(state_dir, job_id) if job.service is not None]
-
-
 def client_at(url: str) -> MetricsServiceClient:
     """Return the client of the service at `url`, with the token and the authority of the environment."""
     ca_file = os.environ.get(names.ENV_CA_FILE)

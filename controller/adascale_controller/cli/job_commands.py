@@ -6,8 +6,9 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -23,24 +24,22 @@ from adascale_controller.cli.connections import (
     Namespace,
     SystemNamespace,
     connect,
-    find_urls,
     open_cluster,
     select_cluster,
 )
 from adascale_controller.cluster.api import ClusterAccessError, ClusterTarget
 from adascale_controller.explanations import render_decision
 from adascale_controller.formatting import OutputConsole
-from adascale_controller.gain_summary import GainLines, LiveGain, render_gain, watch_gain
+from adascale_controller.gain_summary import render_gain
 from adascale_controller.job_overview import render_status
 from adascale_controller.local.checkpoints import location
 from adascale_controller.local.job_status import read_status
-from adascale_controller.local.local_jobs import NotRunningError, find_folders_of, find_job
+from adascale_controller.local.local_jobs import find_job
 from adascale_controller.local.machine import describe_contention
 from adascale_core import names
 from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import parse_job_id
 from adascale_core.views.job_summary import ENDED, registered_state
-from adascale_core.views.jobs import JobView
 
 
 def status(
@@ -70,15 +69,14 @@ def _show_cluster(target: ClusterTarget, job: str, output: Output, system_namesp
     with open_cluster(target) as connection:
         found = connection.jobs.find(job)
         if output is Output.JSON:
-            typer.echo(json.dumps(found.summary().to_json(), indent=2))
+            typer.echo(json.dumps(found.to_json(), indent=2))
             return
-        view: JobView | None = None
         try:
-            view = connection.metrics(system_namespace).get_job(found.id)
+            found = replace(found, view=connection.metrics(system_namespace).get_job(found.id))
         except (ServiceError, ClusterAccessError) as error:
             # The status of the AdaScaleJob has all but the states of single replicas.
             typer.echo(f"adascale: the replicas are not shown: {error}", err=True)
-        typer.echo(render_status(found.summary(view, connection.api.context), time.time()))
+        typer.echo(render_status(found, time.time()))
 
 
 def gain(
@@ -86,16 +84,6 @@ def gain(
     url: ServiceUrl = None,
     state_dir: StateRoot = None,
     output: OutputFormat = Output.TEXT,
-    watch: Annotated[
-        bool,
-        typer.Option(
-            "--watch",
-            "-w",
-            metavar="",
-            help="Show it until the job ends: on a terminal in place, or else a line for each new report.",
-            show_default=False,
-        ),
-    ] = False,
     cluster: Cluster = False,
     namespace: Namespace = None,
     context: Context = None,
@@ -104,12 +92,12 @@ def gain(
 ) -> None:
     """Show the gain of a job, and predictions for other replica counts."""
     target = select_cluster(cluster, namespace, context, kubeconfig, state_dir)
-    is_local = target is None and not url
-    job_id = parse_job_id(job)
-    if watch and is_local and find_folders_of(state_dir, job_id) and not find_urls(state_dir, job_id):
-        raise NotRunningError(f"job {job} is not running: omit --watch to show its last gain")
     with _service(target, job, url, state_dir, system_namespace) as (client, found):
-        _show(found, client, output, watch, lambda: is_local and not find_urls(state_dir, job_id))
+        view = client.get_gain(found)
+    if output is Output.JSON:
+        print(json.dumps(view.to_json(), indent=2))
+    else:
+        OutputConsole().print(render_gain(view, time.time()))
 
 
 @contextmanager
@@ -123,29 +111,6 @@ def _service(
         return
     with open_cluster(target) as connection:
         yield connection.metrics(system_namespace, url), connection.jobs.find(job).id
-
-
-def _show(
-    job_id: str, client: MetricsServiceClient, output: Output, watch: bool, has_ended: Callable[[], bool]
-) -> None:
-    as_json = output is Output.JSON
-    if watch:
-        _watch(job_id, client, as_json, has_ended)
-        return
-    view = client.get_gain(job_id)
-    if as_json:
-        print(json.dumps(view.to_json(), indent=2))
-    else:
-        OutputConsole().print(render_gain(view, time.time()))
-
-
-def _watch(job_id: str, client: MetricsServiceClient, as_json: bool, has_ended: Callable[[], bool]) -> None:
-    console = OutputConsole()
-    display = LiveGain(console) if console.is_terminal and not as_json else GainLines(as_json=as_json)
-    try:
-        print(watch_gain(job_id, client, display, has_ended), file=sys.stderr)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
 
 
 def explain(
@@ -231,9 +196,9 @@ def export(
 def _url_of(target: ClusterTarget, job: str) -> str:
     with open_cluster(target) as connection:
         found = connection.jobs.find(job)
-    if "url" not in (found.spec.get("checkpoint") or {}):
+    if "://" not in found.checkpoint:
         raise ExportError(
-            f"the checkpoints of job {found.name} are in {found.checkpoints}, which only pods can read: run "
+            f"the checkpoints of job {found.name} are in {found.checkpoint}, which only pods can read: run "
             "`adascale export` in a pod that mounts it, or use spec.checkpoint.url"
         )
-    return found.checkpoints
+    return found.checkpoint

@@ -15,7 +15,6 @@ import typer
 from adascale_controller.cli.arguments import (
     JobFile,
     JobName,
-    KubectlOptions,
     Output,
     OutputFormat,
     StateRoot,
@@ -70,7 +69,6 @@ def stop(
         ),
     ] = STOP_TIMEOUT,
     state_dir: StateRoot = None,
-    _cluster: KubectlOptions = False,
 ) -> None:
     """Save and stop a job; `adascale run` resumes it."""
     stop_and_report(find_job(state_dir, job), timeout)
@@ -215,7 +213,6 @@ def validate(file: JobFile) -> None:
 def list_jobs(
     state_dir: StateRoot = None,
     output: OutputFormat = Output.TEXT,
-    _cluster: KubectlOptions = False,
 ) -> None:
     """List your jobs that run, or have run, on this machine."""
     summaries = [read_status(job) for job in find_jobs(state_dir)]
@@ -257,7 +254,6 @@ def logs(
         ),
     ] = -1,
     state_dir: StateRoot = None,
-    _cluster: KubectlOptions = False,
 ) -> None:
     """Print the output of a replica of a job."""
     lines = None if tail < 0 else tail
@@ -292,7 +288,6 @@ def scale(
         ),
     ],
     state_dir: StateRoot = None,
-    _cluster: KubectlOptions = False,
 ) -> None:
     """Set the most replicas of a job on this machine, until the run ends; 0 saves and stops it.
 
@@ -338,7 +333,6 @@ def rm(
         bool, typer.Option("--yes", "-y", metavar="", help="Do not ask.", show_default=False)
     ] = False,
     state_dir: StateRoot = None,
-    _cluster: KubectlOptions = False,
 ) -> None:
     """Delete jobs that do not run: reports, logs, checkpoints, and their place in the list.
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from adascale_controller.cluster.api import (
     Api,
     ApiObject,
@@ -26,7 +22,6 @@ from adascale_core.errors import AdaScaleError
 from adascale_core.job_id import job_id
 from adascale_core.messages.job_spec import steps_of
 from adascale_core.views.job_summary import JobStateName
-from adascale_core.views.jobs import JobView
 
 _EXPECTED = {Reason.STARTING, Reason.REENTERING, Reason.SUSPENDED}
 """The reasons for which a job does not train and nothing is to be done."""
@@ -35,127 +30,72 @@ _WITHOUT_REPLICAS = {JobStateName.SUSPENDED, JobStateName.COMPLETE, JobStateName
 
 PAGE_SIZE = 200
 """Jobs in one answer of a list."""
-INTERVAL = 0.5
-"""Seconds between two reads of a job that is waited for."""
 MAX_NAMED = 10
 """Jobs that a message names."""
 
 
-@dataclass(frozen=True)
-class ClusterJob:
-    """A job of a cluster."""
+def overview_of(raw: ApiObject, context: str = "") -> JobOverview:
+    """Return what `adascale status` shows of an AdaScaleJob, as of a job on this machine."""
+    meta, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
+    name, namespace = str(meta["name"]), str(meta["namespace"])
+    state = JobStateName(status.get("state") or JobStateName.PENDING)
+    condition = _explaining_condition(status)
+    reason = _reason(state, condition)
+    explained = condition.message if condition is not None and not reason else ""
+    samples, progress = spec.get("trainSamples"), status.get("progress")
+    return JobOverview(
+        name=name,
+        namespace=namespace,
+        shown_name=name,
+        state=state,
+        replicas=int(status.get("replicas") or 0),
+        desired=int(status.get("desiredReplicas") or 0),
+        spares=int(status.get("spareReplicas") or 0),
+        began=seconds(meta["creationTimestamp"]) or 0.0,
+        batch_size=status.get("batchSize"),
+        local_batch_limit=status.get("localBatchLimit"),
+        gain=status.get("gain"),
+        efficiency=status.get("efficiency"),
+        progress=None if progress is None else float(progress),
+        total=spec.get("scaleInvariantSteps") if samples is None else steps_of(samples, spec["batchSize"]),
+        progress_text=str(status.get("progressText") or ""),
+        restarts=status.get("restarts"),
+        reason=reason,
+        explained=f" ({explained})" if explained else "",
+        runs=state not in _WITHOUT_REPLICAS,
+        checkpoint=_checkpoints(job_id(name, namespace), name, spec.get("checkpoint") or {}, status),
+        places=[
+            ("accelerator", str(status.get("accelerator") or "")),
+            ("context", context),
+            ("pods", f"{names.LABEL_JOB}={name}"),
+        ],
+    )
 
-    raw: ApiObject
 
-    @property
-    def name(self) -> str:
-        """Its name."""
-        return str(self.raw["metadata"]["name"])
+def _explaining_condition(status: ApiObject) -> JobCondition | None:
+    """Return the condition that explains the state; None before the operator has written one."""
+    kinds = (ConditionType.FAILED, ConditionType.COMPLETE, ConditionType.RUNNING)
+    found = [condition_of(status, kind) for kind in kinds]
+    return next((each for each in found if each is not None), None)
 
-    @property
-    def namespace(self) -> str:
-        """Its namespace."""
-        return str(self.raw["metadata"]["namespace"])
 
-    @property
-    def id(self) -> str:
-        """`<namespace>.<name>`."""
-        return job_id(self.name, self.namespace)
+def _reason(state: JobStateName, condition: JobCondition | None) -> str:
+    """Return why a job has failed, or does not train; empty if that is as its user expects."""
+    if condition is None or condition.reason in _EXPECTED or state is JobStateName.COMPLETE:
+        return ""
+    if condition.type is ConditionType.RUNNING and condition.status:
+        return ""
+    return f"{condition.reason}: {condition.message}" if condition.message else condition.reason
 
-    @property
-    def spec(self) -> Mapping[str, Any]:
-        """Its spec."""
-        return dict(self.raw.get("spec") or {})
 
-    @property
-    def status(self) -> Mapping[str, Any]:
-        """Its status; empty before the operator has written it."""
-        return dict(self.raw.get("status") or {})
-
-    @property
-    def state(self) -> JobStateName:
-        """What it does."""
-        return JobStateName(self.status.get("state") or JobStateName.PENDING)
-
-    @property
-    def runs(self) -> bool:
-        """Whether it has replicas, or waits for them."""
-        return self.state not in _WITHOUT_REPLICAS
-
-    @property
-    def progress(self) -> float | None:
-        """Progress, in steps at `batchSize`; None if unknown."""
-        found = self.status.get("progress")
-        return None if found is None else float(found)
-
-    @property
-    def steps(self) -> int | None:
-        """The progress at which its spec ends it; None if the program decides."""
-        samples = self.spec.get("trainSamples")
-        if samples is not None:
-            return steps_of(samples, self.spec["batchSize"])
-        return self.spec.get("scaleInvariantSteps")
-
-    @property
-    def checkpoints(self) -> str:
-        """Where its checkpoints are, for people."""
-        checkpoint = self.spec.get("checkpoint") or {}
-        if "url" in checkpoint:
-            return f"{str(checkpoint['url']).rstrip('/')}/{self.id}"
-        if "path" in checkpoint:
-            return f"folder {checkpoint['path']} of its pods"
-        own_claim = self.status.get("claim") or f"{self.name}-checkpoints"
-        return f"PersistentVolumeClaim {checkpoint.get('claimName') or own_claim}"
-
-    @property
-    def condition(self) -> JobCondition | None:
-        """The condition that explains its state; None before the operator has written one."""
-        kinds = (ConditionType.FAILED, ConditionType.COMPLETE, ConditionType.RUNNING)
-        found = [condition_of(self.status, kind) for kind in kinds]
-        return next((each for each in found if each is not None), None)
-
-    @property
-    def reason(self) -> str:
-        """Why it has failed, or does not train; empty if that is as its user expects."""
-        condition = self.condition
-        if condition is None or condition.reason in _EXPECTED or self.state is JobStateName.COMPLETE:
-            return ""
-        if condition.type is ConditionType.RUNNING and condition.status:
-            return ""
-        return f"{condition.reason}: {condition.message}" if condition.message else condition.reason
-
-    def summary(self, view: JobView | None = None, context: str = "") -> JobOverview:
-        """Return what `adascale status` shows of it, as of a job on this machine."""
-        status, condition = self.status, self.condition
-        explained = condition.message if condition is not None and not self.reason else ""
-        return JobOverview(
-            name=self.name,
-            namespace=self.namespace,
-            shown_name=self.name,
-            state=self.state,
-            replicas=int(status.get("replicas") or 0),
-            desired=int(status.get("desiredReplicas") or 0),
-            spares=int(status.get("spareReplicas") or 0),
-            began=seconds(self.raw["metadata"]["creationTimestamp"]) or 0.0,
-            batch_size=status.get("batchSize"),
-            local_batch_limit=status.get("localBatchLimit"),
-            gain=status.get("gain"),
-            efficiency=status.get("efficiency"),
-            progress=self.progress,
-            total=self.steps,
-            progress_text=str(status.get("progressText") or ""),
-            restarts=status.get("restarts"),
-            reason=self.reason,
-            view=view,
-            explained=f" ({explained})" if explained else "",
-            runs=self.runs,
-            checkpoint=self.checkpoints,
-            places=[
-                ("accelerator", str(self.status.get("accelerator") or "")),
-                ("context", context),
-                ("pods", f"{names.LABEL_JOB}={self.name}"),
-            ],
-        )
+def _checkpoints(job: str, name: str, checkpoint: ApiObject, status: ApiObject) -> str:
+    """Return where the checkpoints of a job are, for people: their URL if they have one."""
+    if "url" in checkpoint:
+        return f"{str(checkpoint['url']).rstrip('/')}/{job}"
+    if "path" in checkpoint:
+        return f"folder {checkpoint['path']} of its pods"
+    own_claim = status.get("claim") or f"{name}-checkpoints"
+    return f"PersistentVolumeClaim {checkpoint.get('claimName') or own_claim}"
 
 
 class AmbiguousNamespaceError(AdaScaleError):
@@ -184,7 +124,7 @@ class ClusterJobs:
                 return sorted(found)
             query = [("limit", str(PAGE_SIZE)), ("continue", token)]
 
-    def find(self, name: str) -> ClusterJob:
+    def find(self, name: str) -> JobOverview:
         """Return the job `name`, which is `<namespace>.<name>`, or a bare name."""
         namespace, dot, bare = name.rpartition(".")
         if dot and self._option not in (None, namespace):
@@ -194,7 +134,7 @@ class ClusterJobs:
         namespace = namespace if dot else self._api.namespace
         job_id(bare, namespace)  # raises if no job can have this name
         try:
-            return ClusterJob(self._api.get(job_path(namespace, bare)))
+            return overview_of(self._api.get(job_path(namespace, bare)), self._api.context)
         except RejectedError as error:
             if error.status != 404:
                 raise
