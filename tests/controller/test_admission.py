@@ -123,23 +123,6 @@ def refuse_dry_runs(pod: Object) -> Object:
     return tolerate(pod)
 
 
-def test_pods_have_no_group_where_the_namespace_forbids_it() -> None:
-    """As the restricted SecurityContextConstraints of OpenShift: the groups are a range of the namespace."""
-
-    def forbid(pod: Object) -> Object:
-        if pod["spec"]["securityContext"].get("fsGroup") is not None:
-            reply = (
-                ".spec.securityContext.fsGroup: Invalid value: []int64{65532}: 65532 is not an allowed group"
-            )
-            raise ApiServerError("forbidden", 403, reply)
-        return pod
-
-    world = World(types=["a100"], admit=forbid)
-    world.submit()
-    world.run_cycles()
-    assert world.condition()["reason"] == "Training"
-
-
 def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_raised() -> None:
     replies: list[str] = ["", "pods are forbidden: exceeded quota: gpus", ""]
 

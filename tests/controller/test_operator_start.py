@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -13,29 +12,15 @@ from typer.testing import CliRunner
 
 from adascale_controller.cli.app import app
 from adascale_controller.operator.runtime import main
-from adascale_controller.operator.runtime.health import Health, OperatorMetrics
-from adascale_controller.operator.runtime.main import UnusableClusterError, _require_version
 from adascale_controller.operator.types.settings import OperatorSettings
 from support.api_server import serving
-from support.fake_cluster import FakeCluster
-from support.world import World
 
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-
-
-def test_the_operator_needs_a_version_of_kubernetes() -> None:
-    class OldCluster(FakeCluster):
-        async def version(self) -> tuple[int, int]:
-            return (1, 30)
-
-    with pytest.raises(UnusableClusterError, match=r"1\.30, and the operator needs 1\.31 or newer: upgrade"):
-        asyncio.run(_require_version(OldCluster(World()), Health(OperatorMetrics())))
 
 
 def test_the_operator_ends_with_one_sentence_on_a_cluster_that_it_can_not_use(tmp_path: Path) -> None:
     with serving() as server:
         server.installed = False
-        server.answers["GET", "/version"] = (200, {"major": "1", "minor": "31+"})
         server.answers["POST", REVIEWS] = (201, {"status": {"allowed": True}})
         kubeconfig = server.write_kubeconfig(tmp_path / "config")
         done = subprocess.run(

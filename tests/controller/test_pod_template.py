@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from adascale_controller.job_definition import CheckpointSettings
-from adascale_controller.operator.apply.manifests import claim_manifest, pod_manifest, template_warnings
+from adascale_controller.operator.apply.manifests import claim_manifest
 from adascale_controller.operator.apply.pod_template import TOKEN_FOLDER
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.types.actions import NewPod
 from adascale_controller.operator.types.settings import (
     CHECKPOINT_FOLDER,
     OperatorSettings,
@@ -91,15 +90,12 @@ def test_the_users_variables_come_after_ours_and_may_refer_to_them() -> None:
     assert made["env"][-2:] == theirs
 
 
-def test_a_variable_of_the_protocol_is_replaced_with_a_warning() -> None:
+def test_a_variable_of_the_protocol_is_replaced() -> None:
     made = workload(
         template(container(env=[{"name": "ADASCALE_REPLICA", "value": "7"}, {"name": "A", "value": "1"}]))
     )
     assert env(made)["ADASCALE_REPLICA"] == "0"
     assert env(made)["A"] == "1"
-    assert template_warnings(made) == (
-        "environment variable ADASCALE_REPLICA of spec.template is replaced: the operator sets it",
-    )
 
 
 def test_variables_in_a_path_are_not_expanded() -> None:
@@ -215,7 +211,7 @@ def test_volumes_of_the_template_keep_their_names() -> None:
     assert mounts(made)[TOKEN_FOLDER]["name"] == "adascale-token-2"
 
 
-def test_a_mount_at_one_of_our_paths_is_removed_with_a_warning() -> None:
+def test_a_mount_at_one_of_our_paths_is_removed() -> None:
     made = workload(
         template(
             container(volumeMounts=[{"name": "mine", "mountPath": f"{TOKEN_FOLDER}/"}]),
@@ -224,10 +220,6 @@ def test_a_mount_at_one_of_our_paths_is_removed_with_a_warning() -> None:
     )
     assert "projected" in mounts(made)[TOKEN_FOLDER]
     assert f"{TOKEN_FOLDER}/" not in mounts(made)
-    assert template_warnings(made) == (
-        f"volume mount {TOKEN_FOLDER} of spec.template is removed: the operator mounts a volume of its own "
-        "there",
-    )
 
 
 # -- checkpoints in a claim that the template mounts too
@@ -261,7 +253,6 @@ def test_checkpoints_use_the_users_volume_of_the_same_claim(mount: dict[str, Any
     assert claim_volumes(made, "shared") == ["data"]
     assert {"name": "data", "mountPath": "/data", **mount} in worker(made)["volumeMounts"]
     assert {"name": "data", "mountPath": CHECKPOINT_FOLDER} in worker(made)["volumeMounts"]
-    assert template_warnings(made) == ()
 
 
 def test_checkpoints_use_the_users_volume_of_the_jobs_own_claim() -> None:
@@ -292,20 +283,15 @@ def test_a_read_only_volume_of_the_same_claim_becomes_writable_for_checkpoints_o
     ]
     assert [mount.get("readOnly") for mount in users_mounts] == [True, True, True]
     assert {"name": "data", "mountPath": CHECKPOINT_FOLDER} in worker(made)["volumeMounts"]
-    assert template_warnings(made) == (
-        "readOnly of volume data of spec.template is moved to its volume mounts: checkpoints are saved in "
-        "PersistentVolumeClaim shared too",
-    )
 
 
-def test_the_users_own_mount_of_the_claim_at_the_checkpoint_folder_is_kept_without_a_warning() -> None:
+def test_the_users_own_mount_of_the_claim_at_the_checkpoint_folder_is_kept() -> None:
     made_of = template(
         container(volumeMounts=[{"name": "data", "mountPath": f"{CHECKPOINT_FOLDER}/"}]),
         volumes=[{"name": "data", "persistentVolumeClaim": {"claimName": "shared"}}],
     )
     made = workload(made_of, checkpoint=CheckpointSettings(claim_name="shared"))
     assert mounts(made)[CHECKPOINT_FOLDER]["name"] == "data"
-    assert template_warnings(made) == ()
 
 
 # -- what every pod has ------------------------------------------------------------------------------------
@@ -371,8 +357,6 @@ def test_pods_have_no_group_where_the_operator_must_not_set_it() -> None:
     made = workload()
     made = replace(made, settings=replace(made.settings, fs_group=False))
     assert "fsGroup" not in pod(made)["spec"]["securityContext"]
-    built = pod_manifest(workload(), NewPod(0, 0), fs_group=False)
-    assert "fsGroup" not in built["spec"]["securityContext"]
 
 
 def test_an_fs_group_of_the_template_keeps_its_change_policy() -> None:
@@ -382,21 +366,12 @@ def test_an_fs_group_of_the_template_keeps_its_change_policy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "ours", "word"),
-    [
-        ("restartPolicy", "Always", "Never", "restartPolicy Always"),
-        ("automountServiceAccountToken", True, False, "automountServiceAccountToken"),
-    ],
+    ("field", "value", "ours"),
+    [("restartPolicy", "Always", "Never"), ("automountServiceAccountToken", True, False)],
 )
-def test_fields_that_the_operator_sets_are_replaced_with_a_warning(
-    field: str, value: Any, ours: Any, word: str
-) -> None:
+def test_fields_that_the_operator_sets_are_replaced(field: str, value: Any, ours: Any) -> None:
     made = workload(template(**{field: value}))
     assert pod(made)["spec"][field] == ours
-    assert [word in item for item in template_warnings(made)] == [True]
-    quiet = workload(template(**{field: ours}))
-    assert pod(quiet)["spec"][field] == ours
-    assert template_warnings(quiet) == ()
 
 
 @pytest.mark.parametrize(
@@ -509,10 +484,9 @@ def test_labels_and_annotations_of_the_template_are_kept() -> None:
     }
 
 
-def test_the_job_label_is_replaced_with_a_warning() -> None:
+def test_the_job_label_is_replaced() -> None:
     made = workload(template(metadata={"labels": {names.LABEL_JOB: "other"}}))
     assert pod(made)["metadata"]["labels"][names.LABEL_JOB] == "digits"
-    assert len(template_warnings(made)) == 1
 
 
 def test_with_tls_pods_get_the_authority_of_the_metrics_service_beside_their_token() -> None:

@@ -32,10 +32,6 @@ class FakeCluster:
         """As `Cluster.list`."""
         return list(deepcopy(self._world.objects[resource]).values()), self._world.version
 
-    async def version(self) -> tuple[int, int]:
-        """As `Cluster.version`."""
-        return (1, 34)
-
     async def may_list_nodes(self) -> bool:
         """As `Cluster.may_list_nodes`."""
         return Resource.NODES in self._world.objects

@@ -14,7 +14,7 @@ from adascale_controller.operator.apply.cluster import (
     Cluster,
     PodRefusedError,
 )
-from adascale_controller.operator.apply.manifests import claim_manifest, pod_manifest, template_warnings
+from adascale_controller.operator.apply.manifests import claim_manifest, pod_manifest
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.types.actions import Actions, Event, NewPod, StatusChange, Stop
 from adascale_controller.operator.types.kubernetes import ApiObject, Resource
@@ -183,15 +183,12 @@ class Applier:
             size = min(2 * size, MAX_CONCURRENT_PODS)
         is_first = not observed.pods and applied.template_rejection is None and applied.refused is None
         if is_first and not (job.status.get("attempts") or {}).get("trained"):
-            for warning in template_warnings(job):
-                await self._record_event(observed, Event("TemplateOverridden", warning, warning=True))
             unused = describe_unused_gpus(job.job.gpus, job.job.spec.processes_per_replica)
             if unused is not None:
                 await self._record_event(observed, Event("UnusedGPUs", unused, warning=True))
 
     async def _create_pod(self, observed: ObservedJob, pod: NewPod, applied: Applied) -> None:
-        fs_group = not observed.admission.forbids_fs_group
-        manifest = pod_manifest(observed.resource, pod, single_node=observed.single_node, fs_group=fs_group)
+        manifest = pod_manifest(observed.resource, pod, single_node=observed.single_node)
         try:
             created = await self._cluster.create("pods", manifest)
         except ApiServerError as error:

@@ -53,9 +53,6 @@ class Cluster(Objects, Protocol):
     async def list(self, resource: Resource) -> tuple[Sequence[Cached], int]:
         """Return all objects of a resource, as they are cached, and the version of the list."""
 
-    async def version(self) -> tuple[int, int]:
-        """Return the version of Kubernetes, major and minor."""
-
     async def may_list_nodes(self) -> bool:
         """Whether the operator may list and watch nodes."""
 

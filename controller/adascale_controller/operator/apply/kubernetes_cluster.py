@@ -93,13 +93,6 @@ class KubernetesCluster:
                 return
             query["continue"] = token
 
-    async def version(self) -> tuple[int, int]:
-        """As `Cluster.version`."""
-        answer = await self._call("GET", "/version")
-        # Some providers write `31+`.
-        major, minor = (str(answer[part]).rstrip("+") for part in ("major", "minor"))
-        return int(major), int(minor)
-
     async def may_list_nodes(self) -> bool:
         """As `Cluster.may_list_nodes`."""
         return await self._may("list", Resource.NODES) and await self._may("watch", Resource.NODES)

@@ -21,11 +21,9 @@ from adascale_controller.operator.types.settings import (
 from adascale_core import names
 
 
-def pod_manifest(
-    job: AdaScaleJob, pod: NewPod, *, single_node: bool = False, fs_group: bool = True
-) -> Manifest:
+def pod_manifest(job: AdaScaleJob, pod: NewPod, *, single_node: bool = False) -> Manifest:
     """Return a pod of a replica."""
-    template = build_pod_template(job, pod, single_node=single_node, fs_group=fs_group).manifest
+    template = build_pod_template(job, pod, single_node=single_node)
     metadata, added = template["metadata"], _metadata(job, f"{job.name}-{pod.rank}-{pod.attempt}")
     queue = job.queue_of(extra=pod.extra)
     queueing = job.queueing if queue is not None and not pod.extra else Queueing()
@@ -52,11 +50,6 @@ def pod_manifest(
     for field in ("name", "namespace", "ownerReferences"):
         metadata[field] = added[field]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
-
-
-def template_warnings(job: AdaScaleJob) -> tuple[str, ...]:
-    """Return which parts of the user's pod template are overridden."""
-    return build_pod_template(job, NewPod(0, 0), single_node=False).warnings
 
 
 def claim_manifest(job: AdaScaleJob) -> Manifest | None:

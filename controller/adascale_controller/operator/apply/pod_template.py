@@ -1,8 +1,7 @@
 """The pod template of a job: the user's template and what makes its pods replicas.
 
 The user's template is kept, except for what a replica needs to work: how the worker starts, where it reports,
-its token, the mount of its checkpoints. Each part that is removed or replaced gives a warning. Everything
-else is added only where the template sets nothing.
+its token, the mount of its checkpoints. Everything else is added only where the template sets nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import copy
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from adascale_controller.job_definition import trainer_environment
@@ -45,46 +43,34 @@ _LOST_NODE_SECONDS: Final = 5
 """Seconds that a replica stays on a lost node. Its peers wait for it, so not Kubernetes' 300 seconds."""
 
 
-@dataclass(frozen=True)
-class BuiltPodTemplate:
-    """A PodTemplateSpec, for one pod."""
-
-    manifest: Manifest
-    worker: str  # name of the container that trains
-    warnings: tuple[str, ...]  # which parts of the user's template are overridden
-
-
-def build_pod_template(
-    job: AdaScaleJob, pod: NewPod, *, single_node: bool, fs_group: bool = True
-) -> BuiltPodTemplate:
-    """Return the template of a pod of a job."""
+def build_pod_template(job: AdaScaleJob, pod: NewPod, *, single_node: bool) -> Manifest:
+    """Return the PodTemplateSpec of a pod of a job."""
     template: Manifest = copy.deepcopy(dict(job.template))
-    warnings: list[str] = []
-    _set_labels(template, job, warnings)
+    _set_labels(template, job)
     spec = _section(template, "spec")
-    _set_pod_policy(spec, warnings)
+    _set_pod_policy(spec)
     _set_dns(spec)
     # Its volumes would keep cluster-autoscaler from removing a node, but an eviction loses no step.
     _fill(_section(_section(template, "metadata"), "annotations"), _SAFE_TO_EVICT, "true")
     worker = _worker(template)
     _start_by_agent(worker)
-    _set_environment(worker, job, spec, pod, warnings)
+    _set_environment(worker, job, spec, pod)
     if pod.extra and job.valid_job.opportunistic is not None:
         _set_priority(spec, job.valid_job.opportunistic.priority_class_name)
     if pod.accelerator is not None:
         _require_accelerator(spec, job.settings.accelerator_label, pod.accelerator)
     spec |= copy.deepcopy(dict(pod.scheduling))
-    _mount_volumes(worker, spec, job, warnings)
+    _mount_volumes(worker, spec, job)
     _add_credentials(worker, job)
     _restrict(spec)
-    if fs_group and job.settings.fs_group:
+    if job.settings.fs_group:
         _share_volumes(spec)
     _tolerate_lost_nodes(spec)
     if single_node:
         _share_a_node(spec, job)
     else:
         _prefer_few_nodes(spec, job)
-    return BuiltPodTemplate(template, worker["name"], tuple(warnings))
+    return template
 
 
 # -- the parts of a template -------------------------------------------------------------------------------
@@ -128,28 +114,16 @@ def _all_containers(spec: Manifest) -> list[Manifest]:
 # -- the pod -----------------------------------------------------------------------------------------------
 
 
-def _set_labels(template: Manifest, job: AdaScaleJob, warnings: list[str]) -> None:
+def _set_labels(template: Manifest, job: AdaScaleJob) -> None:
     labels = _section(_section(template, "metadata"), "labels")
-    if labels.get(names.LABEL_JOB, job.name) != job.name:
-        warnings.append(f"label {names.LABEL_JOB} of spec.template is replaced: it selects the pods of a job")
     labels[names.LABEL_JOB] = job.name
     for key, value in job.labels.items():
         _fill(labels, key, value)
 
 
-def _set_pod_policy(spec: Manifest, warnings: list[str]) -> None:
+def _set_pod_policy(spec: Manifest) -> None:
     """Set the fields that are the same for all pods."""
-    policy = spec.get("restartPolicy")
-    if policy not in (None, "Never"):
-        warnings.append(
-            f"restartPolicy {policy} of spec.template is replaced by Never: the operator replaces pods"
-        )
     spec["restartPolicy"] = "Never"
-    if spec.get("automountServiceAccountToken"):
-        warnings.append(
-            "automountServiceAccountToken of spec.template is replaced by false: "
-            "replicas have no access to the Kubernetes API"
-        )
     spec["automountServiceAccountToken"] = False
     _fill(spec, "enableServiceLinks", False)  # thousands of variables in a namespace with many Services
 
@@ -265,13 +239,7 @@ def _start_by_agent(worker: Manifest) -> None:
         worker["command"] = [AGENT, "--", *command, *(worker.pop("args", None) or [])]
 
 
-def _set_environment(
-    worker: Manifest,
-    job: AdaScaleJob,
-    spec: Manifest,
-    pod: NewPod,
-    warnings: list[str],
-) -> None:
+def _set_environment(worker: Manifest, job: AdaScaleJob, spec: Manifest, pod: NewPod) -> None:
     """Set our environment variables, before the user's own, so that these may refer to them."""
     log = worker.get("terminationMessagePath") or _TERMINATION_LOG
     values = _environment(job)
@@ -293,11 +261,6 @@ def _set_environment(
     ]
     reserved = {variable["name"] for variable in ours}
     theirs: list[Manifest] = worker.get("env") or []
-    warnings.extend(
-        f"environment variable {variable['name']} of spec.template is replaced: the operator sets it"
-        for variable in theirs
-        if variable.get("name") in reserved
-    )
     worker["env"] = ours + [variable for variable in theirs if variable.get("name") not in reserved]
 
 
@@ -340,7 +303,7 @@ def _trainer_grace(spec: Manifest) -> int:
 # -- volumes -----------------------------------------------------------------------------------------------
 
 
-def _mount_volumes(worker: Manifest, spec: Manifest, job: AdaScaleJob, warnings: list[str]) -> None:
+def _mount_volumes(worker: Manifest, spec: Manifest, job: AdaScaleJob) -> None:
     """Mount the token, the authority of the metrics service, the checkpoints, and PyTorch's own folders."""
     mounts, volumes = _items(worker, "volumeMounts"), _items(spec, "volumes")
     token: Manifest = {
@@ -357,16 +320,11 @@ def _mount_volumes(worker: Manifest, spec: Manifest, job: AdaScaleJob, warnings:
     token_volume = _add_volume(volumes, "token", {"projected": {"sources": sources}})
     required: list[Manifest] = [{"name": token_volume, "mountPath": TOKEN_FOLDER, "readOnly": True}]
     if job.claim_name is not None:
-        volume = _claim_volume(spec, volumes, job.claim_name, warnings)
+        volume = _claim_volume(spec, volumes, job.claim_name)
         required.append({"name": volume, "mountPath": CHECKPOINT_FOLDER})
 
     paths = {mount["mountPath"] for mount in required}
-    replaced = [mount for mount in _objects(mounts) if _mount_path(mount) in paths]
-    mounts[:] = [mount for mount in mounts if mount not in replaced]
-    warnings.extend(
-        f"volume mount {path} of spec.template is removed: the operator mounts a volume of its own there"
-        for path in sorted(_mount_path(mount) for mount in replaced if not _is_same_mount(mount, required))
-    )
+    mounts[:] = [mount for mount in mounts if not isinstance(mount, dict) or _mount_path(mount) not in paths]
     taken = {_mount_path(mount) for mount in _objects(mounts)}
     if "/dev/shm" not in taken:
         # The container runtime's 64 MiB are too small for the batches of data loaders. Without a size limit
@@ -380,7 +338,7 @@ def _mount_volumes(worker: Manifest, spec: Manifest, job: AdaScaleJob, warnings:
     mounts.extend(required)
 
 
-def _claim_volume(spec: Manifest, volumes: list[Any], claim_name: str, warnings: list[str]) -> str:
+def _claim_volume(spec: Manifest, volumes: list[Any], claim_name: str) -> str:
     """Return the name of the pod's volume of a claim: the user's if it has one, or a new volume.
 
     The kubelet mounts a claim once per pod: a pod with two of its volumes stays in ContainerCreating.
@@ -397,10 +355,6 @@ def _claim_volume(spec: Manifest, volumes: list[Any], claim_name: str, warnings:
                 for mount in _objects(mounts if isinstance(mounts, list) else []):
                     if mount.get("name") == name:
                         mount["readOnly"] = True
-            warnings.append(
-                f"readOnly of volume {name} of spec.template is moved to its volume mounts: checkpoints are "
-                f"saved in PersistentVolumeClaim {claim_name} too"
-            )
         return name
     return _add_volume(volumes, "checkpoints", {"persistentVolumeClaim": {"claimName": claim_name}})
 
@@ -414,12 +368,6 @@ def _add_volume(volumes: list[Any], role: str, source: Manifest) -> str:
 
 def _mount_path(mount: Mapping[str, Any]) -> str:
     return posixpath.normpath(str(mount.get("mountPath") or "/"))
-
-
-def _is_same_mount(mount: Manifest, required: Sequence[Manifest]) -> bool:
-    """Whether a mount of the user equals a mount of the operator, so that replacing it changes nothing."""
-    normalized = {**mount, "mountPath": _mount_path(mount)}
-    return {key: value for key, value in normalized.items() if value} in required
 
 
 def _unused(name: str, used: set[str]) -> str:

@@ -59,7 +59,6 @@ class Admission:
 
     spec: ApiObject | None = None  # the PodSpec after admission. None if it is not known.
     problem: str = ""  # why it is not known: the API server's message
-    forbids_fs_group: bool = False  # whether pods with an `fsGroup` are rejected
     has_quota: bool = True  # whether a quota allowed another pod when that was asked
     asked_at: float = 0.0  # when it was asked, in seconds since 1970
     # the priority of extra pods. None if the job has none, or it is not known.

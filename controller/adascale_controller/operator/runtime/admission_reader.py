@@ -132,7 +132,8 @@ class AdmissionReader:
 
     async def _read(self, cached: CachedJob) -> Admission:
         try:
-            return await self._dry_run(cached.resource)
+            pod = await self._cluster.admit_pod(_tried(cached.resource))
+            return await self._with_extra_pods(cached.resource, Admission(_kept(pod["spec"])))
         except ApiServerError:
             job, made = cached.resource, next(iter(cached.live_pods.values()), None)
             found = await self._cluster.get("pods", job.namespace, made.name) if made is not None else None
@@ -140,22 +141,11 @@ class AdmissionReader:
                 raise
             return Admission(_kept(found["spec"]))
 
-    async def _dry_run(self, job: AdaScaleJob) -> Admission:
-        try:
-            pod = await self._cluster.admit_pod(_tried(job))
-        except ApiServerError as error:
-            # Policies differ in how they name it: `.spec.securityContext.fsGroup: Invalid value`.
-            if "fsgroup" not in error.reply.lower():
-                raise
-            pod = await self._cluster.admit_pod(_tried(job, fs_group=False))
-            return await self._with_extra_pods(job, Admission(_kept(pod["spec"]), forbids_fs_group=True))
-        return await self._with_extra_pods(job, Admission(_kept(pod["spec"])))
-
     async def _with_extra_pods(self, job: AdaScaleJob, admission: Admission) -> Admission:
         """Return an answer with the priority of extra pods, or with why these are rejected."""
         if job.valid_job.opportunistic is None:
             return admission
-        manifest = _tried(job, fs_group=not admission.forbids_fs_group, extra=True)
+        manifest = _tried(job, extra=True)
         try:
             pod = await self._cluster.admit_pod(manifest)
         except ApiServerError as error:
@@ -183,9 +173,9 @@ class AdmissionReader:
         return known[1]
 
 
-def _tried(job: AdaScaleJob, *, fs_group: bool = True, extra: bool = False) -> Manifest:
+def _tried(job: AdaScaleJob, *, extra: bool = False) -> Manifest:
     """Return a pod for a dry run. It requires no type of accelerator, and has a name of its own."""
-    manifest = pod_manifest(job, NewPod(0, 0, extra=extra), fs_group=fs_group)
+    manifest = pod_manifest(job, NewPod(0, 0, extra=extra))
     metadata = {name: value for name, value in manifest["metadata"].items() if name != "name"}
     return {**manifest, "metadata": {**metadata, "generateName": f"{manifest['metadata']['name']}-"}}
 

@@ -96,7 +96,7 @@ class EventReader:
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT = 16
-"""Reads of claims at the same time, and as many dry runs."""
+"""Reads of claims and dry runs at the same time."""
 DEADLINE = 8.0
 """Seconds after which a call fails."""
 CYCLE_WAIT = 0.1
@@ -139,8 +139,7 @@ class LookupFetcher:
         self._events = EventReader(cluster, DEADLINE)
         self._jobs: dict[str, _JobLookups] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._claim_reads = 0
-        self._claim_limit = self._ask_limit = asyncio.Semaphore(MAX_CONCURRENT)
+        self._limit = asyncio.Semaphore(MAX_CONCURRENT)
 
     def retain(self, uids: Collection[str]) -> None:
         """Drop the results of all AdaScaleJobs with other uids."""
@@ -165,9 +164,6 @@ class LookupFetcher:
 
     async def fetch(self, jobs: Iterable[CachedJob], now: float) -> None:
         """Start the calls that are due, and wait `CYCLE_WAIT` at most for claims and admission."""
-        # Reads of earlier cycles that hang take from the bound, but never all of it.
-        self._claim_limit = asyncio.Semaphore(max(MAX_CONCURRENT - self._claim_reads, 1))
-        self._ask_limit = asyncio.Semaphore(MAX_CONCURRENT)
         awaited: set[asyncio.Task[None]] = set()
         started: dict[asyncio.Task[None], JobKey] = {}
         for job in jobs:
@@ -225,7 +221,7 @@ class LookupFetcher:
         resource = job.resource
         if _asks_admission(job):
             due = self._admissions.due_at(resource)
-            yield _Call("admission", due, lambda: self._admissions.ask(job, now, self._ask_limit))
+            yield _Call("admission", due, lambda: self._admissions.ask(job, now, self._limit))
         name = resource.claim_name if resource.job is not None else None
         if name is not None and "claim" not in lookups.running:
             due = _claim_due(resource, name, lookups)
@@ -237,12 +233,10 @@ class LookupFetcher:
 
     def _read_claim(self, job: AdaScaleJob, name: str, lookups: _JobLookups, now: float) -> Calls:
         lookups.claim_read_at = now
-        limit = self._claim_limit
 
         async def read() -> None:
-            self._claim_reads += 1
             try:
-                async with limit, deadline(DEADLINE):
+                async with self._limit, deadline(DEADLINE):
                     raw = await self._cluster.get("persistentvolumeclaims", job.namespace, name)
             except ApiServerError as error:
                 # No assumption where the claim may be known soon: it could lead to other pods.
@@ -250,8 +244,6 @@ class LookupFetcher:
                     lookups.claim_error = error
                     return
                 raw = assumed_claim(job)
-            finally:
-                self._claim_reads -= 1
             lookups.claim_error = None
             lookups.claim = read_claim(job, name, raw)
 

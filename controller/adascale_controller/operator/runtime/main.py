@@ -42,9 +42,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 T = TypeVar("T")
 
-MIN_VERSION = (1, 31)
-"""The oldest version of Kubernetes that is supported."""
-
 
 class UnusableClusterError(AdaScaleError):
     """No configuration names a cluster, or it lacks what the operator needs."""
@@ -99,7 +96,6 @@ async def _run_control_loop(
     health.record_progress()
     cluster = KubernetesCluster(api, settings.namespace, metrics.count_api_request)
     cache = ObjectCache()
-    await _require_version(cluster, health)
     certificates = await _certificates(settings, cluster, cache, health)
     ca_file = certificates.ca_file if certificates is not None else None
     service, reader = (
@@ -170,22 +166,6 @@ async def _until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _require_version(cluster: Cluster, health: Health) -> None:
-    """Refuse a version of Kubernetes that is older than the supported ones."""
-    try:
-        major, minor = await _retry(cluster.version, health)
-    except ApiServerError as error:
-        # Some clusters let few read it.
-        logger.info("The version of Kubernetes is not known: %s", error)
-        return
-    if (major, minor) < MIN_VERSION:
-        needed = ".".join(map(str, MIN_VERSION))
-        raise UnusableClusterError(
-            f"the cluster runs Kubernetes {major}.{minor}, and the operator needs {needed} or newer: upgrade "
-            "the cluster"
-        )
 
 
 async def _watched_resources(settings: OperatorSettings, cluster: Cluster) -> list[Resource]:
