@@ -9,13 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from adascale_controller.formatting import (
-    Column,
-    FittingTable,
     clock,
     count,
     describe_batch,
     local_batch,
     memory,
+    numbers_table,
     percent,
     plural,
     significant,
@@ -60,17 +59,17 @@ def _facts(gain: GainView, now: float) -> list[tuple[str, str]]:
     return facts
 
 
-def _predictions_table(predictions: Sequence[PredictionView], replicas: int) -> FittingTable:
-    columns = [
-        Column("replicas", [str(each.replicas) for each in predictions]),
-        Column("local batch", [local_batch(each.local_bsz, each.accumulation) for each in predictions], 3),
-        Column("scale", [trimmed(each.scale) for each in predictions], 2),
-        Column("gain", [_gain(each) for each in predictions], 1),
-        Column("efficiency", [percent(each.efficiency) for each in predictions], 4),
-        Column("progress per second", [significant(each.goodput) for each in predictions]),
-    ]
+def _predictions_table(predictions: Sequence[PredictionView], replicas: int) -> Table:
+    columns = {
+        "replicas": [str(each.replicas) for each in predictions],
+        "local batch": [local_batch(each.local_bsz, each.accumulation) for each in predictions],
+        "scale": [trimmed(each.scale) for each in predictions],
+        "gain": [_gain(each) for each in predictions],
+        "efficiency": [percent(each.efficiency) for each in predictions],
+        "progress per second": [significant(each.goodput) for each in predictions],
+    }
     styles = ["bold" if each.replicas == replicas else "" for each in predictions]
-    return FittingTable(columns, padding=(0, 1), row_styles=styles)
+    return numbers_table(columns, padding=(0, 1), row_styles=styles)
 
 
 def _gain(prediction: PredictionView) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from adascale_controller.formatting import Column, FittingTable, count, plural, significant, trimmed
+from adascale_controller.formatting import count, numbers_table, plural, significant, trimmed
 from adascale_controller.job_definition import JobDefinition
 from adascale_core.batch.plans import BatchChoice, batch_choice, require_valid_replicas
 
@@ -17,18 +17,14 @@ def render_valid_replicas(job: JobDefinition) -> RenderableType:
     spec = job.spec
     counts = require_valid_replicas(spec.bounds, spec.min_replicas, spec.max_replicas)
     rows = [(replicas, batch_choice(spec.bounds, replicas)) for replicas in counts[:MAX_ROWS]]
-    table = FittingTable(
-        [
-            Column("replicas", [str(replicas) for replicas, _ in rows]),
-            Column("local batch", [_format_range(each.local_bsz[0], each.local_bsz[-1]) for _, each in rows]),
-            Column("accumulation", [str(each.accumulation) for _, each in rows], 3),
-            Column(
-                "global batch",
-                [_format_range(each[0].global_bsz, _largest_batch(each)) for _, each in rows],
-                1,
-            ),
-            Column("largest scale", [trimmed(_largest_batch(each) / spec.batch_size) for _, each in rows], 2),
-        ],
+    table = numbers_table(
+        {
+            "replicas": [str(replicas) for replicas, _ in rows],
+            "local batch": [_format_range(each.local_bsz[0], each.local_bsz[-1]) for _, each in rows],
+            "accumulation": [str(each.accumulation) for _, each in rows],
+            "global batch": [_format_range(each[0].global_bsz, _largest_batch(each)) for _, each in rows],
+            "largest scale": [trimmed(_largest_batch(each) / spec.batch_size) for _, each in rows],
+        },
         padding=(0, 1),
     )
     parts: list[RenderableType] = [table]

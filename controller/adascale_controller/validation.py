@@ -1,16 +1,16 @@
 """Validates an AdaScaleJob and reports every error at its field.
 
-`schema` checks the shape: fields, types and limits. The core checks the values against each other; its
-messages are kept, with its names spelled as in the YAML.
+`schema` checks the shape: fields, types and limits. Where all of them are valid, the core checks the values
+against each other; its messages are kept, with its names spelled as in the YAML.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.alias_generators import to_camel
@@ -23,23 +23,13 @@ from adascale_controller.schema import (
     AdaScaleJobSpec,
 )
 from adascale_core import names
-from adascale_core.batch.plans import (
-    AUTO,
-    BatchBounds,
-    InvalidBoundsError,
-    LocalBszBounds,
-    require_valid_replicas,
-)
+from adascale_core.batch.plans import BatchBounds, InvalidBoundsError, require_valid_replicas
 from adascale_core.errors import InvalidJobError
 
 FieldPath = tuple[str | int, ...]
 """Field names and list indices from the root of a document; empty for the document itself."""
 
 
-_SIZE_FIELDS = frozenset(
-    {"batchSize", "maxBatchSize", "localBszBounds", "minReplicas", "maxReplicas", "processesPerReplica"}
-)
-"""The fields of `spec` that the core checks against each other."""
 _CORE_NAME = re.compile(r"\b(max_batch_size|batch_size|local_bsz_bounds|processes_per_replica)\b")
 
 
@@ -80,9 +70,8 @@ def validate_document(content: Any) -> AdaScaleJobDocument | list[FieldError]:
     try:
         document = AdaScaleJobDocument.model_validate(content)
     except ValidationError as invalid:
-        shape_errors = [_shape_error(error) for error in invalid.errors(include_url=False)]
-        return shape_errors + _size_errors(_Sizes.valid_in(content, shape_errors))
-    errors = [*_size_errors(_Sizes.of(document.spec)), *_spare_errors(document)]
+        return [_shape_error(error) for error in invalid.errors(include_url=False)]
+    errors = [*_size_errors(document.spec), *_spare_errors(document)]
     return errors or document
 
 
@@ -233,78 +222,18 @@ def _most_similar(name: str, candidates: Sequence[str]) -> str | None:
 # -- sizes and counts ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """The fields of `spec` that the core checks against each other; None where unset or invalid."""
-
-    batch_size: int | None
-    max_batch_size: int | None
-    local_bsz_bounds: LocalBszBounds | None
-    min_replicas: int | None
-    max_replicas: int | None
-    processes_per_replica: int | None
-
-    @classmethod
-    def of(cls, spec: AdaScaleJobSpec) -> Self:
-        """Return the sizes of a spec of the right shape."""
-        local = spec.local_bsz_bounds
-        return cls(
-            spec.batch_size,
-            spec.max_batch_size,
-            (local.lower, local.upper) if local else None,
-            spec.min_replicas,
-            spec.max_replicas,
-            spec.processes_per_replica,
-        )
-
-    @classmethod
-    def valid_in(cls, content: Mapping[str, Any], errors: Sequence[FieldError]) -> Self:
-        """Return the sizes without errors in a document with errors."""
-        spec = content.get("spec")
-        spec = spec if isinstance(spec, dict) else {}
-        invalid = {error.path[1] for error in errors if len(error.path) > 1 and error.path[0] == "spec"}
-        valid = {
-            field: spec[field]
-            for field in _SIZE_FIELDS
-            if spec.get(field) is not None and field not in invalid
-        }
-        local = valid.get("localBszBounds")
-        return cls(
-            valid.get("batchSize"),
-            valid.get("maxBatchSize"),
-            # With the upper bound auto, they depend on maxBatchSize.
-            (local["lower"], local.get("upper") or AUTO) if local and "maxBatchSize" not in invalid else None,
-            valid.get("minReplicas", None if "minReplicas" in invalid else 1),
-            valid.get("maxReplicas"),
-            valid.get("processesPerReplica"),
-        )
-
-
-def _size_errors(sizes: _Sizes) -> list[FieldError]:
-    errors: list[FieldError] = []
-    # One bound at a time, so that errors in both are reported.
-    is_open = sizes.local_bsz_bounds is not None and sizes.local_bsz_bounds[1] == AUTO
-    maximum = names.MAX_BATCH_SIZE if is_open and sizes.max_batch_size is not None else None
-    for max_batch_size, local_bsz_bounds in (
-        (sizes.max_batch_size, None),
-        (maximum, sizes.local_bsz_bounds),
-    ):
-        try:
-            BatchBounds(sizes.batch_size or 1, max_batch_size, local_bsz_bounds)
-        except InvalidBoundsError as error:
-            errors.append(_at_its_field(error))
-    low, high = sizes.min_replicas, sizes.max_replicas
-    if low is not None and high is not None and low > high:
+def _size_errors(spec: AdaScaleJobSpec) -> list[FieldError]:
+    """Return the first error of the sizes and counts, which depend on each other."""
+    low, high, local = spec.min_replicas, spec.max_replicas, spec.local_bsz_bounds
+    if low > high:
         message = f"{low} is greater than maxReplicas {high}: lower minReplicas, or raise maxReplicas"
-        errors.append(FieldError(("spec", "minReplicas"), message))
-    if errors or sizes.batch_size is None or low is None or high is None:
-        return errors
+        return [FieldError(("spec", "minReplicas"), message)]
     try:
         bounds = BatchBounds(
-            sizes.batch_size,
-            sizes.max_batch_size,
-            sizes.local_bsz_bounds,
-            processes=sizes.processes_per_replica or 1,
+            spec.batch_size,
+            spec.max_batch_size,
+            (local.lower, local.upper) if local is not None else None,
+            processes=spec.processes_per_replica or 1,
         )
         require_valid_replicas(bounds, low, high)
     except InvalidBoundsError as error:

@@ -162,14 +162,13 @@ def test_the_example_job_is_valid() -> None:
 
 
 def test_every_error_of_a_job_is_shown_without_a_traceback(tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job.yaml", ["python"], maxBatchSize=2, bakoffLimit=1)
+    job = write_job(tmp_path / "job.yaml", ["python"], maxReplica=2, bakoffLimit=1)
     for command in ("validate", "run"):
         failed = adascale(command, job)
         assert failed.returncode == 2
         assert failed.stdout == ""
         assert failed.stderr.splitlines() == [
-            f"adascale: {job}:8: spec.maxBatchSize: 2 is less than batchSize 4: "
-            "raise maxBatchSize, or lower batchSize",
+            f"adascale: {job}:8: spec.maxReplica: unknown field; did you mean maxReplicas?",
             f"          {job}:9: spec.bakoffLimit: unknown field; did you mean backoffLimit?",
         ]
 

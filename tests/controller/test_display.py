@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pty
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -172,53 +171,18 @@ def test_the_table_of_generations_fits_80_columns() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("width", "left_out"),
-    [
-        (120, set()),
-        (80, {"local"}),
-        (60, {"local", "effi-", "seconds"}),
-        (40, {"local", "effi-", "seconds", "down-", "scale"}),
-        (24, {"local", "effi-", "seconds", "down-", "scale", "steps"}),
-    ],
-)
-def test_columns_that_do_not_fit_are_left_out(width: int, left_out: set[str]) -> None:
-    columns = {
-        "gen.": ["1", "2", "12"],
-        "replicas": ["1", "2", "16"],
-        "local": ["4", "31 to 64", "1,024 to 2,048"],
-        "scale": ["1", "15.5 to 32", "4,096 to 8,192"],
-        "gain": ["1.0", "24", "901"],
-        "effi-": ["100%", "81%", "20%"],
-        "steps": ["1,496", "757", "123,456"],
-        "seconds": ["20.4", "1205.5", "3.0"],
-        "down-": ["", "2.9 s", "0.1 s"],
-    }
-    lines = rendered(generations_table(GENERATIONS), width)
-    assert max(map(len, lines)) <= width
-    assert len(lines) == 2 + 1 + len(GENERATIONS)
-    headers = " ".join(lines[:2]).split()
-    shown = [name for name in columns if name in headers]
-    assert set(columns) - set(shown) == left_out
-    for row, line in enumerate(lines[3:]):
-        cells = [cell for cell in re.split(r"  +", line.strip()) if cell]
-        assert cells == [columns[name][row] for name in shown if columns[name][row]]
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 120])
-def test_the_tables_of_gain_and_validate_fit_too(width: int) -> None:
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_table_that_does_not_fit_is_folded_and_nothing_of_it_is_cut_off(width: int) -> None:
     predictions = [PredictionView(2, 128, 2, 128.0, 101.5, 0.79, 0.01, 12345.6, 101.5, 101.5)]
     job = JobDefinition("default.test", JobSpec(1000, 100_000, (1, 50_000), 1, 2))
     for table in (
+        generations_table(GENERATIONS),
         render_gain(GainView("default.test", REPORT, predictions), 100.0),
         render_valid_replicas(job),
     ):
         lines = rendered(table, width)
         assert max(map(len, lines)) <= width
         assert "…" not in "".join(lines)
-        (header,) = [line for line in lines if line.strip().startswith("replicas")]
-        (row,) = [line for line in lines if line.split()[:1] == ["2"]]
-        assert len(re.split(r"  +", header.strip())) == len(re.split(r"  +", row.strip()))
 
 
 def test_the_gain_shows_all_metrics_by_name() -> None:

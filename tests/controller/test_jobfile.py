@@ -488,28 +488,20 @@ metadata:
   name: digits
 spec:
   batchSize: 32
-  maxBatchSize: 16          # line 7
-  localBszBounds:
-    lower: 9                # over upper: line 8
-    upper: 8
-  maxReplicas: "8"          # line 11
-  bakoffLimit: 3            # line 12
+  maxReplicas: "8"          # line 7
+  bakoffLimit: 3            # line 8
   template:
     spec:
       containers:
         - name: worker
-          command: [1]      # line 17
+          command: [1]      # line 13
 """
     with pytest.raises(JobFileError) as raised:
         parse_job(text, "jobs/digits.yaml")
     assert str(raised.value).splitlines() == [
-        "jobs/digits.yaml:7: spec.maxBatchSize: 16 is less than batchSize 32: "
-        "raise maxBatchSize, or lower batchSize",
-        "jobs/digits.yaml:8: spec.localBszBounds: lower 9 is greater than upper 8: "
-        "lower must be at most upper",
-        "jobs/digits.yaml:11: spec.maxReplicas: must be an integer, got the string '8'",
-        "jobs/digits.yaml:12: spec.bakoffLimit: unknown field; did you mean backoffLimit?",
-        "jobs/digits.yaml:17: spec.template.spec.containers[0].command[0]: must be a string, got 1: "
+        "jobs/digits.yaml:7: spec.maxReplicas: must be an integer, got the string '8'",
+        "jobs/digits.yaml:8: spec.bakoffLimit: unknown field; did you mean backoffLimit?",
+        "jobs/digits.yaml:13: spec.template.spec.containers[0].command[0]: must be a string, got 1: "
         'write "1"',
     ]
 

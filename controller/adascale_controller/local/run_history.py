@@ -11,34 +11,44 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from adascale_controller.local.state_dir import StateDir, StateDirError, replace_file
 from adascale_core.job_id import InvalidJobIdError, parse_job_id
 from adascale_core.messages.reports import GainReport
 
-MAX_NUMBER = 1e12
-"""The largest time and the largest number of steps that are valid."""
+MAX_NUMBER = 10**12
+"""The largest valid time or number of steps. A folder may be that of another program."""
+
+
+Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+Whole = Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """A run."""
 
-    job: str
-    began: float  # when it started, in seconds since 1970
-    steps: int | None = None  # the progress at which the job ends by its spec; None if unset
+    job: Annotated[str, AfterValidator(parse_job_id)]
+    began: Number  # when it started, in seconds since 1970
+    steps: Whole | None = None  # the progress at which the job ends by its spec; None if unset
     # the folder or URL of the job's checkpoints; None for the folder in the state folder
     checkpoints: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)  # of the packages that matter for it, by name
-    exit_code: int | None = None  # its exit code; None if it runs or was killed
-    ended: float | None = None  # when it ended, in seconds since 1970; None if it runs or was killed
+    exit_code: Whole | None = None  # its exit code; None if it runs or was killed
+    ended: Number | None = None  # when it ended, in seconds since 1970; None if it runs or was killed
     reason: str = ""  # why it has failed; empty if it has not
-    target: float | None = None  # the progress at which the program would end; None if unknown
-    loss: float | None = None  # the last that it has reported; None if there is none
+    target: Number | None = None  # the progress at which the program would end; None if unknown
+    loss: Number | None = None  # the last that it has reported; None if there is none
+
+
+_RUN_RECORD: Final = TypeAdapter(RunRecord)
 
 
 def require_folder_of(folder: StateDir, job: str) -> None:
@@ -69,13 +79,24 @@ def record_end(
 
 
 def read_runs(folder: StateDir) -> list[RunRecord]:
-    """Return the runs in a state folder, the latest last; empty if it is no state folder."""
+    """Return the runs in a state folder, the latest last; empty if it is no state folder.
+
+    Lines that a crash cut off or another program wrote are skipped.
+    """
+    try:
+        text = folder.history_file.read_text("utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     runs: list[RunRecord] = []
-    for line in _read_lines(folder.history_file):
-        if "began" in line:
-            runs.append(RunRecord(**line))
-        elif runs:
-            runs[-1] = replace(runs[-1], **line)
+    for line in text.splitlines():
+        with suppress(ValueError, RecursionError, InvalidJobIdError):
+            members = json.loads(line)
+            if not isinstance(members, dict):
+                continue
+            if "began" in members:
+                runs.append(_RUN_RECORD.validate_python(members))
+            elif runs:
+                runs[-1] = _RUN_RECORD.validate_python(asdict(runs[-1]) | members)
     return runs
 
 
@@ -83,72 +104,6 @@ def _append(path: Path, line: dict[str, Any]) -> None:
     with path.open("a") as file:
         # The line break comes first, in case a crash cut off the last line.
         file.write("\n" + json.dumps(line))
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the starts and ends in a file, without lines that a crash cut off or another program wrote."""
-    try:
-        text = path.read_text("utf-8", errors="replace")
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    lines = []
-    for line in text.splitlines():
-        try:
-            members = _members(json.loads(line))
-        except (ValueError, RecursionError):
-            continue
-        if members is not None:
-            lines.append(members)
-    return lines
-
-
-def _members(line: object) -> dict[str, Any] | None:
-    """Return the valid members of a start or an end; None if it is neither."""
-    if not isinstance(line, dict):
-        return None
-    valid = {
-        name: line[name] for name, is_valid in _IS_VALID.items() if name in line and is_valid(line[name])
-    }
-    is_start = "began" in line
-    return valid if not is_start or {"job", "began"} <= valid.keys() else None
-
-
-def _is_job_id(value: object) -> bool:
-    try:
-        return isinstance(value, str) and parse_job_id(value) == value
-    except InvalidJobIdError:
-        return False
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and _is_number(value)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_versions(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_text, value.values()))
-
-
-_IS_VALID: Final[Mapping[str, Callable[[object], bool]]] = {
-    "job": _is_job_id,
-    "began": _is_number,
-    "steps": _is_whole,
-    "checkpoints": _is_text,
-    "versions": _is_versions,
-    "exit_code": _is_whole,
-    "ended": _is_number,
-    "reason": _is_text,
-    "target": _is_number,
-    "loss": _is_number,
-}
-"""The members of the lines, and whether a value is one of theirs. A folder may be that of another program."""
 
 
 def registry_file() -> Path:

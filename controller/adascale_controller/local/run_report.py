@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean
 
+from rich.table import Table
 from rich.text import Text
 
 from adascale_controller.formatting import (
-    Column,
-    FittingTable,
     count,
     duration,
+    numbers_table,
     percent,
     plural,
     significant,
@@ -95,24 +95,20 @@ def _mean_gain(reports: Sequence[GainReport]) -> float:
     return (last.progress - first.progress) / (last.step - first.step)
 
 
-def generations_table(generations: Sequence[GenerationSummary]) -> FittingTable:
+def generations_table(generations: Sequence[GenerationSummary]) -> Table:
     """Return a table with a row for each generation."""
-
-    def column(header: str, rank: int, cell: Callable[[GenerationSummary], str]) -> Column:
-        return Column(header, [cell(generation) for generation in generations], rank)
-
-    columns = [
-        column("\ngen.", 0, lambda each: str(each.generation)),
-        column("\nreplicas", 0, lambda each: str(each.replicas)),
-        column("local\nbatch", 6, _local_batch),
-        column("\nscale", 2, lambda each: _format_range(each.scale)),
-        column("\ngain", 0, lambda each: significant(each.gain, 2)),
-        column("effi-\nciency", 4, lambda each: percent(each.efficiency)),
-        column("\nsteps", 1, lambda each: count(each.steps)),
-        column("\nseconds", 5, lambda each: f"{each.seconds:.1f}"),
-        column("down-\ntime", 3, lambda each: "" if each.downtime is None else f"{each.downtime:.1f} s"),
-    ]
-    return FittingTable(columns, padding=(0, 1, 0, 0))
+    columns = {
+        "\ngen.": [str(each.generation) for each in generations],
+        "\nreplicas": [str(each.replicas) for each in generations],
+        "local\nbatch": [_local_batch(each) for each in generations],
+        "\nscale": [_format_range(each.scale) for each in generations],
+        "\ngain": [significant(each.gain, 2) for each in generations],
+        "effi-\nciency": [percent(each.efficiency) for each in generations],
+        "\nsteps": [count(each.steps) for each in generations],
+        "\nseconds": [f"{each.seconds:.1f}" for each in generations],
+        "down-\ntime": ["" if each.downtime is None else f"{each.downtime:.1f} s" for each in generations],
+    }
+    return numbers_table(columns, padding=(0, 1, 0, 0))
 
 
 def repeated_steps(generations: Sequence[GenerationSummary]) -> str | None:
