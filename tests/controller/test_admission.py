@@ -12,8 +12,8 @@ from adascale_controller.job.placement_backoff import FailedPlacement
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.observed_job import CachedJob
-from adascale_controller.operator.runtime import admission_reader
-from adascale_controller.operator.runtime.admission_reader import AdmissionReader
+from adascale_controller.operator.runtime import lookup_fetcher
+from adascale_controller.operator.runtime.lookup_fetcher import AdmissionReader
 from adascale_controller.operator.types.conditions import (
     ConditionType,
     merged,
@@ -90,7 +90,7 @@ def test_jobs_of_a_template_share_a_dry_run_and_it_is_repeated_later() -> None:
     world.submit("other")
     world.run_cycles(5)
     assert asked == ["team"]
-    world.now += admission_reader.INTERVAL
+    world.now += lookup_fetcher.ADMISSION_INTERVAL
     world.full = True
     world.run_cycles(2)
     assert asked == ["team", "team"]
@@ -140,7 +140,7 @@ def test_a_quota_that_limits_a_job_is_asked_for_often_and_noticed_when_it_is_rai
     reader = AdmissionReader(Quota(World()), lambda _: None)
     found = []
     for number in range(3):
-        now = NOW + number * admission_reader.QUOTA_INTERVAL
+        now = NOW + number * lookup_fetcher.ADMISSION_QUOTA_INTERVAL
         assert reader.due_at(resource) <= now
 
         async def ask(moment: float = now) -> None:
@@ -163,7 +163,7 @@ def test_an_answer_stays_while_admission_can_not_be_asked_again() -> None:
         raise ApiServerError("the API server does not answer")
 
     world.admit = refuse
-    world.now += admission_reader.INTERVAL
+    world.now += lookup_fetcher.ADMISSION_INTERVAL
     world.run_cycles()
     assert world.condition()["reason"] == "Training"
     assert world.writes == []

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adascale_controller.operator.apply.pod_template import TOKEN_FOLDER
+from adascale_controller.operator.apply.manifests import TOKEN_FOLDER
 from adascale_controller.operator.schedule.nodes import eligible_nodes, pod_request
 from adascale_controller.operator.types.settings import (
     CHECKPOINT_FOLDER,

@@ -8,7 +8,7 @@ import pytest
 
 from adascale_controller.job.failures import Failures
 from adascale_controller.operator.observe.pods import Pod, PodExit, program_failures
-from adascale_controller.operator.reconcile.failures import failures_of, read_failures
+from adascale_controller.operator.reconcile.job_phase import failures_of, read_failures
 from adascale_core.failures import FailureCount
 from adascale_core.messages.registration import ReplicaState
 from support.observed_jobs import failed_pod, finished_pod, job, observed, pod, replica, view

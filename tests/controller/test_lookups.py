@@ -14,14 +14,14 @@ from adascale_controller.job.reasons import Reason
 from adascale_controller.job_definition import CheckpointSettings, JobDefinition
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
-from adascale_controller.operator.observe.lookups import (
+from adascale_controller.operator.observe.observed_job import CachedJob
+from adascale_controller.operator.observe.observer import (
     CONTAINER_CREATING_TIMEOUT,
     CONTAINER_START_TIMEOUT,
     START_EVENTS,
     LookupResults,
     with_start_problems,
 )
-from adascale_controller.operator.observe.observed_job import CachedJob
 from adascale_controller.operator.observe.pods import Pod, PodProblem
 from adascale_controller.operator.runtime import lookup_fetcher
 from adascale_controller.operator.runtime.lookup_fetcher import (

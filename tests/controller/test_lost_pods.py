@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adascale_controller.operator.observe.pods import Pod, PodExit
-from adascale_controller.operator.reconcile.failures import (
+from adascale_controller.operator.reconcile.job_phase import (
     FIRST_PAUSE,
     LONG_LIFE,
     MAX_PAUSE,

@@ -380,12 +380,12 @@ def test_the_status_is_urgent_only_if_more_than_reported_fields_has_changed() ->
     assert is_urgent(after.resource.status, actions_for(later, 4).status)
 
 
-def test_fields_and_conditions_of_others_do_not_change_the_status() -> None:
+def test_conditions_of_others_do_not_change_the_status() -> None:
     observed_job = training_job((3, 2))
     after = with_status(observed_job, actions_for(observed_job, 2))
     foreign = {"type": "example.com/Admitted", "status": "True", "reason": "Yes", "lastTransitionTime": "t"}
     conditions = [foreign, *reversed(after.resource.status["conditions"])]
-    status = {**after.resource.status, "conditions": conditions, "theirs": 1}
+    status = {**after.resource.status, "conditions": conditions}
     other = replace(after, resource=replace(after.resource, status=status))
     assert not is_urgent(status, actions_for(other, 2).status)
 

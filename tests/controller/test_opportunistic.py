@@ -10,7 +10,7 @@ import pytest
 from adascale_controller.job_definition import JobDefinition
 from adascale_controller.local.local_command import resolve_command
 from adascale_controller.operator.observe.observed_job import Admission, ObservedJob
-from adascale_controller.operator.runtime.admission_reader import RETRY_INTERVAL
+from adascale_controller.operator.runtime.lookup_fetcher import ADMISSION_RETRY_INTERVAL
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.kubernetes import Resource
 from adascale_controller.validation import validate_document
@@ -141,7 +141,7 @@ def test_without_its_priority_class_a_job_trains_on_its_core_and_says_why(cluste
     )
     assert [event.reason for event in cluster.world.events].count("ExtraPodsRejected") == 1
     cluster.priorities["spot"] = -10
-    cluster.world.now += RETRY_INTERVAL
+    cluster.world.now += ADMISSION_RETRY_INTERVAL
     cluster.world.run_cycles(15)
     assert cluster.sizes == (1, 3)
 

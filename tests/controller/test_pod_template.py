@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from adascale_controller.job_definition import CheckpointSettings
-from adascale_controller.operator.apply.manifests import claim_manifest
-from adascale_controller.operator.apply.pod_template import TOKEN_FOLDER
+from adascale_controller.operator.apply.manifests import TOKEN_FOLDER, claim_manifest
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.types.settings import (
     CHECKPOINT_FOLDER,

@@ -12,8 +12,7 @@ from adascale_controller.job.placement_backoff import TIMEOUT_TRAINING
 from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
-from adascale_controller.operator.reconcile.failures import failures_of
-from adascale_controller.operator.reconcile.job_phase import JobPhase, assess
+from adascale_controller.operator.reconcile.job_phase import JobPhase, assess, failures_of
 from adascale_controller.operator.schedule.nodes import free_nodes
 from adascale_controller.operator.schedule.scheduler import Scheduler
 from adascale_controller.operator.types.conditions import ConditionType

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from adascale_controller.crd import crd
 from adascale_controller.operator.apply.cluster import ApiServerError
 from adascale_controller.operator.observe.adascalejob import AdaScaleJob
 from adascale_controller.operator.observe.pods import END_DEADLINE
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from support.world import World
 
 Object = dict[str, Any]
+ROOT = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+STATUS_FIELDS = ROOT["properties"]["status"]["properties"].keys()
 
 
 class FakeCluster:
@@ -90,6 +93,8 @@ class FakeCluster:
     async def apply_status(self, job: AdaScaleJob, status: ApiObject) -> ApiObject:
         """As `Cluster.apply_status`."""
         self._world.before_write("status")
+        # The API server drops others.
+        assert status.keys() <= STATUS_FIELDS
         raw = self._find(Resource.ADASCALEJOBS, job.name, job.uid)
         current = (raw.get("status") or {}).get("allocation", {"generation": 0})
         new = status.get("allocation", {"generation": 0})

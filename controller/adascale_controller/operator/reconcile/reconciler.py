@@ -11,12 +11,13 @@ from adascale_controller.job.reasons import Reason
 from adascale_controller.operator.observe.observed_job import ObservedJob
 from adascale_controller.operator.observe.pods import Pod
 from adascale_controller.operator.reconcile.events import container_runs_on, events_of, has_new_bounds
-from adascale_controller.operator.reconcile.failures import is_lost, replaced_at
 from adascale_controller.operator.reconcile.job_phase import (
     Assessment,
     JobPhase,
     deadline,
+    is_lost,
     next_pods,
+    replaced_at,
     replacement_spares,
     room_due,
 )

@@ -43,29 +43,6 @@ REPORTED_FIELDS = frozenset(
 PREDICTIONS = frozenset({Reason.COUNT_SUFFICES, Reason.NO_COUNT_SUFFICES})
 """Reasons of conditions that may change with every decision. They are written with `REPORTED_FIELDS`."""
 
-STATUS_FIELDS = REPORTED_FIELDS | {
-    "observedGeneration",
-    "state",
-    "replicas",
-    "desiredReplicas",
-    "extraReplicas",
-    "spareReplicas",
-    "selector",
-    "rescales",
-    "disruptions",
-    "failures",
-    "restarts",
-    "attempts",
-    "localBatchLimit",
-    "accelerator",
-    "conditions",
-    "allocation",
-    "startTime",
-    "completionTime",
-    "claim",
-}
-
-
 NOT_SCHEDULED = Schedule()
 
 
@@ -169,12 +146,11 @@ def is_urgent(current: Mapping[str, Any], new: Status) -> bool:
 
 
 def own_fields(status: Mapping[str, Any]) -> Status:
-    """Return the fields and conditions that the operator writes. Others may have added more."""
-    own = {name: value for name, value in status.items() if name in STATUS_FIELDS}
-    if "conditions" in own:
-        by_type = {raw["type"]: raw for raw in own["conditions"]}
-        own["conditions"] = [by_type[kind] for kind in ConditionType if kind in by_type]
-    return own
+    """Return a status with the conditions that the operator writes. Others may have added more."""
+    if "conditions" not in status:
+        return dict(status)
+    by_type = {raw["type"]: raw for raw in status["conditions"]}
+    return {**status, "conditions": [by_type[kind] for kind in ConditionType if kind in by_type]}
 
 
 def _without_reports(status: Mapping[str, Any]) -> Status:

@@ -28,13 +28,13 @@ from adascale_controller.operator.schedule.candidate import (
     requested,
     still_applies,
 )
-from adascale_controller.operator.schedule.capacity_requests import (
+from adascale_controller.operator.schedule.job_memory import (
     MAX_REQUESTING_JOBS,
     NODES,
     PREEMPTION,
+    JobMemory,
     RequestKind,
 )
-from adascale_controller.operator.schedule.job_memory import JobMemory
 from adascale_controller.operator.schedule.nodes import NodeSelection
 from adascale_controller.operator.types.actions import (
     CapacityRequest,
