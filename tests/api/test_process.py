@@ -103,8 +103,11 @@ def test_replicas_that_register_concurrently_are_all_stored(service: ServiceProc
     assert stored["active"]["replicas"] == CLIENTS
 
 
+KILLS = int(os.environ.get("ADASCALE_KILLS", examples(2)))
+
+
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, examples(2)))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, KILLS))]
 )
 def test_what_was_answered_survives_a_kill(tmp_path: Path, seed: int) -> None:
     reports_before_kill = random.Random(seed).randrange(20, 400)

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from prometheus_client import Counter
+
 from adascale_api.data.backend import Connector, Failure, UnusableDatabaseError
 from adascale_api.data.job import JobCache, StoredJob
 from adascale_api.data.sql import Sql, Transaction
@@ -66,6 +68,15 @@ class _Write:
     error: Exception | None = None
 
 
+def _count_failures() -> Counter:
+    failures = Counter(
+        "adascale_database_failures", "Failed transactions, by reason.", ["reason"], registry=None
+    )
+    for failure in Failure:
+        failures.labels(failure.name.lower())
+    return failures
+
+
 @dataclass
 class DatabaseCondition:
     """What is wrong with the database. Probes and metrics show it, except for `error`."""
@@ -73,7 +84,7 @@ class DatabaseCondition:
     damage: str = ""  # why its data can't be trusted until a restart; empty if it can
     is_full: bool = False  # whether there was no room for the last write
     error: str = ""  # why the last write failed, logged once; empty if it succeeded
-    failures: dict[str, int] = field(default_factory=dict)  # reason -> number of failed transactions
+    failures: Counter = field(default_factory=_count_failures)
 
 
 def _ignore(*_of: object) -> None:
@@ -283,7 +294,7 @@ class Database:
     def _note_failure(self, error: Exception) -> Failure:
         failure = self.connector.failure(error)
         condition = self.condition
-        condition.failures[failure.name.lower()] = condition.failures.get(failure.name.lower(), 0) + 1
+        condition.failures.labels(failure.name.lower()).inc()
         condition.is_full = failure is Failure.FULL
         if condition.error != str(error):
             condition.error = str(error)

@@ -7,13 +7,15 @@ in memory. Connections whose requests wait for an answer take half as much memor
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from enum import Enum
 from typing import Protocol
+
+from prometheus_client import Counter
 
 MAX_CONNECTIONS = 24 * 1024
 """Connections, by default: as many as fit into 512 MiB, and more than 2,000 jobs of 4 replicas have."""
 MAX_DATA = 32 * 1024 * 1024
-"""Bytes of all heads, bodies and unread answers together; see `Data`."""
+"""Bytes of all these together: heads that are incomplete, or large and of requests that wait for an answer;
+bodies that are not small, until their requests are answered; and answers that clients do not read."""
 REQUEST_TIMEOUT = 15.0
 """Seconds for a request to arrive, by default."""
 RESPONSE_TIMEOUT = 30.0
@@ -36,17 +38,6 @@ class Connection(Protocol):
     def abort(self) -> None:
         """Close the connection at once."""
         ...
-
-
-class Data(Enum):
-    """What requests and answers keep in memory."""
-
-    HEADS = "heads"
-    """Request lines and headers that are incomplete, or large and of requests that wait for an answer."""
-    BODIES = "bodies"
-    """Bodies that are not small, until their requests are answered."""
-    UNREAD = "unread"
-    """Answers that clients do not read as fast as they are sent."""
 
 
 class ConnectionLimits:
@@ -75,7 +66,9 @@ class ConnectionLimits:
         self._large_heads: OrderedDict[Connection, None] = OrderedDict()
         self._heads = 0
         self._bodies = 0
-        self.closed = 0
+        self.closed = Counter(
+            "adascale_connections_closed", "Connections closed because of a limit.", registry=None
+        )
 
     def opened(self, connection: Connection) -> None:
         """Count a connection, and close others if there are too many."""
@@ -114,7 +107,7 @@ class ConnectionLimits:
         """Count bytes of heads, fewer if negative, and close connections if there are too many."""
         self._heads += size
         if size > 0:
-            self._make_room(Data.HEADS)
+            self._make_room()
 
     def head_is_large(self, connection: Connection) -> None:
         """Note that a request with a large head waits for its answer."""
@@ -127,12 +120,12 @@ class ConnectionLimits:
     def body_grows(self, size: int) -> bool:
         """Count bytes of bodies, fewer if negative, and return whether there is room for them."""
         self._bodies += size
-        return size <= 0 or self._make_room(Data.BODIES)
+        return size <= 0 or self._make_room(bodies_grow=True)
 
     def unread(self, connection: Connection) -> None:
         """Start the time in which the client must read, and close connections if too much is unread."""
         self._unread[connection] = self._clock() + RESPONSE_TIMEOUT
-        self._make_room(Data.UNREAD)
+        self._make_room()
 
     def read(self, connection: Connection) -> None:
         """End the time in which the client must read."""
@@ -155,31 +148,24 @@ class ConnectionLimits:
         ):
             self._close(self._clients.first_to_close())
 
-    def _make_room(self, growing: Data) -> bool:
+    def _make_room(self, *, bodies_grow: bool = False) -> bool:
         """Close connections until the data have no more than `MAX_DATA` bytes; False if bodies have most."""
         while self._unread or self._heads + self._bodies > MAX_DATA:
-            sizes = {
-                Data.HEADS: self._heads,
-                Data.UNREAD: sum(each.unread_size for each in self._unread),
-                Data.BODIES: self._bodies,
-            }
-            if sum(sizes.values()) <= MAX_DATA:
+            unread = sum(each.unread_size for each in self._unread)
+            if self._heads + self._bodies + unread <= MAX_DATA:
                 return True
-            if growing is Data.BODIES and self._bodies == max(sizes.values()):
+            if bodies_grow and self._bodies >= max(self._heads, unread):
                 return False
-            closable = {
-                Data.HEADS: self._large_heads or self._incomplete,
-                Data.UNREAD: self._unread,
-            }
-            kinds = [kind for kind, connections in closable.items() if connections]
-            if not kinds:
+            heads = self._large_heads or self._incomplete
+            if not heads and not self._unread:
                 return False
-            self._close(next(iter(closable[max(kinds, key=sizes.__getitem__)])))
+            is_unread = not heads or (bool(self._unread) and unread > self._heads)
+            self._close(next(iter(self._unread if is_unread else heads)))
         return True
 
     def _close(self, connection: Connection) -> None:
         self.lost(connection)
-        self.closed += 1
+        self.closed.inc()
         connection.abort()
 
 

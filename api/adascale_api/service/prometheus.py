@@ -1,11 +1,9 @@
 """Metrics for Prometheus: the jobs in the database, and the requests of this process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from adascale_api.data.backend import Failure
 from adascale_api.data.database import DatabaseCondition
 from adascale_api.data.sql import Transaction
 from adascale_api.data.store.reports import latest_gauges
@@ -41,7 +39,20 @@ class Metrics:
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60),
         )
         self._observers: dict[tuple[str, str, int], Callable[[float], None]] = {}
-        self.registry.register(_Health(condition, connections))
+        full = Gauge(
+            "adascale_database_full",
+            "1 while nothing can be stored because there is no room on the disk.",
+            registry=self.registry,
+        )
+        full.set_function(lambda: condition.is_full)
+        damaged = Gauge(
+            "adascale_database_damaged",
+            "1 if the database was deleted, replaced or damaged.",
+            registry=self.registry,
+        )
+        damaged.set_function(lambda: bool(condition.damage))
+        for counter in (condition.failures, connections.closed):
+            self.registry.register(counter)
 
     def count_reports(self, stored: int, repeated: int) -> None:
         """Count the reports of a request."""
@@ -65,39 +76,6 @@ class Metrics:
     def process_text(self) -> bytes:
         """Return the metrics of this process, without the metrics of jobs."""
         return generate_latest(self.registry)
-
-
-class _Health:
-    """The state of the database and of the connections."""
-
-    def __init__(self, condition: DatabaseCondition, connections: ConnectionLimits) -> None:
-        self._condition = condition
-        self._connections = connections
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        condition = self._condition
-        yield GaugeMetricFamily(
-            "adascale_database_full",
-            "1 while nothing can be stored because there is no room on the disk.",
-            value=float(condition.is_full),
-        )
-        yield GaugeMetricFamily(
-            "adascale_database_damaged",
-            "1 if the database was deleted, replaced or damaged.",
-            value=float(bool(condition.damage)),
-        )
-        failures = CounterMetricFamily(
-            "adascale_database_failures", "Failed transactions, by reason.", labels=["reason"]
-        )
-        for failure in Failure:
-            reason = failure.name.lower()
-            failures.add_metric([reason], condition.failures.get(reason, 0))
-        yield failures
-        yield CounterMetricFamily(
-            "adascale_connections_closed",
-            "Connections closed because of a limit.",
-            value=self._connections.closed,
-        )
 
 
 def _jobs_text(latest: list[tuple[str, list[float]]]) -> str:
