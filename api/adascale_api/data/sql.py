@@ -47,24 +47,12 @@ class Transaction:
     def __init__(self, connector: "Connector", connection: Any, cache: JobCache) -> None:
         self._connector = connector
         self._connection = connection
-        self._cache = cache
+        self.cache = cache
         self.loaded: list[StoredJob] = []  # the states that were read from the database
         self.jobs: dict[str, StoredJob] = {}  # those that this transaction has locked, as it leaves them
         self.changed: set[str] = set()
         self.activated: set[str] = set()  # those whose active generation it has changed or ended
         self.deleted: set[str] = set()
-
-    def load(self, job_id: str, key: int, version: int) -> StoredJob | None:
-        """Return the state of a job, from the cache if it has this version; None if the job is deleted."""
-        cached = self._cache.get(job_id)
-        if cached is not None and cached.key == key and cached.version == version:
-            return cached
-        row = self.first(_LOAD, key=key)
-        if row is None:
-            return None
-        job = StoredJob.parse(key, job_id, *row)
-        self.loaded.append(job)
-        return job
 
     def all(self, statement: Sql, **parameters: Any) -> list[Row]:
         """Return all rows of a query."""
@@ -87,6 +75,3 @@ class Transaction:
     def execute_for_each(self, statement: Sql, rows: Sequence[Row]) -> None:
         """Execute a statement once for each row of its parameters, by position."""
         self._connection.cursor().executemany(self._connector.text(statement), rows)
-
-
-_LOAD = Sql("SELECT created_at, version, spec, rendezvous FROM jobs WHERE key = :key")

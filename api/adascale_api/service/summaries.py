@@ -20,12 +20,10 @@ MAX_AGE = 0.9
 """Seconds for which all clients get the same document."""
 INTERVAL = 2.0
 """Seconds between two requests of a page."""
-BYTES_PER_SECOND = 128 * 1024
+JOBS_PER_SECOND = 300.0
 """Of a document, for a page: large documents are read, and asked for, less frequently."""
 PAGE_SIZE = 500
 """Jobs that are read in one transaction."""
-
-_list = TypeAdapter(list[JobSummary])
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,9 @@ class SummaryList:
     jobs: list[JobSummary]
     truncated: bool  # whether there may be more jobs
     interval: float  # seconds after which a page asks again
+
+
+_list = TypeAdapter(SummaryList)
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,10 @@ class Summaries:
         return await asyncio.shield(self._task)
 
     async def _make(self) -> Document:
-        found = await self._read()
-        summaries = _list.dump_json(list(found.values()))
-        interval = max(INTERVAL, len(summaries) / BYTES_PER_SECOND)
-        content = b'{"jobs":%b,"truncated":%b,"interval":%.1f}' % (
-            summaries,
-            b"true" if len(found) >= MAX_JOBS else b"false",
-            interval,
-        )
-        age = max(MAX_AGE, interval - INTERVAL)
-        self._expires_at = asyncio.get_running_loop().time() + age
+        found = list((await self._read()).values())
+        interval = max(INTERVAL, len(found) / JOBS_PER_SECOND)
+        self._expires_at = asyncio.get_running_loop().time() + max(MAX_AGE, interval - INTERVAL)
+        content = _list.dump_json(SummaryList(found, len(found) >= MAX_JOBS, interval))
         return Document(content, "application/json")
 
 

@@ -317,9 +317,14 @@ def _require_room(transaction: Transaction, job_id: str) -> None:
 
 def _load(transaction: Transaction, job_id: str, key: int, version: int) -> StoredJob:
     """Return the state of a job that has this version, or had it when its row was selected."""
-    job = transaction.load(job_id, key, version)
-    if job is None:
+    cached = transaction.cache.get(job_id)
+    if cached is not None and cached.key == key and cached.version == version:
+        return cached
+    row = transaction.first(_LOAD, key=key)
+    if row is None:
         raise JobNotFoundError(job_id)
+    job = StoredJob.parse(key, job_id, *row)
+    transaction.loaded.append(job)
     return job
 
 
@@ -393,6 +398,7 @@ def find_decision(transaction: Transaction, job: StoredJob) -> DecisionView | No
         raise UnreadableJobError(job.id, error) from error
 
 
+_LOAD = Sql("SELECT created_at, version, spec, rendezvous FROM jobs WHERE key = :key")
 _FIND = Sql("SELECT key, version FROM jobs WHERE id = :id")
 _LOCK = Sql("SELECT key, version FROM jobs WHERE id = :id", lock=True)
 _PAGE = Sql("SELECT id, key, version FROM jobs WHERE id > :after ORDER BY id LIMIT :limit")
