@@ -71,16 +71,15 @@ class RunServices:
         self.clock = clock
         self._path = path
         self._entries = {entry.id: entry for entry in read_entries(path)}
-        self._ended: dict[str, _Read] = {}
-        """What was read of the runs that have ended, by their databases."""
+        self._ended: dict[str, tuple[RunEntry, _Read]] = {}
+        """The runs that have ended, and what was read of them, by id."""
         self._places = asyncio.Semaphore(MAX_OPEN)
 
     async def _summaries(self) -> Mapping[str, JobSummary]:
         """Return the summary of each run, by its id."""
         await self._read_list()
         entries = self._entries
-        running = {entry.database for entry in entries.values() if entry.state is None}
-        self._ended = {path: read for path, read in self._ended.items() if path not in running}
+        self._ended = {run: self._ended[run] for run in entries if run in self._ended}
         stored = await asyncio.gather(*map(self._read_stored, entries.values()))
         return {entry.id: _of_run(entry, each) for entry, each in zip(entries.values(), stored, strict=True)}
 
@@ -148,8 +147,9 @@ class RunServices:
 
     async def _read_stored(self, entry: RunEntry) -> _Read:
         """Read the summary of a run, once if it has ended."""
-        if entry.database in self._ended:
-            return self._ended[entry.database]
+        known, read = self._ended.get(entry.id, (None, (None, "")))
+        if known == entry:
+            return read
         try:
             async with self._database(entry) as database:
                 found = await database.read_long(_summary, entry.job), ""
@@ -160,7 +160,7 @@ class RunServices:
             logger.warning("%s can't be read", entry.database, exc_info=True)
             return None, f"{entry.database} can't be read ({type(error).__name__}: {error})"
         if entry.state is not None:
-            self._ended[entry.database] = found
+            self._ended[entry.id] = entry, found
         return found
 
 
