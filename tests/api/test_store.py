@@ -413,15 +413,14 @@ def test_a_rendezvous_is_stored_and_its_version_counts_the_changes(
 ) -> None:
     state = rendezvous.allocate(Rendezvous(), Allocation(1, 2))
     job_id = new_job_id()
-    versions = [store.write(jobs.allocate, job_id=job_id, allocation=Allocation(1, 2), now=0.0).job.version]
+    versions = [store.write(jobs.allocate, job_id=job_id, allocation=Allocation(1, 2), now=0.0).version]
     for rank, replica_state, generation in registered:
         registration = a_registration(rank, replica_state, generation=generation)
         after = rendezvous.register(state, registration)
-        transition = store.write(replicas.register, job_id=job_id, registration=registration, now=NOW)
-        assert transition.job.rendezvous == after
-        assert transition.changed is (after != state)
-        versions.append(transition.job.version)
-        assert versions[-1] - versions[-2] == int(transition.changed)
+        job = store.write(replicas.register, job_id=job_id, registration=registration, now=NOW)
+        assert job.rendezvous == after
+        versions.append(job.version)
+        assert versions[-1] - versions[-2] == int(after != state)
         state = after
         text = StoredJob(1, job_id, 0.0, 1, None, state).rendezvous_text
         assert StoredJob.parse(1, job_id, 0.0, 1, None, text).rendezvous == state
@@ -434,9 +433,7 @@ def test_a_version_is_never_reused_even_after_the_job_is_deleted(store: Store) -
     for generation in (1, 1, 1):
         for size in (1, 2):
             allocation = Allocation(generation + size, size)
-            versions.append(
-                store.write(jobs.allocate, job_id=job_id, allocation=allocation, now=0.0).job.version
-            )
+            versions.append(store.write(jobs.allocate, job_id=job_id, allocation=allocation, now=0.0).version)
         store.write(jobs.delete_job, job_id=job_id, now=0.0)
         with pytest.raises(JobNotFoundError):
             store.job(job_id)
@@ -530,4 +527,4 @@ def test_an_unreadable_job_harms_itself_only(store: Store) -> None:
     assert sound in listed
     assert broken not in listed
     store.write(jobs.delete_job, job_id=broken, now=0.0)
-    assert store.write(jobs.allocate, job_id=broken, allocation=Allocation(1, 1), now=0.0).changed
+    assert store.write(jobs.allocate, job_id=broken, allocation=Allocation(1, 1), now=0.0).spec is None

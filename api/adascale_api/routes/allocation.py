@@ -59,10 +59,10 @@ async def put_allocation(
 ) -> AllocationView | Response:
     """The allocation becomes active once all its replicas are ready. Repeating the request has no effect."""
     try:
-        transition = await service.database.write(
+        stored = await service.database.write(
             jobs.allocate, job_id=job, allocation=desired, now=service.clock()
         )
-        return transition.job.view
+        return stored.view
     except StaleAllocationError as error:
         current = (await service.find_job(job)).view
         return error_response(409, ConflictBody(error=str(error), allocation=current))

@@ -156,12 +156,11 @@ class Service:
         if cached is not None and cached.unchanging.get(registration.replica) == registration:
             return cached
         try:
-            transition = await self.database.write(
+            return await self.database.write(
                 replicas.register, job_id=job_id, registration=registration, now=self.clock()
             )
         except VersionMismatchError as error:
             raise RefusedReplicaError(str(error), self.heartbeats.timeout) from error
-        return transition.job
 
     async def usage(self, seconds: float, points: int, largest: int, by: UsageGroup) -> UsageView:
         """Return the replicas that jobs have used in the last `seconds`; see `usage` of the core."""

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 from adascale_api.data.job import StoredJob, UnreadableJobError, skip_unreadable
 from adascale_api.data.sql import Sql, Transaction, upsert
@@ -62,14 +62,6 @@ class TooManyJobsError(UnavailableError):
 
 TransitionRule = Callable[..., Rendezvous]
 """A function of the core that returns the next state of a rendezvous, given its state and `declared`."""
-
-
-@dataclass(frozen=True)
-class Transition:
-    """A job after a rule was applied to its rendezvous, and whether it changed."""
-
-    job: StoredJob
-    changed: bool
 
 
 class PageRoom:
@@ -137,10 +129,10 @@ def declare(transaction: Transaction, job_id: str, spec: JobSpec, now: float) ->
     return found is None
 
 
-def allocate(transaction: Transaction, job_id: str, allocation: Allocation, now: float) -> Transition:
+def allocate(transaction: Transaction, job_id: str, allocation: Allocation, now: float) -> StoredJob:
     """Store a job's desired allocation. Creates the job if it does not exist."""
     job = lock_or_create(transaction, job_id, now)
-    return apply(transaction, job, partial(rendezvous.allocate, allocation=allocation))
+    return apply(transaction, job, rendezvous.allocate, allocation=allocation)
 
 
 def delete_job(transaction: Transaction, job_id: str, now: float) -> None:
@@ -222,16 +214,16 @@ def require_reachable(message: Registration | GainReport, job: StoredJob | None,
             raise InvalidInputError([FieldError(field=name, got=str(generation), expected=expected)])
 
 
-def apply(transaction: Transaction, job: StoredJob, rule: TransitionRule) -> Transition:
-    """Apply a rule to a locked job's rendezvous, and store the next state if it differs."""
-    after = rule(job.rendezvous, declared=job.spec)
+def apply(transaction: Transaction, job: StoredJob, rule: TransitionRule, **arguments: Any) -> StoredJob:
+    """Apply a rule to a locked job's rendezvous, and return the job, another one if its state differs."""
+    after = rule(job.rendezvous, declared=job.spec, **arguments)
     if after == job.rendezvous:
-        return Transition(job, changed=False)
+        return job
     changed = replace(job, version=job.version + 1, rendezvous=after)
     _change(transaction, changed)
     if _active(after) != _active(job.rendezvous):
         transaction.activated.add(job.id)
-    return Transition(changed, changed=True)
+    return changed
 
 
 def write_changes(transaction: Transaction, now: float) -> None:

@@ -6,11 +6,10 @@ changed, so no clocks are compared.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from adascale_api.data.job import StoredJob
 from adascale_api.data.sql import Sql, Transaction, upsert
-from adascale_api.data.store.jobs import Transition, apply, lock_for_worker, lock_or_create
+from adascale_api.data.store.jobs import apply, lock_for_worker, lock_or_create
 from adascale_core.messages.registration import Registration
 from adascale_core.rendezvous import rendezvous
 
@@ -22,7 +21,7 @@ Counts = dict[tuple[int, int], tuple[str, int]]
 """(job key, replica) -> the agent, and how many heartbeats were counted."""
 
 
-def register(transaction: Transaction, job_id: str, registration: Registration, now: float) -> Transition:
+def register(transaction: Transaction, job_id: str, registration: Registration, now: float) -> StoredJob:
     """Store a registration. Creates the job if it does not exist.
 
     The log is stored separately: a state with the logs of all replicas would be read and written with every
@@ -30,9 +29,9 @@ def register(transaction: Transaction, job_id: str, registration: Registration, 
     """
     job = lock_for_worker(transaction, job_id, registration, now)
     without_log = replace(registration, log=None)
-    transition = apply(transaction, job, partial(rendezvous.register, registration=without_log))
-    stored = transition.job.rendezvous.replicas.get(registration.replica)
-    if registration.log is None and not transition.changed:
+    after = apply(transaction, job, rendezvous.register, registration=without_log)
+    stored = after.rendezvous.replicas.get(registration.replica)
+    if registration.log is None and after is job:
         job.unchanging[registration.replica] = registration
     if registration.log and stored == replace(without_log, key=""):
         transaction.execute(
@@ -44,10 +43,10 @@ def register(transaction: Transaction, job_id: str, registration: Registration, 
             stored_at=now,
         )
         transaction.execute(_REMOVE_OLD_LOGS, key=job.key, limit=MAX_LOGS)
-    return transition
+    return after
 
 
-def expire(transaction: Transaction, job_id: str, instances: Mapping[int, str], now: float) -> Transition:
+def expire(transaction: Transaction, job_id: str, instances: Mapping[int, str], now: float) -> StoredJob:
     """Remove the replicas of these agents, whose heartbeats have expired."""
     job = lock_or_create(transaction, job_id, now)
     overdue = [
@@ -55,7 +54,7 @@ def expire(transaction: Transaction, job_id: str, instances: Mapping[int, str], 
         for index, instance in instances.items()
         if index in job.rendezvous.replicas and job.rendezvous.replicas[index].instance == instance
     ]
-    return apply(transaction, job, partial(rendezvous.expire, indices=overdue))
+    return apply(transaction, job, rendezvous.expire, indices=overdue)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
 from operator import attrgetter
 from statistics import median
@@ -109,7 +108,7 @@ def post(
         latest = unstored.get(newest)
         # Most reports name none, and do not concern the generations.
         if latest is not None and (latest.slow_replica is not None or job.rendezvous.slow_places.places):
-            job = apply(transaction, job, partial(rendezvous.report, latest=latest, now=now)).job
+            job = apply(transaction, job, rendezvous.report, latest=latest, now=now)
     return Posted(len(reports), len(new) - len(reports), job)
 
 
