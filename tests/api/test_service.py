@@ -216,21 +216,22 @@ class Versions:
     def __init__(self) -> None:
         self.current: dict[str, int] = {"a": 1}
 
-    async def job(self) -> StoredJob:
-        return StoredJob(1, "a", 0.0, self.current["a"], None, Rendezvous())
+    async def has_changed(self) -> bool:
+        return self.current["a"] != 1
 
 
-def wait_for_a(act: Callable[[ChangeLog, Versions], Awaitable[None]], seconds: float = 60.0) -> StoredJob:
-    """Return the answer to a request that waits for a change of version 1 while `act` runs."""
+def wait_for_a(act: Callable[[ChangeLog, Versions], Awaitable[None]], seconds: float = 60.0) -> int:
+    """Return the version after a request has waited for a change of version 1 while `act` runs."""
 
-    async def run() -> StoredJob:
+    async def run() -> int:
         versions = Versions()
         log = ChangeLog()
-        waiter = asyncio.create_task(log.wait_for_change("a", 1, seconds, versions.job))
+        waiter = asyncio.create_task(log.wait_until(versions.has_changed, "a", seconds))
         await asyncio.sleep(0)
         assert not waiter.done()
         await act(log, versions)
-        return await asyncio.wait_for(waiter, 30)
+        await asyncio.wait_for(waiter, 30)
+        return versions.current["a"]
 
     return asyncio.run(run())
 
@@ -241,7 +242,7 @@ def test_a_notification_of_a_change_ends_the_wait() -> None:
         log.add("b")
         log.add("a")
 
-    assert wait_for_a(change).version == 2
+    assert wait_for_a(change) == 2
 
 
 def test_a_notification_without_a_change_does_not_end_the_wait() -> None:
@@ -251,21 +252,21 @@ def test_a_notification_without_a_change_does_not_end_the_wait() -> None:
         versions.current["a"] = 2
         log.add("a")
 
-    assert wait_for_a(change).version == 2
+    assert wait_for_a(change) == 2
 
 
 def test_closing_the_log_ends_the_wait() -> None:
     async def close(log: ChangeLog, versions: Versions) -> None:
         log.close()
 
-    assert wait_for_a(close).version == 1
+    assert wait_for_a(close) == 1
 
 
 def test_the_timeout_ends_the_wait() -> None:
     async def nothing(log: ChangeLog, versions: Versions) -> None:
         pass
 
-    assert wait_for_a(nothing, seconds=0.02).version == 1
+    assert wait_for_a(nothing, seconds=0.02) == 1
 
 
 class Clock:
@@ -312,7 +313,7 @@ def test_a_replica_without_heartbeats_is_removed_and_waiting_requests_are_notifi
     async def scenario(service: Service, clock: Clock) -> None:
         before = await service.find_job("a.b")
         waiter = asyncio.create_task(
-            service.log.wait_for_change("a.b", before.version, 60, partial(service.find_job, "a.b"))
+            service.wait_for_change("a.b", before.version, 60, is_reader=True, closed=None)
         )
         await pass_time(service, clock, HEARTBEAT_TIMEOUT)
         assert await is_registered(service)

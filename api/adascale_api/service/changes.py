@@ -8,7 +8,6 @@ from itertools import islice, takewhile
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
-from adascale_api.data.job import StoredJob
 from adascale_api.errors import RequestError, UnavailableError
 
 MAX_ANONYMOUS_WAITS = 256
@@ -112,29 +111,10 @@ class ChangeLog:
         async def has_changed() -> bool:
             return self._position(cursor) != self._last
 
-        await self._wait_until(has_changed, _ANY, seconds, closed)
+        await self.wait_until(has_changed, _ANY, seconds, closed)
 
-    async def wait_for_change(
-        self,
-        job_id: str,
-        version: int,
-        seconds: float,
-        read: Callable[[], Awaitable[StoredJob]],
-        closed: Closed = None,
-    ) -> StoredJob:
-        """Return the result of `read` once its version is not `version`, or after `seconds`."""
-        found: StoredJob
-
-        async def has_changed() -> bool:
-            nonlocal found
-            found = await read()
-            return found.version != version
-
-        await self._wait_until(has_changed, job_id, seconds, closed)
-        return found
-
-    async def _wait_until(
-        self, condition: Callable[[], Awaitable[bool]], job_id: str, seconds: float, closed: Closed
+    async def wait_until(
+        self, condition: Callable[[], Awaitable[bool]], job_id: str, seconds: float, closed: Closed = None
     ) -> None:
         """Wait for a condition that a change of a job may fulfil, but not after the client has left."""
         loop = asyncio.get_running_loop()

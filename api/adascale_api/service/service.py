@@ -143,10 +143,16 @@ class Service:
         self, job_id: str, version: int, seconds: float, *, is_reader: bool, closed: Closed
     ) -> StoredJob:
         """Return a job once its version is not `version`, after `seconds`, or when the client has left."""
+        found: StoredJob
+
+        async def has_changed() -> bool:
+            nonlocal found
+            found = await self.find_job(job_id)
+            return found.version != version
+
         async with one_of(self.anonymous_waits, counts=not is_reader and seconds > 0):
-            return await self.log.wait_for_change(
-                job_id, version, seconds, partial(self.find_job, job_id), closed
-            )
+            await self.log.wait_until(has_changed, job_id, seconds, closed)
+        return found
 
     async def register(self, job_id: str, registration: Registration) -> StoredJob:
         """Store the registration of a replica, which is also its heartbeat, and return the job."""
