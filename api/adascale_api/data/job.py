@@ -39,6 +39,15 @@ class UnreadableJobError(RequestError):
 
 
 @contextmanager
+def reading(job_id: str) -> Iterator[None]:
+    """Take what the stored values of a job are not valid for as damage of the job."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise UnreadableJobError(job_id, error) from error
+
+
+@contextmanager
 def skip_unreadable() -> Iterator[None]:
     """Log that a job can't be read, and go on without it."""
     try:
@@ -65,14 +74,11 @@ class StoredJob:
         cls, key: int, job_id: str, created_at: float, version: int, spec: str | None, rendezvous: str
     ) -> "StoredJob":
         """Return a job from the columns of its row."""
-        try:
+        with reading(job_id):
             parsed_spec = JobSpec.from_json(json.loads(spec)) if spec else None
-            job = cls(
-                key, job_id, created_at, version, parsed_spec, Rendezvous.from_json(json.loads(rendezvous))
-            )
-            job.__dict__["rendezvous_text"] = rendezvous
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UnreadableJobError(job_id, error) from error
+            state = Rendezvous.from_json(json.loads(rendezvous))
+        job = cls(key, job_id, created_at, version, parsed_spec, state)
+        job.__dict__["rendezvous_text"] = rendezvous
         return job
 
     @cached_property

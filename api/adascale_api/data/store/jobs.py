@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from adascale_api.data.job import StoredJob, UnreadableJobError, skip_unreadable
+from adascale_api.data.job import StoredJob, reading, skip_unreadable
 from adascale_api.data.sql import Sql, Transaction, upsert
 from adascale_api.data.tables import OF_A_JOB
 from adascale_api.errors import FieldError, InvalidInputError, NotFoundError, UnavailableError
@@ -384,10 +384,8 @@ def find_decision(transaction: Transaction, job: StoredJob) -> DecisionView | No
     row = transaction.first(_FIND_DECISION, key=job.key)
     if row is None:
         return None
-    try:
+    with reading(job.id):
         return DecisionView.from_json(json.loads(row[0]))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UnreadableJobError(job.id, error) from error
 
 
 _LOAD = Sql("SELECT created_at, version, spec, rendezvous FROM jobs WHERE key = :key")

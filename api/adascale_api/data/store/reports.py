@@ -14,7 +14,7 @@ from operator import attrgetter
 from statistics import median
 from typing import Any
 
-from adascale_api.data.job import StoredJob, UnreadableJobError
+from adascale_api.data.job import StoredJob, reading
 from adascale_api.data.sql import Row, Sql, Transaction, upsert
 from adascale_api.data.store.jobs import apply, lock_for_worker
 from adascale_core.messages.reports import GainReport, StepTime
@@ -174,21 +174,17 @@ def parse_step_times(job_id: str, rows: Sequence[Row]) -> list[StepTime]:
     """Return the step times in rows, of which the last column is the number of reports received since."""
     # The plan of the newest report is the one that none came after.
     present = max((row[0] for row in rows if row[-1] == 0), default=None)
-    try:
+    with reading(job_id):
         return [_step_time(present, *row) for row in rows]
-    except (ValueError, TypeError) as error:
-        raise UnreadableJobError(job_id, error) from error
 
 
 def _parse_report(job_id: str, row: Row) -> GainReport:
     *numbers, text, _, counts_samples = row
-    try:
+    with reading(job_id):
         metrics = json.loads(text) if text else {}
         numbers = [number for number in numbers if number is not None]
         if not all(map(isfinite, [*numbers, *metrics.values()])):
             raise ValueError("a report has a number that is not finite")
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise UnreadableJobError(job_id, error) from error
     members = dict(zip(_REPORT, row, strict=True))
     return GainReport(**{**members, "metrics": metrics, "counts_samples": bool(counts_samples)})
 
@@ -229,8 +225,9 @@ def _unpack(packed: bytes) -> "array[float]":
 def _measurements(transaction: Transaction, job: StoredJob) -> tuple[int, int, int, int] | None:
     """Return the generation and step of the newest report, and how many were received and are kept."""
     row = transaction.first(_MEASUREMENTS, key=job.key)
-    if row is not None and not all(isinstance(number, int) for number in row):
-        raise UnreadableJobError(job.id, ValueError("a count of reports is no integer"))
+    with reading(job.id):
+        if row is not None and not all(isinstance(number, int) for number in row):
+            raise ValueError("a count of reports is no integer")
     return row
 
 
@@ -275,10 +272,8 @@ def _kept_times(transaction: Transaction, job: StoredJob, plan: _Plan) -> _Times
     row = transaction.first(_STEP_TIMES_OF_PLAN, key=job.key, **_named(plan))
     if row is None:
         return _Times(array("d"), array("d"), is_stored=False)
-    try:
+    with reading(job.id):
         return _Times(_unpack(row[0]), _unpack(row[1]), is_stored=True)
-    except (ValueError, TypeError) as error:
-        raise UnreadableJobError(job.id, error) from error
 
 
 def _store_times(
