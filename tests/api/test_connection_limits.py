@@ -24,8 +24,6 @@ class Connection:
 
     def abort(self) -> None:
         self.is_closed = True
-        self.limits.head_grows(-self.kept)
-        self.limits.head_is_released(self)
         self.kept = self.unread_size = 0
 
     def close(self) -> None:
@@ -34,7 +32,7 @@ class Connection:
 
     def send_head(self, size: int) -> None:
         self.kept += size
-        self.limits.head_grows(size)
+        self.limits.keep_head(self, self.kept)
 
     def request(self) -> None:
         self.limits.expect_request(self)

@@ -63,7 +63,7 @@ class ConnectionLimits:
         # By the time of insertion, so the first one is the oldest.
         self._incomplete: OrderedDict[Connection, float] = OrderedDict()
         self._unread: OrderedDict[Connection, float] = OrderedDict()
-        self._large_heads: OrderedDict[Connection, None] = OrderedDict()
+        self._head_sizes: OrderedDict[Connection, int] = OrderedDict()
         self._heads = 0
         self._bodies = 0
         self.closed = Counter(
@@ -78,8 +78,9 @@ class ConnectionLimits:
     def lost(self, connection: Connection) -> None:
         """Forget a connection."""
         self._clients.remove(connection)
-        for connections in (self._incomplete, self._unread, self._large_heads):
-            connections.pop(connection, None)
+        self.keep_head(connection, 0)
+        self._incomplete.pop(connection, None)
+        self._unread.pop(connection, None)
         self._waiting.discard(connection)
 
     def expect_request(self, connection: Connection) -> None:
@@ -103,19 +104,14 @@ class ConnectionLimits:
             self._waiting.remove(connection)
             self._clients.add(connection, is_incomplete=False)
 
-    def head_grows(self, size: int) -> None:
-        """Count bytes of heads, fewer if negative, and close connections if there are too many."""
-        self._heads += size
-        if size > 0:
+    def keep_head(self, connection: Connection, size: int) -> None:
+        """Count the bytes of the head that a connection keeps now, and make room for them."""
+        self._heads += size - self._head_sizes.get(connection, 0)
+        if size:
+            self._head_sizes[connection] = size
             self._make_room()
-
-    def head_is_large(self, connection: Connection) -> None:
-        """Note that a request with a large head waits for its answer."""
-        self._large_heads[connection] = None
-
-    def head_is_released(self, connection: Connection) -> None:
-        """Note that the head of a request is no longer kept."""
-        self._large_heads.pop(connection, None)
+        else:
+            self._head_sizes.pop(connection, None)
 
     def body_grows(self, size: int) -> bool:
         """Count bytes of bodies, fewer if negative, and return whether there is room for them."""
@@ -156,11 +152,10 @@ class ConnectionLimits:
                 return True
             if bodies_grow and self._bodies >= max(self._heads, unread):
                 return False
-            heads = self._large_heads or self._incomplete
-            if not heads and not self._unread:
+            largest = self._head_sizes if self._heads >= unread else self._unread
+            if not largest:
                 return False
-            is_unread = not heads or (bool(self._unread) and unread > self._heads)
-            self._close(next(iter(self._unread if is_unread else heads)))
+            self._close(next(iter(largest)))
         return True
 
     def _close(self, connection: Connection) -> None:

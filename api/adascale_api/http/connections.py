@@ -50,9 +50,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_size = 0
-        """Bytes of the head that is kept."""
-        self._counted = 0
-        """Of these, how many `limits` counts."""
+        """Bytes of the head that is kept, but for a small one that is complete."""
         self._framing = 0
         """Bytes since the last of the body: of chunk headers and trailers."""
         self._in_head = True
@@ -81,7 +79,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Close the connection at once."""
-        self.forget_head()
+        self._head_size = 0
         self.disconnect()
         self._end_waits()
         self.transport.abort()
@@ -93,7 +91,6 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         super().connection_lost(exc)
-        self.forget_head()
         self._end_waits()
         self.limits.lost(self)
 
@@ -109,7 +106,7 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self._framing += len(data)
         super().data_received(data)
-        self._count_head()
+        self.limits.keep_head(self, self._head_size)
         if self._in_head and self._head_size > MAX_HEAD:
             self.send_400_response(f"The request line and headers exceed {MAX_HEAD} bytes.")
         elif self._framing > MAX_HEAD:
@@ -165,23 +162,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._head_size > SMALL_HEAD:
             headers = sum(len(name) + len(value) + HEADER_OVERHEAD for name, value in self.headers)
             self._head_size = len(self.url) + headers
-        if self._head_size > SMALL_HEAD:
-            self.limits.head_is_large(self)
-        else:
+        if self._head_size <= SMALL_HEAD:
             self._head_size = 0
-        self._count_head()
         super().on_headers_complete()
-
-    def _count_head(self) -> None:
-        size, self._counted = self._head_size - self._counted, self._head_size
-        if size:
-            self.limits.head_grows(size)
-
-    def forget_head(self) -> None:
-        """Count the bytes of the head no longer."""
-        self._head_size = 0
-        self._count_head()
-        self.limits.head_is_released(self)
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body, if the application may read it."""
@@ -199,7 +182,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Release the request, and regard the connection as idle."""
-        self.forget_head()
+        self._head_size = 0
+        self.limits.keep_head(self, 0)
         self.url, self.headers, self.scope = b"", [], {}  # type: ignore[typeddict-item]
         self.cycle.scope, self.cycle.body = self.scope, bytearray()
         super().on_response_complete()
