@@ -11,13 +11,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.types import ASGIApp
 
 from adascale_api.auth.authorization import Authorizer
-from adascale_api.bodies import (
-    AllocationBody,
-    DecisionBody,
-    GainReportBody,
-    JobSpecBody,
-    RegistrationBody,
-)
+from adascale_api.bodies import BODIES
 from adascale_api.data.database import Database
 from adascale_api.http.connection_limits import ConnectionLimits
 from adascale_api.http.request_body import REFERENCE
@@ -29,7 +23,6 @@ from adascale_api.service.service import Service, Settings
 
 _REDACTED = frozenset({"/jobs", "/jobs/{job}", "/jobs/{job}/allocation", "/changes"})
 """Reads whose answers have less without a token."""
-_BODIES: tuple[Any, ...] = (GainReportBody, AllocationBody, RegistrationBody, JobSpecBody, DecisionBody)
 
 
 class DescribedApp(FastAPI):
@@ -51,7 +44,7 @@ class DescribedApp(FastAPI):
 
 
 def _add_bodies(document: dict[str, Any]) -> None:
-    _, schemas = models_json_schema([(body, "validation") for body in _BODIES], ref_template=REFERENCE)
+    _, schemas = models_json_schema([(body, "validation") for body in BODIES], ref_template=REFERENCE)
     document["components"]["schemas"].update(schemas["$defs"])
 
 

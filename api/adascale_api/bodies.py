@@ -216,3 +216,6 @@ DecisionBody = message_body(
     ],
     limits=[{"kind": "capacity", "reason": "0 of 4 replicas are free"}],
 )  # fmt: skip
+
+BODIES: tuple[Any, ...] = (GainReportBody, AllocationBody, RegistrationBody, JobSpecBody, DecisionBody)
+"""Those of the requests."""

@@ -16,13 +16,7 @@ from schemathesis.engine.run import PhaseName
 
 from adascale_api.app import create_app
 from adascale_api.auth.authorization import SharedToken
-from adascale_api.bodies import (
-    AllocationBody,
-    DecisionBody,
-    GainReportBody,
-    JobSpecBody,
-    RegistrationBody,
-)
+from adascale_api.bodies import BODIES
 from adascale_api.data.database import Database
 from adascale_api.routes.common import JOB_ID_PATTERN
 from adascale_api.service.service import Settings
@@ -97,9 +91,7 @@ def test_every_call_answers_as_the_document_says(tmp_path: Path, protect_reads: 
     assert calls > 200
 
 
-@pytest.mark.parametrize(
-    "body", [GainReportBody, JobSpecBody, AllocationBody, RegistrationBody, DecisionBody]
-)
+@pytest.mark.parametrize("body", BODIES)
 def test_the_example_of_a_body_is_valid(body: type[object]) -> None:
     adapter = TypeAdapter(body)
     (example,) = adapter.json_schema()["examples"]
